@@ -8,7 +8,7 @@ slower transfers make kernels wait, but need no more memory.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -17,18 +17,17 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, columns_of, decisions_of, rows_of
+from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED, least_residency, spans, ways_to_empty
+from simulator.modes import SWAPPED, least_residency, spans, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
+from simulator.residency import residency
 
 MIB = 2**20
 LEAST = 20  # simulator calls of a search
 
-# kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep), when (swap: copy, recompute: at, or -1)
-Row = tuple[int, int, int, int, int, int]
 Rows = NDArray[np.int64]  # (n, 6), its columns named in simulator/compiled/encoding.py
 
 
@@ -160,49 +159,10 @@ class Candidates:
             chosen = np.append(chosen, np.fromiter(islice(order, len(chosen) + 1), np.int64))
         return chosen[: bisect_left(range(len(chosen)), True, key=fits)]
 
-    def empty(self, load: NDArray[np.int64], i: int) -> None:
-        """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""
-        for span in self._open[i]:
-            load[span] -= self.nbytes[i]
-
-
-def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64[n]: ``load`` less what is away in m gaps, int64[m, 2] ``where`` (after, before) of int64[m] ``nbytes``."""
-    after, before = where.T
-    change = np.zeros(len(load) + 1, np.int64)
-    np.subtract.at(change, after + 1, nbytes)
-    np.add.at(change, before, nbytes)
-    change[0] -= nbytes[after >= before].sum()
-    left: NDArray[np.int64] = load + change[:-1].cumsum()
-    return left
-
-
-def row_of(gap: Gap, way: int) -> Row:
-    """The row that empties ``gap`` in a way (SWAPPED, its prefetch left to the simulator, RECOMPUTED or KEPT)."""
-    return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
-
-
-def way_of(row: Sequence[int]) -> int:
-    """How a row empties its gap: the inverse of ``row_of``; raises ValueError where it does so in no such way."""
-    if row[KIND] == SWAP:
-        return SWAPPED
-    if row[KIND] == RECOMPUTE:
-        return KEPT if row[EXTRA] == 1 else RECOMPUTED
-    raise ValueError(f"a row of kind {row[KIND]} empties its gap in no way that a planner knows")
-
 
 def is_open(gap: Gap, k: int) -> bool:
     """Is a gap open at kernel ``k``?"""
     return gap.after < k < gap.before if gap.after < gap.before else not gap.before <= k <= gap.after
-
-
-def rows_for(gaps: Iterable[Gap], way: int) -> Rows:
-    """int64[m, 6]: ``row_of`` each of the gaps."""
-    where = columns_of(gaps)
-    out = np.empty((len(where), 6), np.int64)
-    out[:, 1:4] = where
-    out[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
-    return out
 
 
 def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:

@@ -1,16 +1,19 @@
-"""Gymnasium environments over the simulator; importing this package registers ``GpuMemory-v0`` and the tasks that have
-names (``GpuMemory/vgg16-45-v0``, …: tasks.py)."""
+"""Gymnasium environments over the simulator; importing this package registers them.
+
+``GpuMemory-v0`` walks through an iteration, ``GpuMemoryEdit-v0`` edits whole plans. Both have named tasks
+(``GpuMemory/vgg16-45-v0``, ``GpuMemoryEdit/vgg16-45-v0``, …: tasks.py).
+"""
 
 import gymnasium
 
+from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
 from envs.memory_env import MemoryEnv, MemoryVectorEnv
 from envs.task import Task
 from envs.tasks import SUITES, TASKS
 from envs.walk import Walk
 
-for _id, _kwargs in [("GpuMemory-v0", {}), *((f"GpuMemory/{name}-v0", task.kwargs) for name, task in TASKS.items())]:
-    gymnasium.register(
-        _id, "envs.memory_env:MemoryEnv", vector_entry_point="envs.memory_env:MemoryVectorEnv", kwargs=_kwargs
-    )
+for _kind, _entry in [("GpuMemory", "envs.memory_env:Memory"), ("GpuMemoryEdit", "envs.edit.env:MemoryEdit")]:
+    for _name, _kwargs in [("-v0", {}), *((f"/{name}-v0", task.kwargs) for name, task in TASKS.items())]:
+        gymnasium.register(_kind + _name, _entry + "Env", vector_entry_point=_entry + "VectorEnv", kwargs=_kwargs)
 
-__all__ = ["SUITES", "MemoryEnv", "MemoryVectorEnv", "Task", "Walk"]
+__all__ = ["SUITES", "MemoryEditEnv", "MemoryEditVectorEnv", "MemoryEnv", "MemoryVectorEnv", "Task", "Walk"]

@@ -148,7 +148,7 @@ class Batch(Pieces):
 
     Attributes, for M walks, N nodes and F forms of an action:
         nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
-        rewards (M,), terminated, invalid: of the last step. overhead, feasible: of the plans so far.
+        rewards (M,), terminated, truncated (never), invalid: of the last step. overhead, feasible: of the plans so far.
 
     Args:
         tasks: what walks are drawn from.
@@ -189,7 +189,7 @@ class Batch(Pieces):
         self.current = np.zeros(walks, np.int64)
         self.rewards = np.zeros(walks)
         self.overhead = np.zeros(walks)
-        self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
+        self.terminated, self.truncated, self.invalid, self.feasible = np.zeros((4, walks), np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._given = self.options, self.where, self.ints, self.floats  # as ``step_walks`` takes them
         self._state = self.walks, self.rows, self.touched

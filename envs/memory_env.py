@@ -77,10 +77,10 @@ def make_tasks(
     if program is None:
         program, default_machine = small_task()
         machine = machine or default_machine
-    programs, limits = _several(program), _several(limit)
+    programs, limits = several(program), several(limit)
     tasks = []
     for one in programs:
-        for on in [None] if machine is None else _several(machine):
+        for on in [None] if machine is None else several(machine):
             built, where = program_and_machine(one, on)
             least = least_residency(built, min_bytes, check_mode(mode))
             for each in limits:
@@ -93,7 +93,7 @@ def make_tasks(
     return tasks
 
 
-def _several(value: Any) -> Sequence[Any]:
+def several(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
@@ -303,9 +303,9 @@ class MemoryVectorEnv(_OverBatch, BatchVectorEnv):
     def _over(self) -> NDArray[Any]:
         return self._batch.walks[:, columns.OVER]
 
-    def _endings(self, terminated: NDArray[np.bool_]) -> dict[str, Any]:
+    def _endings(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
         """The plans with which episodes have ended."""
-        ended = terminated & self._batch.feasible
+        ended = ended & self._batch.terminated & self._batch.feasible
         plans = np.full(self.num_envs, None, object)
         for i in np.flatnonzero(ended).tolist():
             plans[i] = self._finished(i)

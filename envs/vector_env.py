@@ -28,7 +28,7 @@ class BatchVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], 
     """Walks of a batch as environments.
 
     Args:
-        batch: has ``rewards``, ``terminated`` and ``tasks``.
+        batch: has ``rewards``, ``terminated``, ``truncated`` and ``tasks``.
         mode: Gymnasium's ``autoreset_mode``.
         most: episodes are truncated after so many steps; None: they are not.
     """
@@ -85,15 +85,15 @@ class BatchVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], 
             raise ValueError(f"episodes that have ended: {np.flatnonzero(over).tolist()}")
         self._act(np.asarray(actions), over)  # one that has ended ignores its action, and begins anew
         rewards, terminated = batch.rewards.copy(), batch.terminated.copy()
-        truncated = np.zeros(self.num_envs, np.bool_)
+        truncated = batch.truncated.copy()
         if self._most is not None:
             self._steps += 1
             self._steps[over] = 0
-            truncated = self._steps >= self._most
+            truncated |= self._steps >= self._most
             self._over()[truncated] = 1
         infos, ended = self._infos(), terminated | truncated
-        if terminated.any():
-            infos |= self._endings(terminated)
+        if ended.any():
+            infos |= self._endings(ended)
         if self.autoreset_mode == AutoresetMode.SAME_STEP and ended.any():
             final = self._final(ended, infos)
             self._begin(ended, None)

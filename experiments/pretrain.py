@@ -2,12 +2,12 @@
 plans (agents/learned/expert_iteration.py).
 
     python -m experiments.pretrain out=runs/pretrain
-    python -m experiments.pretrain out=runs/pretrain seed=1 training.encoder=attention
+    python -m experiments.pretrain out=runs/pretrain seed=1 training.width=32
 
 What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
 programs/0000.json.gz, …; times/0000.json, … with the kernel times of its tasks; lessons-0.jsonl, annealing's plans, a
-line per task; lessons-1.jsonl, those that the first network to get there found, too; <encoder>-<seed>/ with the state
-after each round, log.jsonl and policy.pt. See agents/learned/README.md.
+line per task; lessons-1.jsonl, those that the first network to get there found, too; structure2vec-<seed>/ with the
+state after each round, log.jsonl and policy.pt. See agents/learned/README.md.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
 
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
     one_thread()
-    folder = out / f"{settings.encoder}-{net_seed}"
+    folder = out / f"structure2vec-{net_seed}"
     for made in (out / "programs", out / "times", folder):
         made.mkdir(parents=True, exist_ok=True)
     with report.held(out):

@@ -1,9 +1,15 @@
-"""Several test processes share the cores: threads of PyTorch's would wait for each other, and garbage is looked for
-seldom."""
+"""Settings of every test process, and the seconds of each folder beside its budget.
+
+Several test processes share the cores, so PyTorch has one thread in each, and garbage is collected seldom.
+"""
 
 import gc
+import json
 import os
 import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 try:
     from hypothesis import HealthCheck, settings
@@ -28,3 +34,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints the seconds that the tests of each folder took, and its budget where they took more."""
+    budget = json.loads(Path(__file__).with_name("budget.json").read_text())["seconds"]
+    seconds: Counter[str] = Counter()
+    for report in (one for reports in terminalreporter.stats.values() for one in reports if hasattr(one, "duration")):
+        seconds["/".join(report.nodeid.split("/")[:2]).partition(".py")[0]] += report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, spent in seconds.most_common():
+        known = budget.get(folder)
+        over = f"  over its budget of {known}" if known is not None and spent > known else ""
+        terminalreporter.write_line(f"{spent:8.1f}  {folder}{over}")

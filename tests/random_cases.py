@@ -20,30 +20,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from simulator import (
-    Decision,
-    Engine,
-    Job,
-    JobsDeadlock,
-    Kernel,
-    Machine,
-    OutOfMemory,
-    Plan,
-    Program,
-    Recompute,
-    Rerun,
-    Swap,
-    Tensor,
-    Timeline,
-    rules,
-    simulate,
-    simulate_jobs,
-)
+from simulator import Engine, Machine, rules, simulate, simulate_jobs
 from simulator.compiled.engine import NEVER, rows_of
-from simulator.job import Sharing
+from simulator.decisions import Decision, Recompute, Rerun, Swap
+from simulator.job import Job, JobsDeadlock, Sharing
 from simulator.lowered import Lowered
-from simulator.plan import PlanError
-from simulator.schedule import lower
+from simulator.plan import Plan, PlanError
+from simulator.program import Kernel, Program, Tensor
+from simulator.schedule import OutOfMemory, lower
+from simulator.timeline import Timeline
 from tests import oracle
 
 BLOCK, JOBS = 1000, 100  # cases of a digest
@@ -256,48 +241,9 @@ def job_of(rng: Random, name: str, program: Program) -> Job:
     iterations = rng.choice([None, rng.randint(1, 4)])
     leaves = arrives + rng.randint(0, 800) if iterations is None or rng.random() < 0.2 else None
     job = Job(name, program, plans[0], arrives, iterations, leaves, tuple(zip(times, plans[1:], strict=True)))
-    rows = rng.choice([0, 0, 1, 2, 3])
-    return replace(job, durations=tuple(durations_of(rng, program) for _ in range(rows)))
-
-
-def durations_of(rng: Random, program: Program) -> tuple[int, ...]:
-    """Other times of a program's kernels, at least one above 0."""
-    return (*(rng.randint(0, 40) for _ in program.kernels[1:]), rng.randint(1, 40))
-
-
-def draw_of(rng: Random, program: Program) -> Program:
-    """The program without some of its kernels and what only they use, its tensors in another order."""
-    kept = [k for k in program.kernels if rng.random() < 0.8]
-    if len(kept) < 2:
-        return program
-    written = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
-    kernels = []
-    for kernel in kept:
-        kernels.append(replace(kernel, inputs=tuple(t for t in kernel.inputs if t in written)))
-        written |= set(kernel.outputs)
-    used = list({t for kernel in kernels for t in kernel.accesses})
-    rng.shuffle(used)
-    at = {t: i for i, t in enumerate(used)}
-    moved = tuple(
-        replace(k, inputs=tuple(at[t] for t in k.inputs), outputs=tuple(at[t] for t in k.outputs)) for k in kernels
-    )
-    return Program("drawn", tuple(program.tensors[t] for t in used), moved)
-
-
-def jobs_case(seed: int) -> JobsCase:
-    """The case of a seed."""
-    rng = Random(seed)
-    jobs = tuple(job_of(rng, f"j{i}", program_of(rng)) for i in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
-    return jobs_case_of(rng, jobs, jobs_machine_of(rng))
-
-
-def jobs_case_of(rng: Random, jobs: tuple[Job, ...], machine: Machine) -> JobsCase:
-    """The jobs with more or less memory than they need."""
-    limit = least_limit(jobs) + rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
-    if rng.random() < 0.5:  # some keep within limits, which are large or small
-        jobs = tuple(limited(rng, job, [0, limit, limit // len(jobs), rng.randint(0, limit)]) for job in jobs)
-    until, sharing = rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"])
-    return JobsCase(jobs, machine, limit, until, sharing)
+    rows = [(*(rng.randint(0, 40) for _ in program.kernels[1:]), rng.randint(1, 40))
+            for _ in range(rng.choice([0, 0, 1, 2, 3]))]  # fmt: skip
+    return replace(job, durations=tuple(rows))
 
 
 def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
@@ -308,14 +254,18 @@ def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
     )  # fmt: skip
 
 
-def least_limit(jobs: tuple[Job, ...]) -> int:
-    """The smallest at which each of the jobs could run alone, evicting on demand."""
-    most = 0
-    for job in jobs:
-        for plan in job.plans:
-            lowered = Lowered(lower(job.program, plan))
-            most = max(most, lowered.admission_bytes, *lowered.least_bytes)
-    return most
+def jobs_case(seed: int) -> JobsCase:
+    """The case of a seed: jobs with more or less memory than each of them needs alone, evicting on demand."""
+    rng = Random(seed)
+    jobs = tuple(job_of(rng, f"j{i}", program_of(rng)) for i in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
+    machine = jobs_machine_of(rng)
+    lowered = [Lowered(lower(job.program, plan)) for job in jobs for plan in job.plans]
+    limit = max(max(one.admission_bytes, *one.least_bytes) for one in lowered)
+    limit += rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
+    if rng.random() < 0.5:  # some keep within limits, which are large or small
+        jobs = tuple(limited(rng, job, [0, limit, limit // len(jobs), rng.randint(0, limit)]) for job in jobs)
+    until, sharing = rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"])
+    return JobsCase(jobs, machine, limit, until, sharing)
 
 
 # ------------------------------------------------------------------------------------------ digests

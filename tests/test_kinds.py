@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from agents.floor import floor
-from agents.planner import way_of
 from executor.replay.streams import circle
 from executor.training.issue_order import order
 from experiments.benchmark import simpy_model
 from experiments.common.report import other_mode
 from experiments.figures import layerwise
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
-from simulator.compiled.encoding import RERUN, decisions_of, rows_of
+from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
 from simulator.decisions import OfGap
 from simulator.files import FormatError
 from simulator.report import report

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible, rows_for
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
+from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import NEVER, Engine
 from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty

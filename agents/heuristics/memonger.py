@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from agents.heuristics.layers import FeatureMap, feature_maps
-from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, rows_for
+from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
+from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.decisions import can_recompute
 from simulator.files import no_collections

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from agents.heuristics.workspace import plan_with_variants
-from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, row_of
-from simulator.compiled.encoding import EXTRA
+from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
+from simulator.compiled.encoding import EXTRA, row_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, SWAPPED, check_mode, ways_to_empty

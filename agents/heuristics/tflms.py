@@ -14,8 +14,8 @@ import numpy as np
 
 from agents.heuristics.autoswap import select
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible, rows_for
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, rows_for
 from simulator.compiled.engine import Engine
 from simulator.files import no_collections
 from simulator.machine import Machine

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.learned.gap_graph import UNDECIDED, Choices, GapGraph
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
-from agents.planner import Rows, rows_for
-from agents.search.local_moves import add_between
+from agents.planner import Rows
+from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.gap_graph import UNDECIDED, Choices, GapGraph
+from simulator.moves.plan_moves import add_between
 
 TINY = 1e-30
 MENDS = 8  # times that a plan is fitted anew to the memory of its recomputation chains

@@ -23,19 +23,19 @@ import torch
 from numpy.typing import NDArray
 
 from agents.learned.dqn_config import DQNConfig
-from agents.learned.gap_graph import UNDECIDED, GapGraph
 from agents.learned.optimisation import one_thread
 from agents.learned.policy import WEIGHTS, Guided, decoded
 from agents.learned.policy_net import batch_of, data_of, trained
 from agents.learned.q_walk import play
 from agents.learned.training import Episode
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
-from agents.planner import Rows, way_of
-from agents.search.local_search import Moves
+from agents.planner import Rows
 from envs.batch import Batch
 from envs.task import COPY, EARLY, KEEP, PLAIN, Task
-from simulator.compiled.encoding import BEFORE, TENSOR
+from simulator.compiled.encoding import BEFORE, TENSOR, way_of
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.gap_graph import UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 
 FORMS = ((PLAIN, SWAPPED), (COPY, SWAPPED), (PLAIN, RECOMPUTED), (KEEP, KEPT), (EARLY, RECOMPUTED))

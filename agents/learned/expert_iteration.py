@@ -25,17 +25,18 @@ from torch import Tensor
 from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
-from agents.learned.gap_graph import STATE, UNDECIDED, GapGraph
 from agents.learned.optimisation import descend
 from agents.learned.policy import Guided, decoded, halving
-from agents.learned.policy_net import ENCODERS, PolicyNet, batch_of, data_of
-from agents.planner import MIB, Rows, way_of
+from agents.learned.policy_net import PolicyNet, batch_of, data_of
+from agents.planner import MIB, Rows
 from agents.search.annealing import everything
-from agents.search.local_search import Moves, anneal
-from simulator.compiled.encoding import BEFORE, TENSOR
+from agents.search.local_search import anneal
+from simulator.compiled.encoding import BEFORE, TENSOR, way_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import KEPT
+from simulator.moves.gap_graph import STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from simulator.program import Program
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first
@@ -84,7 +85,6 @@ class Training:
         ValueError: a figure is out of range.
     """
 
-    encoder: str = "structure2vec"
     width: int = 64
     layers: int = 3
     epochs: int = 20
@@ -95,10 +95,8 @@ class Training:
     undecided: float = 0.4  # share of the items of which nothing is decided
 
     def __post_init__(self) -> None:
-        if self.encoder not in ENCODERS:
-            raise ValueError(f"encoder: expected {' or '.join(ENCODERS)}, got {self.encoder!r}")
         for name, value in asdict(self).items():
-            if name != "encoder" and value <= 0:
+            if value <= 0:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
 
 
@@ -219,7 +217,7 @@ def network(examples: Sequence[Example], settings: Training, seed: int) -> Polic
     rng = np.random.default_rng(seed)
     items = [example.item(rng, settings.undecided) for example in examples]
     columns = torch.cat([item["gap"].x for item in items])
-    net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers, settings.encoder)
+    net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers)
     fixed = columns.shape[1] - STATE  # what is decided is as it is
     net.mean[:fixed] = columns.mean(0)[:fixed]
     net.scale[:fixed] = columns.std(0).clamp(min=NARROW)[:fixed]

@@ -20,10 +20,11 @@ import numpy as np
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.annealing import everything, half_way, start
 from agents.search.in_time import in_time
-from agents.search.local_search import Moves, anneal, check_heat
+from agents.search.local_search import anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
 from simulator.modes import check_mode
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 
@@ -70,7 +71,7 @@ def decoded(
     """Offers the network's plans, no more of them once ``until`` (time.monotonic()) has come, and makes its
     probabilities the weights of the search."""
     from agents.learned.decoding import decode, drawn, fitted
-    from agents.learned.gap_graph import GapGraph
+    from simulator.moves.gap_graph import GapGraph
 
     engine, moves, rng = found.engine, found.moves, np.random.default_rng(seed)
     graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)

@@ -2,7 +2,7 @@
 
 State: which candidate gaps are emptied, and how. Candidates are all gaps of tensors of at least ``min_bytes``, those
 that do not span the peak and those over the iteration boundary included. Energy: the simulated iteration time over
-the ideal one. The moves are those of local_moves.py, with all gaps and ways alike.
+the ideal one. The moves are those of simulator/moves/plan_moves.py, with all gaps and ways alike.
 
 The start is the best plan of the heuristics that ``mode`` allows (``start``), or else every gap emptied. Metropolis
 acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal time).
@@ -24,10 +24,11 @@ from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB, Planner, PlannerInfo, Rows, check_budget, finish, infeasible, plans_of, ways_of
 from agents.search.in_time import in_time
-from agents.search.local_search import Moves, anneal, check_heat
+from agents.search.local_search import anneal, check_heat
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.modes import check_mode
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 

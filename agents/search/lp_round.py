@@ -20,14 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor import Floor, floor
-from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible, row_of
+from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
-from agents.search.local_search import Moves, anneal, since_write
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
+from agents.search.local_search import anneal
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, SWAPPED, check_mode, spans, ways_to_empty
+from simulator.moves.moves import Moves, since_write
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 

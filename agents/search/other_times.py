@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import MIB, Infeasible, check_budget, finish
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import anneal
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.modes import check_mode
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 

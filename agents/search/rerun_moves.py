@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.search.local_moves import uniform
 from simulator.compiled.encoding import Ints, ragged
 from simulator.compiled.jit import jit
+from simulator.moves.plan_moves import uniform
 from simulator.program import Program
 
 REMOVE, SHIFT = 0.35, 0.4  # shares of the moves; the rest split

@@ -50,7 +50,6 @@ class PlannedStep:
 
     Attributes:
         peak_bytes: largest number of bytes in use at any kernel of any step so far; at most ``limit``.
-        undo_bytes: copies of buffers on the device that are kept beside, to undo a step.
         pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
         state: all that it runs on (work.py), for who looks at a step from outside: a benchmark, a test.
@@ -110,7 +109,6 @@ class PlannedStep:
         kept = [b for b in state.bindings if b.tensor in early]
         rest = [b for b in state.bindings if b.tensor in late - early] if everything else []
         state.host.kept, state.host.rest = [(torch.empty_like(b.own), b) for b in kept], list(rest)
-        self.undo_bytes = sum(copy.nbytes for copy, _ in state.host.kept)
         self._undoes_away = any(b.block for b in (*kept, *rest))
 
     # ------------------------------------------------------------------------------------ what a step runs on

@@ -14,12 +14,13 @@ import agents
 from agents import Infeasible
 from agents.heuristics.home import HOME
 from agents.planner import MIB
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import anneal
 from experiments.benchmark import simpy_model
 from simulator import Plan, Swap, rules
 from simulator.compiled.engine import Engine, rows_of
 from simulator.compiled.jit import jit
 from simulator.machine import Machine
+from simulator.moves.moves import Moves
 from simulator.program import Gap, Program
 from simulator.schedule import lower
 

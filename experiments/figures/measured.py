@@ -180,13 +180,9 @@ def means(points: list[Row]) -> dict[str, Row]:
 
 
 def of_kernels(row: Row, large: list[list[Any]]) -> Row:
-    """A file of kernels: how many are near, and the one farthest off."""
-    worst = max(large, key=lambda one: max(one[3] / one[2], one[2] / max(one[3], 1e-9)))
-    return {
-        "name": _named(row["label"]), "source": row["source"], "count": len(large), "worst": worst,
-        "errors": [off(large), off(large, 4)], "bar": bar(off(large), KERNEL_BAR),
-        "near": sum(abs(one[3] / one[2] - 1) <= KERNEL_BAR for one in large) / len(large),
-    }  # fmt: skip
+    """A file of kernels."""
+    return {"name": _named(row["label"]), "count": len(large), "errors": [off(large), off(large, 4)],
+            "bar": bar(off(large), KERNEL_BAR)}  # fmt: skip
 
 
 def of_plans(row: Row) -> Row:
@@ -194,11 +190,9 @@ def of_plans(row: Row) -> Row:
     by = {one["times"]: one for one in row["rows"]}
     model, old = by[MODEL], by[ROOFLINE]
     apart, more = abs(model["said"] - model["measured"]), model["measured"] - model["own"]
-    said = [f"{one['times']}: {one['said']:.1%} said, {one['measured']:.1%} ({one['planner']})" for one in row["rows"]]
     return {
         "limit": row["limit"], "model": model, "old": old, "apart": 100 * apart, "bar": bar(apart, PLAN_BAR),
         "more": [100 * more, 100 * (old["measured"] - old["own"])], "more_bar": bar(more, PLAN_BAR),
-        "beliefs": "; ".join(said),
     }  # fmt: skip
 
 
@@ -223,8 +217,7 @@ def numbers(rows: list[Row]) -> Row:
         "peaks": [of_peaks(name, mean) for name, mean in means(points).items()],
         "plans": [of_plans(row) for row in sorted(_of(rows, "plans"), key=lambda row: -row["limit"])],
         "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in (errors, old)],
-        "worst": [max(e, default=None) for e in (errors, old)], "kernel_bar": KERNEL_BAR, "step_bar": STEP_BAR,
-        "missed": "; ".join(f"{s.name} ({s.error:+.1%}, {s.what})" for s in steps if abs(s.error) > STEP_BAR) or None,
+        "worst": [max(e, default=None) for e in (errors, old)],
         "runs": len(points), "too_large": len(points) - len(known), "known": len(known) or None,
         "low": sum(row["error"] < 0 for row in known),
         "farthest": max(known, key=lambda row: abs(row["error"])) if known else None,

@@ -158,7 +158,8 @@ def numbers(rows: list[Row]) -> Row:
     }
     half = [one for one in paid if one["forward_wait_ns"] >= 0.5 * (one["iteration_ns"] - one["ideal_ns"])]
     return {
-        "points": every, "paid": len(paid) or None, "negligible": NEGLIGIBLE, "paper_ms": PAPER,
+        "points": [limits[-1] for limits in figures.grouped(every).values()], "paid": len(paid) or None,
+        "negligible": NEGLIGIBLE, "paper_ms": PAPER,
         "none": None if paid else "no overhead", "small": sum(one["paper"] <= NEGLIGIBLE for one in paid),
         "known": sum(one["least"] > ZERO for one in paid),
         "proven": 100 * max((one["least"] for one in paid), default=0), "half": len(half),

@@ -20,8 +20,8 @@ from scipy.optimize import brentq, least_squares
 
 from executor.capture.captured import Captured
 from executor.capture.kernel_times import kernel_ns
+from experiments.common.measured_step import written
 from experiments.measured import traces
-from experiments.measured.measured_step import written
 from experiments.measured.steps import LEAST_US, Trace, v100
 from experiments.measured.traces import Operator
 from simulator.kernel_times import KernelTimes

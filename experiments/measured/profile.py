@@ -1,4 +1,4 @@
-"""Measures a network's step on one's own GPU (``measured/1``, measured_step.py).
+"""Measures a network's step on one's own GPU (``measured/1``, experiments/common/measured_step.py).
 
 In this order, so that each finds what it has to: the context; eager steps from a cold allocator, for their peaks and
 their time; every kernel (executor/capture/profile.py). On the CPU the same without context and peaks.
@@ -14,7 +14,7 @@ import torch
 
 from executor.capture.profile import Cache, ProfileError, measure
 from executor.memory.context import context_bytes
-from experiments.measured.measured_step import MeasuredStep, measured_step
+from experiments.common.measured_step import MeasuredStep, measured_step
 from experiments.validate_gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as own

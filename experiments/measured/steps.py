@@ -1,7 +1,7 @@
 """Measured steps beside what we say of them: an operator, or a kind of operators, a row.
 
 1. *Traces*: NAME.csv (traces.py) with NAME.yaml, which says of which network, on what, and whose it is.
-2. *Profiled*: NAME.json (measured_step.py), as ``python -m experiments.measured profile`` writes it.
+2. *Profiled*: NAME.json (experiments/common/measured_step.py), as ``python -m experiments.measured profile`` writes it.
 3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
 4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
 
@@ -27,8 +27,8 @@ from executor.capture.captured import Captured
 from executor.capture.kernel_times import Precision
 from executor.capture.roofline import with_roofline
 from experiments import workloads
+from experiments.common.measured_step import MeasuredStep, modelled
 from experiments.measured import traces
-from experiments.measured.measured_step import MeasuredStep, modelled
 from simulator.files import FormatError, fields, load_json
 from simulator.machine import Machine
 

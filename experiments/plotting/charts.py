@@ -259,19 +259,6 @@ def pairs(
     ]
 
 
-def ranges(
-    label: str, colour: str, marker: str, values: Sequence[Sequence[float | None]], shift: float = 0.0
-) -> list[Mark]:
-    """A row for each: the mean of those that are there, and a line from the least to the most."""
-    there = [[value for value in each if value is not None] for each in values]
-    rows = [y + shift for y in range(len(values))]
-    low, high = ([of(each, default=None) for each in there] for of in (min, max))
-    return [
-        between(low, high, rows, colour),
-        Line([float(np.mean(each)) if each else None for each in there], rows, colour, label, marker, "", size=6),
-    ]
-
-
 def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], across: bool = False, thick: float = 0.8,
            hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
     """Bars side by side at 0, 1, …: for each series its label, colour, values and texts."""

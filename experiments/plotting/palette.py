@@ -47,7 +47,6 @@ HUES: dict[Family, Hues] = {
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
-MODE_COLOURS = {"swap": "#1f5fa8", "recompute": "#8e5bd0", "joint": "#238b45"}  # of simulator.modes.MODES
 SPARE = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # of planners without a slot
 
 

@@ -33,7 +33,7 @@ from executor.memory.context import context_bytes
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from executor.replay.backend import BackendError
-from experiments.measured.measured_step import measured_step
+from experiments.common.measured_step import measured_step
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic

@@ -10,12 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 from simulator.program import Gap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
 
 Ints = NDArray[np.int64]
 NEVER = 2**62  # a time or position that does not come
+
+# kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep), when (swap: copy, recompute: at, or -1)
+Row = tuple[int, int, int, int, int, int]
 
 # Columns of ``rows``, int64 (rows, 6): one row a decision. EXTRA: prefetch or -1; keep 0 or 1. WHEN: copy or -1; at or
 # -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.
@@ -137,6 +141,29 @@ def rows_of(decisions: Iterable[Decision]) -> Ints:
 def columns_of(gaps: Iterable[Gap]) -> Ints:
     """Gaps as int64 (n, 3): tensor, after, before."""
     return np.fromiter(chain.from_iterable(gaps), np.int64).reshape(-1, 3)
+
+
+def row_of(gap: Gap, way: int) -> Row:
+    """The row that empties ``gap`` in a way (SWAPPED, its prefetch left to the simulator, RECOMPUTED or KEPT)."""
+    return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
+
+
+def way_of(row: Sequence[int]) -> int:
+    """How a row empties its gap: the inverse of ``row_of``; raises ValueError where it does so in no such way."""
+    if row[KIND] == SWAP:
+        return SWAPPED
+    if row[KIND] == RECOMPUTE:
+        return KEPT if row[EXTRA] == 1 else RECOMPUTED
+    raise ValueError(f"a row of kind {row[KIND]} empties its gap in no way that a planner knows")
+
+
+def rows_for(gaps: Iterable[Gap], way: int) -> Ints:
+    """int64[m, 6]: ``row_of`` each of the gaps."""
+    where = columns_of(gaps)
+    out = np.empty((len(where), 6), np.int64)
+    out[:, 1:4] = where
+    out[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
+    return out
 
 
 _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}

@@ -218,6 +218,18 @@ class Engine:
             return Score(True, iteration_ns, required, peak, period)
         return Score(False, NEVER, required, peak if status == DONE else 0, 0)
 
+    def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> Ints:
+        """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, kernel or row (encoding.py).
+
+        Args:
+            limit_until: as for ``score``.
+            iterations: how many are simulated at least.
+        """
+        log = np.empty((4096, 4), np.int64)
+        while (entries := self._simulate(self._work, rows, limit_until, iterations, log)) >= len(log):
+            log = np.empty((entries + 1, 4), np.int64)  # one to spare: see event_loop._log
+        return log[:entries]
+
     def direct(self, rows: int) -> tuple[Any, ...]:
         """What ``score_one`` needs to score plans of at most so many rows as ``score`` does, until that is called."""
         work, swaps_only = self._work, self._n_steps is None
@@ -410,17 +422,12 @@ class Engine:
         """``timeline`` of a plan that was checked, with this engine's variants."""
         schedule = lower(self.program, plan)
         check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
-        rows, work = rows_of(plan.decisions), self._work
         self.calls += 1
-        n_log, room = 4096, 0
-        while n_log > room:
-            room = n_log
-            log = np.empty((room + 1, 4), np.int64)  # one to spare: see _log
-            n_log = self._simulate(work, rows, limit_until, self.iterations, log)
+        log, work = self.log(rows_of(plan.decisions), limit_until, self.iterations), self._work
         status, _, required, _, period = work.result[0].tolist()
         if status != DONE:
             raise AssertionError(f"the schedule fits, the compiled one does not (status {status})")
-        read = read_log(log[:n_log], plan.decisions, schedule)
+        read = read_log(log, plan.decisions, schedule)
         issue_ns = schedule.issued * self.machine.issue_ns
         return Timeline.assemble(self.program, self.limit, required, *read, period, issue_ns)
 

@@ -26,6 +26,9 @@ ENVIRONMENTS = [
       for one in SETTINGS),
     *(pytest.param(f"GpuMemory/{name}-v0", {}, id=name, marks=[pytest.mark.nightly] * (name != "vgg16-45"))
       for name in TASKS),
+    *(pytest.param("GpuMemoryEdit-v0", {"limit": [0.6, 0.8], "neighbours": 8, "budget": 12, "edits": edits}, id=edits)
+      for edits in ("neighbours", "gap")),
+    pytest.param("GpuMemoryEdit/squeezenet-40-v0", {}, id="edit-squeezenet", marks=pytest.mark.nightly),
 ]  # fmt: skip
 
 

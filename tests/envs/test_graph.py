@@ -9,6 +9,7 @@ import pytest
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE, OperationGraph, build_graph
 from simulator import Gap, Kernel, Program, Tensor
+from tests.programs import activations, parameter, straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 SLOW_IN = replace(MACHINE, h2d_bytes_per_s=5 * 10**8)  # a byte leaves in 1 ns and returns in 2
@@ -113,11 +114,9 @@ def test_no_node_is_more_than_one_action() -> None:
 )
 def test_a_gap_below_the_limit_is_no_action(over: int, gaps: list[Gap]) -> None:
     """t is used by k0 and k2, the persistent w as well; one kernel has a workspace, up to a load of 8."""
-    lines: list[tuple] = [((1,), (0,)), ((), ()), ((0, 1), ()), ((), ()), ((), ())]
-    load = [7, 7, 7, 2, 2]
-    kernels = [Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines)]
-    kernels[over] = replace(kernels[over], workspace=8 - load[over])
-    program = Program("one peak", (Tensor("t", 5), Tensor("w", 2, "parameter", True)), tuple(kernels))
+    lines: list[tuple] = [((1,), (0,), 10), ((), (), 10), ((0, 1), (), 10), ((), (), 10), ((), (), 10)]
+    lines[over] += (8 - [7, 7, 7, 2, 2][over],)
+    program = straight([*activations(5), parameter(2)], *lines)
     assert program.live_bytes[over] == 8 == program.peak_bytes
     assert list(build_graph(program, MACHINE, 7, 1, "swap").gaps) == gaps
     assert build_graph(program, MACHINE, 8, 1, "swap").gaps == ()
@@ -125,8 +124,7 @@ def test_a_gap_below_the_limit_is_no_action(over: int, gaps: list[Gap]) -> None:
 
 def test_the_boundary_is_in_a_gap_of_one_kernel() -> None:
     """w is used by k1 only: away from k2 over the boundary to k0, where the peak is."""
-    kernels = [Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10, 3 * (i == 0)) for i in range(3)]
-    program = Program("ring", (Tensor("w", 2, "parameter", True),), tuple(kernels))
+    program = straight([parameter(2)], ((), (), 10, 3), ((0,), (), 10), ((), (), 10))
     assert build_graph(program, MACHINE, 4, 1, "joint").gaps == (Gap(0, 1, 1),)
     assert build_graph(program, MACHINE, 5, 1, "joint").gaps == ()
     assert (build_graph(program, MACHINE, 4, 1, "joint").action_kind == REMOVE).sum() == 0

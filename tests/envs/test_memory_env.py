@@ -45,14 +45,8 @@ def test_what_is_shown_of_the_moment():
     validity[[5, 9]], validity[2] = 1, -1
     relief[[7, 8]] = 1
     need[1:7] -= 10  # in 3 and 4 there are 160 and 170 still
-    moment = [
-        validity,
-        relief,
-        (start[kernel] - 20) / 120,
-        (need[kernel] - 145) / 145,
-        np.zeros(16),
-        np.full(16, 10 / 120),
-    ]
+    ahead, pressure = (start[kernel] - 20) / 120, (need[kernel] - 145) / 145
+    moment = [validity, relief, ahead, pressure, np.zeros(16), np.full(16, 10 / 120)]
     assert then["nodes"][:, 5:].T == pytest.approx(np.array(moment), rel=1e-6)
     assert then["current"] == 6 and then["action_mask"].tolist() == (validity == 1).tolist() and reward == 0
     # f1 again, and nothing else: 110 and 130 bytes remain.
@@ -101,10 +95,7 @@ def test_an_invalid_action_may_be_ignored():
     assert not env.step(0)[4]["invalid"]
     other.step(0)
     for ours, theirs in zip(env.step(2)[:4], other.step(2)[:4], strict=True):
-        if isinstance(ours, dict):
-            assert all((ours[key] == theirs[key]).all() for key in ours)
-        else:
-            assert ours == theirs
+        np.testing.assert_equal(ours, theirs)
 
 
 def test_what_is_returned_is_shared_only_where_it_is_asked_for():
@@ -165,9 +156,7 @@ def test_spaces():
     alone = envs.MemoryEnv(PROGRAM, MACHINE, 180, min_bytes=1)
     assert (alone.action_space, alone.observation_space) == (spaces.Discrete(1), space(1, 1))
     vector = envs.MemoryVectorEnv(3, **arguments)
-    assert (vector.single_action_space, vector.single_observation_space) == (env.action_space, env.observation_space)
     assert vector.action_space == spaces.MultiDiscrete([16] * 3)
-    assert vector.observation_space == gymnasium.vector.utils.batch_space(space(16, 2), 3)
     assert vector.observation_space.contains(vector.reset(seed=0)[0])
 
 
@@ -188,31 +177,6 @@ def test_what_is_meant_where_nothing_is_given():
         assert 2 in tensors and 1 not in tensors
     with pytest.raises(ValueError, match="machine: needed with a program"):
         envs.MemoryEnv(program)
-
-
-def random_episode(walk, rng):
-    rewards = []
-    while not walk.done:
-        node = int(rng.choice(np.flatnonzero(walk.mask())))
-        rewards.append(walk.step(node).reward)
-    return rewards
-
-
-def test_rewards_sum_to_the_overhead_of_the_returned_plan():
-    program, machine = small_task()
-    walk = envs.Walk(envs.Task(program, machine, round(0.6 * program.peak_bytes), mode="joint"))
-    rng = np.random.default_rng(0)
-    overheads = set()
-    for _ in range(25):
-        walk.reset()
-        rewards = random_episode(walk, rng)
-        if walk.dead_end:
-            continue
-        timeline = simulate(program, walk.plan(), machine, walk.task.limit)
-        assert timeline.iteration_ns == walk.iteration_ns
-        assert sum(rewards) == pytest.approx(-timeline.overhead, abs=1e-12)
-        overheads.add(timeline.iteration_ns)
-    assert len(overheads) > 10  # the choices matter
 
 
 @given(st.data())
@@ -242,19 +206,13 @@ def test_the_mask_never_lies(data):
 
 def test_several_programs_and_limits():
     program, machine = small_task()
-    env = envs.MemoryEnv([program, program], machine, [0.6, 0.8])
+    env = envs.MemoryEnv([program, program], machine, ["40MiB", 0.8])
+    assert [task.limit for task in env.tasks] == 2 * [40 * 2**20, int(0.8 * program.peak_bytes)]
     seen = {int(env.reset(seed=s)[0]["program"]) for s in range(40)}
     assert seen == {0, 1, 2, 3}
     assert env.reset(options={"task": 2})[0]["program"] == 2
     with pytest.raises(ValueError, match="positive"):
         envs.MemoryEnv(program, machine, 0)
-
-
-def test_a_limit_may_be_a_size():
-    program, machine = small_task()
-    env = envs.MemoryEnv(program, machine, ["40MiB", 0.6, 45_000_000])
-    assert [task.limit for task in env.tasks] == [40 * 2**20, int(0.6 * program.peak_bytes), 45_000_000]
-    assert envs.MemoryVectorEnv(2, program, machine, "40MiB").tasks[0].limit == 40 * 2**20
 
 
 # ------------------------------------------------------------------------------------------------ tasks with names

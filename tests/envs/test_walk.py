@@ -107,15 +107,6 @@ def test_a_removal_goes_on_as_nothing_does() -> None:
     assert walk.taken.tolist() == [-1, REMOVE, -1]
 
 
-def test_a_removal_is_as_late_as_it_is_taken() -> None:
-    walk = walk_of(mode="recompute")
-    for _ in range(3):
-        nothing(walk)
-    assert allowed(walk) == {(REMOVE, A1), (REMOVE, A2)}
-    assert walk.step(node(walk, REMOVE, A1)).terminated
-    assert walk.plan().decisions == (Recompute(A1, 2, 6),) and walk.position == 3
-
-
 def test_a_dead_end() -> None:
     """Under 79 bytes kernel 1, with w away, still needs 80, and nothing else may leave."""
     walk = walk_of(limit=79)
@@ -155,13 +146,6 @@ def test_relief_is_the_share_of_what_is_over() -> None:
     assert walk.relief().tolist() == [0, 0, 0]
 
 
-def test_overhead_of_a_program_without_duration() -> None:
-    """Its ideal is taken for 1 ns: a1 out and in take 80."""
-    walk = walk_of(PROGRAM.with_durations([0] * 8))
-    assert walk.overhead == -1 and (nothing(walk), nothing(walk)) == (1, 2)
-    assert walk.step(node(walk, OFFLOAD, A1)).reward == -80 and walk.overhead == 79
-
-
 # ----------------------------------------------------------------------------------------------- the copy engine
 
 
@@ -177,18 +161,6 @@ def test_an_offload_is_issued_behind_the_one_before() -> None:
     walk.step(node(walk, OFFLOAD, 1))
     assert walk.position == 5 and walk.done
     assert walk.plan().decisions == (Swap(0, 0, 7), Swap(1, 2, 7))
-
-
-def test_an_offload_is_not_issued_before_its_gap_opens() -> None:
-    """a (5 bytes) leaves [10, 15), while k1 makes b; b's gap opens at 20."""
-    program = straight([Tensor("a", 5), Tensor("b", 10)], ((), (0,), 10), ((), (1,), 10), ((), (), 10),
-                       ((), (), 10, 100), ((0, 1), (), 10))  # fmt: skip
-    walk = walk_of(program, 100)
-    assert nothing(walk) == 1
-    walk.step(node(walk, OFFLOAD, 0))
-    assert walk.position == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, 1)}
-    walk.step(node(walk, OFFLOAD, 1))
-    assert walk.plan().decisions == (Swap(0, 0, 4), Swap(1, 1, 4))
 
 
 # ------------------------------------------------------------------------------------------------ over the boundary

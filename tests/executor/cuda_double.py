@@ -226,9 +226,12 @@ class CudaDouble(TorchDispatchMode):
 
     def synchronize(self, device: Any = None) -> None:
         if not self.left_out():
-            for stream in self.everything:
-                if stream.name in self.clocks.clocks:
-                    self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
+            self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        for stream in self.everything:
+            if stream.name in self.clocks.clocks:
+                self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         block = self.memory.of(tensor)

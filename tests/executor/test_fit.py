@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -110,33 +109,15 @@ def test_three_steps_are_eager_pytorchs_to_the_bit(make: Any, loss_fn: Any, batc
     assert sum(found.under.modules.values()) == found.under.nbytes and found.without.place
 
 
-@cache
-def profiled() -> Captured:
-    """Captures ``parts()`` as ``fit`` does."""
-    return capture(*parts(), bucket_bytes=2**26)
-
-
-def parts() -> Parts:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, CLASSES))
-    return model, nn.CrossEntropyLoss(), sgd(model), rows(64)
-
-
-@pytest.mark.parametrize("memory", [1, "1GiB"])
+@pytest.mark.parametrize("memory", [1, 2**30, "1GiB"])
 def test_what_fits_needs_no_plan(memory: int | str, tiny_mlp: Tiny) -> None:
     def never(*_: Any) -> Plan:
         raise AssertionError("was asked")
 
     step = fit(*tiny_mlp.parts(), memory, planner=never)
-    assert step.plan.decisions == () and step.floor_ns is None
+    assert step.plan.decisions == () and step.floor_ns is None and step.limit in (tiny_mlp.program.peak_bytes, 2**30)
     assert "the step fits without a plan: nothing is moved" in str(step.report())
     step(*rows(256))
-
-
-def test_bytes_are_bytes(tiny_mlp: Tiny) -> None:
-    limit = int(0.8 * tiny_mlp.program.peak_bytes)
-    fitted = [fit(*tiny_mlp.parts(), memory, planner="capuchin") for memory in (limit, f"{limit}B")]
-    assert [step.limit for step in fitted] == [limit, limit]
 
 
 def test_any_planner(tiny_mlp: Tiny) -> None:
@@ -152,21 +133,21 @@ def test_any_planner(tiny_mlp: Tiny) -> None:
     assert fit(*tiny_mlp.parts(), 0.8, seconds=0.5).plan.decisions
 
 
-def test_durations_are_a_roofline_or_measured() -> None:
-    modelled = profiled().program.ideal_ns  # gtx1080ti
-    assert fit(*parts(), 1).report().ideal_ns == modelled
-    there = profiled().on(Machine.load("rtx2080ti")).program.ideal_ns
-    assert fit(*parts(), 1, machine="rtx2080ti").report().ideal_ns == there != modelled
-    profile = measure(profiled(), "cpu", "here")
-    step = fit(*parts(), 1, profile=profile)
+def test_durations_are_a_roofline_or_measured(tiny_mlp: Tiny) -> None:
+    def fitted(**options: Any) -> Any:
+        return fit(*tiny_mlp.parts(), 1, **options)
+
+    modelled, other = (tiny_mlp.captured.on(Machine.load(m)).program.ideal_ns for m in ("gtx1080ti", "rtx2080ti"))
+    assert fitted().report().ideal_ns == modelled != other == fitted(machine="rtx2080ti").report().ideal_ns
+    profile = measure(tiny_mlp.captured, "cpu", "here")
+    step = fitted(profile=profile)
     assert tuple(k.duration_ns for k in step.captured.program.kernels) == profile.durations_ns
     with pytest.raises(FitError, match=r"^the profile is of another program .*: a batch of another shape"):
         step(*rows(3))
-    step(*rows(64))
+    step(*rows(256))
     with pytest.raises(FormatError, match="the profile is of another program"):
-        fit(*parts()[:3], rows(3), 1, profile=profile)
-    measured = fit(*parts(), 1, profile="measure").report()
-    assert measured.ideal_ns not in (modelled, sum(profile.durations_ns))
+        fit(*tiny_mlp.parts()[:3], rows(3), 1, profile=profile)
+    assert fitted(profile="measure").report().ideal_ns not in (modelled, sum(profile.durations_ns))
 
 
 def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
@@ -310,7 +291,7 @@ def test_on_a_card_what_the_loop_has_of_the_last_step_counts(monkeypatch: pytest
     assert returned == without + 2048 * 512 * 4 and kept == without
 
 
-def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
     """By default; the rest is as on the CPU, on which this runs."""
     asked: list[Any] = []
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
@@ -318,12 +299,12 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         MODULE, "measure", lambda c, device, name: asked.append((device, name)) or measure(c, "cpu", name)
     )
-    step = fit(*parts(), 0.8, planner="capuchin")
+    step = fit(*tiny_mlp.parts(), 0.8, planner="capuchin")
     assert asked == [(torch.device("cuda"), "h200")] and step.machine.name == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     with pytest.raises(FitError, match="no preset is of 'NVIDIA L4'"):
-        fit(*parts(), 0.8)
-    assert fit(*parts(), 0.8, machine="h100", planner="capuchin").machine.name == "h100"
+        fit(*tiny_mlp.parts(), 0.8)
+    assert fit(*tiny_mlp.parts(), 0.8, machine="h100", planner="capuchin").machine.name == "h100"
 
 
 def test_without_the_solver_another_planner_is_named_and_does(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:

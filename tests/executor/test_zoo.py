@@ -37,5 +37,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         raise KeyError(3)
 
     monkeypatch.setattr(zoo, "fit", broken)
-    assert zoo.main(["LSTM"]) == 1
+    assert zoo.main(["GPT-2"]) == 1
     assert "WRONG: KeyError: 3" in capsys.readouterr().out

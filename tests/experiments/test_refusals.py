@@ -127,7 +127,7 @@ def test_a_malformed_file_is_one_sentence(
     ("plan {program} step_ms=0", ["step_ms", "0"]),
     ("plan workload=mlp times=measured", ["times"]),
     ("pretrain held_out=[vgg19]", ["held_out", "'vgg19'"]),
-    ("pretrain training.encoder=lstm", ["encoder", "'lstm'"]),
+    ("pretrain training.width=0", ["width", "0"]),
     ("pretrain training.epochs=0", ["training", "epochs"]),
     ("pretrain sets=[vgg]", ["sets[0]"]),
     ("pretrain 'sets=[{{programs: 0, networks: []}}]'", ["sets[0].programs"]),

@@ -1,6 +1,5 @@
 """Several jobs: cases computed by hand, one job alone, what always holds, and what a JobsTimeline is turned into."""
 
-import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -70,19 +69,13 @@ def test_a_switch_costs_time_and_takes_the_memory_at_its_start():
     assert b.events == (BlockEvent(10, 0, 0, 10), BlockEvent(25, 0, 0, -10))
 
 
-def test_two_at_once_go_at_half_speed_and_one_that_is_left_alone_speeds_up():
-    """10 ns take 20 beside another; of the other's 30, 20 are left then."""
-    jobs = [Job("a", one_kernel(10), Plan(), iterations=1), Job("b", one_kernel(30), Plan(), iterations=2)]
-    a, b = simulate_jobs(jobs, MACHINE, 100, sharing="shared").jobs
-    assert (a.boundaries, b.boundaries) == ((20,), (40, 70))
-    assert a.stalls == b.stalls == ()
-
-
-def test_two_at_once_that_get_more_done():
-    """3/4 of the speed each: 10 ns take 13 1/3, rounded up; b has then done 10.5 and ends at 33.5."""
-    jobs = once(one_kernel(10), one_kernel(30))
-    a, b = simulate_jobs(jobs, replace(MACHINE, concurrency=1.5), 100, sharing="shared").jobs
-    assert (a.boundaries, b.boundaries) == ((14,), (34,))
+def test_two_at_once_share_the_speed_and_one_that_is_left_alone_speeds_up():
+    """At half speed 10 ns take 20; of the other's 30, 20 are left then. At 3/4 they take 13 1/3, rounded up; the other
+    has then done 10.5 and ends at 33.5."""
+    for concurrency, first, second in ((1.0, 20, 40), (1.5, 14, 34)):
+        machine = replace(MACHINE, concurrency=concurrency)
+        a, b = simulate_jobs(once(one_kernel(10), one_kernel(30)), machine, 100, sharing="shared").jobs
+        assert (a.boundaries, b.boundaries) == ((first,), (second,)) and a.stalls == b.stalls == ()
 
 
 def test_what_does_not_fit_beside_the_other_waits_for_it():
@@ -326,27 +319,6 @@ JOBS = (
     Job("late", tiny.PROGRAM, Plan(), 10**6, leaves_ns=20),
 )
 TIMELINE = simulate_jobs(JOBS, tiny.MACHINE, 200)
-
-
-def test_json():
-    out = json.loads(json.dumps(TIMELINE.to_dict()))
-    assert len(out["order"]) == sum(len(job["events"]) for job in out["jobs"])
-    assert out["jobs"][0]["spans"] == [list(s) for s in TIMELINE.jobs[0].spans]
-    assert out["evictions"][0].keys() == {"time_ns", "job", "tensor", "block", "nbytes", "wanted_by"}
-
-
-def test_perfetto_has_a_process_a_job():
-    trace = TIMELINE.perfetto(JOBS)["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
-    assert names == {1: "a", 2: "b", 3: "late", 4: "all jobs"}
-    pieces = [e for e in trace if e["ph"] == "X"]
-    assert len(pieces) == sum(len(j.spans) + len(j.stalls) for j in TIMELINE.jobs)
-    first = next(e for e in pieces if e["cat"] == "swap_out" and e["pid"] == 1)
-    assert first["name"] == "swap_out a1" and first["dur"] == 0.04
-    marks = [(e["pid"], e["name"], e["ts"]) for e in trace if e["ph"] == "i"]
-    assert marks == [(2, "plan 1", TIMELINE.jobs[1].boundaries[0] / 1000)]
-    memory = [e["args"]["bytes"] for e in trace if e["ph"] == "C" and e["pid"] == 4]
-    assert max(memory) == TIMELINE.peak_bytes <= 200 and memory[-1] == 0
 
 
 def test_what_each_holds_adds_up():

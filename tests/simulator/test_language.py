@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from simulator import Engine, Kernel, Plan, PlanError, Program, Recompute, Rerun, Swap, Tensor
+from simulator import Engine, Plan, PlanError, Recompute, Rerun, Swap, Tensor
 from simulator.compiled.engine import NEVER, rows_of
 from simulator.schedule import lower
-from tests.programs import activations, compute, straight, work
+from tests.programs import activations, compute, parameter, straight, work
 from tests.simulator.test_reference import PLENTY
 from tests.tiny import MACHINE
 
@@ -38,17 +38,10 @@ def test_the_memory_is_free_when_the_gap_is_open(simulate):
     assert timeline.memory[:4] == ((0, 0), (0, 30), (110, 0), (110, 60))  # big, and it returns
 
 
-def test_a_synchronous_copy_that_is_over_holds_nothing_up(simulate):
-    small = replace(READ_MEANWHILE, tensors=tuple(replace(t, nbytes=30) for t in READ_MEANWHILE.tensors))
-    for program, big in ((small, 110), (READ_MEANWHILE, 110)):  # 100 bytes: just over
-        timeline = simulate(program, Plan((Swap(0, 1, 4, sync=True, copy=0),)), MACHINE, 300, iterations=1)
-        assert compute(timeline)[2] == (2, big, big + 10)
-
-
 def test_a_copy_of_the_iteration_before(simulate):
     """p is written by the last kernel, copied at once, and given up after it is read in the next iteration."""
     program = straight(
-        [Tensor("p", 40, "parameter", True), *activations(40)],
+        [parameter(40), *activations(40)],
         ((0,), (), 10), ((), (1,), 10), ((), (), 50), ((0,), (0,), 10),
     )  # fmt: skip
     plan = Plan((Swap(0, 0, 3, copy=3),))
@@ -111,7 +104,7 @@ def test_not_before_it_is_dropped_and_not_after_its_use(at):
 def test_early_where_late_is_impossible():
     """The persistent input of a's writer is overwritten by kernel 2."""
     program = straight(
-        [Tensor("p", 10, "parameter", True), *activations(10)],
+        [parameter(10), *activations(10)],
         ((0,), (1,), 10), ((), (), 10), ((), (0,), 10), ((1,), (), 10),
     )  # fmt: skip
     Plan((Recompute(1, 0, 3, at=2),)).check(program)
@@ -160,16 +153,8 @@ def test_a_plan_of_recomputation_as_reruns(simulate):
     assert one.spans == other.spans and other.required_bytes <= one.required_bytes
 
 
-INPLACE = Program(
-    "in place",
-    (Tensor("p", 1, "parameter", True), *(Tensor(f"t{i}", 10) for i in range(3))),
-    tuple(
-        Kernel(f"k{i}", "other", "forward", reads, writes, 1)
-        for i, (reads, writes) in enumerate(
-            [((0,), (1,)), ((1,), (1,)), ((1,), (2,)), ((0,), (0,)), ((2,), ()), ((1,), ())]
-        )
-    ),
-)
+INPLACE = straight([parameter(1), *activations(10, 10, 10)], ((0,), (1,), 1), ((1,), (1,), 1), ((1,), (2,), 1),
+                   ((0,), (0,), 1), ((2,), (), 1), ((1,), (), 1))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -206,17 +191,6 @@ def test_reruns_that_do_not_fit(decisions, reason):
         Plan(decisions).check(INPLACE)
 
 
-def test_new_decisions_are_written_and_read(tmp_path):
-    plan = Plan((Swap(0, 1, 4, copy=0), Recompute(1, 1, 3, at=2)), "f")
-    reruns = Plan((Rerun(0, 3), Rerun(0, 4)))
-    for each in (plan, reruns):
-        each.save(tmp_path / "plan.json")
-        assert Plan.load(tmp_path / "plan.json") == each
-    for entry in ({"kind": "rerun", "kernel": 0, "before": 3}, {**plan.to_dict()["decisions"][0]}):
-        with pytest.raises(ValueError, match=r"decisions\[0\]"):
-            Plan.from_dict({"format": "plan/1", "decisions": [entry]})
-
-
 # ------------------------------------------------------------------------------------------ the link
 
 
@@ -245,17 +219,7 @@ def test_both_directions_share_the_link(simulate):
     timeline = simulate(program, plan, one_sided, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
     assert work(timeline, "swap_in") == [(1, 70, 133), (0, 133, 173)]
-
-
-def test_one_stream_for_both_directions(simulate):
-    """The same copies under an executor that has one stream: b goes back when a has left, at full speed, whatever both
-    directions carry at once."""
-    program = straight(
-        activations(40, 40),
-        ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (), 10), ((1,), (), 10), ((), (), 10), ((0,), (), 10),
-    )  # fmt: skip
-    plan = Plan((Swap(1, 0, 4, prefetch=3), Swap(0, 2, 6)))
-    unequal = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000, duplex_d2h_bytes_per_s=750_000_000)
+    # On one stream b goes back when a has left, at full speed, whatever both directions carry at once.
     timeline = simulate(program, plan, unequal.one_copy_stream(), PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
     assert work(timeline, "swap_in") == [(1, 100, 140), (0, 140, 180)]

@@ -36,7 +36,7 @@ def test_a_limit_is_a_size(value: str, expected: int) -> None:
      "0B", "0.1B", "0%", "101%", "1e3MB", "1 G B", "99999999TiB", [], np.True_],
 )  # fmt: skip
 def test_any_other_limit_is_refused(value: object) -> None:
-    with pytest.raises(FormatError, match=r"limit: expected a positive fraction of the peak .* got"):
+    with pytest.raises(FormatError, match=r"^limit: expected a positive fraction .* or a size such as 24GiB, .* got"):
         limit_bytes(value, PROGRAM)
 
 
@@ -63,12 +63,3 @@ def test_sizes_of_a_machine_may_have_units() -> None:
     assert (found.host_bytes, found.memory_bytes) == (96 * 2**30, 24 * 2**30)
     with pytest.raises(FormatError, match=r"machine\.host_bytes: expected an integer"):
         Machine.from_dict({**preset, "host_bytes": "96G"})
-
-
-def test_the_sentence_names_the_forms_and_the_value() -> None:
-    with pytest.raises(FormatError) as caught:
-        limit_bytes("24G", PROGRAM, "limits")
-    assert str(caught.value) == (
-        "limits: expected a positive fraction of the peak (at most 1), an integer (bytes), or a size such as 24GiB, "
-        "500MB or 80%, got '24G'"
-    )

@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 from simulator import Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
 from simulator.schedule import lower
+from tests.programs import activations, parameter, straight
 from tests.strategies import programs
-from tests.tiny import A1, A2, A3, A4, PROGRAM, SWAP_PLAN, W
+from tests.tiny import A1, A4, PROGRAM, SWAP_PLAN, W
 
 
 def test_file_and_back(tmp_path):
@@ -70,14 +71,6 @@ def test_a_swap_fits_exactly_where_there_is_a_gap(data):
 
 
 # ------------------------------------------------------------------------- plans that fit, or do not
-
-
-@pytest.mark.parametrize("decision", [
-    Swap(A1, 1, 6), Swap(A1, 5, 6), Swap(A1, 3, 6, 3), Swap(A1, 1, 6, 5), Swap(W, 0, 7), Swap(W, 3, 7, 6),
-    Swap(W, 7, 0), Recompute(A1, 1, 6), Recompute(A2, 4, 5, True), Swap(A3, 3, 4), Swap(W, 7, 0, 7),
-])  # fmt: skip
-def test_decisions_that_fit(decision):
-    Plan((decision,)).check(PROGRAM)
 
 
 MISFITS = [
@@ -158,17 +151,9 @@ P, X, Y = range(3)
 
 
 def rebuild(first_twice: bool = True) -> Program:
-    return Program(
-        "rebuild",
-        (Tensor("p", 1, "parameter", True), Tensor("x", 1), Tensor("y", 1)),
-        (
-            Kernel("k0", "dropout", "forward", (P,), (X,), 1, recomputable=first_twice),
-            Kernel("k1", "other", "forward", (X,), (Y,), 1),
-            Kernel("k2", "other", "forward", (P,), (P,), 1),
-            Kernel("k3", "other", "forward", (Y,), (), 1),
-            Kernel("k4", "other", "forward", (X, Y), (), 1),
-        ),
-    )
+    program = straight([parameter(1), *activations(1, 1)], ((P,), (X,), 1), ((X,), (Y,), 1), ((P,), (P,), 1),
+                       ((Y,), (), 1), ((X, Y), (), 1))  # fmt: skip
+    return replace(program, kernels=(replace(program.kernels[0], recomputable=first_twice), *program.kernels[1:]))
 
 
 def test_why_a_tensor_cannot_be_recomputed():

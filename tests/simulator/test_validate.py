@@ -87,8 +87,6 @@ def with_event(timeline: Timeline, i: int, *events: BlockEvent) -> Timeline:
 
 
 A2_BORN, A1_LEAVES = SWAPPED.events[2], SWAPPED.events[4]
-
-
 LATE = Span(341, 381, "d2h", "swap_out", tiny.A1)
 LIES: list[tuple[str, str, Callable[[], Timeline]]] = [
     ("spans", "an unknown kernel", lambda: altered(SWAPPED, "kernel", 2, index=8)),
@@ -179,8 +177,8 @@ PINNED, FREE = (Plan((Swap(A1, 1, 6, prefetch=p), Swap(A2, 3, 5))) for p in (2, 
 AGAIN = Plan((Rerun(0, 6), Rerun(1, 6)))
 
 
-def one(decision: Swap | Recompute | Rerun, **changes: object) -> Plan:
-    return Plan((replace(decision, **changes),))
+def one(decision: Swap | Recompute | Rerun) -> Plan:
+    return Plan((decision,))
 
 
 # What ran, what is said to have run, and the rule that is then broken: the plan and the machine.

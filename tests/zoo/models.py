@@ -30,10 +30,6 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
 # ------------------------------------------------------------------------------------------------ Hugging Face
 
 
@@ -87,10 +83,6 @@ def boxes() -> dict[str, Any]:
     return {"pixel_values": torch.randn(1, 3, 64, 64), "labels": [box]}
 
 
-def sounds() -> dict[str, Tensor]:
-    return {"input_features": torch.randn(2, 16, 64), "labels": torch.randint(3, 256, (2, 12))}
-
-
 TEXT = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 GROUPED = TEXT | {"num_key_value_heads": 2}
@@ -111,11 +103,6 @@ HUGGING_FACE: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any]]
     "T5": ("T5ForConditionalGeneration", tokens, {
         "vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
         "decoder_start_token_id": 0}),
-    "Whisper": ("WhisperForConditionalGeneration", sounds, {
-        "vocab_size": 256, "num_mel_bins": 16, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
-        "max_source_positions": 32, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "decoder_start_token_id": 1}),
     "ViT": ("ViTForImageClassification", pictures, IMAGE),
     "Swin": ("SwinForImageClassification", pictures, {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}),
@@ -162,45 +149,3 @@ def graph(kind: str, **options: Any) -> Callable[[], Parts]:
 entry("GCN (torch_geometric)")(graph("GCN", dropout=0.1))
 entry("GCN, edges normalised before")(graph("GCN", dropout=0.1, normalize=False))
 entry("GraphSAGE (torch_geometric)")(graph("GraphSAGE"))
-
-
-# ------------------------------------------------------------------------------------------------ PyTorch's own
-
-
-@entry("nn.Transformer")
-def transformer() -> Parts:
-    class Translation(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(128, 32), nn.Linear(32, 128)
-            self.body = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
-
-        def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(x[1].shape[1])
-            return self.head(self.body(self.embed(x[0]), self.embed(x[1]), tgt_mask=mask, tgt_is_causal=True))
-
-    model = Translation()
-
-    def batch() -> tuple[Any, Any]:
-        return (torch.randint(128, (4, 24)), torch.randint(128, (4, 16))), torch.randint(128, (4, 16))
-
-    return model, of_tokens, adamw(model), batch
-
-
-def of_tokens(out: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(out.flatten(0, 1), y.flatten())
-
-
-@entry("LSTM")
-def lstm() -> Parts:
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(128, 32), nn.Linear(64, 128)
-            self.body = nn.LSTM(32, 64, 2, batch_first=True, dropout=0.1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(self.embed(x))[0])
-
-    model = Language()
-    return model, of_tokens, sgd(model), lambda: (torch.randint(128, (8, 24)), torch.randint(128, (8, 24)))

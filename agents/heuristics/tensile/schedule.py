@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import Row, Rows, is_open, row_of
-from simulator.compiled.encoding import SWAP
+from agents.planner import Rows, is_open
+from simulator.compiled.encoding import SWAP, Row, row_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, ways_to_empty

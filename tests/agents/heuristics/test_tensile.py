@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 
 import agents
-from agents.heuristics.tensile import TENSILE, Channel
-from agents.heuristics.tensile.schedule import Schedule, array
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
-from simulator.compiled.encoding import SWAP, decisions_of
-from simulator.compiled.engine import Engine
-from simulator.program import Gap
+from agents.heuristics.tensile import TENSILE
+from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
 from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
@@ -66,16 +62,6 @@ def test_a_tensor_is_refused_where_the_channel_is_taken() -> None:
     swaps = agents.make("autoswap_doa", min_bytes=1).plan(program, BYTE_PER_NS, 50)
     assert {d.tensor for d in swaps.decisions} == {0, 1}
     assert simulate(program, swaps, BYTE_PER_NS, 50).iteration_ns > program.ideal_ns
-
-
-def test_no_feasible_region_where_autoswap_waits() -> None:
-    # Kernel b4 [40, 60) is the peak. a1 could leave in [20, 40), a2 in [30, 40): too short for 40 bytes. w leaves in
-    # [10, 20) and returns in [90, 100), 10 bytes. AutoSwap sends a1 or a2 out and computation waits.
-    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 170 bytes"):
-        agents.make("tensile", min_bytes=1, mode="swap").plan(PROGRAM, MACHINE, LIMIT)
-    autoswap = agents.make("autoswap_swdoa", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    assert {d.tensor for d in autoswap.decisions} & {A1, A2}
-    assert simulate(PROGRAM, autoswap, MACHINE, LIMIT).iteration_ns >= PROGRAM.ideal_ns + 50
 
 
 def test_a_tensor_leaves_while_it_is_read() -> None:
@@ -149,18 +135,6 @@ def test_no_more_is_swapped_than_the_host_holds() -> None:
         agents.make("tensile", min_bytes=1).plan(TWO, small, 70)
 
 
-def test_channel() -> None:
-    channel = Channel(100)
-    channel.busy += [(20, 40), (90, 110)]  # the second over the boundary: [90, 100) and [0, 10)
-    assert channel.regions(0, 100) == [(10, 20), (40, 90)]
-    assert channel.regions(150, 205) == [(150, 190)]
-    assert channel.early(15, 0, 100) == 40 and channel.early(10, 0, 100) == 10
-    assert channel.late(15, 0, 130) == 75 and channel.late(10, 0, 130) == 110
-    assert channel.early(51, 0, 190) is None and channel.late(51, 0, 190) is None
-    assert Channel(100).early(101, 0, 200) is None  # it would overlap itself
-    assert Channel(0).early(1, 0, 0) is None
-
-
 def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
     # TWO needs 100 bytes at its peak, the other 110. At 200 the 40 bytes of its a go, though 30 or 20 would do.
     other = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
@@ -194,18 +168,3 @@ def test_all_jobs_share_the_host() -> None:
     small = Machine("small host", 10**6, 10**9, 10**9, copy_latency_ns=0, host_bytes=59)
     first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], small, 150)
     assert sorted(d.tensor for d in (*first.decisions, *second.decisions)) == [0, 1]  # 30 and 20 bytes
-
-
-def test_a_copy_is_of_what_is_there() -> None:
-    # w is written by k8 and copied at once, for its gap from k3 to k6. Then it leaves over the boundary, too: the copy
-    # would be made of a tensor that is away, and is on the host already.
-    uses = {1: ("w", ""), 3: ("w", ""), 6: ("w", ""), 8: ("w", "w")}
-    tensors = [Tensor("w", 10, "parameter", True)]
-    program = straight(tensors, [uses.get(k, ("", "")) for k in range(10)], [10] * 10, peak=4)
-    early = (SWAP, 0, 3, 6, 5, 8)
-    for gap, copy in ((Gap(0, 8, 1), -1), (Gap(0, 1, 3), -1), (Gap(0, 6, 8), 8)):
-        schedule = Schedule(program, BYTE_PER_NS, Engine(program, BYTE_PER_NS, 1000), 1, 1.0, program.start_ns)
-        schedule.rows = [early]
-        assert schedule._swap_in(gap, gap.after, 10 * gap.after + 10, 10 * gap.after + 10)
-        assert schedule.rows[0] == (*early[:5], copy)
-        Plan(decisions_of(array(schedule.rows))).check(program)

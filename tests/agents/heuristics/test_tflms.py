@@ -7,8 +7,7 @@ import pytest
 import agents
 from agents.heuristics.tflms import least_tensors, rewrite
 from simulator import Gap, Swap, simulate
-from tests.agents.heuristics.test_autoswap import FOUR
-from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 A1_GAP, A2_GAP = Gap(A1, 1, 6), Gap(A2, 2, 5)  # the feature maps that wait, in the order of their layers
 
@@ -49,17 +48,3 @@ def test_given_numbers_are_kept() -> None:
     assert plan.decisions == (Swap(A1, 1, 6, prefetch=5), Swap(A2, 2, 5, prefetch=4))
     with pytest.raises(agents.Infeasible):
         agents.make("tflms", n_tensors=0, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-
-
-def test_only_feature_maps_are_swapped_where_others_take_parameters() -> None:
-    swapped = {d.tensor for d in agents.make("tflms", min_bytes=1).plan(PROGRAM, MACHINE, 110).decisions}
-    assert swapped == {A1, A2}
-    assert W in {d.tensor for d in agents.make("autoswap_doa", min_bytes=1).plan(PROGRAM, MACHINE, 110).decisions}
-    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 110 bytes"):
-        agents.make("tflms", min_bytes=1).plan(PROGRAM, MACHINE, 109)
-
-
-def test_a_program_without_a_backward_pass_has_nothing_to_swap() -> None:
-    assert agents.make("tflms", min_bytes=1).plan(FOUR, MACHINE, 14).decisions == ()
-    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 14 bytes"):
-        agents.make("tflms", min_bytes=1).plan(FOUR, MACHINE, 13)

@@ -1,6 +1,5 @@
 """Expert iteration: the teachers' plans, what is made of them, and a training that is the same to the bit."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 
 from agents.learned import expert_iteration as learning
 from agents.learned.decoding import rows_of_ways
-from agents.learned.gap_graph import UNDECIDED
-from agents.learned.policy_net import ENCODERS, batch_of
+from agents.learned.policy_net import batch_of
 from simulator import Machine
 from simulator.compiled.engine import Engine
 from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.gap_graph import UNDECIDED
 from tests.experiments.conftest import chain
 
 MACHINE = Machine("link of 10 GB/s", 2**40, 10**10, 10**10)
@@ -69,15 +68,13 @@ def test_what_is_asked() -> None:
     assert (some.target.max(1).values == 1).all()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_training_is_the_same_whether_stopped_or_not(encoder: str, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, encoder=encoder)
+def test_training_is_the_same_whether_stopped_or_not(tmp_path: Path) -> None:
     lessons = [lesson(n) for n in (5, 6, 7, 8)]
     examples = [learning.Example(one) for one in lessons]
 
     def train(state: Path, watch: Any) -> dict[str, torch.Tensor]:
-        net = learning.network(examples, settings, 0)
-        return learning.train(net, examples, lessons[:1], settings, 0, state, watch).state_dict()
+        net = learning.network(examples, SETTINGS, 0)
+        return learning.train(net, examples, lessons[:1], SETTINGS, 0, state, watch).state_dict()
 
     class Stopped(Exception):
         pass
@@ -93,7 +90,7 @@ def test_training_is_the_same_whether_stopped_or_not(encoder: str, tmp_path: Pat
     again = train(tmp_path / "cut.pt", lambda entry: None)
     assert all(torch.equal(again[key], value) for key, value in whole.items())
     assert seen[-1]["loss"] < seen[0]["loss"]
-    first, other = (learning.network(examples, settings, seed).state_dict() for seed in (0, 1))
+    first, other = (learning.network(examples, SETTINGS, seed).state_dict() for seed in (0, 1))
     assert any(not torch.equal(first[key], value) for key, value in other.items())
 
 
@@ -109,8 +106,3 @@ def test_the_loss_counts_tasks_alike_and_gaps_by_what_they_count() -> None:
     for batch in ([item], [item, item]):
         assert learning.loss(net, batch_of(batch)).item() == pytest.approx(want, rel=1e-5)
     assert SWAPPED in example.ways or RECOMPUTED in example.ways
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="epochs: expected a number above 0, got 0"):
-        replace(SETTINGS, epochs=0)

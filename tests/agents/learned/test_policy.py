@@ -5,23 +5,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
-from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
 from agents.learned.policy import WEIGHTS
-from agents.learned.policy_net import ENCODERS, MASKED, PolicyNet, batch_of, data_of, trained
+from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, trained
 from agents.learned.training_state import save_weights
 from agents.planner import Infeasible
 from agents.search.annealing import everything
-from agents.search.local_search import Moves
 from experiments.common.report import heuristics
 from experiments.figures import program as bundled
 from simulator import Machine, Program, simulate
 from simulator.compiled.engine import Engine
 from simulator.files import FormatError
 from simulator.modes import STAYS
+from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from tests.agents.search.test_search import MACHINE, pyramid
 from tests.strategies import networks
 
@@ -31,21 +31,20 @@ def graph_of(program: Program, share: float, mode: str = "joint") -> GapGraph:
     return GapGraph(program, MACHINE, limit, Moves(program, limit, mode, 1, 0), mode)
 
 
-def fresh(graph: GapGraph, encoder: str, seed: int = 0) -> PolicyNet:
+def fresh(graph: GapGraph, seed: int = 0) -> PolicyNet:
     """A network whose every weight is drawn: some begin at 0, and would hide a mistake."""
     torch.manual_seed(seed)
-    net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2, encoder).eval()
+    net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2).eval()
     for weight in net.parameters():
         torch.nn.init.normal_(weight, std=0.2)
     return net
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_batch_says_of_each_task_what_it_says_alone(encoder: str) -> None:
+def test_a_batch_says_of_each_task_what_it_says_alone() -> None:
     rng = np.random.default_rng(0)
     graphs = [graph_of(pyramid(n, n), 0.6) for n in (4, 9, 6)]
     decided = [np.where(rng.random(len(g)) < 0.5, STAYS, UNDECIDED) for g in graphs]
-    net = fresh(graphs[0], encoder)
+    net = fresh(graphs[0])
     data = [data_of(g, d) for g, d in zip(graphs, decided, strict=True)]
     with torch.no_grad():
         together = net(batch_of(data))
@@ -55,15 +54,13 @@ def test_a_batch_says_of_each_task_what_it_says_alone(encoder: str) -> None:
     assert (together[~ways] == MASKED).all() and (together[ways].abs() < 1e3).all()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_decision_changes_what_is_said_of_the_others(encoder: str) -> None:
+def test_a_decision_changes_what_is_said_of_the_others() -> None:
     graph = graph_of(pyramid(8, 0), 0.5)
-    net = fresh(graph, encoder)
+    net, decided = fresh(graph), np.full(len(graph), UNDECIDED)
     with torch.no_grad():
-        nothing, one = (
-            net(batch_of([data_of(graph, np.where(np.arange(len(graph)) < n, STAYS, UNDECIDED))])) for n in (0, 1)
-        )
-    assert (nothing[1:] - one[1:]).abs().max() > 1e-4
+        nothing = net(batch_of([data_of(graph, decided)]))
+        decided[0] = STAYS
+        assert (nothing[1:] - net(batch_of([data_of(graph, decided)]))[1:]).abs().max() > 1e-4
 
 
 @given(networks(), st.floats(0.3, 1.0), st.integers(0, 5), st.sampled_from(["swap", "recompute", "joint"]))
@@ -72,7 +69,7 @@ def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str)
     if not len(graph):
         return
     engine = Engine(program, MACHINE, graph.limit)
-    ways, first, last = decode(fresh(graph, "attention", seed), graph, 3)
+    ways, first, last = decode(fresh(graph, seed), graph, 3)
     assert graph.ways[np.arange(len(graph)), ways].all()
     assert np.allclose(first.sum(1), 1, atol=1e-5) and np.allclose(last.sum(1), 1, atol=1e-5)
     one, other = (drawn(first, np.random.default_rng(seed)) for _ in range(2))
@@ -95,7 +92,6 @@ def test_what_the_limit_allows_stays() -> None:
 
 
 @pytest.mark.parametrize("name", ["policy", "policy_search"])
-@settings(max_examples=25)
 @given(program=networks(), share=st.floats(0.3, 1.0))
 def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, share: float) -> None:
     limit = max(int(share * program.peak_bytes), 1)
@@ -104,27 +100,16 @@ def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, 
     except Infeasible:
         for other in heuristics():
             with pytest.raises(Infeasible):
-                agents.make(other, **({"min_bytes": 1} if "min_bytes" in agents.options(other) else {})).plan(
-                    program, MACHINE, limit
-                )
+                agents.make(other, min_bytes=1).plan(program, MACHINE, limit)
     else:
         assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
 
 
-def test_same_seed_same_plan_within_the_budget() -> None:
+def test_the_plan_does_not_depend_on_the_cores() -> None:
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
-    planners = [agents.make("policy_search", min_bytes=1, calls=300, seed=s) for s in (0, 0, 1)]
-    first, again, other = (p.plan(program, MACHINE, limit) for p in planners)
-    assert first == again and first != other
-    assert all(p.simulator_calls <= 300 for p in planners)
-    short = agents.make("policy_search", min_bytes=1, calls=20)
-    short.plan(program, MACHINE, limit)
-    assert short.simulator_calls <= 20
     cores = [agents.make("policy_search", min_bytes=1, calls=300, jobs=jobs) for jobs in (1, 4)]
     assert len({p.plan(program, MACHINE, limit).decisions for p in cores}) == 1
-    quick = agents.make("policy_search", min_bytes=1, seconds=0.3)
-    assert simulate(program, quick.plan(program, MACHINE, limit), MACHINE, limit).peak_bytes <= limit
 
 
 def test_the_weights_that_come_with_it_are_worth_more_than_none() -> None:
@@ -147,8 +132,8 @@ def test_weights_are_checked(tmp_path: Path) -> None:
     program = pyramid(6, 0)
     graph = graph_of(program, 0.6)
     good, cut, other = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
-    save_weights(fresh(graph, "structure2vec"), good)
-    assert trained(good).settings["encoder"] == "structure2vec"
+    save_weights(fresh(graph), good)
+    assert trained(good).settings["width"] == 16
     agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
     cut.write_bytes(good.read_bytes()[:1000])
     torch.save({"weights": {}}, other)

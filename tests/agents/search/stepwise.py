@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from agents.planner import Rows
-from agents.search.local_search import CLOCK, Moves
+from agents.search.local_search import CLOCK
 from simulator.compiled.engine import NEVER, Engine
+from simulator.moves.moves import Moves
 
 
 def ticking(seconds: float) -> SimpleNamespace:

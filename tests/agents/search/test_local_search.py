@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from agents.planner import Rows
-from agents.search import local_moves, local_search
+from agents.search import local_search
 from agents.search.annealing import everything
-from agents.search.local_search import CLOCK, TICK, Moves
+from agents.search.local_search import CLOCK, TICK
 from simulator import Engine, Machine, Program
-from simulator.compiled import engine as engine_module
 from simulator.compiled.encoding import NEVER
+from simulator.moves.moves import Moves
 from tests import random_cases
 from tests.agents.search import stepwise
 from tests.agents.search.stepwise import ticking
@@ -105,17 +105,6 @@ def test_the_same_for_as_much_time(mode: str, calls: int | None, monkeypatch: py
     assert found[0][2] == (150 if calls else 24 * CLOCK)
 
 
-def test_until_a_plan_is_good_enough() -> None:
-    """Without a budget."""
-    program = pyramid(12, 1)
-    limit = int(0.6 * program.peak_bytes)
-    (_, best_ns, *_), _ = outcome(local_search.anneal, program, MACHINE, limit, "joint", 0, False, calls=300)
-    for short in (False, True):
-        task = program, MACHINE, limit, "joint", 5, short
-        found = [outcome(a, *task, calls=None, enough_ns=best_ns)[0] for a in (stepwise.anneal, local_search.anneal)]
-        assert found[0] == found[1] and program.ideal_ns < found[0][1] <= best_ns
-
-
 def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many follow while they take less than TICK; a search that takes longer looks after CLOCK of them."""
     program = pyramid(12, 1)
@@ -125,32 +114,3 @@ def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatc
         task = program, MACHINE, int(0.6 * program.peak_bytes), "swap", 0, False
         calls[seconds] = outcome(local_search.anneal, *task, calls=None, until=6.5 * seconds)[1].calls
     assert calls == {0.9 * TICK: CLOCK * (1 + 2 + 4 + 8 + 16 + 32), TICK: CLOCK * 6}
-
-
-def test_nothing_to_move() -> None:
-    program = pyramid(6, 0)
-    engine, moves = Engine(program, MACHINE, program.peak_bytes), Moves(program, program.peak_bytes, "joint", 10**6, 0)
-    start = np.empty((0, 6), np.int64)
-    for anneal in (stepwise.anneal, local_search.anneal):
-        rows, ns = anneal(moves, engine, start, 10**9, None, HOT, COLD, 0)
-        assert len(rows) == 0 and ns == 10**9 and engine.calls == 0
-
-
-def test_the_start_is_the_best_where_none_is_better() -> None:
-    program = pyramid(12, 1)
-    start = everything(program, "swap", 1)
-    limit = int(0.6 * program.peak_bytes)
-    rows, ns = local_search.anneal(
-        Moves(program, limit, "swap", 1, 0), Engine(program, MACHINE, limit), start, program.ideal_ns + 1, 200, HOT,
-        COLD, 0,
-    )  # fmt: skip
-    assert rows is start and ns == program.ideal_ns + 1
-
-
-def test_one_version_of_the_loop() -> None:
-    """For plans of swaps only and for all: what differs is what it calls."""
-    program = pyramid(6, 0)
-    for short in (False, True):
-        outcome(local_search.anneal, program, MACHINE, int(0.7 * program.peak_bytes), "joint", 0, short)
-    assert len(local_moves.walk.signatures) == 1
-    assert set(engine_module._score_plans) == {False, True}

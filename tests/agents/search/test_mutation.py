@@ -9,11 +9,11 @@ import agents
 from agents.learned.dqn_config import DQNConfig, PaperConfig
 from agents.learned.planner import without_network
 from agents.search import mutation
-from agents.search.mutation import FIRST, MIGRATE, Draws, Mutations
+from agents.search.mutation import FIRST, Draws, Mutations
 from envs.batch import Batch
 from envs.task import Task
 from envs.walk import Walk
-from simulator import Engine, Plan, Program, simulate
+from simulator import Engine, Plan, simulate
 from simulator.compiled.encoding import decisions_of
 from tests.agents.search.stepwise import ticking
 from tests.agents.search.test_search import MACHINE, pyramid
@@ -26,78 +26,34 @@ def made(**options: object) -> mutation.Mutation:
     return agents.make("mutation", **{"min_bytes": 1, **options})  # type: ignore[return-value]
 
 
-def overhead(plan: Plan, program: Program = PROGRAM, limit: int = LIMIT) -> float:
-    return simulate(program, plan, MACHINE, limit).overhead
+def overhead(plan: Plan) -> float:
+    return simulate(PROGRAM, plan, MACHINE, LIMIT).overhead
 
 
-def search(
-    temperature: float | None = 0.05, program: Program = PROGRAM, limit: int = LIMIT, rate: float = 0.05
-) -> Mutations:
-    task, rng = Task(program, MACHINE, limit, 1, "swap"), np.random.default_rng(0)
-    return Mutations(Walk(task), rng, Draws(task, rng, temperature), 4, rate)
+def search() -> Mutations:
+    task, rng = Task(PROGRAM, MACHINE, LIMIT, 1, "swap"), np.random.default_rng(0)
+    return Mutations(Walk(task), rng, Draws(task, rng, 0.05), 4, 0.05)
 
 
-@pytest.mark.parametrize("temperature", [None, 0.05])
-def test_mutations_find_better_walks_than_the_first(temperature: float | None) -> None:
+def test_mutations_find_better_walks_than_the_first() -> None:
     """And than as many walks that repeat nothing."""
-    program = pyramid(24, 0)
-    limit = int(0.6 * program.peak_bytes)
-    found, alone = search(temperature, program, limit), search(temperature, program, limit)
+    found, alone = search(), search()
     for _ in range(FIRST):
         found.repeat([])
     first = found.best_overhead
-    for _ in range(300):
+    for _ in range(100):
         found.mutate()
-    for _ in range(FIRST + 300):
+    for _ in range(FIRST + 100):
         alone.repeat([])
     assert found.best_overhead < alone.best_overhead < first
     overheads = [overhead for overhead, _ in found.elites]
     assert len(overheads) == 4 and overheads == sorted(overheads) and overheads[0] == found.best_overhead
     assert found.best is not None
-    plan = Plan(decisions_of(found.best), program.fingerprint)
-    assert overhead(plan, program, limit) == pytest.approx(found.best_overhead, abs=1e-12)
+    assert overhead(Plan(decisions_of(found.best))) == pytest.approx(found.best_overhead, abs=1e-12)
     walk = Walk(found.walk.task)
     for node in found.elites[0][1]:
         walk.step(node)  # raises where the action is not valid
     assert walk.done and walk.overhead == overheads[0]
-
-
-def test_a_walk_without_changes_is_the_elite() -> None:
-    found = search(rate=0.0)
-    found.repeat([])
-    (elite,) = found.elites
-    found.propose = lambda walk: pytest.fail("asked where there is something to repeat")
-    for _ in range(5):
-        found.mutate()
-    assert found.elites == [elite]
-    assert found.repeat(elite[1]).overhead == elite[0] and found.elites == [elite, elite]
-
-
-def test_the_best_elite_takes_the_worst_ones_place() -> None:
-    found = search(rate=0.0)
-    while len({overhead for overhead, _ in found.elites}) < 4:
-        found.repeat([])
-    best = found.elites[0]
-    found.mutated = MIGRATE - 2
-    found.mutate()
-    assert found.elites.count(best) == 1
-    found.mutate()
-    assert found.elites[:2] == [best, best] and len(found.elites) == 4
-
-
-def test_changed_steps_are_those_that_the_proposals_make() -> None:
-    """All of them are walks that fit, and a share of the steps is asked for."""
-    found = search(rate=0.2)
-    for _ in range(FIRST):
-        found.repeat([])
-    draws, asked, steps = found.propose, [], []
-    found.propose = lambda walk: asked.append(walk.position) or draws(walk)  # type: ignore[func-returns-value]
-    found.note = lambda walk, node: steps.append(walk.step(node))
-    for _ in range(200):
-        found.mutate()
-    noted = len(steps) / found.walk.task.engine.calls
-    assert 0.1 < noted < 0.3  # NOTED, of all but the first walks
-    assert 0.1 < len(asked) / found.walk.task.engine.calls < 0.4
 
 
 def test_calls_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,20 +61,13 @@ def test_calls_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     score, step = Engine.score, Batch.step
     monkeypatch.setattr(Engine, "score", lambda self, *args: counted.append(0) or score(self, *args))
     monkeypatch.setattr(Batch, "step", lambda self, *args: counted.append(0) or step(self, *args))
-    for calls in (200, 301, 1000):
+    for calls in (200, 1000):
         counted.clear()
         planner = made(calls=calls)
         plan = planner.plan(PROGRAM, MACHINE, LIMIT)
         assert planner.simulator_calls == len(counted) == calls
         assert overhead(plan) > 0  # else it ends before
     assert made().calls == mutation.CALLS and made(seconds=1.0).calls is None
-
-
-def test_a_search_ends_where_nothing_can_be_better() -> None:
-    planner = made(calls=5_000)
-    plan = planner.plan(PROGRAM, MACHINE, int(0.9 * PROGRAM.peak_bytes))
-    assert overhead(plan, limit=int(0.9 * PROGRAM.peak_bytes)) == 0 and planner.simulator_calls < 5_000
-    assert planner.plan(PROGRAM, MACHINE, PROGRAM.peak_bytes).decisions == () and planner.simulator_calls == 1
 
 
 def test_seconds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,24 +80,6 @@ def test_seconds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     both = made(seconds=6000.0, calls=150)
     both.plan(PROGRAM, MACHINE, LIMIT)
     assert both.simulator_calls == 150
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
-def test_equal_seeds_equal_plans(mode: str) -> None:
-    limit = int(0.6 * PROGRAM.peak_bytes)
-    plans = [made(calls=600, seed=seed, mode=mode).plan(PROGRAM, MACHINE, limit) for seed in (0, 0, 1)]
-    assert plans[0] == plans[1] and plans[0] != plans[2]
-
-
-def test_infeasible_says_why() -> None:
-    with pytest.raises(agents.Infeasible, match=r"mutation: 'pyramid0' cannot be planned .* the smallest limit it can"):
-        made().plan(PROGRAM, MACHINE, PROGRAM.peak_bytes // 20)
-    with pytest.raises(agents.Infeasible, match="because every tensor that could leave is below"):
-        made(min_bytes=31).plan(PROGRAM, MACHINE, LIMIT)
-    planner = made(calls=8)  # fewer than a walk takes
-    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
-        planner.plan(PROGRAM, MACHINE, LIMIT)
-    assert planner.simulator_calls == 7
 
 
 def test_belady_prefers_what_is_used_last() -> None:

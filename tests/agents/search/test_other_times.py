@@ -7,7 +7,7 @@ import pytest
 
 from agents.planner import Infeasible
 from agents.search.other_times import ForFaster, OtherTimes, TimesError
-from simulator import Kernel, Machine, Plan, Program, Rerun, Swap, Tensor, simulate
+from simulator import Kernel, Plan, Program, Rerun, Swap, Tensor, simulate
 from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
 
 ERROR = TimesError(0.3, 0.25)
@@ -67,14 +67,14 @@ def test_algorithms_are_off_alike() -> None:
 
 @pytest.mark.parametrize(("kernel", "step"), [(-0.1, 0.1), (0.1, -0.1), (0.1, 1.0), (float("nan"), 0.1)])
 def test_an_error_out_of_range(kernel: float, step: float) -> None:
-    with pytest.raises(ValueError, match="expected at least 0, and step below 1"):
+    with pytest.raises(ValueError, match="kernel, step"):
         TimesError(kernel, step)
 
 
 # ------------------------------------------------------------------------------- plans for faster kernels
 
 
-def just_hidden() -> tuple[Program, Machine, int]:
+def test_kernels_that_are_faster_hide_less() -> None:
     """``a`` leaves and returns beside kernels that are believed to take just as long; ``c`` is made again in less time
     than what they may not hide."""
     x, a, c, e = range(4)
@@ -88,31 +88,24 @@ def just_hidden() -> tuple[Program, Machine, int]:
         Kernel("e", "other", "forward", (a, c), (e,), 10**7),
     )
     program = Program("just hidden", tensors, kernels)
-    return program, MACHINE, program.peak_bytes - 10**8
-
-
-def test_kernels_that_are_faster_hide_less() -> None:
-    program, machine, limit = just_hidden()
-    hidden = Plan.of(program, (Swap(1, 1, 5),))
-    assert simulate(program, hidden, machine, limit).overhead == 0
-    others = OtherTimes(program, machine, limit, ERROR, draws=1)
+    hidden, limit = Plan.of(program, (Swap(1, 1, 5),)), program.peak_bytes - 10**8
+    others = OtherTimes(program, MACHINE, limit, ERROR, draws=1)
     planner = ForFaster([hidden], ERROR, calls=400, min_bytes=0)
-    found = planner.plan(program, machine, limit)
-    assert found.fingerprint == program.fingerprint and found.planner == planner.name and found.limit == limit
+    found = planner.plan(program, MACHINE, limit)
+    assert (found.fingerprint, found.planner, found.limit) == (program.fingerprint, planner.name, limit)
     assert 1 < planner.simulator_calls <= 400
     spread, before = others.spread(found), others.spread(hidden)
     assert spread.fast < before.fast and spread.said > before.said == 0
-    assert found == ForFaster([hidden], ERROR, calls=400, min_bytes=0).plan(program, machine, limit)
+    assert found == planner.plan(program, MACHINE, limit)
 
 
-def test_what_it_cannot_start_from() -> None:
-    for plan in (Plan.of(PROGRAM, (Rerun(0, 6),)), replace(SWAP_PLAN, decisions=(Swap(1, 1, 6, sync=True),)),
-                 Plan.of(PROGRAM, ())):  # fmt: skip
-        with pytest.raises(Infeasible, match="there is no plan of swaps and recomputations to start from"):
-            ForFaster([plan], ERROR, calls=50, min_bytes=0).plan(PROGRAM, MACHINE, LIMIT)
+@pytest.mark.parametrize(("starts", "min_bytes"), [
+    ([Plan.of(PROGRAM, (Rerun(0, 6),))], 0), ([replace(SWAP_PLAN, decisions=(Swap(1, 1, 6, sync=True),))], 0),
+    ([Plan.of(PROGRAM, ())], 0), ([], 0),
+    ([SWAP_PLAN], 1000),  # tensors that are too small to move
+])  # fmt: skip
+def test_what_it_cannot_start_from(starts: list[Plan], min_bytes: int) -> None:
     with pytest.raises(Infeasible, match="there is no plan"):
-        ForFaster([], ERROR, calls=50).plan(PROGRAM, MACHINE, LIMIT)
-    with pytest.raises(Infeasible, match="there is no plan"):  # of tensors that are too small to move
-        ForFaster([SWAP_PLAN], ERROR, calls=50, min_bytes=1000).plan(PROGRAM, MACHINE, LIMIT)
-    with pytest.raises(ValueError, match="calls: expected at least 20"):
-        ForFaster([SWAP_PLAN], ERROR, calls=5)
+        ForFaster(starts, ERROR, calls=50, min_bytes=min_bytes).plan(PROGRAM, MACHINE, LIMIT)
+    with pytest.raises(ValueError, match="calls"):
+        ForFaster(starts, ERROR, calls=5)

@@ -25,6 +25,7 @@ from executor.capture.profile import (
 from executor.capture.step_profiler import StepRunner
 from simulator import Kernel, Machine, Program, Tensor
 from simulator.files import FormatError
+from tests.executor.networks import NETWORKS, adamw, images, small
 
 PROGRAM = Program(
     "two", (Tensor("w", 8, "parameter", True), Tensor("x", 4)),
@@ -34,46 +35,21 @@ PROGRAM = Program(
 PROFILE = Profile("two", shape_of(PROGRAM).fingerprint, "m", "some device", "2.0", (30, 40), (1, 2))
 
 
-class Sequences(nn.Module):
-    """Embedding, LSTM, linear: indices in, and a kernel that keeps bytes of its own form for its way back."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.lstm, self.out = nn.Embedding(10, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.out(self.lstm(self.embedding(x))[0][:, -1])
-
-
-class Images(nn.Module):
-    """Convolution, norm, max-pool, dropout, twice the same convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1),
-            nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 5),
-        )  # fmt: skip
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def captured(kind=Images, optimizer=torch.optim.AdamW, device="cpu"):
-    x = torch.randint(10, (2, 3), device=device) if kind is Sequences else torch.randn(2, 3, 8, 8, device=device)
-    model = kind().to(device)
-    batch = x, torch.randint(5, (2,), device=device)
-    return capture(model, nn.CrossEntropyLoss(), optimizer(model.parameters()), batch)
+def captured(network="resnet", device="cpu"):
+    """Of networks.py; an LSTM keeps bytes of its own form for its backward pass."""
+    make_model, make_batch = (small, images(16)) if network == "resnet" else NETWORKS[network]
+    model, batch = make_model().to(device), tuple(t.to(device) for t in make_batch())
+    return capture(model, nn.CrossEntropyLoss(), adamw(model), batch)
 
 
 shared = functools.cache(captured)  # for tests that change nothing of it
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"), [(Sequences, "cold"), (Images, "hot"), (Sequences, "step"), (Images, "step")]
+    ("network", "cache"), [("lstm", "cold"), ("vgg16", "hot"), ("lstm", "step"), ("resnet", "step")]
 )
-def test_every_kernel_of_a_step_is_measured(kind, cache):
-    step = shared(kind)
+def test_every_kernel_of_a_step_is_measured(network, cache):
+    step = shared(network)
     before = [p.clone() for p in step.sources if p is not None]
     random = torch.get_rng_state()
     profile = measure(step, "cpu", "here", repeats=2, cache=cache)
@@ -100,25 +76,6 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
     monkeypatch.setattr(_Runner, "_flush", lambda self: calls.append("flush"))
     run._measure(lambda: calls.append("run"))
     assert calls == ["run"] * WARMUP + ["flush", "run"] * 4
-
-
-@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 3)])
-def test_the_random_state_of_the_device_that_is_measured_is_kept(device, index, monkeypatch):
-    class Asked(Exception):
-        pass
-
-    def fork_rng(devices):
-        raise Asked(devices)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_name", str)
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    monkeypatch.setitem(measure.__globals__, "_Runner", lambda *args: None)
-    monkeypatch.setitem(measure.__globals__, "_awake", lambda device: None)
-    with pytest.raises(Asked) as asked:
-        measure(shared(), device)
-    assert asked.value.args == ([index],)
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
@@ -157,11 +114,11 @@ def test_tied_tensors_stay_tied():
 
 
 def test_indices_are_in_range_and_not_all_the_same():
-    step = shared(Sequences)
+    step = shared("lstm")
     run = _Runner(step, torch.device("cpu"), 1)
     (embedding,) = [n[0] for n in step.nodes if n and "embedding.default" in str(n[0].target)]
     drawn = torch.cat([run._inputs(embedding)[0][1].flatten() for _ in range(20)])
-    assert drawn.min() >= 0 and drawn.max() < 10 and len(drawn.unique()) > 5
+    assert drawn.min() >= 0 and drawn.max() < 40 and len(drawn.unique()) > 5
 
 
 def test_equal_kernels_are_measured_once():
@@ -180,7 +137,7 @@ def test_equal_kernels_are_measured_once():
 def test_what_cannot_be_run_is_named_and_the_time_may_be_over(cache, fails, ends):
     step = captured()
     node = next(n[0] for n in step.nodes if n and str(n[0].target) == "aten.addmm.default")
-    node.args = (node.args[0], node.args[2], node.args[1])  # 64x5 times 2x64
+    node.args = (node.args[0], node.args[2], node.args[1])  # operands in the wrong order
     with pytest.raises(ProfileError, match=fails):
         measure(step, "cpu", repeats=1, cache=cache)
     with pytest.raises(ProfileError, match=f"^the time for profiling {ends}"):
@@ -263,10 +220,10 @@ def test_bad_options():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("cache", ["cold", "hot", "step"])
-@pytest.mark.parametrize("kind", [Sequences, Images])
-def test_on_a_gpu(kind, cache, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", kind is not Sequences)  # an RNN's are not captured
-    step = captured(kind, device="cuda")
+@pytest.mark.parametrize("network", ["lstm", "resnet"])
+def test_on_a_gpu(network, cache, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", network != "lstm")  # an RNN's are not captured
+    step = captured(network, "cuda")
     before = torch.cuda.memory_allocated()
     profile = measure(step, "cuda", cache=cache)
     assert (profile.event_ns > 0) == (cache != "hot")
@@ -274,4 +231,4 @@ def test_on_a_gpu(kind, cache, monkeypatch):
     assert all((ns > 0) == bool(nodes) for ns, nodes in zip(profile.durations_ns, step.nodes, strict=True))
     assert profile.workspaces is not None and len(profile.workspaces) == len(step.nodes)
     assert with_profile(step.program.with_durations(profile.durations_ns), profile).ideal_ns > 0
-    measure(captured(Images), "cuda", str(Machine.load("h200").name), repeats=2, cache=cache)  # captured on the CPU
+    measure(captured(), "cuda", str(Machine.load("h200").name), repeats=2, cache=cache)  # captured on the CPU

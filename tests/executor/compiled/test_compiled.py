@@ -52,13 +52,10 @@ def blocks(n: int = 2, drop: float = 0.0) -> Net:
 
 
 def graphs(model: Any, partitioner: Partitioner) -> Any:
-    """``torch.compile(model)`` whose graphs are run by the interpreter."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
+    """``torch.compile(model)`` whose graphs, partitioned by a plan, are run by the interpreter."""
     from torch._guards import detect_fake_mode
     from torch._inductor import config
     from torch._inductor.compile_fx import partition_fn
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
     partitioner.in_order = True  # the interpreter does
@@ -68,9 +65,18 @@ def graphs(model: Any, partitioner: Partitioner) -> Any:
         with config.patch(custom_partitioner_fn=partitioner), V.set_fake_mode(mode):
             return partition_fn(gm, inputs, **options)
 
+    return interpreted(model, partition)
+
+
+def interpreted(model: Any, partition_fn: Any) -> Any:
+    """``torch.compile(model)`` without Inductor."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
     run = aot_autograd(
         fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
-        partition_fn=partition,
+        partition_fn=partition_fn,
         decompositions=select_decomp_table(),
     )
     return torch.compile(model, backend=run, dynamic=False)
@@ -160,15 +166,16 @@ def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
         graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
 
 
-class GraphBreak(nn.Module):
+class Broken(Net):
     def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
         torch._dynamo.graph_break()
-        return x
+        return self.parts[1](x).square().mean()
 
 
 def test_graphs_and_shapes() -> None:
     """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
-    net = Net(Block(32), GraphBreak(), Block(32))
+    net = Broken(Block(32), Block(32))
     partitioner = Partitioner(0.95, planner=QUICK)
     model = graphs(net, partitioner)
     for batch in (4, 3):

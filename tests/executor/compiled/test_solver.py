@@ -3,15 +3,12 @@
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch import fx
 from torch._functorch._activation_checkpointing.knapsack import dp_knapsack, greedy_knapsack
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from executor.compiled import ChainSolver
-from tests.executor.compiled.test_compiled import blocks, step
+from tests.executor.compiled.test_compiled import blocks, interpreted, step
 
 
 class Compared(ChainSolver):
@@ -36,15 +33,6 @@ class Compared(ChainSolver):
         return sum(map(self._ns, seen))
 
 
-def compiled(net: nn.Module) -> Any:
-    run = aot_autograd(
-        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
-    return torch.compile(net, backend=run, dynamic=False)
-
-
 def test_chains_run_again_in_less_time_than_what_a_knapsack_leaves_out() -> None:
     net, x, times = blocks(3), torch.randn(4, 64, 32), []
     expected = step(net, net, x)
@@ -53,7 +41,7 @@ def test_chains_run_again_in_less_time_than_what_a_knapsack_leaves_out() -> None
         solver = Compared("h100")
         options = {"activation_memory_budget": budget, "activation_memory_budget_solver": solver}
         with torch._functorch.config.patch(options):
-            found = step(compiled(net), net, x)
+            found = step(interpreted(net, min_cut_rematerialization_partition), net, x)
         torch.testing.assert_close(found, expected)
         times.append(solver.times)
     assert all(ours <= min(theirs) for ours, *theirs in times)

@@ -229,33 +229,6 @@ def test_a_reader_that_does_not_wait_meets_half_a_copy(monkeypatch):
         assert backend.mismatches()[number] == 10**6 // 2
 
 
-class Failing(Watched):
-    """The third copy fails."""
-
-    copies = 0
-
-    def _copy(self, source, target, ready, ns):
-        self.copies += 1
-        if self.copies == 3:
-            raise OSError("the link is down")
-        return super()._copy(source, target, ready, ns)
-
-
-def test_a_failure_names_the_task_drops_the_rest_and_leaves_the_backend_usable():
-    with Failing(MACHINE) as backend:
-        with pytest.raises(BackendError, match="swap-out of x 2: the link is down"), backend.arena(1000, 1000):
-            for i in range(5):
-                backend.task = f"swap-out of x {i}"
-                backend.copy("d2h", 0, 0, 1000)
-            backend.wait("compute", backend.record("d2h"))
-            backend.spin(10**12)  # is never begun
-            backend.synchronize()
-        assert backend.allocated_bytes == 0 and backend.copies == 3 and not backend.ended
-        with backend.arena(1000, 1000):
-            backend.copy("d2h", 0, 0, 1000)
-            backend.synchronize()
-
-
 def test_free_calls_off_what_is_under_way_and_close_ends_the_threads():
     before = threading.active_count()
     backend = Watched(MACHINE)

@@ -9,8 +9,9 @@ from executor.replay import streams
 from executor.replay.host_backend import HostBackend
 from executor.replay.replay import replay
 from executor.replay.streams import ReplayError, circle, unrolled
-from simulator import Kernel, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
+from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.schedule import lower
+from tests.executor.conftest import gpu_backend
 from tests.executor.replay.conftest import LINK, Virtual
 from tests.random_cases import case as random_case
 from tests.tiny import A1, A2, A3, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
@@ -57,11 +58,6 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
     assert measured.iteration_ns == measured.predicted_ns == 180
 
 
-def test_recomputation_by_hand():
-    measured = replay(PROGRAM, RECOMPUTE_PLAN, BYTES, LIMIT, Virtual(BYTES))
-    assert measured.iteration_ns == 130 and measured.timeline.breakdown.recompute_ns == 10
-
-
 @pytest.mark.parametrize("kernels", ["spin", "stream"])
 def test_kernels_stream_the_bytes_of_the_program_if_asked(kernels):
     """Of each kernel with a duration, in order, in seven iterations, five of them measured; 700 ns are of them all."""
@@ -102,6 +98,7 @@ def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
 @pytest.mark.parametrize(
     ("plan", "again"),
     [
+        (RECOMPUTE_PLAN, [(0, 6)]),
         (Plan((Recompute(A1, 1, 6, at=5),)), [(0, 5)]),
         (Plan((Rerun(0, 5), Rerun(1, 5))), [(0, 5), (1, 5)]),
         (Plan((Rerun(0, 4), Rerun(0, 6), Swap(A2, 2, 5, copy=1))), [(0, 4), (0, 6)]),
@@ -277,6 +274,15 @@ def test_what_repeats_in_turn_keeps_every_byte(host):
     program = replace(ALTERNATING, tensors=tuple(replace(t, nbytes=100 * t.nbytes) for t in ALTERNATING.tensors))
     program = program.with_durations([2000 * k.duration_ns * 10 for k in program.kernels])
     assert replay(program, ALTERNATING_PLAN, machine, 10**5, host, mode="check").period == 2
+
+
+@pytest.mark.gpu
+def test_patterns_are_right_on_a_gpu():
+    machine = Machine.load("h200")
+    program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
+    with gpu_backend(machine) as backend:
+        measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode="check")
+    assert measured.fits and measured.checks > 0
 
 
 def test_copies_take_nothing_from_kernels_that_spin():

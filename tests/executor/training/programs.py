@@ -1,115 +1,270 @@
-"""What the tests of training under a plan share: a model and its twin, plans of every kind, the bytes really alive."""
+"""What the tests of training under a plan share: pairs of equal loops, plans of every kind, bytes really alive."""
 
+from __future__ import annotations
+
+import copy
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor import Captured, PlannedStep, capture
-from simulator import Decision, Machine, Plan, Program, Recompute, Rerun, Swap
+from executor import Captured, PlannedStep, PlannedSteps, capture, capture_step
+from simulator import Decision, Plan, Program, Recompute, Rerun, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
-from tests.executor.networks import NETWORKS, images, sgd, small
+from tests.executor.conftest import GPU, mlp
+from tests.executor.networks import CLASSES, NETWORKS, images, sgd, small
 
-# Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
-GPU = Machine("test", 2**34, 10**9, 10**9, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)
-Parts = tuple[nn.Module, nn.Module, torch.optim.Optimizer]
+SMALL = {"small": (small, images(16)), "mlp": (mlp, lambda: (torch.randn(8, 16), torch.randint(CLASSES, (8,))))}
+
+
+@dataclass
+class Loop:
+    """A training loop.
+
+    Attributes:
+        given: what is captured: a model, its loss function and its optimizer; or a step and twice None.
+        options: of the capture.
+        micro: ``(i, *batch)`` -> result of micro-batch ``i`` of a step in eager PyTorch; the last one updates.
+        batch: number of a batch -> the batch, drawn from the global random state.
+        after: what the loop does after step ``i``.
+        others: returns what else both loops must have in common, as ``repr`` writes it.
+        norm: of the gradients in the last eager step, if they are clipped.
+    """
+
+    given: tuple[Any, Any, Any]
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    micro: Callable[..., Any]
+    batch: Callable[[int], tuple[Any, ...]]
+    options: dict[str, Any] = field(default_factory=dict)
+    after: Callable[[int], object] = int
+    others: Callable[[], object] = int
+    norm: Tensor | None = None
+
+    @property
+    def model(self) -> Any:
+        return self.models[0]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.optimizers[0]
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a step."""
+        return self.options.get("accumulate", 1)
+
+    def state(self) -> tuple[list[dict], list[dict]]:
+        return [m.state_dict() for m in self.models], [o.state_dict() for o in self.optimizers]
+
+
+def standard(
+    model: nn.Module, loss_fn: Any, optimizer: Optimizer, batch: Callable[[int], tuple[Any, ...]],
+    loss: Callable[..., Any] | None = None, **options: Any,
+) -> Loop:  # fmt: skip
+    """A loop of ``capture(model, loss_fn, optimizer, batch, **options)``.
+
+    Args:
+        loss: ``(model, *batch)`` -> the loss, or it and what else is returned; ``loss_fn(model(x), y)`` by default.
+    """
+    compute = loss or (lambda model, *batch: loss_fn(model(*batch[:-1]), batch[-1]))
+    autocast, scaler, clip = (options.get(key) for key in ("autocast", "scaler", "clip_norm"))
+
+    def micro(i: int, *batch: Any) -> Any:
+        if i == 0:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            result = compute(model, *batch)
+        value, *rest = result if isinstance(result, tuple) else (result,)
+        if loop.count > 1 and options.get("average", True):
+            value = value / loop.count
+        (scaler.scale(value) if scaler else value).backward()
+        if i == loop.count - 1:
+            update()
+        return (value, *rest) if rest else value
+
+    def update() -> None:
+        if clip is not None:
+            if scaler:
+                scaler.unscale_(optimizer)
+            loop.norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+    loop = Loop((model, loss_fn, optimizer), [model], [optimizer], micro, batch, options)
+    if scaler:
+        loop.others = scaler.state_dict
+    return loop
+
+
+def own(
+    step: Callable[..., Any], models: list[nn.Module], optimizers: list[Optimizer],
+    batch: Callable[[int], tuple[Any, ...]], **rest: Any,
+) -> Loop:  # fmt: skip
+    """A loop of ``capture_step(step, *batch)``."""
+    return Loop((step, None, None), models, optimizers, lambda i, *batch: step(*batch), batch, **rest)
+
+
+def network(
+    name: str | tuple[Callable[[], nn.Module], Callable[[], Any]], make_optimizer: Callable[..., Optimizer] = sgd,
+    device: str = "cpu", **options: Any,
+) -> Loop:  # fmt: skip
+    """A loop of one of the tiny networks, or of what makes a network and its batches."""
+    make, batch = (NETWORKS | SMALL)[name] if isinstance(name, str) else name
+    model = make().to(device)
+    return standard(model, nn.CrossEntropyLoss(), make_optimizer(model),
+                    lambda _: tuple(t.to(device) for t in batch()), **options)  # fmt: skip
 
 
 class Twins:
-    """Two equal models, one trained under a plan and one eagerly, on the same batches with the same random numbers."""
+    """Two equal loops, one trained under a plan and one eagerly, on the same batches with the same random numbers.
 
-    def __init__(
-        self, network: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd, device: str = "cpu"
-    ) -> None:
-        model, self.batch = (NETWORKS | {"small": (small, images(16))})[network]
-        self.device = device
+    Args:
+        loop: builds a loop of the other arguments, or is the name of a network.
+    """
 
-        def parts() -> Parts:
-            torch.manual_seed(0)
-            made = model().to(device)
-            return made, nn.CrossEntropyLoss(), optimizer(made)
+    def __init__(self, loop: Callable[..., Loop] | str, *args: Any, **options: Any) -> None:
+        self.ours, self.eager = (self._build(loop, *args, **options) for _ in range(2))
+        self.seed = self.steps = 0  # of random numbers, which is the number of the next batch, too; steps made
+        self.returned: list[tuple[Any, Any]] = []  # what planned steps have returned, and copies of that
 
-        self.ours, self.eager = parts(), parts()
-        self.rng = torch.Generator().manual_seed(1)
-        self.seed = 0
+    @staticmethod
+    def _build(loop: Callable[..., Loop] | str, *args: Any, **options: Any) -> Loop:
+        torch.manual_seed(0)
+        return network(loop, *args, **options) if isinstance(loop, str) else loop(*args, **options)
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
+    def next_batch(self, ahead: int = 0) -> tuple[Any, ...]:
         with torch.random.fork_rng():
-            torch.manual_seed(100 + self.seed)
-            x, y = self.batch()
-        return x.to(self.device), y.to(self.device)
+            torch.manual_seed(100 + self.seed + ahead)
+            return self.ours.batch(self.seed + ahead)
 
-    def captured(self) -> Captured:
-        return capture(*self.ours, self.next_batch(), machine=GPU)
+    def captured(self, **options: Any) -> Captured:
+        (first, *rest), batch, options = self.ours.given, self.next_batch(), self.ours.options | options
+        if not isinstance(first, nn.Module):
+            return capture_step(first, *batch, machine=GPU, **options)
+        return capture(first, *rest, batch if len(batch) > 1 else batch[0], machine=GPU, **options)
 
-    def eager_step(self) -> Tensor:
-        model, loss_fn, optimizer = self.eager
-        x, y = self.next_batch()
+    def steps_under(self, planner: Callable[..., Plan], limit: int | float = 2**30, **options: Any) -> PlannedSteps:
+        return PlannedSteps(*self.ours.given, GPU, limit, planner, **self.ours.options, **options)
+
+    def eager_step(self) -> Any:
+        """The eager loop's next step, of one micro-batch."""
+        batch = self.next_batch()
         torch.manual_seed(self.seed)
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        self.seed += 1
+        return self.eager.micro(0, *batch)
 
-    def train_within(self, step: Callable[..., Tensor], steps: int) -> None:
-        """Both go on, in ``with step:``, where only the loss may be looked at; it is equal after each step."""
-        for _ in range(steps):
-            x, y = self.next_batch()
-            torch.manual_seed(self.seed)
-            assert same(step(x, y), self.eager_step())
-            self.seed += 1
+    def micro(self, step: Callable[..., Any], i: int, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+        """Micro-batch ``i`` in both loops: equal results from equal random states."""
+        self.at_once(step, [ours], [theirs], i)
 
-    def train(self, step: Callable[..., Tensor], steps: int = 1) -> None:
-        """Both go on; the loss, the state and the random state are equal after each step."""
+    def at_once(self, step: Callable[..., Any], ours: Sequence[Any], theirs: Sequence[Any], first: int = 0) -> None:
+        """Micro-batches from ``first`` on, in one call of the planned step; its result is the sum of the eager ones."""
+        torch.manual_seed(self.seed)
+        found, drawn = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
+        torch.manual_seed(self.seed)
+        wanted, *rest = [self.eager.micro(i, *batch) for i, batch in enumerate(theirs, first)]
+        equal(found, sum(rest, wanted) if rest else wanted)
+        assert torch.equal(drawn, torch.get_rng_state())
+        assert not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(found))
+        self.returned.append((found, copy.deepcopy(found)))
+        self.seed += len(ours)
+
+    def train(self, step: Callable[..., Any], steps: int = 1, at_once: bool = False, look: bool = True) -> None:
+        """Trains both loops; after each step results, batches, random states and all that is trained are equal.
+
+        Args:
+            at_once: pass all micro-batches of a step in one call.
+            look: compare what is trained, which a step within ``with step:`` does not allow.
+        """
         for _ in range(steps):
-            x, y = self.next_batch()
-            before = x.clone(), y.clone()
-            torch.manual_seed(self.seed)
-            loss = step(x, y)
-            drawn = torch.get_rng_state()
-            assert torch.equal(x, before[0]) and torch.equal(y, before[1])
-            assert same(loss, self.eager_step())
-            assert torch.equal(drawn, torch.get_rng_state())
-            self.seed += 1
-        if steps:
+            ours = [self.next_batch(i) for i in range(self.ours.count)]
+            theirs = copy.deepcopy(ours)
+            if at_once:
+                self.at_once(step, ours, theirs)
+            else:
+                for i, pair in enumerate(zip(ours, theirs, strict=True)):
+                    self.micro(step, i, *pair)
+            equal(ours, theirs)
+            self.ended(step, look)
+
+    def ended(self, step: Any, look: bool = True) -> None:
+        """After a step of both loops."""
+        if self.eager.norm is not None:
+            equal(step.grad_norm, self.eager.norm)
+        for loop in (self.ours, self.eager):
+            loop.after(self.steps)
+        self.steps += 1
+        if look:
             self.compare()
 
+    def go_on_eagerly(self, steps: int = 1) -> None:
+        """Both loops train eagerly."""
+        for _ in range(steps):
+            batch = self.next_batch()
+            for loop in (self.ours, self.eager):
+                torch.manual_seed(self.seed)
+                loop.micro(0, *batch)
+                loop.optimizer.zero_grad()
+            self.seed += 1
+        self.compare()
+
     def compare(self) -> None:
-        assert all(p.grad is None for p in self.ours[0].parameters())
-        equal_states(state(self.ours), state(self.eager))
+        for found, as_it_was in self.returned:
+            equal(found, as_it_was)
+        keep = self.ours.options.get("keep_grads", False)
+        for model, twin in zip(self.ours.models, self.eager.models, strict=True):
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                equal(p.grad, q.grad if keep else None)
+        equal_states(self.ours.state(), self.eager.state())
+        assert repr(self.ours.others()) == repr(self.eager.others())
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, on whatever device."""
+    """Equal to the bit, on whatever device; NaN equals NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
+    if a.is_floating_point() and a.isnan().any():
+        return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
     left, right = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
     return torch.equal(left, right)
 
 
-def state(parts: Parts) -> tuple[dict, dict]:
-    return parts[0].state_dict(), parts[2].state_dict()
-
-
-def equal_states(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> None:
-    assert ours[1]["param_groups"] == theirs[1]["param_groups"]
-    assert list(ours[0]) == list(theirs[0]) and list(ours[1]["state"]) == list(theirs[1]["state"])
-    for p, values in theirs[1]["state"].items():
-        assert list(values) == list(ours[1]["state"][p])
+def equal(ours: Any, theirs: Any) -> None:
+    """Asserts that all leaves are equal, tensors to the bit."""
     for a, b in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
-        assert same(a, b) if isinstance(a, Tensor) else a == b
+        assert same(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b)
+
+
+def equal_states(ours: tuple[list[dict], list[dict]], theirs: tuple[list[dict], list[dict]]) -> None:
+    """Of models and of optimizers. An optimizer that has not stepped eagerly has zeros under a plan."""
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        assert list(a) == list(b)
+        equal(a, b)
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        equal(a["param_groups"], b["param_groups"])
+        if b["state"]:
+            assert [(p, list(values)) for p, values in a["state"].items()] == [
+                (p, list(values)) for p, values in b["state"].items()
+            ]
+            equal(a["state"], b["state"])
+        assert b["state"] or not any(v.any() for v in tree_leaves(a["state"]) if isinstance(v, Tensor))
 
 
 def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
     """Swaps (early copies, late ends, pinned or synchronous, wrapping gaps) and recomputations (early, too) that fit
-    the program."""
+    the program; ``nothing``: probability that a gap is left alone."""
     rng, more = random.Random(seed), random.Random(seed)
     n = len(program.kernels)
     decisions: list[Decision] = []
@@ -120,8 +275,8 @@ def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
         after = (gap.after + late) % n
         rest = (gap.before - after - 1) % n
         prefetch = (after + rng.randint(0, rest)) % n if rng.random() < 0.3 else None
-        copy = (after - more.randint(0, n // 4)) % n if more.random() < 0.4 else None
-        decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, rng.random() < 0.1, copy)
+        early = (after - more.randint(0, n // 4)) % n if more.random() < 0.4 else None
+        decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, rng.random() < 0.1, early)
         if rng.random() < 0.4:
             at = after + 1 + more.randint(0, rest) if more.random() < 0.4 else None
             decision = Recompute(gap.tensor, after, gap.before, rng.random() < 0.5, at)
@@ -133,7 +288,7 @@ def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
 
 
 def random_reruns(program: Program, seed: int) -> Plan:
-    """Kernels that run again one by one, some of them several times, beside swaps."""
+    """Kernels that are recomputed one by one, some of them several times, beside swaps."""
     rng = random.Random(seed)
     recomputed = random_plan(program, seed).decisions
     chains = Plan(tuple(d for d in recomputed if isinstance(d, Recompute)))
@@ -145,6 +300,22 @@ def random_reruns(program: Program, seed: int) -> Plan:
         if extra not in decisions and fits(program, [*decisions, extra], whole=True):
             decisions.append(extra)
     return Plan(tuple(decisions), program.fingerprint)
+
+
+KINDS = {"none": (), "swaps": (Swap,), "recompute": (Recompute,), "both": (Swap, Recompute)}
+
+
+def plan_of(program: Program, kind: str, seed: int = 0, nothing: float = 0.3) -> Plan:
+    """A random plan of one of ``KINDS``, or ``reruns``."""
+    if kind == "reruns":
+        return random_reruns(program, seed)
+    decisions = random_plan(program, seed, nothing).decisions
+    return Plan(tuple(d for d in decisions if isinstance(d, KINDS[kind])), program.fingerprint)
+
+
+def moving(program: Program, *_: Any) -> Plan:
+    """A planner that empties nearly every gap."""
+    return random_plan(program, 0, nothing=0.1)
 
 
 def fits(program: Program, decisions: list[Decision], whole: bool = False) -> bool:
@@ -168,16 +339,17 @@ def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:
     return PlannedStep(captured, plan, GPU, required(captured.program, plan), **options)
 
 
-def planned(network: str = "small", seed: int = 0, optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:
-    twins = Twins(network, optimizer)
+def planned(name: str = "small", make_optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:
+    """Twins of a network, and a step of theirs under a random plan."""
+    twins = Twins(name, make_optimizer)
     captured = twins.captured()
-    return twins, tight(captured, random_plan(captured.program, seed), **options)
+    return twins, tight(captured, random_plan(captured.program, 0), **options)
 
 
 class Bytes(TorchDispatchMode):
     """Bytes of the storages that are really alive after every operator, host buffers and random states aside."""
 
-    def __init__(self, step: PlannedStep, batch: tuple[Tensor, ...]) -> None:
+    def __init__(self, step: PlannedStep, batch: Sequence[Tensor]) -> None:
         super().__init__()
         self.host = {b.host.untyped_storage()._cdata for b in step.state.blocks.blocks.values()}
         self.live: set[StorageWeakRef] = set()

@@ -4,27 +4,30 @@ The waits are found in the sources: calls of events, streams and the allocator, 
 """
 
 import ast
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from executor import Captured, PlannedStep, StepError, capture
-from executor.memory import engines, pinned
-from executor.training import memory_source, planned_step, progress
+from executor import Captured, PlannedStep, StepError
+from executor.memory import engines, graph_pool, pinned, segments
+from executor.memory.graph_pool import need_of
+from executor.training import graph, memory_source, planned_step, progress
 from simulator import Plan, Swap
-from tests.executor.cuda_double import CudaDouble
+from tests.executor.cuda_capture import Driver, GraphDouble
 from tests.executor.networks import sgd
-from tests.executor.training.programs import GPU, Twins, random_plan, required, same, tight
+from tests.executor.training.programs import GPU, Loop, Twins, random_plan, required, same, standard, tight
 from tests.executor.training.test_faults import break_kernel, once
+from tests.executor.training.test_graph import by_tensor, graphed, set_rate
 
 ORDERS = {"wait_event", "wait_stream", "record_stream", "synchronize", "record", "_settle"}
 OF_ENGINES = {"wait", "join", "borrow", "begin", "synchronize"}
+MODULES = (engines, pinned, memory_source, planned_step, progress, graph, graph_pool, segments)
 
 
 class Site(NamedTuple):
@@ -36,48 +39,27 @@ class Site(NamedTuple):
     text: str
 
 
-def calls(module: ModuleType) -> Iterator[tuple[str, str, Site]]:
-    """The calls of methods in a module: of what, by which name, and where."""
-    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            text = f"{Path(module.__file__).name}: {ast.unparse(node)}"
-            site = Site(module.__file__, node.lineno, node.end_lineno or node.lineno, text)
-            yield ast.unparse(node.func.value), node.func.attr, site
-
-
 def sites() -> Iterator[Site]:
-    for module in (engines, pinned, memory_source, planned_step, progress):
-        tree = ast.parse(Path(module.__file__).read_text())
+    for module in MODULES:
+        path = Path(str(module.__file__))
+        tree = ast.parse(path.read_text())
         host = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and "Host" in node.name]
         aside = {n for c in host for n in range(c.lineno, c.end_lineno + 1)} if module is engines else set()
-        for owner, name, site in calls(module):
-            if name in (OF_ENGINES if owner.endswith("engines") else ORDERS) and site.first not in aside:
-                yield site
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.lineno in aside:
+                continue
+            of_engines = ast.unparse(node.func.value).endswith("engines")
+            if node.func.attr in (OF_ENGINES if of_engines else ORDERS):
+                yield Site(str(path), node.lineno, node.end_lineno, f"{path.name}: {ast.unparse(node)}")
 
 
-SITES = sorted(sites())
+class Case(NamedTuple):
+    """The double, and a model and its twin, captured as a whole and in two micro-batches."""
 
-
-class Small(Twins):
-    """Three layers."""
-
-    def __init__(self) -> None:
-        self.device, self.seed = "cpu", 0
-        self.batch = lambda: (torch.randn(8, 16), torch.randint(4, (8,)))
-
-        def parts():
-            torch.manual_seed(0)
-            made = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-            return made, nn.CrossEntropyLoss(), sgd(made)
-
-        self.ours, self.eager = parts(), parts()
-
-
-class Case:
-    """A model, its twin and their double."""
-
-    def __init__(self, twins: Small, captured: Captured, micro: Captured) -> None:
-        self.twins, self.captured, self.micro = twins, captured, micro
+    double: GraphDouble
+    twins: Twins
+    captured: Captured
+    in_parts: Captured
 
     def step(self, plan: Plan | None = None) -> PlannedStep:
         return tight(self.captured, plan or random_plan(self.captured.program, 0, nothing=0.0))
@@ -91,13 +73,18 @@ class Case:
         assert set(step.order.start.values()) == {"host", "out", "in"}
         return step
 
-    def run(self, step: PlannedStep) -> Tensor:
+    def run(self, step: PlannedStep) -> None:
         """One step by both; nothing is looked at."""
-        batch = self.twins.next_batch()
-        loss = step(*batch)
+        step(*self.twins.next_batch())
         self.twins.eager_step()
-        self.twins.seed += 1
-        return loss
+
+    def gone(self) -> int:
+        """A step that is gone while the device has not come to the end of its copies; its pinned bytes."""
+        program = self.captured.program
+        plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
+        step = self.step(plan)
+        step(*self.twins.next_batch())
+        return step.pinned_bytes
 
 
 def what_is_shown_is_whole(case: Case) -> None:
@@ -105,8 +92,8 @@ def what_is_shown_is_whole(case: Case) -> None:
     step = case.step()
     for _ in range(3):
         case.run(step)
-        copies = [p.detach().clone() for p in case.twins.ours[0].parameters()]
-        assert all(map(same, copies, case.twins.eager[0].parameters()))
+        copies = [p.detach().clone() for p in case.twins.ours.model.parameters()]
+        assert all(map(same, copies, case.twins.eager.model.parameters()))
 
 
 def copies_over_the_boundary(case: Case) -> None:
@@ -114,22 +101,18 @@ def copies_over_the_boundary(case: Case) -> None:
     with step:
         for _ in range(3):
             case.run(step)
-    case.twins.eager, case.twins.ours = case.twins.ours, case.twins.eager  # what was planned goes on eagerly
-    case.twins.eager_step()
-    case.twins.eager, case.twins.ours = case.twins.ours, case.twins.eager
-    case.twins.eager_step()
-    case.twins.compare()
+    case.twins.go_on_eagerly()
 
 
 def a_fault(case: Case) -> None:
     step = case.over_the_boundary()
     case.run(step)
-    before = [t.clone() for t in case.twins.ours[0].state_dict().values()]
+    before = [t.clone() for t in case.twins.ours.model.state_dict().values()]
     for phase, which in (("forward", 0), ("forward", 0.5), ("backward", 0.5)):
         break_kernel(step, phase, once(RuntimeError("bad luck")), which)
         with pytest.raises(StepError, match="bad luck"):
             step(*case.twins.next_batch())
-        assert all(map(same, before, case.twins.ours[0].state_dict().values()))
+        assert all(map(same, before, case.twins.ours.model.state_dict().values()))
 
 
 def another_compute_stream(case: Case) -> None:
@@ -158,7 +141,7 @@ def a_loaders_batch(case: Case) -> None:
 
 
 def another_stream_for_each_micro_batch(case: Case) -> None:
-    captured = case.micro
+    captured = case.in_parts
     step, now = tight(captured, random_plan(captured.program, 1, nothing=0.0)), torch.cuda.current_stream()
     for _ in range(4):
         other = torch.cuda.Stream()
@@ -175,32 +158,21 @@ def tensors_that_are_replaced(case: Case) -> None:
     with step:
         for _ in range(2):
             case.run(step)
-            for model, _, optimizer in (case.twins.ours, case.twins.eager):
-                for p in model.parameters():
+            for loop in (case.twins.ours, case.twins.eager):
+                for p in loop.model.parameters():
                     p.data = torch.ones_like(p)
-                    optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+                    loop.optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
         case.run(step)
     case.twins.compare()
 
 
 def host_memory_that_serves_another(case: Case) -> None:
-    """The step is gone; the device has not come to the end of its copies."""
-    program = case.captured.program
-    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
-    step = case.step(plan)
-    step(*case.twins.next_batch())
-    nbytes = step.pinned_bytes
-    del step
-    memory = torch.frombuffer(engines.CUDA.take(nbytes), dtype=torch.uint8)
+    memory = torch.frombuffer(engines.CUDA.take(case.gone()), dtype=torch.uint8)
     memory.fill_(7)
 
 
 def host_memory_that_is_unpinned(case: Case) -> None:
-    program = case.captured.program
-    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
-    step = case.step(plan)
-    step(*case.twins.next_batch())
-    del step
+    case.gone()
     engines.CUDA.drop()
 
 
@@ -219,55 +191,93 @@ def what_is_on_the_host_anyway(case: Case) -> None:
     made.wait(event)
 
 
+def an_arena_of_a_thread_without_a_context(case: Case) -> None:
+    """The driver knows no runtime's context until there is one."""
+    segments.Segments.on_device(torch.device("cuda", 0), 4096).close()
+    assert not case.double.arenas
+
+
+def a_capture_that_fails(case: Case) -> None:
+    """A kernel fails while copies are in no order with compute; the next step captures."""
+    twins, step = graphed("mlp", sgd)
+    twins.train(step)
+    break_kernel(step, "backward", once(RuntimeError("bad luck")))
+    with pytest.raises(StepError, match=r"captured: RuntimeError: bad luck; the model is as before the step") as caught:
+        step(*twins.next_batch())
+    assert caught.value.__cause__.__cause__ is None and not case.double.routes  # the capture has ended well
+    del caught  # whose frames have tensors
+    twins.train(step, 2)
+    assert len(case.double.arenas) == 1
+    step.graph.close()
+    assert not case.double.arenas
+
+
+def replays(case: Case) -> None:
+    """What is on the host is looked at before anything else is."""
+    twins, step = graphed("small", by_tensor)
+    for _ in range(4):
+        x, y = twins.next_batch()
+        torch.manual_seed(twins.seed)
+        step(x, y)
+        copies = [p.detach().clone() for p in twins.ours.model.parameters()]
+        twins.eager_step()
+        assert all(map(torch.equal, copies, twins.eager.model.parameters()))
+    assert step.graph.captures == 1 and len(case.double.arenas) == 1
+    made, need = step.graph.graph, need_of(graph.stays(step.order, step.state.blocks.blocks)[1])
+    assert (made.pool_bytes, made.packed_bytes) == (need.arena, need.packed) and 0 < made.idle_bytes < made.pool_bytes
+    assert step.graph.peak_bytes == step.state.blocks.used + need.arena > step.limit
+    step(*twins.next_batch())
+    step.graph.close()  # a replay is under way
+    assert not case.double.arenas
+
+
 SCENARIOS: list[Callable[[Case], None]] = [
-    what_is_shown_is_whole,
-    copies_over_the_boundary,
-    a_fault,
-    another_compute_stream,
-    a_loaders_batch,
-    another_stream_for_each_micro_batch,
-    tensors_that_are_replaced,
-    host_memory_that_serves_another,
-    host_memory_that_is_unpinned,
-    what_is_on_the_host_anyway,
-]
+    what_is_shown_is_whole, copies_over_the_boundary, a_fault, another_compute_stream, a_loaders_batch,
+    another_stream_for_each_micro_batch, tensors_that_are_replaced, host_memory_that_serves_another,
+    host_memory_that_is_unpinned, what_is_on_the_host_anyway, an_arena_of_a_thread_without_a_context,
+    a_capture_that_fails, replays,
+]  # fmt: skip
+
+
+def three_layers() -> Loop:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return standard(model, nn.CrossEntropyLoss(), sgd(model), lambda _: (torch.randn(8, 16), torch.randint(4, (8,))))
 
 
 @cache
-def programs() -> tuple[Small, Captured, Captured]:
-    twins = Small()
+def captures() -> tuple[Twins, Captured, Captured]:
+    twins = Twins(three_layers)
     twins.eager_step()
-    return twins, twins.captured(), capture(*twins.ours, twins.next_batch(), machine=GPU, accumulate=2)
+    return twins, twins.captured(), twins.captured(accumulate=2)
 
 
-def fresh(twins: Small) -> None:
-    for parts in (twins.ours, twins.eager):
+def fresh(twins: Twins) -> None:
+    for loop in (twins.ours, twins.eager):
         torch.manual_seed(0)
-        for p in parts[0].parameters():
+        for p in loop.model.parameters():
             p.data, p.grad = torch.randn(p.shape), None
-        for values in parts[2].state.values():
+        for values in loop.optimizer.state.values():
             values["momentum_buffer"] = torch.zeros_like(values["momentum_buffer"])
 
 
 def wrong(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, set[tuple[str, int]]]:
     """What is wrong in a scenario without a wait, and the calls that were made."""
-    double = CudaDouble()
+    double, made, raised = GraphDouble(), captures(), ""
     with pytest.MonkeyPatch.context() as patch:
-        twins, captured, micro = programs()
         double.install(patch)
         for name in OF_ENGINES:
             does = getattr(engines.CudaEngines, name)
             patch.setattr(engines.CudaEngines, name, lambda *a, does=does: None if double.left_out() else does(*a))
         with double:
-            fresh(twins)
+            fresh(made[0])
             double.omitted = omitted and omitted[:3]
             try:
-                scenario(Case(twins, captured, micro))
+                scenario(Case(double, *made))
             except Exception as error:
-                return f"{type(error).__name__}: {error}", double.called
-            finally:
-                double.omitted = None
-    return (double.found or [""])[0], double.called
+                raised = f"{type(error).__name__}: {error}"
+            gc.collect()  # graphs of a scenario that failed are given back here
+            double.omitted = None
+    return raised or (double.found or [""])[0], double.called
 
 
 @cache
@@ -275,13 +285,74 @@ def with_all_waits(scenario: Callable[[Case], None]) -> tuple[str, set[tuple[str
     return wrong(scenario, None)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def rest_nightly(cases: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
+    """The first case runs with all tests, the others every night."""
+    return [pytest.param(one, id=name(one), marks=[pytest.mark.nightly] * (i > 0)) for i, one in enumerate(cases)]
+
+
+@pytest.mark.parametrize("scenario", rest_nightly(SCENARIOS, lambda s: s.__name__))
 def test_nothing_is_wrong_with_all_waits(scenario):
     assert with_all_waits(scenario)[0] == ""
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda s: f"{s.first} {s.text}")
+@pytest.mark.parametrize("site", rest_nightly(sorted(sites()), lambda s: f"{s.first} {s.text}"))
 def test_every_wait_is_needed(site):
+    """By one of the scenarios."""
     lines = {(site.file, line) for line in range(site.first, site.last + 1)}
-    made = [scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1]]
+    made = (scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1])
     assert any(wrong(scenario, site)[0] for scenario in made), "nothing is wrong without it"
+
+
+# ------------------------------------------------------------------------------------------------- captures that fail
+
+
+def too_much() -> None:
+    """An operator that takes more than its profile says."""
+    torch.empty(2**30, dtype=torch.uint8)
+
+
+FAULTS = {  # of the first, the end of the capture fails, too
+    "invalidated": (lambda: torch.cuda.synchronize(), "operation not permitted when stream is capturing"),
+    "out of memory": (too_much, "1,073,741,824 in one piece were not left"),
+}
+
+
+@pytest.fixture
+def double(monkeypatch):
+    made = GraphDouble()
+    made.install(monkeypatch)
+    with made:
+        yield made
+    made.check()
+
+
+@pytest.mark.parametrize("fault", rest_nightly(list(FAULTS), str))
+def test_a_capture_that_is_invalidated_gives_its_memory_back(fault, double):
+    """Whatever the reason, the next step captures."""
+    does, named = FAULTS[fault]
+    twins, step = graphed("mlp", sgd)
+    twins.train(step)
+    errors = [0]
+    break_kernel(step, "backward", lambda: errors and (errors.pop(), does()))
+    with pytest.raises(StepError, match=f"captured: .*{named}.*; the model is as before the step") as caught:
+        step(*twins.next_batch())
+    del caught
+    assert not double.routes and step.graph.graph is None
+    twins.train(step, 2)
+    set_rate(twins, 0.07)  # a number of Python's: the step is captured again
+    twins.train(step)
+    assert step.graph.captures == 2 and len(double.arenas) == 1
+    del step
+    gc.collect()
+    assert not double.arenas
+
+
+@pytest.mark.nightly
+def test_no_memory_for_an_arena_is_said(double, monkeypatch):
+    twins, step = graphed("mlp", sgd)
+    twins.train(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "cuMemAlloc_v2", lambda self, found, nbytes: 2)
+        with pytest.raises(StepError, match=r"the graph has no memory: .*error 2.*; the model is as before"):
+            step(*twins.next_batch())
+    twins.train(step, 2)

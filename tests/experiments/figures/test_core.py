@@ -11,7 +11,6 @@ from experiments.common.cli import UsageError
 from experiments.figures import core, program
 from simulator import Machine
 from simulator.files import write_json
-from tests.experiments.conftest import figure_settings
 
 MLP = "gtx1080ti"
 
@@ -39,6 +38,8 @@ def test_a_task_as_a_user_runs_it() -> None:
     assert all(one["gap"] >= 0 for one in runs if one["gap"] is not None)
     assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
     assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is one of the published
+    with pytest.raises(UsageError, match=r"small\.fingerprint"):  # another program
+        core.run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
     _, cells = core.FIGURE.table([row])
     assert {"50 calls", "0.05 s", "–"} == {line[0] for line in cells}
 
@@ -64,12 +65,6 @@ def test_scores() -> None:
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
     assert second[1:3] == ["mutation search", "8.00"] and second[-2] == "1 of 4"
     assert core.numbers(rows)["beyond"][0] == 1.2
-
-
-def test_another_program_is_refused() -> None:
-    (task,) = core.tasks(settings())
-    with pytest.raises(UsageError, match=r"small\.fingerprint"):
-        core.run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
 
 
 def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkeypatch) -> None:
@@ -110,9 +105,3 @@ def test_which_agents_are_asked_for() -> None:
         given = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
         with pytest.raises(UsageError, match=rf"{key}.*speed"):
             benchmark.speed(DictConfig(given))
-
-
-def test_the_suite_is_pinned_and_has_both_splits() -> None:
-    tasks = core.tasks(figure_settings("core"))
-    assert {task["split"] for task in tasks} == set(core.SPLITS)
-    assert all(len(task["fingerprint"]) == 12 for task in tasks)

@@ -128,7 +128,6 @@ def test_highest_tries_the_top_first_and_then_halves() -> None:
     assert table2.highest(fits(437), 100, 900, 0.0001) == 437
     found = table2.highest(fits(437), 100, 900, 0.05)
     assert found <= 437 <= found * 1.05
-    assert table2.highest(fits(0), 100, 101, 0.01) == 100
 
 
 def test_fig6_runs_every_method(small: None) -> None:
@@ -141,7 +140,7 @@ def test_fig6_runs_every_method(small: None) -> None:
     assert "PyTorch" not in fits[2] and {"Capuchin", "HOME"} <= fits[2]
     assert fits[3] == set(), "17 images need 55 MiB with every feature map away"
     assert rows[1]["methods"]["HOME"]["overhead"] == 0 < rows[1]["methods"]["vDNN"]["overhead"]
-    assert table_of(fig6, rows)[-1][:4] == ["VGG16", "17", "1.70", "does not fit"]
+    assert table_of(fig6, rows)[0][:3] == ["VGG16", "10", "1.00"] and fig6.cells(rows[-1])[0] == "does not fit"
 
 
 def test_fig7_parts_of_the_tiny_plan() -> None:
@@ -201,16 +200,6 @@ def test_table3_measures(small: None) -> None:
     # 25 s in 16 threads are 400 s; 500 x 500 evaluations of 1.4 ms 350 s.
     facts = table3.facts(made)
     assert facts["time"] == pytest.approx(14) and facts["sum"] == pytest.approx(400 / 350)
-
-
-def test_tensile_ratios() -> None:
-    row = {"peak_bytes": 200, "ideal_ns": 100, "methods": {
-        "vDNN": {"peak_bytes": 150, "iteration_ns": 150}, "TENSILE": {"peak_bytes": 180, "iteration_ns": 100},
-        "Capuchin": None,
-    }}  # fmt: skip
-    assert tensile.ratios(row, "vDNN") == (0.25, 0.5, 0.5)
-    assert tensile.ratios(row, "TENSILE") == (pytest.approx(0.1), 0, math.inf)
-    assert tensile.ratios(row, "Capuchin") is None
 
 
 def test_tensile_runs(monkeypatch: pytest.MonkeyPatch) -> None:

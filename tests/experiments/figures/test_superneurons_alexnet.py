@@ -96,8 +96,6 @@ def test_alexnet_is_the_network_that_pytorch_trains() -> None:
     assert sizes == {layer.name: layer.floats for layer in layerwise.alexnet()[:-1]}
     # CONV 34,944 + 614,656 + 885,120 + 1,327,488 + 884,992; FC 37,752,832 + 16,781,312 + 4,097,000.
     assert sum(p.numel() for p in model.parameters()) == 62_378_344
-    program = figures.program("alexnet", MACHINE, batch_size=2)
-    assert {"conv", "pool", "dropout", "matmul", "activation"} <= {k.kind for k in program.kernels}
 
 
 KINDS = st.sampled_from(["conv", "activation", "lrn", "pool", "norm", "dropout", "matmul"])

@@ -40,6 +40,7 @@ def test_the_largest_that_fits_is_found(true: int, first: int, most: int) -> Non
     assert all(1 <= n <= most for n in asked) and len(asked) == len(set(asked)) <= 18  # 2 log2(300) is 16.5
     with pytest.raises(ValueError, match="first: expected"):
         largest(fits, most + 1, most)
+    assert largest(lambda n: n <= 54, 8, 1000, part=16) == 54  # to within a 16th
 
 
 @cache
@@ -147,9 +148,6 @@ def test_table2_by_hand() -> None:
     # Twice the cost per block; the median of two is their mean.
     other = table2.numbers([row, {**row, "blocks": 250}])
     assert other["middle"] == pytest.approx(0.5157 * 1.5, abs=1e-3)
-
-
-def test_table2_runs() -> None:
     row = table2.run({"network": "alexnet", "batch": 4}, GPU)
     assert 0 < row["allocation_ns"]["superneurons"] < row["allocation_ns"]["cudamalloc"] and row["blocks"] > 50
 

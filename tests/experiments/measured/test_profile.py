@@ -1,6 +1,5 @@
 """A network's step, measured on this computer: what is written, and what the model of time says of it."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,9 @@ from executor import capture
 from executor.capture.kernel_times import Precision
 from executor.capture.profile import Profile
 from executor.memory.context import context_bytes
+from experiments.common.measured_step import MeasuredStep, measured_step, modelled
 from experiments.measured import steps
 from experiments.measured.__main__ import main
-from experiments.measured.measured_step import MeasuredStep, measured_step, modelled
 from simulator import FormatError, Machine
 from simulator.files import load_json
 
@@ -88,15 +87,6 @@ def test_the_wrong_file_or_profile_is_refused():
         measured_step(captured, replace(profile_of(captured), durations_ns=(1,)), **WORDS_OF)
 
 
-def test_the_command_measures_a_step(tmp_path):
-    out = tmp_path / "step.json"
-    assert main(["profile", "tiny_gpt2", str(out), *WORDS, "--cache", "hot"]) == 0
-    step = load_json(out, MeasuredStep.from_dict)
-    assert (step.workload, step.torch, step.cache, step.cuda) == ("tiny_gpt2", torch.__version__, "hot", "")
-    assert step.step_ns > 0 and sum(ns for _, _, ns, _ in step.kernels) > 0
-    assert step.reserved_bytes is None and step.context_bytes is None  # of a GPU
-
-
 FACTORY = """
 import torch
 def factory():
@@ -106,11 +96,15 @@ def factory():
 """
 
 
-def test_the_command_measures_a_factory_of_the_user(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("network", "cache"), [("tiny_gpt2", "hot"), ("own_net_a:factory", "step")])
+def test_the_command_measures_a_step(tmp_path, monkeypatch, network, cache):
     (tmp_path / "own_net_a.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", "own_net_a:factory", "step.json", *WORDS, "--cache", "step"]) == 0
-    assert "own_net_a" not in json.dumps((tmp_path / "step.json").read_text())
+    assert main(["profile", network, "step.json", *WORDS, "--cache", cache]) == 0
+    step = load_json(tmp_path / "step.json", MeasuredStep.from_dict)
+    assert (step.torch, step.cache, step.cuda) == (torch.__version__, cache, "") and "own_net" not in step.to_json()
+    assert step.step_ns > 0 and sum(ns for _, _, ns, _ in step.kernels) > 0
+    assert step.reserved_bytes is None and step.context_bytes is None  # of a GPU
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.plotting import charts
-from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, Words, groups, pairs, ranges
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, Words, groups, pairs
 from experiments.plotting.palette import Look
 
 
@@ -22,7 +22,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_every_kind_of_mark(tmp_path: Path, drawn: list[Figure]) -> None:
     look = Look("HOME", "#ff0000", "^")
     rows, columns = Axis(names=["a", "b"]), Axis(names=["c", "d"])
-    marks = [*pairs(look, [1, 2], [3, None]), *ranges("mean", "#00ff00", "o", [[1, 3], []])]
+    marks = [*pairs(look, [1, 2], [3, None])]
     marks += [Rule(1, 2), Rule(3, text="x"), Words(1, 0, "words")]
     bars = groups([("p", "#0000ff", [1, None], ["one", "none"]), ("q", "#00ffff", [2, 3], ())])
     lines = [Line([1, 2, 3], [0.1, None, 0.3], label="p", band=(0, [0.2, 0.2, 0.4]), end="end", texts=["s"]),
@@ -40,5 +40,5 @@ def test_every_kind_of_mark(tmp_path: Path, drawn: list[Figure]) -> None:
     assert not any(text.get_text() for text in second.get_yticklabels()), "names that a neighbour has are left out"
     assert [round(bar.get_height()) for bar in third.patches if bar.get_width() < 0.5] == [1, 0, 2, 3]
     keys = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert keys == ["HOME, paper", "HOME, ours", "mean", "p", "q"]
+    assert keys == ["HOME, paper", "HOME, ours", "p", "q"]
     assert {"end", "s", "level"} <= {text.get_text() for text in fourth.texts}

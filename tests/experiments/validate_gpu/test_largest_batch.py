@@ -7,24 +7,13 @@ import torch
 
 import agents
 from executor import StepError
-from experiments.common.bisection import largest
 from experiments.validate_gpu import largest_batch
-from experiments.validate_gpu.largest_batch import Tries, lacks_memory, search, table
+from experiments.validate_gpu.largest_batch import Tries, lacks_memory, search
 from experiments.validate_gpu.record import Record
 from simulator import Machine
 from simulator.plan import PlanError
 
 H200 = Machine.load("h200")
-
-
-def test_the_search_by_hand():
-    # 8, 16 and 32 fit, 64 does not; 48 does, 56 does not, 52 and 54 do; from 54 to 56 is less than a 16th of 54.
-    asked = []
-    assert largest(lambda n: asked.append(n) or n <= 54, 8, 1000, part=16) == 54
-    assert asked == [8, 16, 32, 64, 48, 56, 52, 54]
-    assert largest(lambda n: n <= 5, 8, 1000, 32) == 5 and largest(lambda n: False, 8, 1000, 32) == 0
-    # 8 … 64 fit, and 101 is above the most; then 82, 91, 96 and 98: from 98 to 101 is a 32nd of 98.
-    assert largest(lambda n: True, 8, 100, 32) == 98
 
 
 @pytest.mark.parametrize(
@@ -50,10 +39,9 @@ def test_a_lack_of_memory_is_told_from_other_failures(error, lack):
         assert lacks_memory(outer) is lack
 
 
+@pytest.mark.nightly
 def test_batches_in_small(tmp_path, monkeypatch):
     """What costs less memory trains more; ours is within the cap by its own ledger."""
-    from experiments.validate_gpu.plots import batches  # a GPU machine may have no Matplotlib
-
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
@@ -64,10 +52,6 @@ def test_batches_in_small(tmp_path, monkeypatch):
     assert 8 < checkpoint["batch"] < checkpoint["too_large"] and "its peak is" in checkpoint["reason"]
     assert checkpoint["batch"] < ours["batch"] == 32 and "too_large" not in ours  # the most that is tried here
     assert {r["cap"] for r in record.rows} == {eager["cap"]} and not any(r["time_over"] for r in record.rows)
-    text = table(record.rows)
-    assert text.count("\n") == 5 and f"| checkpoint | {checkpoint['batch']} |" in text
-    batches(tmp_path / "batches.png", record.rows)
-    assert (tmp_path / "batches.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
@@ -83,24 +67,12 @@ def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
     record = Record(tmp_path / "out", 600.0, quiet=True)
     search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager",))
     assert record.rows[0]["time_over"] and record.rows[0]["batch"] == 32
-    assert "at least 32" in table(record.rows)
-
-
-def test_a_method_that_breaks_is_named(tmp_path, monkeypatch):
-    def broken(self, n):
-        raise ZeroDivisionError("by nothing")
-
-    monkeypatch.setattr(Tries, "_reason", broken)
-    monkeypatch.setattr(largest_batch, "_need", lambda name, device: 10**9)
-    record = Record(tmp_path / "out", 600.0, quiet=True)
-    search(["tiny_resnet"], "cpu", H200, record, 20, ("eager", "ours"))
-    assert [r["failed"] for r in record.rows] == ["ZeroDivisionError: by nothing"] * 2
 
 
 def test_a_batch_for_which_there_is_no_plan_does_not_fit(monkeypatch):
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     tries = Tries("tiny_resnet", "ours", "cpu", H200, 200_000)
-    assert not tries.fits(8) and tries.tried[8].startswith("Infeasible: capuchin: 'tiny_resnet' cannot be planned")
+    assert not tries.fits(8) and tries.tried[8].startswith("Infeasible")
 
 
 @pytest.mark.gpu

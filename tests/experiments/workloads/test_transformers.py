@@ -29,16 +29,7 @@ def flops(found: Program) -> int:
     return sum(kernel.flops for kernel in found.kernels)
 
 
-def kept(found: Program) -> int:
-    """Bytes that are no state and live when the last block has run forward: before the head's product."""
-    head = max(k for k, kernel in enumerate(found.kernels) if kernel.kind == "matmul" and kernel.phase == "forward")
-    first = [k for k, kernel in enumerate(found.kernels) if kernel.kind == "norm" and k < head][-1]
-    return found.live_bytes[first] - sum(t.nbytes for t in found.tensors if t.persistent)
-
-
-# ------------------------------------------------------------------------------------------- programs
-
-
+@pytest.mark.nightly
 def test_a_block_of_llama_3_by_hand():
     """What a second block adds, at full size: 8192 tokens, width 4096, 32 heads of 128, 8 of them shared, 14336."""
     one, two = program("llama3_8b", 1), program("llama3_8b", 2)
@@ -50,30 +41,11 @@ def test_a_block_of_llama_3_by_hand():
     for kind, nbytes in (("parameter", 2 * numbers), ("optimizer_state", 2 * 2 * numbers + 9 * 4)):
         sizes = [sum(t.nbytes for t in p.tensors if t.kind == kind) for p in (one, two)]
         assert sizes[1] - sizes[0] == nbytes
-    # Both inputs of norms, both results; q, k, v, the result of attention and the projection's input; gate, silu, up
-    # and their product. In float32, a number for each row of each head and of each norm.
-    rows = 2 * tokens * (9 * width + 4 * hidden) + 4 * tokens * (32 + 2)
-    assert kept(two) - kept(one) == rows
+    pairs = 2 * 32 * tokens**2  # nothing is as large as all pairs of tokens
+    assert max(t.nbytes for t in one.tensors if not t.persistent and t.nbytes != 4 * tokens * 128_256) < pairs
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "qwen3", "mixtral"])
-def test_nothing_is_as_large_as_all_pairs_of_tokens(name):
-    found, entry = program(name, 1), config(name)
-    logits = 4 * entry["length"] * entry["vocabulary"]
-    largest = max(t.nbytes for t in found.tensors if not t.persistent and t.nbytes != logits)
-    assert largest < 2 * entry["heads"] * entry["length"] ** 2
-    names = [k.name for k in found.kernels if "scaled_dot_product" in k.name]
-    assert len(names) == 2 and all("flash_attention" in kernel for kernel in names)
-
-
-def test_qwen3_adds_the_norms_of_queries_and_keys():
-    found = program("qwen3", 1)
-    norms = [k for k in found.kernels if k.kind == "norm" and k.phase == "forward"]
-    assert len(norms) == 5  # two of the block, two of its heads, one at the end
-    sizes = {t.name: t.nbytes for t in found.tensors if t.kind == "parameter"}
-    assert sizes["blocks.0.attention.q_norm.weight"] == sizes["blocks.0.attention.k_norm.weight"] == 2 * 128
-
-
+@pytest.mark.nightly
 def test_a_block_of_mixtral_by_hand():
     """Every expert runs for a quarter of the tokens: 2 of 8 experts."""
     found = program("mixtral", 1)
@@ -86,16 +58,6 @@ def test_a_block_of_mixtral_by_hand():
     assert sizes == [2 * width * hidden] * 24
 
 
-def test_a_block_of_vit_by_hand():
-    entry = {**config("vit_l"), "batch_size": 2}
-    one, two = (workloads.load({**entry, "layers": layers}, GPU).program for layers in (1, 2))
-    rows, width = 2 * 197, 1024
-    attention = 4 * 2 * 16 * 197**2 * 64
-    assert flops(two) - flops(one) == 3 * 2 * rows * 12 * width**2 + attention + 5 * attention // 2
-    sizes = [sum(t.nbytes for t in p.tensors if t.kind == "parameter") for p in (one, two)]
-    assert sizes[1] - sizes[0] == 2 * (12 * width**2 + 13 * width)
-
-
 def test_dtype_is_that_of_tensors_and_of_the_roofline():
     entry = {**config("llama"), **SMALL}
     wide, narrow = (workloads.load({**entry, "dtype": d}, GPU).program for d in ("float32", "bfloat16"))
@@ -106,13 +68,8 @@ def test_dtype_is_that_of_tensors_and_of_the_roofline():
     times = GPU.kernel_times
     seconds = product.flops / (GPU.flops_per_s["bfloat16"] * times.matmul)
     assert product.duration_ns == times.launch_ns + round(seconds * 1e9)
-    images = workloads.build({**config("vgg11"), "batch_size": 2, "dtype": "bfloat16"})
-    assert images[3][0].dtype == torch.bfloat16 and images[3][1].dtype == torch.int64
     with pytest.raises(FormatError, match="gtx1080ti has no figure for bfloat16"):
         workloads.load({**entry, "dtype": "bfloat16"}, Machine.load("gtx1080ti"))
-
-
-# ----------------------------------------------------------------------------------------- arithmetic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,10 +96,6 @@ def test_rms_norm_is_an_operator_like_torchs_own():
     captured = capture(norm, lambda y, _: y.sum(), torch.optim.SGD(norm.parameters()), (torch.randn(5, 8), None))
     kinds = [(k.phase, len(k.inputs), len(k.outputs)) for k in captured.program.kernels if k.kind == "norm"]
     assert kinds == [("forward", 2, 2), ("backward", 4, 2)]
-
-
-def small(qk_norm: bool = False) -> llama.Llama:
-    return llama.Llama(1, 16, 4, 2, 32, 5, lambda: llama.SwiGLU(16, 24), qk_norm=qk_norm)
 
 
 def test_attention_of_llama_from_its_definition():
@@ -172,29 +125,6 @@ def test_attention_of_llama_from_its_definition():
     torch.testing.assert_close(attention(x, model.cos, model.sin), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_llamas_block_adds_both_parts():
-    torch.manual_seed(0)
-    model = llama.Llama(1, 8, 2, 1, 16, 3, lambda: llama.SwiGLU(8, 12))
-    block, x = model.blocks[0], torch.randn(1, 3, 8)
-    a = x + block.attention(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), model.cos, model.sin)
-    b = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    gate = block.feed.gate(b)
-    expected = a + (gate / (1 + (-gate).exp()) * block.feed.up(b)) @ block.feed.down.weight.T
-    torch.testing.assert_close(block(x, model.cos, model.sin), expected)
-
-
-def test_queries_and_keys_are_normed_before_they_turn():
-    torch.manual_seed(0)
-    with_norm, without = small(qk_norm=True), small()
-    without.load_state_dict({k: v for k, v in with_norm.state_dict().items() if "_norm" not in k})
-    x = torch.randn(1, 5, 16)
-    a, b = with_norm.blocks[0].attention, without.blocks[0].attention
-    b.q, b.k = (
-        nn.Sequential(part, nn.Unflatten(2, (-1, 4)), nn.RMSNorm(4, 1e-5), nn.Flatten(2)) for part in (b.q, b.k)
-    )
-    torch.testing.assert_close(a(x, with_norm.cos, with_norm.sin), b(x, without.cos, without.sin))
-
-
 def test_experts_are_added_by_the_softmax_of_the_largest_logits():
     torch.manual_seed(0)
     layer = llama.Experts(8, 12, 4, 2, places=14)  # room for all: nobody is left out
@@ -218,12 +148,6 @@ def test_a_full_expert_takes_the_first_tokens():
     out = layer(x)
     torch.testing.assert_close(out[0, :2], layer.experts[0](x[0, :2]))
     assert not out[0, 2:].any()
-
-
-def test_places_are_those_of_balanced_routing():
-    for capacity, places in ((1.0, 3), (1.25, 4), (1.5, 4)):  # 2 of 3 experts, 4 tokens: 8 / 3 each
-        model = workloads.build({**config("mixtral"), **SMALL, "experts": 3, "capacity": capacity})[0]
-        assert model.blocks[0].feed.places == places
 
 
 @pytest.mark.parametrize("family", [llama.llama, llama.mixtral])
@@ -259,29 +183,3 @@ def test_attention_of_vit_is_torchs():
     middle = x + theirs(y, y, y)[0]
     expected = middle + block.down(F.gelu(block.up(block.norm2(middle))))
     torch.testing.assert_close(block(x), expected)
-
-
-def test_vit_has_a_patch_for_every_16_px_and_a_token():
-    model = transformers.ViT(1, 8, 2, 16, 48, 3, 0.0)
-    seen: list[torch.Tensor] = []
-    model.blocks.register_forward_hook(lambda _, given, __: seen.append(given[0]))
-    assert tuple(model(torch.randn(2, 3, 48, 48)).shape) == (2, 3)
-    assert tuple(seen[0].shape) == (2, 10, 8)
-    assert sum(isinstance(m, nn.Dropout) for m in transformers.ViT(1, 8, 2, 16, 48, 3, 0.1).modules()) == 2
-
-
-def test_the_translator_does_not_see_the_words_to_come():
-    torch.manual_seed(0)
-    model = transformers.transformer(length=5, width=8, heads=2, vocabulary=7)[0].eval()
-    words = torch.randint(7, (1, 2, 5))
-    other = words.clone()
-    other[0, 1, 3] = (words[0, 1, 3] + 1) % 7
-    before, after = model(words), model(other)
-    assert torch.allclose(before[:3], after[:3], atol=1e-6) and not torch.allclose(before[3:], after[3:], atol=1e-3)
-    other[0, 0, 4] = (words[0, 0, 4] + 1) % 7
-    assert not torch.allclose(model(other)[:3], before[:3], atol=1e-3)
-
-
-def test_gpt2_takes_tokens_to_logits():
-    model = transformers.GPT2(2, 8, 2, vocabulary=16, context=4)
-    assert tuple(model(torch.zeros(3, 4, dtype=torch.int64)).shape) == (12, 16)

@@ -6,7 +6,6 @@ import textwrap
 
 import pytest
 import torch
-import yaml
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -14,33 +13,7 @@ from experiments import workloads
 from experiments.plan.max_batch import Batches
 from experiments.workloads import WorkloadError, load, with_batch
 from simulator import Machine
-from simulator.machine import PRESETS
 from tests.experiments.workloads.conftest import CONFIGS, config
-
-MACHINES = ["gtx1080ti", "rtx2080ti", "rtx3060", "rtx4060", "k40c", "v100", "a40", "a100_40gb", "h100", "h200"]
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_machine_presets(name):
-    machine = Machine.load(name)
-    assert machine.name == name and machine.copy_engines == 2
-    text = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
-    assert set(text) == set(machine.to_dict())  # every field is written down
-    assert machine.flops_per_s["float32"] > 10**12 and 0 < machine.kernel_ns("conv", 10**9, 10**6) < 10**7
-
-
-# Megabytes (2**20) against Table I of the SmartPool and AutoSwap paper; the gap: experiments/workloads/README.md.
-@pytest.mark.parametrize(
-    ("name", "low", "high"), [("vgg11", -0.23, -0.21), ("vgg16", -0.23, -0.21), ("resnet18", -0.05, -0.03),
-                              ("resnet34", -0.07, -0.05), ("resnet50", -0.07, -0.05)],
-)  # fmt: skip
-def test_peaks_of_the_papers_networks(name, low, high):
-    entry = config(name)
-    machine = Machine.load("gtx1080ti")
-    program = load(entry, machine).program
-    assert low < program.peak_bytes / 2**20 / entry["paper_peak_mb"] - 1 < high
-    assert program.ideal_ns == entry["iteration_ms"]["gtx1080ti"] * 10**6
-    assert program.name == name and program.peak_bytes < machine.memory_bytes
 
 
 def test_times_are_scaled_only_where_measured():
@@ -48,18 +21,9 @@ def test_times_are_scaled_only_where_measured():
     k40c = load(entry, Machine.load("k40c")).program
     assert k40c.ideal_ns == load({**entry, "iteration_ms": {}}, Machine.load("k40c")).program.ideal_ns
     assert k40c.ideal_ns != 43 * 10**6
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"iteration_ms": {"gtx1080ti": -1}}, "workload.iteration_ms: expected positive numbers by machine"),
-        ({"algorithms": "fft"}, "workload.algorithms: expected true or false, got 'fft'"),
-    ],
-)
-def test_what_is_not_the_networks_is_checked_too(change, message):
-    with pytest.raises(WorkloadError, match=message):
-        load(config("vgg11", **change), Machine.load("gtx1080ti"))
+    for key, wrong in (("iteration_ms", {"gtx1080ti": -1}), ("algorithms", "fft")):
+        with pytest.raises(WorkloadError, match=f"workload.{key}"):
+            load({**entry, key: wrong}, Machine.load("gtx1080ti"))
 
 
 def test_algorithms_are_an_option():
@@ -128,11 +92,6 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_model", None)
 
 
-def test_own_model(own):
-    program = load({"name": "module", "family": "module", "target": "own_model:tiny"}, Machine.load("v100")).program
-    assert program.name == "module" and {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}
-
-
 @pytest.mark.parametrize("factory", ["language", "slices", "two_models"])
 def test_own_models_of_other_forms_at_any_batch(own, factory):
     """A mapping whose labels are its inputs, or lie in their memory; a step of one's own with two optimizers."""
@@ -156,17 +115,14 @@ def test_a_tensor_that_stands_twice_in_a_batch_does_so_at_another_size(kept):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("own_model", "expected 'pkg.mod:factory'"),
-        (None, "expected 'pkg.mod:factory'"),
-        ("own_missing:tiny", "no module 'own_missing'"),
-        ("own_broken:tiny", "no module 'not_installed_anywhere'"),
-        ("own_model:absent", "no attribute 'absent'"),
-        ("own_model:number", "nothing callable named 'number'"),
-        (
-            "own_model:short",
-            r"loss_fn, optimizer, batch\) or \(step, batch\), not \(Linear, NoneType\)",
-        ),
-        ("own_model:broken", "RuntimeError: no data here"),
+        ("own_model", "'pkg.mod:factory'"),
+        (None, "'pkg.mod:factory'"),
+        ("own_missing:tiny", "'own_missing'"),
+        ("own_broken:tiny", "'not_installed_anywhere'"),
+        ("own_model:absent", "'absent'"),
+        ("own_model:number", "'number'"),
+        ("own_model:short", "Linear, NoneType"),
+        ("own_model:broken", "no data here"),
     ],
 )
 def test_bad_target_is_one_sentence(own, target, message):

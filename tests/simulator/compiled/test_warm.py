@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,21 +66,6 @@ def run():
     warm.simulate()
     return sum(score_plans.stats.cache_misses.values())
 """
-JIT = """
-import time
-from pathlib import Path
-from simulator.compiled.jit import jit
-
-@jit
-def scaled(x):
-    return {x: str(x)}[x]
-
-Path("ready-%d" % PID).touch()
-while not Path("go").exists():
-    time.sleep(0.001)
-scaled(10)
-print(sum(scaled.stats.cache_misses.values()))
-"""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -118,20 +102,6 @@ def test_what_another_process_compiles_is_waited_for_and_taken_from_the_cache(tm
 )
 def test_without_the_other_process_a_command_compiles_itself(tmp_path: Path, script: str) -> None:
     assert output(tmp_path, f"{script}; print(run())") == ["1"]
-
-
-@pytest.mark.nightly
-def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(JIT.replace("PID", "__import__('os').getpid()"))
-    both = [
-        subprocess.Popen([sys.executable, "work.py"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    while len(list(tmp_path.glob("ready-*"))) < 2:
-        assert all(process.poll() is None for process in both)
-        time.sleep(0.01)
-    (tmp_path / "go").touch()
-    assert sorted(int(process.communicate(timeout=60)[0]) for process in both) == [0, 1]
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:

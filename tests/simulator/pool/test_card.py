@@ -8,7 +8,8 @@ import pytest
 
 from simulator import Plan, simulate
 from simulator.pool.card import CardPeak, of_program, under_plan
-from simulator.program import Kernel, Program, Tensor
+from simulator.program import Program
+from tests.programs import activations, straight
 from tests.tiny import MACHINE
 
 MIB = 2**20
@@ -27,11 +28,7 @@ def test_what_is_left_for_tensors() -> None:
 
 def chain(nbytes: int) -> Program:
     """Three tensors, of which two are in use at once."""
-    tensors = tuple(Tensor(f"t{i}", nbytes, "activation", False) for i in range(3))
-    kernels = tuple(
-        Kernel(f"k{i}", "other", "forward", (i - 1,) if i else (), (i,), 10, recomputable=True) for i in range(3)
-    )
-    return Program("chain", tensors, kernels)
+    return straight(activations(nbytes, nbytes, nbytes), ((), (0,), 10), ((0,), (1,), 10), ((1,), (2,), 10))
 
 
 def test_a_program_file_has_allocator_and_context() -> None:

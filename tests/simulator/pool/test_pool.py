@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Kernel, Plan, Program, Swap, Tensor, simulate
+from simulator import Plan, Swap, simulate
 from simulator.pool import Intervals, Lifetimes, program_lifetimes, smartpool, timeline_lifetimes
 from simulator.schedule import lower
 from tests import tiny
 from tests.oracle.packing import overlaps
+from tests.programs import activations, parameter, straight
 from tests.strategies import machines, plans, programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
 
@@ -60,13 +61,7 @@ def test_lifetimes_under_recomputation() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> None:
-    kernels = (
-        Kernel("k0", "other", "forward", (0,), (), 100),
-        Kernel("k1", "other", "forward", (), (), 100, workspace=5),
-        Kernel("k2", "other", "forward", (), (), 100),
-        Kernel("k3", "other", "forward", (0,), (0,) * written, 100),
-    )
-    program = Program("wraps", (Tensor("w", 40, "parameter", True),), kernels)
+    program = straight([parameter(40)], ((0,), (), 100), ((), (), 100, 5), ((), (), 100), ((0,), (0,) * written, 100))
     plan = Plan((Swap(0, 0, 3, prefetch=2),))
     timeline = simulate(program, plan, tiny.MACHINE, 100)
     lives = timeline_lifetimes(timeline)
@@ -79,12 +74,7 @@ def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> No
 
 
 def test_kernels_without_duration_do_not_share_addresses() -> None:
-    kernels = (
-        Kernel("write", "other", "forward", (), (0,), 0),
-        Kernel("copy", "other", "forward", (0,), (1,), 0),
-        Kernel("read", "other", "forward", (1,), (2,), 0),
-    )
-    program = Program("instant", tuple(Tensor(x, 8) for x in "abc"), kernels)
+    program = straight(activations(8, 8, 8), ((), (0,), 0), ((0,), (1,), 0), ((1,), (2,), 0))
     lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16))
     packing = smartpool.pack(lives.intervals)
     assert packing.footprint == lives.intervals.peak_bytes == 16
@@ -118,76 +108,3 @@ def test_the_blocks_are_the_ledger_and_their_addresses_are_apart(data: st.DataOb
         packing = smartpool.pack(blocks, fit=fit)
         assert overlaps(blocks, packing.offsets) == []
         assert blocks.peak_bytes <= packing.footprint
-
-
-# --------------------------------------------------------------------------------------------- SmartPool
-
-
-def test_best_fit_takes_the_smallest_hole_first_fit_the_lowest() -> None:
-    # By size: 10 lies at 0; 8 meets it and lies on it, at 10; 4 meets both: 18; 3 meets all three: 22. When 2
-    # comes, 10 and 4 have gone: the holes are [0, 10) and [18, 22).
-    blocks = table([(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)])
-    assert smartpool.pack(blocks, fit="best").offsets.tolist() == [0, 10, 18, 22, 18]
-    assert smartpool.pack(blocks, fit="first").offsets.tolist() == [0, 10, 18, 22, 0]
-    assert smartpool.pack(blocks).footprint == blocks.peak_bytes == 25
-
-
-def test_the_largest_block_is_placed_first() -> None:
-    # In the order of mallocs the small one would lie at 0 and both large ones on it; so it lies on them.
-    blocks = table([(0, 3, 1), (0, 1, 6), (2, 3, 5)])
-    assert smartpool.pack(blocks).offsets.tolist() == [6, 0, 0]
-
-
-def test_greedy_by_size_may_leave_a_fragment() -> None:
-    # 3 and 3 lie at 0, the first 2 on the one, the second 2 meets it and the other 3, so that nothing is left
-    # below 5. The load is 5: with the second 2 at 0 and the other 3 at 2 there would be room.
-    blocks = table([(0, 2, 3), (1, 4, 2), (3, 6, 2), (4, 6, 3)])
-    packing = smartpool.pack(blocks)
-    assert (packing.offsets.tolist(), packing.footprint, blocks.peak_bytes) == ([0, 3, 5, 0], 7, 5)
-
-
-def test_time_is_a_circle() -> None:
-    # Of a period of 10, [8, 12) meets [1, 3) and [9, 10), but not [2, 8).
-    blocks = table([(8, 12, 4), (1, 3, 4), (9, 10, 4), (2, 8, 4)], period=10)
-    assert blocks.peak_bytes == 8
-    assert overlaps(blocks, np.zeros(4, np.int64)) == [(0, 1), (0, 2), (1, 3)]
-    offsets = smartpool.pack(blocks).offsets.tolist()  # by malloc: [1, 3), [2, 8), [8, 12), [9, 10)
-    assert offsets == [4, 0, 0, 4]
-    assert overlaps(table([(8, 12, 4), (1, 3, 4)]), np.zeros(2, np.int64)) == []  # without a period
-
-
-def test_sizes_are_rounded_up_to_the_alignment() -> None:
-    blocks = table([(0, 2, 5), (1, 3, 9), (1, 2, 8)])
-    packing = smartpool.pack(blocks, alignment=8)
-    assert (packing.offsets.tolist(), packing.footprint) == ([16, 0, 24], 32)
-    assert smartpool.pack(blocks).footprint == 22
-
-
-arcs = st.tuples(st.integers(0, 19), st.integers(1, 20), st.integers(0, 50))
-
-
-@given(st.lists(arcs, max_size=25), st.sampled_from(smartpool.FITS), st.sampled_from([1, 8]), st.booleans())
-def test_no_two_blocks_share_a_byte(found: list, fit: str, alignment: int, circle: bool) -> None:
-    period = {"period": 20} if circle else {}
-    blocks = table([(lower, lower + length, nbytes) for lower, length, nbytes in found], **period)
-    packing = smartpool.pack(blocks, alignment, fit)
-    assert overlaps(blocks, packing.offsets) == []
-    assert not (packing.offsets % alignment).any()
-    ends = packing.offsets + -(-blocks.nbytes // alignment) * alignment
-    assert blocks.peak_bytes <= packing.footprint == ends.max(initial=0)
-
-
-@pytest.mark.nightly
-def test_twenty_thousand_blocks() -> None:
-    rng = np.random.default_rng(0)
-    lower = rng.integers(0, 20_000, 20_000)
-    blocks = Intervals(lower, lower + rng.integers(1, 2_000, 20_000), rng.integers(1, 10**8, 20_000))
-    assert 1 <= smartpool.pack(blocks).ratio(blocks) < 1.15
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="fit: expected one of best, first, got 'worst'"):
-        smartpool.pack(table([]), fit="worst")
-    with pytest.raises(ValueError, match="alignment: expected at least 1"):
-        smartpool.pack(table([]), alignment=0)
-    assert smartpool.pack(table([])).footprint == 0

@@ -229,13 +229,6 @@ def test_time_of_an_iteration() -> None:
     assert allocation_ns("superneurons", circle, DRIVER) == 2 * (1 + 1 + 1) * STEP_NS
 
 
-def test_time_of_a_line_has_its_growth_in_it() -> None:
-    line = table([(0, 1, 1000), (1, 2, 3000)])
-    assert allocation_ns("cudamalloc", line, DRIVER) == 2 * 100 + 2 * 10 + 4000
-    # Two cudaMallocs of 1024 and 3072; freeing a looks at one entry, b at a's piece twice, freeing b at two.
-    assert allocation_ns("cnmem", line, DRIVER) == 2 * 100 + 4096 + (1 + 2 + 2) * STEP_NS
-
-
 def test_caching_gives_cached_segments_back_before_it_fails() -> None:
     """12 MiB and 14 MiB, one after the other: two segments, of which one is given back where there is no room."""
     one_by_one = Intervals(np.array([0, 2]), np.array([1, 3]), np.array([12 << 20, 14 << 20]))

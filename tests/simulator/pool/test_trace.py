@@ -95,35 +95,29 @@ def test_a_changed_first_and_last_iteration() -> None:
     assert blocks(found) == [(0, 11, 9), (0, 11, 9), (0, 6, 4), (3, 10, 6)]
 
 
-def test_inner_loops_are_not_the_iteration() -> None:
-    # 50 equal layers, each with an input that is freed once the output is there: they repeat every 2 operations.
-    ids = "abcdefghij"
-    layers = " ".join(f"+{ids[(k + 1) % 10]}8 -{ids[k % 10]}" for k in range(50))
-    iteration = f"+a8 {layers} +z3 -z -{ids[0]} "  # the 50th layer writes a again
-    found = detect(stream("+w5 " + 2 * iteration))
-    assert (found.begin, found.length, found.repetitions) == (1, 104, 2)
+MICRO, STEP = "+a4 <w >a >g <a -a ", "<g <w >w >g "  # micro-batches of 6 operations, an optimizer step of 4
+EPOCH, TRAIN = 6 * "+a4 >a +b2 -a -b " + 2 * "+c7 <c -c ", "+a4 >a +b2 -a -b "
+LAYERS = " ".join(f"+{chr(97 + (k + 1) % 10)}8 -{chr(97 + k % 10)}" for k in range(50))  # each repeats the one before
+TWICE, OTHER = 2 * "+a4 >a -a +b2 -b ", "+c1 +d3 <c +e5 >d -c -d <e "
 
 
-def test_accumulated_gradients() -> None:
-    # Four micro-batches of 6 operations, then an optimizer step of 4: 28.
-    micro = "+a4 <w >a >g <a -a "
-    step = "<g <w >w >g "
-    found = detect(stream("+w4 +g4 " + 3 * (4 * micro + step)))
-    assert (found.begin, found.length, found.repetitions) == (2, 28, 3)
-    # What was recorded of the outer loop must repeat, too.
-    found = detect(stream("+w4 +g4 " + 4 * micro + step))
-    assert (found.length, found.repetitions) == (6, 4)
-
-
-def test_two_levels_of_loops() -> None:
-    train, validate = "+a4 >a +b2 -a -b ", "+c7 <c -c "
-    epoch = 6 * train + 2 * validate
-    assert detect(stream(2 * epoch)).length == 36
-    assert detect(stream(epoch + 2 * train)).length == 5  # 30 of 46
-    # Of one epoch and as many iterations of the next, 30 of the 66 operations are training iterations in a row, too
-    # few. In the middle stand the two of validation.
-    with pytest.raises(NoIteration, match=r"2 times 3 operations, is 9% of 66 operations and must be half of them"):
-        detect(stream(epoch + 6 * train))
+@pytest.mark.parametrize(
+    ("text", "begin", "length", "repetitions"),
+    [
+        ("+w5 " + 2 * f"+a8 {LAYERS} +z3 -z -a ", 1, 104, 2),  # inner loops are not the iteration
+        ("+w4 +g4 " + 3 * (4 * MICRO + STEP), 2, 28, 3),
+        ("+w4 +g4 " + 4 * MICRO + STEP, 2, 6, 4),  # what was recorded of the outer loop must repeat, too
+        (2 * EPOCH, 0, 36, 2),
+        (EPOCH + 2 * TRAIN, 0, 5, 6),  # 30 of 46
+        (TWICE + OTHER, 0, 5, 2),  # half of the stream, wherever it is
+        (OTHER + TWICE, 8, 5, 2),
+        (OTHER[:15] + TWICE + OTHER[15:], 4, 5, 2),
+        ("".join(f"+{chr(0x100 + i)}{i + 1} " for i in range(30)) + TWICE, 30, 5, 2),  # a long set-up does not count
+    ],
+)
+def test_loops(text: str, begin: int, length: int, repetitions: int) -> None:
+    found = detect(stream(text))
+    assert (found.begin, found.length, found.repetitions) == (begin, length, repetitions)
 
 
 def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
@@ -135,20 +129,6 @@ def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
     replay(recorded, found)
     with pytest.raises(NoIteration, match=r"bytes of operation 1 are held for 9 operations at least: .*, or more it"):
         detect(stream("+b8 " + 2 * turns))
-
-
-def test_half_of_the_stream_wherever_it_is() -> None:
-    twice, other = 2 * "+a4 >a -a +b2 -b ", "+c1 +d3 <c +e5 >d -c -d <e "
-    for before, after in ("", other), (other, ""), (other[:15], other[15:]):  # 10 of 18 operations
-        assert detect(stream(before + twice + after)).begin == len(before.split())
-    with pytest.raises(NoIteration, match="2 times 5 operations, is 45% of 22 operations and must be half of them"):
-        detect(stream("+w1 " + other + twice + "+f6 >f -f <w"))
-
-
-def test_a_long_set_up_does_not_count() -> None:
-    setup = "".join(f"+{chr(0x100 + i)}{i + 1} " for i in range(30))
-    found = detect(stream(setup + 2 * "+a4 >a -a +b2 -b "))
-    assert (found.begin, found.length, found.repetitions, len(found.source)) == (30, 5, 2, 32)
 
 
 def test_the_longest_repetition_that_closes() -> None:
@@ -172,6 +152,9 @@ def test_the_longest_repetition_that_closes() -> None:
         # A list of losses that nobody empties: 5 iterations of 4.
         ("".join(f"+a4 >a -a +{x}1 " for x in "vwxyz"),
          "5 times 4 operations repeat from operation 0 on, but the 1 bytes of operation 11 are held for 9 operations"),
+        # Of one epoch and as many iterations of the next, 30 of the 66 operations are training iterations in a row.
+        (EPOCH + 6 * TRAIN, r"2 times 3 operations, is 9% of 66 operations and must be half of them"),
+        ("+w1 " + OTHER + TWICE + "+f6 >f -f <w", "2 times 5 operations, is 45% of 22 operations and must be half"),
         # An optimizer that repeats after a network that does not: 6 of 16 operations.
         ("+w4 +a1 <a +b2 <b +c3 <c +d5 <d -d -c -b -a +t9 -t +t9 -t +t9 -t", "no iteration"),
     ],

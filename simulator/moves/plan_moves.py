@@ -1,9 +1,8 @@
-"""The compiled part of local_search.py: moves between plans, and the loop of simulated annealing.
+"""Compiled moves between plans, used by annealing, by the policy's search and by ``GpuMemoryEdit-v0``.
 
-A state is a plan as one row per candidate gap, switched on or off, with its planned residency (without the memory of
-recomputation chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks the
-limit is repaired by emptying random gaps that are open where the load is largest. So hardly a simulator call is spent
-on a plan that cannot run. Moves:
+A plan is one row per candidate gap, switched on or off, with its planned residency (without the memory of recomputation
+chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks the limit is
+repaired by emptying random gaps that are open where the load is largest. Moves:
 
 - fill: an emptied gap is filled, then the plan is repaired;
 - empty: a gap is emptied, then emptied ones are filled at random while the limit holds;
@@ -20,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, WHEN
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, SWAP, WHEN
 from simulator.compiled.jit import stage
-from simulator.compiled.scoring import score_one
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 
 FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
@@ -30,13 +28,6 @@ PRUNE = 3  # gaps that an empty move tries to fill
 SHIFT = 8.0  # kernels, mean of a shift
 EARLY = 0.2  # how often a recomputed gap that is picked for a shift is shifted
 TRIES = 100  # moves tried before giving up
-
-# Entries of the ``state`` of a walk. STEP: the next one. SCORED: plans. NOW_NS, BEST_NS: of the present plan and of the
-# best. ROWS: of the plan that was proposed last, BEST_ROWS: -1 where the best is still the start. CUTOFF_NS: faster
-# plans are accepted. ANSWER_NS: of the plan that was proposed last, where it was asked for; else -1.
-STEP, SCORED, NOW_NS, BEST_NS, ROWS, BEST_ROWS, CUTOFF_NS, ANSWER_NS, STATE = range(9)
-# Why it came back. ENDS: the best plan is good enough, or no move was found. ASKS: for ANSWER_NS.
-DONE, ENDS, ASKS = range(3)
 
 
 class Gaps(NamedTuple):
@@ -69,16 +60,6 @@ class Scratch(NamedTuple):
     differ: NDArray[np.int64]
     row: NDArray[np.int64]
     plan: NDArray[np.int64]  # (m, 6)
-
-
-class Cooling(NamedTuple):
-    """hot_ns, fall: the first temperature, and what it falls to, as a part of it; spent: the part of the time that has
-    passed; calls: simulator calls of the whole walk, 0: any."""
-
-    hot_ns: float
-    fall: float
-    spent: float
-    calls: int
 
 
 @stage(entry=True)
@@ -330,51 +311,3 @@ def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def
                 break
             put(new, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
     return -1
-
-
-@stage(entry=True)
-def walk(  # type: ignore[no-untyped-def]
-    rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns
-):  # fmt: skip
-    """Steps of ``local_search.anneal``, at most one for each of ``chances``, and none with a plan of ``enough_ns``.
-
-    Args:
-        rng to scratch: as for ``propose``.
-        engine: ``Engine.direct``.
-        chances: float64, uniform in [0, 1).
-        best: the rows of the best plan, where it is not the start.
-        state: int64[STATE], see above.
-
-    Returns:
-        Why it came back; whether the present plan is now ``new``, and the new one ``now``.
-    """
-    moved, plan = False, scratch.plan
-    for i in range(chances.shape[0]):
-        if state[BEST_NS] <= enough_ns:
-            return ENDS, moved
-        ns = state[ANSWER_NS]
-        state[ANSWER_NS] = -1
-        if ns < 0:
-            count = propose(rng, limit, gaps, now, new, scratch)
-            if count < 0:
-                return ENDS, moved
-            done = max(cooling.spent, state[STEP] / cooling.calls) if cooling.calls else cooling.spent
-            more = -(cooling.hot_ns * cooling.fall**done) * math.log(1.0 - chances[i])
-            # A slower plan is not accepted, so that it need not be simulated to its end.
-            cutoff = min(state[NOW_NS] + math.ceil(more), NEVER) if more < NEVER else NEVER
-            state[ROWS], state[CUTOFF_NS] = count, cutoff
-            ns = score_one(*engine, plan, count, cutoff)
-            if ns < 0:
-                return ASKS, moved
-            state[SCORED] += 1
-        state[STEP] += 1
-        if ns < state[CUTOFF_NS]:
-            now, new = new, now
-            moved = not moved
-            state[NOW_NS] = ns
-            if ns < state[BEST_NS]:
-                state[BEST_NS], state[BEST_ROWS] = ns, state[ROWS]
-                for j in range(state[ROWS]):
-                    for c in range(plan.shape[1]):
-                        best[j, c] = plan[j, c]
-    return DONE, moved

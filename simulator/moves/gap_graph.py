@@ -17,14 +17,14 @@ from bisect import bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
-from agents.search.local_search import Moves
 from simulator.compiled.engine import rerun_ns
 from simulator.compiled.jit import stage
 from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.moves import Moves
 from simulator.program import KERNEL_KINDS, TENSOR_KINDS, Gap, Program
+from simulator.residency import residency
 
 BINS = 64
 UNDECIDED = -1
@@ -199,13 +199,8 @@ class GapGraph:
 
     def load(self, emptied: NDArray[np.bool_]) -> NDArray[np.int64]:
         """(K,) bytes at each kernel with the gaps ``emptied`` (G,), their tensors away without copies or chains."""
-        change = np.zeros(self.count + 1, np.int64)
-        size, opens, closes = self.nbytes[emptied], self.after[emptied] + 1, self.before[emptied]
-        np.subtract.at(change, opens, size)
-        np.add.at(change, closes, size)
-        change[0] -= size[opens > closes].sum()
-        found: NDArray[np.int64] = self.live + change[:-1].cumsum()
-        return found
+        where = np.stack([self.after, self.before], 1)[emptied]
+        return residency(self.live, where, self.nbytes[emptied])
 
     def state(self, decided: Choices) -> tuple[Floats, Floats]:
         """The columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on what is ``decided``."""
@@ -236,7 +231,9 @@ def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float6
 
 def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The place of each among all, from 0 to 1."""
-    found: NDArray[np.float64] = (rankdata(x) - 0.5) / max(len(x), 1)
+    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2  # the mean rank of equal values
+    found: NDArray[np.float64] = (middle[which] - 0.5) / max(len(x), 1)
     return found
 
 

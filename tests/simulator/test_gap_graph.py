@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph, inside
 from agents.planner import Candidates
-from agents.search.local_search import Moves
 from simulator import Machine, Program
-from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
+from simulator.modes import MODES, STAYS, SWAPPED
+from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from tests.strategies import networks, programs
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
@@ -52,18 +52,6 @@ def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
         assert np.allclose(graph.cover[gap], covered / width, atol=1e-5)
 
 
-@given(st.one_of(programs(), networks()))
-def test_what_a_gap_can_relieve(program: Program) -> None:
-    graph = graph_of(program)
-    over = np.maximum(graph.live - graph.limit, 0)
-    need, most = np.zeros(len(graph)), np.zeros(len(graph), np.int64)
-    inside(graph.after, graph.before, graph.nbytes, over, graph.duration, need, most)
-    for gap in range(len(graph)):
-        where = open_kernels(graph, gap)
-        assert need[gap] == sum(min(int(graph.nbytes[gap]), int(over[k])) * graph.duration[k] for k in where)
-        assert most[gap] == max((over[k] for k in where), default=0)
-
-
 @pytest.mark.parametrize("times", [2, 1000])
 def test_the_same_task_in_other_units(times: int) -> None:
     """Larger tensors on a link as much faster, longer kernels on one as much slower: nothing that the network sees."""
@@ -80,15 +68,3 @@ def test_the_same_task_in_other_units(times: int) -> None:
         assert np.allclose(first.static, other.static, atol=1e-3) and np.allclose(first.bins, other.bins, atol=1e-5)
         for mine, theirs in zip(first.state(decided), other.state(decided), strict=True):
             assert np.allclose(mine, theirs, atol=1e-3)
-
-
-def test_edges_of_the_tiny_program() -> None:
-    """a2 is f2's, which reads a1: where a1 is away when a2 returns, a1 has to be recomputed, too."""
-    graph = graph_of(PROGRAM)
-    at = {(PROGRAM.tensors[g.tensor].name, g.after): i for i, g in enumerate(graph.gaps)}
-    assert [at["a2", 2], at["a1", 1]] in graph.chain.T.tolist()
-    assert all(graph.ways[i, RECOMPUTED] for i in graph.chain[0])
-    for first, second in graph.next.T:
-        assert (
-            graph.gaps[first].tensor == graph.gaps[second].tensor and graph.gaps[first].after < graph.gaps[second].after
-        )

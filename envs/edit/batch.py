@@ -1,0 +1,234 @@
+"""Walkers of several tasks, stepped together: what both environments of env.py are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.edit import walkers as of
+from envs.edit.task import BOUND, EditTask
+from envs.edit.walkers import BIN_COLUMNS, BINS, CHANGES, MODES, PLAN_COLUMNS, TRIAL_COLUMNS, WHOLE_COLUMNS
+from simulator.compiled.encoding import NEVER, decisions_of
+from simulator.plan import Plan
+
+ACCEPT = ("metropolis", "better", "always")
+REWARDS = ("best", "log")
+EDITS = ("neighbours", "gap")
+OFFSET, LARGEST = 0.3, 1.0  # points added inside the logarithm of the reward; the most that it gives for one edit
+AGES = 1 << 14
+GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
+
+
+class EditBatch:
+    """Walkers over tasks.
+
+    Attributes, for W walkers, G gaps of the largest task and M neighbours:
+        gaps: float32 (W, G, GAP_COLUMNS); static: float32 (W, G, F); bins: float32 (W, BINS, 12 + BIN_COLUMNS);
+        plan: float32 (W, 6); edits: int32 (W, M, CHANGES); mask: int8 (W, actions); task: int64 (W,): the observation.
+        rewards, overhead, best_overhead, effect_ns, temperature: float64 (W,). accepted, feasible, terminated,
+        truncated: bool (W,). calls: int64 (W,).
+
+    Args:
+        neighbours: M. edits: "neighbours", or "gap": an action is a gap and a mode.
+        budget: simulator calls of an episode; None: twice the gaps of its task.
+        reward, shaping, reference, accept, hot, cold: see env.py.
+    """
+
+    def __init__(
+        self, tasks: Sequence[EditTask], count: int, neighbours: int = 64, edits: str = "neighbours",
+        budget: int | None = None, accept: str = "metropolis", hot: float = 1e-3, cold: float = 3e-5,
+        reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
+        for name, value, known in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
+            if value not in known:
+                raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+        if neighbours < 1 or (budget is not None and budget < 1):
+            raise ValueError(f"neighbours, budget: expected at least 1, got {neighbours} and {budget}")
+        if not 0 < cold <= hot:
+            raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+        self.tasks, self.count, self.by_gap, self.budget = tuple(tasks), count, edits == "gap", budget
+        self.accept, self.hot, self.cold = ACCEPT.index(accept), hot, cold
+        self.logarithmic, self.shaping = reward == "log", shaping
+        self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
+        most = max(len(task.graph) for task in self.tasks)
+        slots = 1 if self.by_gap else neighbours
+        self.actions = MODES * most if self.by_gap else neighbours
+        shapes = [(count, len(t.graph), len(t.program.kernels), slots) for t in self.tasks]
+        self._walkers = [of.make_walkers(*shape) for shape in shapes]
+        self._moves = [task.moves.fork(0) for task in self.tasks]
+        self.gaps = np.zeros((count, most, GAP_COLUMNS), np.float32)
+        self.static = np.zeros((count, most, self.tasks[0].static.shape[1]), np.float32)
+        static_bins = self.tasks[0].static_bins.shape[1]
+        self.bins = np.zeros((count, BINS, static_bins + BIN_COLUMNS), np.float32)
+        self.plan = np.zeros((count, WHOLE_COLUMNS), np.float32)
+        self.edits = np.full((count, slots, CHANGES), -1, np.int32)
+        self.mask = np.zeros((count, self.actions), np.int8)
+        self.task = np.zeros(count, np.int64)
+        self.rewards, self.overhead, self.best_overhead, self.effect_ns, self.temperature = np.zeros((5, count))
+        self.accepted, self.feasible, self.terminated, self.truncated = np.zeros((4, count), np.bool_)
+        self.calls = np.zeros(count, np.int64)
+        self.over = np.ones(count, np.bool_)
+        self._ints = np.zeros((count, of.INTS), np.int64)  # of each walker's task, copied
+        self._start = np.zeros(count, np.int64)
+        self._random = [np.random.default_rng() for _ in range(count)]
+        self._ages = np.log1p(np.arange(AGES))
+        self._ideal = np.array([task.ideal_ns for task in self.tasks], np.float64)
+
+    def seed(self, i: int, seed: int) -> None:
+        """Seeds the tasks, neighbours and acceptances of walker i."""
+        self._random[i] = np.random.default_rng(seed)
+
+    def reset(self, which: NDArray[np.bool_], task: int | None = None, start: int = 0) -> None:
+        """Begins episodes of the walkers ``which``; their tasks are drawn, or the given one.
+
+        Args:
+            start: which of the task's start plans, 0 the fastest; the last one if it has fewer.
+        """
+        for i in np.flatnonzero(which).tolist():
+            t = int(self._random[i].integers(len(self.tasks))) if task is None else range(len(self.tasks))[task]
+            self.task[i] = t
+            chosen, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+            begin = chosen.starts[min(start, len(chosen.starts) - 1)]
+            moves.reset(begin.rows)
+            walkers.rows[i], walkers.on[i], walkers.load[i] = moves.rows, moves.on, moves.load
+            walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
+            walkers.best[i, : len(begin.rows)] = begin.rows
+            walkers.ints[i] = 0
+            walkers.ints[i, [of.NOW_NS, of.BEST_NS, of.START_NS, of.TIME_NS]] = begin.iteration_ns
+            walkers.ints[i, of.BEST_ROWS] = len(begin.rows)
+            walkers.ints[i, of.BUDGET] = 2 * len(chosen.graph) if self.budget is None else self.budget
+            walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1
+            self.static[i], self.gaps[i] = 0, 0
+            self.static[i, : len(chosen.graph)] = chosen.static
+            self.bins[i, :, : chosen.static_bins.shape[1]] = chosen.static_bins
+            self._show_plan(i)
+        for t, members in self._by_task(which):
+            if not self.by_gap:
+                of.draw_all(self._walkers[t], members, *self._moved(t))
+        self._finish(which)
+        self.rewards[which], self.terminated[which], self.truncated[which] = 0, False, False
+        self.accepted[which], self.feasible[which], self.over[which] = False, True, False
+
+    def step(self, actions: NDArray[np.int64], which: NDArray[np.bool_] | None = None) -> None:
+        """Tries the edit that each walker chooses (all of them, or ``which``): actions (W,).
+
+        Raises:
+            ValueError: the shape is another, or an action is none.
+        """
+        which = np.ones(self.count, np.bool_) if which is None else which
+        actions = np.ascontiguousarray(actions, np.int64)
+        if actions.shape != (self.count,) or ((actions < 0) | (actions >= self.actions))[which].any():
+            raise ValueError(f"actions: expected {self.count} integers from 0 to {self.actions - 1}")
+        before = self._ints[:, [of.NOW_NS, of.BEST_NS]].astype(np.float64)
+        for t, members in self._by_task(which):
+            task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+            valid = actions.copy()
+            if self.by_gap:  # an action of a gap that the task does not have changes nothing
+                valid[members] = np.where(self.mask[members, actions[members]] > 0, actions[members], -1)
+                self._nothing(walkers, members[valid[members] < 0])
+                members = members[valid[members] >= 0]
+            at, answer = 0, -1
+            while at < len(members):
+                room = task.engine.direct(len(task.graph) + 8)
+                at = of.step(
+                    walkers, members, at, answer, valid, self.by_gap, self.accept, self.hot, self.cold,
+                    float(task.ideal_ns), *self._moved(t), room,
+                )  # fmt: skip
+                if at < len(members):
+                    rows = moves.proposed(int(walkers.ints[members[at], of.TIME_NS]))
+                    answer = task.engine.score(rows).iteration_ns
+            for i in members[walkers.ints[members, of.ACCEPT] > 0].tolist():
+                self._show_plan(i)
+        self._finish(which)
+        self._judge(which, before)
+
+    def _nothing(self, walkers: of.Walkers, members: NDArray[np.int64]) -> None:
+        """Counts a step that tries no plan."""
+        walkers.ints[members, of.STEPS] += 1
+        walkers.ints[members, of.SINCE] += 1
+        walkers.ints[members, of.TIME_NS], walkers.ints[members, of.ACCEPT] = NEVER, 0
+
+    def _by_task(self, which: NDArray[np.bool_]) -> list[tuple[int, NDArray[np.int64]]]:
+        """The walkers ``which`` of each task that has some."""
+        if len(self.tasks) == 1:
+            return [(0, np.flatnonzero(which))]
+        return [(t, np.flatnonzero(which & (self.task == t))) for t in np.unique(self.task[which]).tolist()]
+
+    def _moved(self, t: int) -> tuple[Any, ...]:
+        """Limit, gaps, the plan that is tried and scratch of a task, as ``walkers.step`` takes them."""
+        _, limit, gaps, _, new, scratch = self._moves[t].arrays
+        return limit, gaps, new, scratch
+
+    def _show_plan(self, i: int) -> None:
+        """Observes what the simulation of walker i's plan says."""
+        t = int(self.task[i])
+        task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+        log = task.engine.log(walkers.rows[i][walkers.on[i]])
+        of.show_plan(
+            log, task.times, walkers, i, task.limit, float(task.graph.excess), moves.arrays[2], float(task.ideal_ns),
+            self.gaps[i], self.bins[i, :, -BIN_COLUMNS:],
+        )  # fmt: skip
+        np.clip(self.gaps[i], -BOUND, BOUND, out=self.gaps[i])
+
+    def _finish(self, which: NDArray[np.bool_]) -> None:
+        """Observes what has changed in the walkers ``which``."""
+        for t, members in self._by_task(which):
+            walkers, moves = self._walkers[t], self._moves[t]
+            of.show_trials(walkers, members, self._ages, self.gaps[:, :, PLAN_COLUMNS - 1 :])
+            self._ints[members] = walkers.ints[members]
+            if self.by_gap:
+                self.mask[members] = 0
+                of.mask_of(walkers, members, moves.arrays[2], self.mask)
+            else:
+                self.edits[members] = walkers.codes[members]
+                self.mask[members] = walkers.counts[members] > 0
+        self.mask[which & ~self.mask.any(1), 0] = 1  # no plan is near: the episode ends with the next step
+        ints, ideal = self._ints, self._ideal[self.task]
+        now, best = ints[:, of.NOW_NS] / ideal - 1, ints[:, of.BEST_NS] / ideal - 1
+        done = np.minimum(ints[:, of.STEPS] / np.maximum(ints[:, of.BUDGET], 1), 1.0)
+        heat = self.hot * (self.cold / self.hot) ** done
+        self.overhead[which], self.best_overhead[which], self.temperature[which] = now[which], best[which], heat[which]
+        self.calls[which] = ints[which, of.STEPS]
+        columns = [
+            np.log1p(100 * now) / 2, np.log1p(300 * (now - best)), done, np.log(heat / 3e-4) / math.log(10),
+            np.log1p(ints[:, of.SINCE]) / 4, np.log1p(ints[:, of.ACCEPTED]) / 4,
+        ]  # fmt: skip
+        self.plan[which] = np.stack(columns, 1)[which].clip(-BOUND, BOUND)
+
+    def _judge(self, which: NDArray[np.bool_], before: NDArray[np.float64]) -> None:
+        """Rewards and ends of the walkers ``which``. ``before``: (W, 2) times of the present and the best plan."""
+        ints, ideal = self._ints, self._ideal[self.task][:, None]
+        after = ints[:, [of.NOW_NS, of.BEST_NS]].astype(np.float64)
+        if self.logarithmic:
+            reference = np.array(self.reference)[self.task][:, None]
+            old, new = (np.log(np.maximum(100 * (t / ideal - 1) - reference, 0) + OFFSET) for t in (before, after))
+            gain = np.clip(old - new, -LARGEST, LARGEST)
+        else:
+            gain = 100 * (before - after) / ideal
+        self.rewards[which] = (gain[:, 1] + self.shaping * gain[:, 0])[which]
+        tried = ints[:, of.TIME_NS]
+        self.feasible[which] = tried[which] < NEVER
+        self.effect_ns[which] = np.where(tried < NEVER, tried - before[:, 0], np.inf)[which]
+        self.accepted[which] = ints[which, of.ACCEPT] > 0
+        self.terminated[which] = (ints[:, of.BEST_NS] <= self._ideal[self.task])[which]
+        stuck = ~self._has_moves()
+        spent = ints[:, of.STEPS] >= ints[:, of.BUDGET]
+        self.truncated[which] = ((spent | stuck) & ~self.terminated)[which]
+        self.over[which] = (self.terminated | self.truncated)[which]
+
+    def _has_moves(self) -> NDArray[np.bool_]:
+        """(W,) whether a neighbour can be chosen."""
+        if self.by_gap:
+            return np.ones(self.count, np.bool_)
+        return np.asarray((self.edits[:, :, 0] >= 0).any(1), np.bool_)
+
+    def best_plan(self, i: int, planner: str = "") -> Plan:
+        """The best plan of walker i's episode."""
+        t = int(self.task[i])
+        rows = self._walkers[t].best[i, : self._walkers[t].ints[i, of.BEST_ROWS]]
+        task = self.tasks[t]
+        return Plan.of(task.program, decisions_of(rows), planner, task.limit, task.machine.name)

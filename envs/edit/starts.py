@@ -1,0 +1,41 @@
+"""Start plans of ``GpuMemoryEdit-v0`` that planners make. Planners are imported when an environment asks for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulator.compiled.encoding import Ints
+
+if TYPE_CHECKING:
+    from envs.edit.task import EditTask
+
+LEAST = 0.03  # added to every probability, so that every neighbour can be drawn
+
+
+def plans_from(task: EditTask, start: str) -> list[Ints]:
+    """Returns the rows of the start plans of a kind, and sets the task's priors and weights if a policy makes them.
+
+    Args:
+        start: "policy", "heuristic" or "empty".
+    """
+    from agents.search import annealing
+
+    if start == "policy":
+        from agents.learned.policy import WEIGHTS, Guided, decoded
+        from agents.learned.policy_net import trained
+
+        found = Guided(task.engine, task.moves)
+        decoded(trained(WEIGHTS), found, task.mode)
+        task.priors = task.moves.weights - LEAST
+        return [rows for _, rows in found.plans]
+    if start == "heuristic":
+        best, _, _ = annealing.start(task.program, task.machine, task.limit, task.engine, task.mode, task.min_bytes)
+        return [] if best is None else [best]
+    return [annealing.everything(task.program, task.mode, task.min_bytes)]
+
+
+def floor_of(task: EditTask) -> float:
+    """Returns the certified lower bound on a task's overhead, in points."""
+    from agents.floor import floor
+
+    return 100.0 * floor(task.program, task.machine, task.limit, mode=task.mode).overhead

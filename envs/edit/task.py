@@ -1,0 +1,106 @@
+"""A task of ``GpuMemoryEdit-v0``: one program on one machine under one limit, and its start plans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.edit.walkers import BINS, Times
+from simulator.compiled.encoding import NEVER, Ints, rows_of
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.modes import check_mode
+from simulator.moves.gap_graph import UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
+from simulator.plan import Plan
+from simulator.program import Program
+
+STARTS = ("policy", "heuristic", "empty")
+PRIOR_FLOOR, PRIOR_SCALE = 1e-3, 3.0  # of the logarithm of a mode's prior probability
+BOUND = 10.0  # of every observed number
+
+
+class Start(NamedTuple):
+    """A feasible plan and its iteration time."""
+
+    iteration_ns: int
+    rows: Ints
+
+
+class EditTask:
+    """One program on one machine under one limit, shared by any number of walkers of one thread.
+
+    Args:
+        limit: bytes.
+        mode: "swap", "recompute" or "joint".
+        min_bytes: tensors below this size stay.
+        start: a plan, or where plans come from: "policy" (decoded from the planner ``policy``, whose probabilities also
+            weight the neighbours that are drawn), "heuristic" (the best published heuristic) or "empty" (every gap
+            emptied in its first mode).
+
+    Attributes:
+        static: (G, F) float32 columns of the gaps that no edit changes; the last four are the log prior of each mode.
+        static_bins: (BINS, 12) float32 columns of the bins of time that no edit changes.
+        starts: the feasible start plans, the fastest first. start_calls: simulator calls that finding them took.
+
+    Raises:
+        ValueError: ``start`` is unknown, no start plan is feasible, or the program has no gap that can be emptied.
+    """
+
+    def __init__(
+        self, program: Program, machine: Machine, limit: int, mode: str = "joint", min_bytes: int = 2**20,
+        start: str | Plan = "heuristic",
+    ) -> None:  # fmt: skip
+        self.program, self.machine, self.limit, self.mode = program, machine, int(limit), check_mode(mode)
+        self.engine = Engine(program, machine, self.limit)
+        self.moves = Moves(program, self.limit, mode, min_bytes, 0)
+        if not self.moves.gaps:
+            raise ValueError(
+                f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be moved in mode {mode!r}"
+            )
+        self.min_bytes, self.ideal_ns = min_bytes, max(program.ideal_ns, 1)
+        self.graph = GapGraph(program, machine, self.limit, self.moves, mode)
+        self.priors = np.full((len(self.graph), 4), 0.25)
+        self.starts = self._starts(start)
+        self.start_calls = self.engine.calls
+        self.static = self._static()
+        bins = self.graph.state(np.full(len(self.graph), UNDECIDED))[1]
+        self.static_bins = np.clip(np.concatenate([self.graph.bins, bins], 1), -BOUND, BOUND)
+        self.times = self._times()
+
+    def _starts(self, start: str | Plan) -> list[Start]:
+        if isinstance(start, Plan):
+            start.check(self.program)
+            found = [rows_of(start.decisions)]
+            if not self.moves.takes(found[0]):
+                raise ValueError("start: the plan moves tensors that this task leaves alone")
+        elif start in STARTS:
+            from envs.edit.starts import plans_from
+
+            found = plans_from(self, start)
+        else:
+            raise ValueError(f"start: expected a Plan or one of {', '.join(map(repr, STARTS))}, got {start!r}")
+        scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in found]
+        fits = [one for one in scored if one.iteration_ns < NEVER]
+        if not fits:
+            what = "the plan does not fit" if isinstance(start, Plan) else f"no plan of {start!r} fits"
+            raise ValueError(f"start: {what} {self.limit:,} bytes; use a larger limit or another start")
+        return sorted(fits, key=lambda one: one.iteration_ns)
+
+    def _static(self) -> NDArray[np.float32]:
+        prior = np.where(self.graph.ways, np.log(np.maximum(self.priors, PRIOR_FLOOR)) / PRIOR_SCALE, -PRIOR_SCALE)
+        both = np.concatenate([self.graph.static, prior], 1).clip(-BOUND, BOUND)
+        return both.astype(np.float32)
+
+    def _times(self) -> Times:
+        n, m = len(self.program.kernels), len(self.graph)
+        begins = np.array(self.program.start_ns[:n], np.float64)
+        bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
+        duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)
+        return Times(bins, duration, np.zeros((5, n)), np.zeros((4, m)), np.zeros(m, np.int64))
+
+    def overhead(self, iteration_ns: float) -> float:
+        """Overhead of an iteration time, in points (hundredths of the ideal time)."""
+        return 100.0 * (iteration_ns / self.ideal_ns - 1)

@@ -1,0 +1,463 @@
+"""Compiled steps of ``GpuMemoryEdit-v0``: neighbours of a plan, the trial of one of them, what the plan's log says.
+
+A walker is a plan that is edited. All walkers of one task share the arrays of ``Walkers``, one row each. A neighbour is
+a list of changes, each a gap and a mode (FILL to SHIFT), made by plan_moves.py with its repair and pruning.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled.encoding import (
+    AFTER,
+    BEFORE,
+    EXTRA,
+    KIND,
+    LOG_BOUNDARY,
+    LOG_IN,
+    LOG_KERNEL,
+    LOG_OUT,
+    LOG_RECOMPUTE,
+    LOG_STALL,
+    NEVER,
+    RECOMPUTE,
+)
+from simulator.compiled.jit import stage
+from simulator.compiled.scoring import score_one
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED
+from simulator.moves.plan_moves import (
+    PRUNE,
+    PlanArrays,
+    _fits,
+    _fullest,
+    _pick,
+    _settle,
+    _shifted,
+    _start,
+    _way,
+    _weighted_off,
+    propose,
+    put,
+    uniform,
+)
+
+FILL, SHIFT, MODES = 0, 4, 5  # changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
+CHANGES = 10  # of a neighbour, at most
+BINS = 64  # of time
+PLAN_COLUMNS, TRIAL_COLUMNS, BIN_COLUMNS, WHOLE_COLUMNS = 17, 3, 7, 6
+METROPOLIS, BETTER, ALWAYS = range(3)
+LOOK = 0.02  # of the ideal time: a plan slower than the present one by more is not simulated to its end
+FAILED = 2.0  # points: the effect that is reported of a plan that does not fit, or that is slower by more than LOOK
+
+# Columns of Walkers.ints: time of the present, best and start plan; edits tried, accepted, tried since the best; rows
+# of the best plan; the budget; what the last trial did: TIME_NS (NEVER: no plan), whether it was ACCEPT-ed.
+NOW_NS, BEST_NS, START_NS, STEPS, ACCEPTED, SINCE, BEST_ROWS, BUDGET, TIME_NS, ACCEPT, INTS = range(11)
+
+
+class Walkers(NamedTuple):
+    """W plans of one task with m gaps and n kernels, and M neighbours of each."""
+
+    rows: NDArray[np.int64]  # (W, m, 6)
+    on: NDArray[np.bool_]  # (W, m)
+    load: NDArray[np.int64]  # (W, n)
+    rng: NDArray[np.uint64]  # (W, 1)
+    ints: NDArray[np.int64]  # (W, INTS)
+    best: NDArray[np.int64]  # (W, m, 6)
+    codes: NDArray[np.int64]  # (W, M, CHANGES) gap * MODES + mode, or -1
+    changed_rows: NDArray[np.int64]  # (W, M, CHANGES, 6)
+    counts: NDArray[np.int64]  # (W, M) changes of each neighbour; 0: none was found
+    effect: NDArray[np.float32]  # (W, m, MODES) of the last trial of each mode
+    tried_at: NDArray[np.int64]  # (W, m, MODES) STEPS then, or -1
+    accepted_at: NDArray[np.int64]  # (W, m, MODES) ACCEPTED then
+    changed_at: NDArray[np.int64]  # (W, m) STEPS when the gap was last changed, or -1
+
+
+@stage
+def _log(x, scale):  # type: ignore[no-untyped-def]
+    """sign(x) log(1 + scale |x|)."""
+    return math.log1p(x * scale) if x >= 0 else -math.log1p(-x * scale)
+
+
+@stage
+def effect_of(ns, now_ns, ideal):  # type: ignore[no-untyped-def]
+    """The observed effect of a trial, in [-1.24, 1.24]: points gained or lost, through a logarithm."""
+    points = FAILED if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -FAILED), FAILED)
+    return _log(points, 20.0) / 3
+
+
+@stage
+def mode_of(on, rows, g):  # type: ignore[no-untyped-def]
+    """FILL, SWAPPED, RECOMPUTED or KEPT."""
+    if not on[g]:
+        return 0
+    if rows[g, KIND] == RECOMPUTE:
+        return KEPT if rows[g, EXTRA] == 1 else RECOMPUTED
+    return SWAPPED
+
+
+@stage
+def _same(a, b):  # type: ignore[no-untyped-def]
+    """Whether two rows are equal."""
+    for c in range(a.shape[0]):
+        if a[c] != b[c]:
+            return False
+    return True
+
+
+@stage
+def plan_of(walkers, i):  # type: ignore[no-untyped-def]
+    """The present plan of walker i."""
+    return PlanArrays(walkers.rows[i], walkers.on[i], walkers.load[i])
+
+
+@stage
+def _read_changes(now, new, differ, codes, rows):  # type: ignore[no-untyped-def]
+    """Writes the changes from ``now`` to ``new``; returns how many, 0 if they are more than CHANGES or none."""
+    count = 0
+    codes[:] = -1
+    if differ[0] < 0:
+        return 0
+    for j in range(differ[0]):
+        g = differ[1 + j]
+        seen = False
+        for c in range(count):
+            seen = seen or codes[c] // MODES == g
+        if seen:
+            continue
+        was, then = mode_of(now.on, now.rows, g), mode_of(new.on, new.rows, g)
+        if was == then and (then == FILL or _same(new.rows[g], now.rows[g])):
+            continue
+        if count == CHANGES:
+            codes[:] = -1
+            return 0
+        codes[count] = g * MODES + (SHIFT if was == then else then)
+        for c in range(new.rows.shape[1]):
+            rows[count, c] = new.rows[g, c]
+        count += 1
+    return count
+
+
+@stage
+def draw(walkers, i, slot, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
+    """Draws neighbour ``slot`` of walker i. ``new`` must be in step with its plan, or scratch.differ[0] be -1."""
+    now = plan_of(walkers, i)
+    walkers.counts[i, slot] = 0
+    walkers.codes[i, slot, :] = -1
+    if propose(walkers.rng[i], limit, gaps, now, new, scratch) < 0:
+        scratch.differ[0] = -1
+        return
+    walkers.counts[i, slot] = _read_changes(
+        now, new, scratch.differ, walkers.codes[i, slot], walkers.changed_rows[i, slot]
+    )
+
+
+@stage(entry=True)
+def draw_all(walkers, which, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
+    """Draws every neighbour of the walkers ``which``."""
+    for i in which:
+        scratch.differ[0] = -1
+        for slot in range(walkers.counts.shape[1]):
+            draw(walkers, i, slot, limit, gaps, new, scratch)
+
+
+@stage(entry=True)
+def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
+    """Which (gap, mode) actions change the plan: mask (walkers, m * MODES)."""
+    for i in which:
+        on, rows = walkers.on[i], walkers.rows[i]
+        for g in range(on.shape[0]):
+            mode = mode_of(on, rows, g)
+            mask[i, g * MODES + FILL] = mask[i, g * MODES + SHIFT] = on[g]
+            for a in range(SWAPPED, SHIFT):
+                changes = gaps.weights[g, a] > 0.0 and not (mode == a and _same(rows[g], gaps.ways[g, a]))
+                mask[i, g * MODES + a] = changes
+
+
+@stage
+def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[no-untyped-def]
+    """Makes ``new`` the plan with gap g in another mode, repaired and pruned as ``propose`` does; False: no plan."""
+    nbytes, ways, weights, differ = gaps.nbytes, gaps.ways, gaps.weights, scratch.differ
+    rows, m, n = now.rows, now.on.shape[0], now.load.shape[0]
+    _start(now, new, differ)
+    if mode == FILL:
+        put(new, nbytes, differ, g, False, rows[g])
+    elif mode == SHIFT:
+        _shifted(rng, rows[g], gaps.opens[g], gaps.since[g], n, scratch.row)
+        put(new, nbytes, differ, g, True, scratch.row)
+    else:
+        put(new, nbytes, differ, g, True, ways[g, mode])
+        if not now.on[g]:
+            for _ in range(PRUNE):
+                j = _pick(rng, new.on, True)
+                if j != g and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
+                    put(new, nbytes, differ, j, False, new.rows[j])
+    for _ in range(m):
+        k = _fullest(new.load, limit)
+        if k < 0:
+            _settle(new, gaps.earlier, differ)
+            return True
+        j = _weighted_off(rng, new.on, weights, new.rows, g, k)
+        if j < 0:
+            return False
+        put(new, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
+    return False
+
+
+@stage
+def _rows_in_use(plan, out):  # type: ignore[no-untyped-def]
+    """Writes the rows of the gaps that a plan empties; returns how many."""
+    count = 0
+    for g in range(plan.on.shape[0]):
+        if plan.on[g]:
+            for c in range(out.shape[1]):
+                out[count, c] = plan.rows[g, c]
+            count += 1
+    return count
+
+
+@stage(entry=True)
+def step(  # type: ignore[no-untyped-def]
+    walkers, which, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
+):  # fmt: skip
+    """Tries the edit that each of the walkers ``which[begin:]`` chooses, and takes it or not.
+
+    Args:
+        answer_ns: time of the first one's plan, which the compiled simulator could not settle; -1: not asked yet.
+        actions: (walkers,) a neighbour; or, where ``by_gap``, gap * MODES + mode.
+        accept: METROPOLIS, BETTER or ALWAYS. hot, cold: first and last temperature, as fractions of ``ideal``.
+        new, scratch: of ``Moves``. engine: ``Engine.direct``.
+
+    Returns:
+        The position in ``which`` of the walker whose plan (scratch.plan, its rows in ints[TIME_NS]) only
+        ``Engine.score`` can settle; len(which) when all are done.
+    """
+    for at in range(begin, which.shape[0]):
+        i = which[at]
+        ints, now, a = walkers.ints[i], plan_of(walkers, i), actions[i]
+        now_ns, rng = ints[NOW_NS], walkers.rng[i]
+        asked = at == begin and answer_ns >= 0
+        codes = walkers.codes[i, 0 if by_gap else a]
+        changed = walkers.changed_rows[i, 0 if by_gap else a]
+        if not asked:
+            scratch.differ[0] = -1
+            valid = True
+            if by_gap:
+                valid = _change_gap(rng, limit, gaps, now, new, scratch, a // MODES, a % MODES)
+                count = _read_changes(now, new, scratch.differ, codes, changed) if valid else 0
+                valid = valid and count > 0
+                walkers.counts[i, 0] = count
+            else:
+                _start(now, new, scratch.differ)
+                for c in range(walkers.counts[i, a]):
+                    put(new, gaps.nbytes, scratch.differ, codes[c] // MODES, codes[c] % MODES > 0, changed[c])
+                valid = walkers.counts[i, a] > 0
+            ints[STEPS] += 1
+            ints[SINCE] += 1
+            done = min(ints[STEPS] / max(ints[BUDGET], 1), 1.0)
+            heat = hot * (cold / hot) ** done * ideal
+            more = -heat * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
+            ints[ACCEPT] = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
+        else:
+            valid = True
+        ns, rows = NEVER, _rows_in_use(new, scratch.plan)
+        if asked:
+            ns = answer_ns
+        elif valid:
+            ns = score_one(*engine, scratch.plan, rows, max(ints[ACCEPT], now_ns + int(LOOK * ideal)))
+            if ns < 0:
+                ints[TIME_NS] = rows
+                return at
+        taken = ns < min(ints[ACCEPT], NEVER)
+        effect = effect_of(ns, now_ns, ideal)
+        for c in range(walkers.counts[i, 0 if by_gap else a]):
+            g, mode = codes[c] // MODES, codes[c] % MODES
+            walkers.effect[i, g, mode] = effect
+            walkers.tried_at[i, g, mode] = ints[STEPS]
+            walkers.accepted_at[i, g, mode] = ints[ACCEPTED]
+            if taken:
+                walkers.changed_at[i, g] = ints[STEPS]
+        if taken:
+            for g in range(now.on.shape[0]):
+                now.on[g] = new.on[g]
+                for c in range(now.rows.shape[1]):
+                    now.rows[g, c] = new.rows[g, c]
+            for k in range(now.load.shape[0]):
+                now.load[k] = new.load[k]
+            ints[NOW_NS] = ns
+            ints[ACCEPTED] += 1
+            if ns < ints[BEST_NS]:
+                ints[BEST_NS], ints[BEST_ROWS], ints[SINCE] = ns, rows, 0
+                for r in range(rows):
+                    for c in range(now.rows.shape[1]):
+                        walkers.best[i, r, c] = scratch.plan[r, c]
+        ints[TIME_NS], ints[ACCEPT] = ns, taken
+        if not by_gap:
+            scratch.differ[0] = -1
+            if not taken:
+                draw(walkers, i, a, limit, gaps, new, scratch)
+            else:
+                for slot in range(walkers.counts.shape[1]):
+                    draw(walkers, i, slot, limit, gaps, new, scratch)
+    return which.shape[0]
+
+
+@stage(entry=True)
+def show_trials(walkers, which, ages, out):  # type: ignore[no-untyped-def]
+    """Columns of what the last trial of each mode did: out (walkers, m, >= 1 + 3 MODES), of the time since then.
+
+    Args:
+        ages: (most,) log(1 + age) of an age in steps.
+    """
+    most = ages.shape[0] - 1
+    for i in which:
+        step_no, accepted = walkers.ints[i, STEPS], walkers.ints[i, ACCEPTED]
+        for g in range(walkers.on.shape[1]):
+            since = walkers.changed_at[i, g]
+            out[i, g, 0] = 3.0 if since < 0 else ages[min(step_no - since, most)] / 4
+            for a in range(MODES):
+                when = walkers.tried_at[i, g, a]
+                out[i, g, 1 + a] = walkers.effect[i, g, a]
+                out[i, g, 1 + MODES + a] = 3.0 if when < 0 else ages[min(step_no - when, most)] / 4
+                old = accepted - walkers.accepted_at[i, g, a]
+                out[i, g, 1 + 2 * MODES + a] = 3.0 if when < 0 else ages[min(old, most)] / 3
+
+
+class Times(NamedTuple):
+    """What ``show_plan`` needs of a task: bin and duration of each kernel, the ideal time, and scratch of its own."""
+
+    bin_of: NDArray[np.int64]  # (n,)
+    duration: NDArray[np.float64]  # (n,) ns
+    kernels: NDArray[np.float64]  # (5, n): start, stall for data, for memory, recomputation, slack
+    copies: NDArray[np.float64]  # (4, m): copy out and in, start and end
+    gap_of: NDArray[np.int64]  # (m,) of a row in use
+
+
+@stage
+def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
+    """Reads the last whole iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
+    kernels, copies, n = times.kernels, times.copies, times.duration.shape[0]
+    kernels[:, :] = 0.0
+    copies[:, :] = -1.0
+    rows = 0
+    for g in range(plan.on.shape[0]):
+        if plan.on[g]:
+            times.gap_of[rows] = g
+            rows += 1
+    last, before = -1, -1
+    for e in range(log.shape[0] - 1, -1, -1):
+        if log[e, 2] == LOG_BOUNDARY:
+            if last < 0:
+                last = e
+            else:
+                before = e
+                break
+    begin_ns = log[before, 1] if before >= 0 else 0
+    last = log.shape[0] if last < 0 else last
+    here, data, memory, rerun, stall = 0, 0.0, 0.0, 0.0, 1.0
+    for e in range(before + 1, last):
+        what, which, took = log[e, 2], log[e, 3], log[e, 1] - log[e, 0]
+        if what == LOG_RECOMPUTE:
+            rerun += took
+        elif what == LOG_KERNEL and which < n:
+            here = which
+            kernels[0, here] = log[e, 0] - begin_ns
+            kernels[1, here] += data
+            kernels[2, here] += memory
+            kernels[3, here] += rerun
+            data = memory = rerun = 0.0
+        elif what == LOG_STALL:
+            stall += took
+            if which:
+                data += took
+            else:
+                memory += took
+        elif (what == LOG_OUT or what == LOG_IN) and which < rows:
+            c, column = (0, 4) if what == LOG_OUT else (2, 5)
+            copies[c, times.gap_of[which]] = log[e, 0] - begin_ns
+            copies[c + 1, times.gap_of[which]] = log[e, 1] - begin_ns
+            left, b = took / ideal * BINS, times.bin_of[here]
+            while left > 0.0:  # the link is busy in this bin and the next ones
+                bins[b, column] += min(left, 1.0)
+                left -= 1.0
+                b = b + 1 if b + 1 < BINS else 0
+    return stall
+
+
+@stage(entry=True)
+def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_out):  # type: ignore[no-untyped-def]
+    """Columns of a plan's gaps and bins, from the log of its simulation.
+
+    Args:
+        log: int64 (entries, 4), ``Engine.log``.
+        excess: the most bytes that the program is over the limit.
+        gap_out: (m, >= PLAN_COLUMNS - 1) to fill. bin_out: (BINS, BIN_COLUMNS) to fill.
+    """
+    plan, nbytes = plan_of(walkers, i), gaps.nbytes
+    on, rows, m, n = plan.on, plan.rows, plan.on.shape[0], plan.load.shape[0]
+    kernels, copies, duration = times.kernels, times.copies, times.duration
+    gap_out[:, : PLAN_COLUMNS - 1] = 0.0
+    bin_out[:, :] = 0.0
+    stall = _read_log(log, times, plan, ideal, bin_out)
+    bin_out[:, 0] = 4.0
+    for k in range(n):
+        kernels[4, k] = limit - plan.load[k]
+        b, slack = times.bin_of[k], kernels[4, k] / excess
+        bin_out[b, 0] = min(bin_out[b, 0], slack)
+        bin_out[b, 1] += slack * duration[k] / ideal * BINS
+        bin_out[b, 2] += kernels[1, k]
+        bin_out[b, 3] += kernels[2, k]
+        bin_out[b, 6] += kernels[3, k]
+    for b in range(BINS):
+        bin_out[b, 1] = min(bin_out[b, 1], 4.0)
+        for c in (2, 3, 6):
+            bin_out[b, c] = _log(bin_out[b, c] / ideal, 1000.0) / 3
+        for c in (4, 5):
+            bin_out[b, c] = min(bin_out[b, c], 3.0)
+    for g in range(m):
+        out, mode = gap_out[g], mode_of(on, rows, g)
+        out[mode] = 1.0
+        if mode > 0 and not _same(rows[g], gaps.ways[g, mode]):
+            out[4] = 1.0  # shifted
+        way = SWAPPED if gaps.weights[g, SWAPPED] > 0.0 else RECOMPUTED
+        after, until = gaps.ways[g, way, AFTER], gaps.ways[g, way, BEFORE]
+        out[5] = _log(kernels[1, until] / ideal, 1000.0)
+        first = after + 1 if after + 1 < n else 0
+        k, least, memory, data, tight, span = first, 4.0 * nbytes[g], 0.0, 0.0, 0.0, 1.0
+        while k != until:
+            least = min(least, kernels[4, k])
+            data += kernels[1, k]
+            memory += kernels[2, k]
+            span += duration[k]
+            if kernels[4, k] < nbytes[g]:
+                tight += duration[k]
+            k = k + 1 if k + 1 < n else 0
+        out[6] = _log(memory / ideal, 1000.0)
+        out[7] = _log(data / ideal, 1000.0)
+        out[8] = (memory + data) / stall
+        out[9] = least / nbytes[g]
+        out[10] = 1.0 if on[g] and least >= nbytes[g] else 0.0
+        out[11] = tight / span
+        if mode == SWAPPED and copies[1, g] >= 0.0:
+            out[12] = _log((copies[1, g] - kernels[0, first]) / ideal, 100.0)
+        if mode == SWAPPED and copies[3, g] >= 0.0:
+            out[13] = _log((kernels[0, until] - copies[3, g]) / ideal, 100.0)
+            out[14] = _log((kernels[0, until] - copies[2, g]) / ideal, 100.0)
+        if mode > SWAPPED:
+            out[15] = _log(kernels[3, until] / ideal, 1000.0)
+
+
+def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walkers:
+    """Arrays of so many walkers, gaps, kernels and neighbours."""
+    shape: tuple[Any, ...] = (walkers, gaps)
+    return Walkers(
+        np.zeros((*shape, 6), np.int64), np.zeros(shape, np.bool_), np.zeros((walkers, kernels), np.int64),
+        np.ones((walkers, 1), np.uint64), np.zeros((walkers, INTS), np.int64), np.zeros((*shape, 6), np.int64),
+        np.full((walkers, neighbours, CHANGES), -1, np.int64),
+        np.zeros((walkers, neighbours, CHANGES, 6), np.int64), np.zeros((walkers, neighbours), np.int64),
+        np.zeros((*shape, MODES), np.float32), np.full((*shape, MODES), -1, np.int64),
+        np.zeros((*shape, MODES), np.int64), np.full(shape, -1, np.int64),
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""``GpuMemoryEdit-v0``: what it reports is what the simulator says, and many walkers are as many environments."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
+from envs.memory_env import small_task
+from simulator import Plan, simulate
+
+SEEDS = range(3)
+
+
+def episode(env: MemoryEditEnv, seed: int) -> Iterator[tuple[dict[str, Any], float, bool, bool, dict[str, Any]]]:
+    """Steps of uniformly drawn valid actions to the end of an episode; the first is the reset."""
+    rng = np.random.default_rng(seed)
+    observation, info = env.reset(seed=seed)
+    ended = truncated = False
+    yield observation, 0.0, ended, truncated, info
+    while not ended and not truncated:
+        action = rng.choice(np.flatnonzero(observation["action_mask"]))
+        observation, reward, ended, truncated, info = env.step(action)
+        yield observation, float(reward), ended, truncated, info
+
+
+@pytest.mark.parametrize("edits", ["neighbours", "gap"])
+@pytest.mark.parametrize("accept", ["metropolis", "better", "always"])
+@pytest.mark.parametrize("mode", ["swap", "joint"])
+def test_an_episode_is_what_the_simulator_says(edits: str, accept: str, mode: str) -> None:
+    env = MemoryEditEnv(limit=0.6, mode=mode, edits=edits, accept=accept, start="empty", neighbours=8, budget=60)
+    task = env.tasks[0]
+    for seed in SEEDS:
+        steps = list(episode(env, seed))
+        overheads = [info["overhead"] for *_, info in steps]
+        best = [info["best_overhead"] for *_, info in steps]
+        assert sum(reward for _, reward, *_ in steps) == pytest.approx(100 * (best[0] - best[-1]))
+        assert best == [min(overheads[: i + 1]) for i in range(len(overheads))]
+        *_, ended, truncated, last = steps[-1]
+        assert ended == (best[-1] <= 0) and truncated == (not ended)
+        assert last["calls"] == len(steps) - 1 <= 60
+        found = simulate(task.program, last["plan"], task.machine, task.limit)
+        assert found.overhead == pytest.approx(best[-1]) and found.peak_bytes <= task.limit
+        for (*_, before), (*_, after) in zip(steps, steps[1:], strict=False):
+            effect = 100 * after["effect_ns"] / task.ideal_ns
+            gained = 100 * (after["overhead"] - before["overhead"])
+            assert gained == pytest.approx(effect if after["accepted"] else 0.0)
+            assert after["feasible"] or not after["accepted"]
+            assert accept != "always" or after["accepted"] == after["feasible"]
+            assert accept != "better" or not after["accepted"] or gained <= 1e-9
+
+
+def test_observations_follow_the_plan() -> None:
+    env = MemoryEditEnv(limit=0.6, neighbours=8, budget=60)
+    for seed in SEEDS:
+        for observation, *_, info in episode(env, seed):
+            assert env.observation_space.contains(observation)
+            modes = observation["gaps"][:, :4]
+            assert (modes.sum(1) == 1).all()
+            counts = (observation["edits"] >= 0).sum(1)
+            assert ((counts > 0) == observation["action_mask"]).all() or not counts.any()
+            assert (info["action_mask"] == observation["action_mask"]).all()
+    # The gap that an edit changes has been tried, in the mode that it was changed to.
+    observation, _ = env.reset(seed=0)
+    code = observation["edits"][0, 0]
+    after, *_ = env.step(np.int64(0))
+    gap, mode = divmod(int(code), 5)
+    tried = after["gaps"][gap, 22:27] < 3  # steps since the last trial of each mode
+    assert tried[mode] and not after["gaps"][:, 22:27][np.arange(len(after["gaps"])) != gap].min() < 0
+
+
+def test_many_walkers_are_as_many_environments() -> None:
+    options: dict[str, Any] = {"limit": [0.6, 0.7], "neighbours": 8, "budget": 12, "reward": "log", "shaping": 0.3}
+    together = MemoryEditVectorEnv(3, **options)
+    alone = [MemoryEditEnv(**options) for _ in range(3)]
+    many, _ = together.reset(seed=5)
+    ones = [env.reset(seed=5 + i)[0] for i, env in enumerate(alone)]
+    rng, over = np.random.default_rng(0), np.zeros(3, np.bool_)
+    for _ in range(40):
+        for key, values in many.items():
+            for i, one in enumerate(ones):
+                np.testing.assert_array_equal(values[i], one[key], err_msg=key)
+        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in many["action_mask"]])
+        many, rewards, ended, truncated, infos = together.step(actions)
+        for i, env in enumerate(alone):
+            if over[i]:  # the next step begins an episode
+                ones[i], _ = env.reset()
+                continue
+            ones[i], reward, *ends, info = env.step(actions[i])
+            assert (reward, *ends) == (rewards[i], ended[i], truncated[i])
+            assert ends == [False, False] or info["plan"] == infos["plan"][i]
+        over = ended | truncated
+
+
+def test_where_plans_start() -> None:
+    program, machine = small_task()
+    limit = int(0.6 * program.peak_bytes)
+    overheads = {}
+    for start in ("policy", "heuristic", "empty"):
+        env = MemoryEditEnv(program, machine, limit, start=start)
+        overheads[start] = env.reset(seed=0)[1]["overhead"]
+        assert env.tasks[0].start_calls > 0
+    assert overheads["heuristic"] <= overheads["empty"]
+    env = MemoryEditEnv(program, machine, limit, start="empty")
+    env.reset(seed=0)
+    given = MemoryEditEnv(program, machine, limit, start=env.best_plan)
+    assert given.reset(seed=0)[1]["overhead"] == overheads["empty"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("start", "nowhere"), ("edits", "tensors"), ("accept", "never"), ("reward", "paper"), ("budget", 0),
+     ("neighbours", 0), ("cold", 1.0), ("mode", "both"), ("limit", 0.01), ("start", Plan((), "another", "none"))],
+)  # fmt: skip
+def test_refusals_name_the_option(option: str, value: Any) -> None:
+    named = {"limit": "fits|below", "start": "start|another program"}.get(option, option)
+    with pytest.raises(Exception, match=named) as caught:
+        MemoryEditEnv(**{"limit": 0.6, option: value})
+    assert type(caught.value).__name__ in ("ValueError", "PlanError")

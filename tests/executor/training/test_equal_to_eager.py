@@ -1,0 +1,527 @@
+"""Training under a plan equals eager PyTorch to the bit: losses, parameters, buffers, optimizer state, random numbers.
+
+``CASES`` is a table of training loops. Each row is captured once and trained under every kind of plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from tests.executor.networks import CLASSES, NETWORKS, Attention, ResNet, adamw, images, sgd, words
+from tests.executor.training.programs import KINDS, Loop, Twins, network, own, plan_of, same, standard, tight
+
+CASES: dict[str, Callable[[], Loop]] = {}
+NIGHTLY: set[str] = set()
+
+
+def case(make: Callable[[], Loop]) -> Callable[[], Loop]:
+    CASES[make.__name__] = make
+    return make
+
+
+def net(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(a, b), nn.LayerNorm(b), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], 5))
+
+
+def pairs(_: int = 0) -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 8), torch.randint(5, (8,))
+
+
+# ------------------------------------------------------------------------------------------------- networks and layers
+
+for name, optimizer in {"vgg16": sgd, "resnet": adamw, "unet": sgd, "gpt2": adamw, "lstm": adamw}.items():
+    CASES[name] = partial(network, name, optimizer)
+CASES["small"] = partial(network, "small", sgd)
+NIGHTLY |= {"vgg16", "unet"}
+
+
+class Recurrent(nn.Module):
+    """Two layers each way, with dropout between them, over a sequence of vectors."""
+
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = cell(8, 8, 2, dropout=0.3, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0][:, -1])
+
+
+class ChannelsLast(ResNet):
+    def __init__(self) -> None:
+        super().__init__(8)  # of 4, oneDNN's backward of a strided 1x1 convolution writes past its buffer on AVX2
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+
+class Checkpointed(ResNet):
+    """PyTorch itself recomputes the blocks, with dropout and batch norm in them."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.Sequential(*(nn.Sequential(block, nn.Dropout(0.2)) for block in self.blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Attentions(nn.Module):
+    """Fused attention with dropout, and with a mask; PyTorch's own encoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 16)
+        self.first = Attention(16, 2, 0.2)
+        self.second = nn.TransformerEncoderLayer(16, 2, 32, 0.2, batch_first=True)
+        self.out = nn.Linear(16, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        x = x + self.first(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        x = x + F.scaled_dot_product_attention(x, x, x, attn_mask=mask, dropout_p=0.1)
+        return self.out(self.second(x)).transpose(1, 2)
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 3, 8), torch.randint(CLASSES, (3,))
+
+
+CASES |= {
+    "rnn": partial(network, (lambda: Recurrent(nn.RNN), vectors), adamw),
+    "gru": partial(network, (lambda: Recurrent(nn.GRU), vectors), sgd),
+    "lstm_both_ways": partial(network, (lambda: Recurrent(nn.LSTM), vectors), adamw),
+    "channels_last": partial(network, (ChannelsLast, images(8)), adamw),
+    "checkpoint": partial(network, (lambda: Checkpointed(False), images(8)), adamw),
+    "reentrant_checkpoint": partial(network, (lambda: Checkpointed(True), images(8)), sgd),
+    "checkpoint_in_micro_batches": partial(network, (lambda: Checkpointed(False), images(8)), sgd, accumulate=2),
+    "attention": partial(network, (Attentions, words), adamw),
+}
+NIGHTLY |= {"rnn", "lstm_both_ways", "checkpoint", "reentrant_checkpoint"}
+
+
+# ------------------------------------------------------------------------------------------- micro-batches and clipping
+
+CASES |= {
+    "clipped": partial(network, "small", adamw, clip_norm=0.05),
+    "accumulated": partial(network, "small", sgd, accumulate=3, clip_norm=0.05),
+    "accumulated_gpt2": partial(network, "gpt2", adamw, accumulate=2, clip_norm=0.05),
+    "losses_added": partial(network, "mlp", adamw, accumulate=2, average=False),
+    "gradients_kept": partial(network, "small", adamw, clip_norm=0.05, keep_grads=True),
+    "gradients_kept_in_micro_batches": partial(network, "mlp", sgd, accumulate=2, clip_norm=0.05, keep_grads=True),
+    "gradients_kept_in_bfloat16": partial(network, "mlp", sgd, autocast=torch.bfloat16, keep_grads=True),
+}
+NIGHTLY.add("accumulated_gpt2")
+
+
+def layer_used_twice() -> nn.Module:
+    """Autocast casts its weight once."""
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.GELU(), layer)
+
+
+CASES["layer_used_twice"] = partial(network, (layer_used_twice, pairs), adamw, autocast=torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------------------ mixed precision
+
+
+def mixed(name: str, optimizer: Any, bad: tuple[int, ...] = (), **options: Any) -> Loop:
+    """Autocast and a scaler; the batches of the numbers ``bad`` are infinite, and their updates are skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    loop = network(name, optimizer, autocast=torch.bfloat16, scaler=scaler, **options)
+    batch = loop.batch
+
+    def some_are_infinite(number: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(number)
+        return x * torch.inf if number in bad else x, y
+
+    loop.batch = some_are_infinite
+    return loop
+
+
+CASES |= {
+    "scaler_resnet": partial(mixed, "resnet", sgd),
+    "scaler_gpt2": partial(mixed, "gpt2", adamw),
+    "scaler_and_clipping": partial(mixed, "small", adamw, clip_norm=0.1),
+    "scaler_in_micro_batches": partial(mixed, "mlp", adamw, accumulate=2, clip_norm=0.05),
+    "skipped": partial(mixed, "small", adamw, (1, 3, 4)),
+    "skipped_at_first": partial(mixed, "small", sgd, (0, 2, 5)),
+    "skipped_foreach": partial(mixed, "mlp", lambda m: torch.optim.AdamW(m.parameters(), foreach=True), (0, 2, 5)),
+    "skipped_foreach_sgd": partial(
+        mixed, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True), (1, 3)),
+    "skipped_fused": partial(mixed, "mlp", lambda m: torch.optim.AdamW(m.parameters(), fused=True), (0, 2, 5)),
+}  # fmt: skip
+NIGHTLY |= {"scaler_resnet", "scaler_gpt2"}
+
+
+@case
+def micro_batches_in_a_list() -> Loop:
+    """The loop over micro-batches, mixed precision and the clipping are in the step itself."""
+    model = net(8, 32)
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+    def step(batches: list[Any]) -> dict[str, Tensor]:
+        total = torch.zeros(())
+        for x, y in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y) / len(batches)
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return {"loss": total, "norm": norm}
+
+    return own(step, [model], [optimizer], lambda _: ([pairs(), pairs()],), others=scaler.state_dict)
+
+
+# --------------------------------------------------------------------------------------------- optimizers and schedules
+
+
+def scheduled(name: str, optimizer: Any, make: Callable[[Any], Any]) -> Loop:
+    loop = network(name, optimizer)
+    schedule = make(loop.optimizer)
+    loop.after = lambda _: schedule.step()
+    return loop
+
+
+S = torch.optim.lr_scheduler
+CASES |= {
+    "cosine": partial(scheduled, "small", sgd, lambda o: S.CosineAnnealingLR(o, 5)),
+    "one_cycle": partial(scheduled, "mlp", adamw, lambda o: S.OneCycleLR(o, 0.1, total_steps=20)),  # beta1, too
+    "one_cycle_of_momentum": partial(scheduled, "mlp", sgd, lambda o: S.OneCycleLR(o, 0.1, total_steps=20)),
+    "warm_up": partial(
+        scheduled, "gpt2", adamw, lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, 1.0, 2), S.StepLR(o, 1)], [2])),
+    "rate_in_a_tensor": partial(
+        scheduled, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9),
+        lambda o: S.ExponentialLR(o, 0.5)),
+}  # fmt: skip
+NIGHTLY.add("warm_up")
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **form: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, **form),
+    "adam": lambda p, **form: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, **form),
+    "adamw": lambda p, **form: torch.optim.AdamW(p, lr=0.01, **form),
+    "adagrad": lambda p, **form: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, **form),
+    "rmsprop": lambda p, **form: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, weight_decay=0.1, **form),
+    "nadam": torch.optim.NAdam, "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+}  # fmt: skip
+
+
+def numbers(
+    name: str, size: str = "mlp", factors: tuple[float, ...] = (1, 0.7, 0.3), parts: int = 0, **form: bool
+) -> Loop:
+    """All numbers of two parameter groups, which differ, change from step to step: they are multiplied by ``factors``.
+
+    Args:
+        parts: split updates of many parameters at once into about so many buckets.
+    """
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        every = list(model.parameters())
+        return OPTIMIZERS[name]([{"params": every[:3]}, {"params": every[3:], "lr": 0.02}], **form)
+
+    nbytes = sum(p.nbytes for p in network(size).model.parameters())
+    loop = network(size, make, **({"bucket_bytes": nbytes // parts} if parts else {}))
+    before = [dict(group) for group in loop.optimizer.param_groups]
+
+    def after(i: int) -> None:
+        factor = factors[(i + 1) % len(factors)]
+        for group, was in zip(loop.optimizer.param_groups, before, strict=True):
+            for key, value in was.items():
+                if key == "lr" or (type(value) is float and factor):
+                    group[key] = value * factor
+                elif isinstance(value, tuple) and factor:
+                    group[key] = tuple(v * factor for v in value)
+
+    after(-1)
+    loop.after = after
+    return loop
+
+
+CASES |= {f"numbers_of_{name}": partial(numbers, name) for name in OPTIMIZERS}
+CASES |= {f"foreach_{name}": partial(numbers, name, parts=4, foreach=True)
+          for name in ("sgd", "adam", "adamw", "adagrad", "rmsprop")}  # fmt: skip
+CASES |= {f"fused_{name}": partial(numbers, name, parts=4, fused=True) for name in ("sgd", "adam", "adamw", "adagrad")}
+CASES |= {
+    "foreach_gpt2": partial(numbers, "adam", "gpt2", parts=4, foreach=True),
+    "fused_gpt2": partial(numbers, "sgd", "gpt2", parts=4, fused=True),
+    "adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=False),
+    "foreach_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=True),
+    "fused_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), fused=True),
+    "fused_sgd_from_zero": partial(numbers, "sgd", factors=(0, 1, 0.5), fused=True),
+}
+NIGHTLY |= {"foreach_gpt2", "fused_gpt2"}
+
+
+# ---------------------------------------------------------------------------------------------- steps of the user's own
+
+
+def trained(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: Callable[[Tensor, Tensor], Any] | None = None,
+    between: Callable[[], list[Tensor]] = list, **rest: Any,
+) -> Loop:  # fmt: skip
+    """``zero_grad``, loss, ``backward``, and a step of each optimizer.
+
+    Args:
+        loss: returns the loss and what else is returned.
+        between: does something with gradients, and returns what is returned, too.
+    """
+    compute = loss or (lambda x, y: [F.cross_entropy(model(x), y)])
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        value, *more = compute(x, y)
+        value.backward()
+        more += between()
+        for optimizer in optimizers:
+            optimizer.step()
+        return value.detach(), *more
+
+    return own(step, [model], optimizers, pairs, **rest)
+
+
+@case
+def muon() -> Loop:
+    """Beside another optimizer for what is no matrix."""
+    model = net(8, 32, 32)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return trained(model, [torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(rest, 0.01)])
+
+
+@case
+def adafactor() -> Loop:
+    model = net(8, 32)
+    return trained(model, [torch.optim.Adafactor(model.parameters(), 0.05, weight_decay=0.01)])
+
+
+@case
+def norms() -> Loop:
+    """The step returns what it makes of gradients."""
+    model = net(8, 32, 32)
+
+    def clipped() -> list[Tensor]:
+        each = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+        return [each, nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
+
+    return trained(model, [adamw(model)], between=clipped)
+
+
+@case
+def gradients_returned() -> Loop:
+    """No optimizer: the step returns gradients."""
+    loop = network("small")
+
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        loss = F.cross_entropy(loop.model(x), y)
+        return [loss, *torch.autograd.grad(loss, list(loop.model.parameters()))]
+
+    return own(step, loop.models, [], loop.batch)
+
+
+@case
+def state_and_batch_returned() -> Loop:
+    """A clone of what the plan swaps, and a view of the batch."""
+    model = net(8, 32)
+    return trained(model, [adamw(model)], lambda x, y: [F.cross_entropy(model(x), y), model[0].weight.clone(), x[1:]])
+
+
+@case
+def metrics() -> Loop:
+    """The loss function returns more than the loss."""
+
+    def loss_fn(out: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return F.cross_entropy(out, y), {"right": (out.argmax(1) == y).sum(), "logits": out, "none": None}
+
+    model = net(8, 32)
+    return standard(model, loss_fn, adamw(model), pairs)
+
+
+@case
+def average_in_the_step() -> Loop:
+    model = net(8, 32)
+    mean, optimizer = copy.deepcopy(model).requires_grad_(False), adamw(model)
+    inner = trained(model, [optimizer]).given[0]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = inner(x, y)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
+        return loss
+
+    return own(step, [model, mean], [optimizer], pairs)
+
+
+@case
+def average_after_the_step() -> Loop:
+    model = net(8, 32)
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    loop = trained(model, [torch.optim.AdamW(model.parameters(), 0.01)], after=lambda _: mean.update_parameters(model))
+    loop.models = [model, mean]
+    return loop
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank (Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / rank)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * (self.drop(x) @ self.a.T @ self.b.T)
+
+
+@case
+def adapters() -> Loop:
+    model = net(8, 32, 32)
+    for i, layer in enumerate(model):
+        if isinstance(layer, nn.Linear):
+            model[i] = Adapted(layer)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    return trained(model, [torch.optim.AdamW(wanted, 0.01)])
+
+
+@case
+def gradient_penalty() -> Loop:
+    """WGAN-GP (Gulrajani et al., 2017): two models and losses, noise, a gradient of the loss of a gradient."""
+    make, judge = net(5, 32), nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01, (0.5, 0.9)) for m in (make, judge)]
+
+    def step(x: Tensor, _: Tensor) -> dict[str, Tensor]:
+        real, fake = x[:, :5], make(torch.randn(len(x), 5))
+        mix = torch.lerp(real, fake.detach(), torch.rand(len(x), 1)).requires_grad_()
+        (slope,) = torch.autograd.grad(judge(mix).sum(), mix, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        of_judge = judge(fake.detach()).mean() - judge(real).mean() + 10 * penalty
+        optimizers[1].zero_grad()
+        of_judge.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        of_make = -judge(fake).mean()
+        of_make.backward()
+        optimizers[0].step()
+        return {"judge": of_judge.detach(), "make": of_make.detach(), "penalty": penalty.detach()}
+
+    return own(step, [make, judge], optimizers, pairs, options={"keep_grads": True})
+
+
+@case
+def distillation() -> Loop:
+    teacher, student = net(8, 64).eval(), net(8, 16)
+
+    def loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            soft = teacher(x).softmax(1)
+        out = student(x)
+        kept = F.kl_div(out.log_softmax(1), soft, reduction="batchmean")
+        return F.cross_entropy(out, y) + kept, out.detach().argmax(1)
+
+    loop = trained(student, [adamw(student)], loss)
+    loop.models = [teacher, student]
+    return loop
+
+
+# ---------------------------------------------------------------------------------------------------------------- hooks
+
+
+@case
+def of_gradients() -> Loop:
+    loop = network("mlp", sgd)
+    loop.model[0].weight.register_hook(lambda grad: 0.5 * grad)
+
+    def triple(p: Tensor) -> None:
+        p.grad.mul_(3)
+
+    loop.model[-1].bias.register_post_accumulate_grad_hook(triple)
+    return loop
+
+
+@case
+def around_the_optimizer() -> Loop:
+    loop = network("mlp", sgd)
+
+    def clip(*_: object) -> None:
+        loop.model[-1].weight.grad.clamp_(-0.01, 0.01)
+
+    def project(*_: object) -> None:
+        loop.model[0].weight.data.clamp_(-0.2, 0.2)
+
+    loop.optimizer.register_step_pre_hook(clip)
+    loop.optimizer.register_step_post_hook(project)
+    return loop
+
+
+@case
+def optimizer_in_backward() -> Loop:
+    """The optimizer's step of one parameter within the backward pass."""
+    loop = network("mlp", sgd)
+    bias = loop.optimizer.param_groups[0]["params"].pop()
+    inner = torch.optim.SGD([bias], lr=0.01)
+
+    def step(_: Tensor) -> None:
+        inner.step()
+        inner.zero_grad()
+
+    bias.register_post_accumulate_grad_hook(step)
+    return loop
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.filterwarnings(
+    "error:Detected call of `lr_scheduler", "ignore:The epoch parameter", "ignore:None of the inputs have requires_grad"
+)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
+def test_equal_to_eager(name: str) -> None:
+    """Under every kind of plan, at the smallest limit at which it is feasible; micro-batches one by one and at once."""
+    twins = Twins(CASES[name])
+    captured = twins.captured()
+    before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
+    for kind in (*KINDS, "reruns") if name in NETWORKS else KINDS:
+        plan = plan_of(captured.program, kind, zlib.crc32(name.encode()), nothing=0.1)
+        assert {type(d) for d in plan.decisions} >= set(KINDS.get(kind, ()))
+        step = tight(captured, plan)
+        twins.train(step, 2)
+        if twins.ours.count > 1:
+            twins.train(step, 1, at_once=True)
+            twins.train(step)
+        assert step.peak_bytes == step.order.peak <= step.limit
+        step.finish()
+    if twins.ours.after is int:
+        with step:
+            twins.train(step, 2, look=False)
+        twins.compare()
+    after = [p for model in twins.ours.models for p in model.parameters()]
+    assert not twins.ours.optimizers or not all(map(same, before, after))
