@@ -48,7 +48,7 @@ def keys(config: dict[str, object], prefix: str = "") -> list[str]:
 
 
 def public_names() -> dict[str, dict[str, list[str]]]:
-    """Commands, agents and algorithms with their settings, planners with their options, and figures."""
+    """Commands, agents and algorithms with their settings, planners with their options, figures, and entry points."""
     config = ROOT / "configs"
     commands = {
         path.relative_to(config).with_suffix("").as_posix(): sorted(
@@ -57,9 +57,14 @@ def public_names() -> dict[str, dict[str, list[str]]]:
         for pattern in ("*.yaml", "agent/*.yaml", "algo/*.yaml")
         for path in sorted(config.glob(pattern))
     }
+    modules = [path for path in tracked("*.py") if not path.is_relative_to(ROOT / "tests")]
+    entries = {
+        path.relative_to(ROOT).as_posix() for path in modules if 'if __name__ == "__main__":' in path.read_text()
+    }
     figures = sorted(path.stem for path in (config / "figure").glob("*.yaml"))
     planners = {name: sorted(agents.options(name)) for name in sorted(agents.PLANNERS)}
-    return {"commands": commands, "planners": planners, "figures": {name: [] for name in figures}}
+    found = {"commands": commands, "planners": planners}
+    return found | {"figures": {name: [] for name in figures}, "entries": {name: [] for name in sorted(entries)}}
 
 
 def allowed(kind: str, base: int) -> int:
@@ -78,7 +83,7 @@ def test_the_markdown_has_no_more_words_than_its_budget() -> None:
     assert sum(words.values()) <= allowed("words", BUDGET["words"]), sorted(words.items(), key=lambda one: -one[1])[:10]
 
 
-@pytest.mark.parametrize("kind", ["commands", "planners", "figures"])
+@pytest.mark.parametrize("kind", ["commands", "planners", "figures", "entries"])
 def test_what_users_can_name_is_the_frozen_list(kind: str) -> None:
     found, frozen = public_names()[kind], BUDGET["names"][kind]
     assert found.keys() == frozen.keys()

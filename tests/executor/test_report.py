@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
@@ -89,6 +90,7 @@ def modules_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[str]:
     return [line.split("  ")[0] for line in lines[begin + 1 : lines.index("", begin)]]
 
 
+@pytest.mark.nightly
 def test_a_page_has_fifteen_modules_and_forty_lines_at_most() -> None:
     x, y = NETWORKS["resnet"][1]()
     few = modules_of(ResNet(2, 2), x, y)

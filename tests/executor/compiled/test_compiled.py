@@ -121,6 +121,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
         compiled.compile(net, memory=0.9)(torch.randn(2, 8, 32))
 
 
+@pytest.mark.nightly
 def test_less_memory_takes_more_time() -> None:
     """The last network has an embedding, whose gradient is filled with zeros early and added to at the end."""
     mlp, x = blocks(), torch.randn(4, 64, 32)
@@ -173,6 +174,7 @@ class Broken(Net):
         return self.parts[1](x).square().mean()
 
 
+@pytest.mark.nightly
 def test_graphs_and_shapes() -> None:
     """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
     net = Broken(Block(32), Block(32))
@@ -202,6 +204,7 @@ def test_checkpoints_of_the_users_stay_and_are_named() -> None:
     assert "left as PyTorch" in str(CompiledReport(tuple(partitioner.graphs)))
 
 
+@pytest.mark.nightly
 def test_random_numbers_are_drawn_once() -> None:
     """The same masks in forward and backward: the gradients are those without a plan."""
     net, x = blocks(2, drop=0.5), torch.randn(4, 64, 32)
@@ -212,6 +215,7 @@ def test_random_numbers_are_drawn_once() -> None:
     assert partitioner.graphs[0].plan is not None
 
 
+@pytest.mark.nightly
 def test_statistics_of_batch_norm_are_written_once() -> None:
     torch.manual_seed(0)
     parts = [

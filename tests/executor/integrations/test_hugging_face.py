@@ -199,6 +199,7 @@ class Distilled:
         self.teacher, self.weights, self.factor = model().eval(), torch.rand(256), 0.5
 
 
+@pytest.mark.nightly
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     """What it reads of the Trainer is part of the step, and a number that changes is not overlooked."""
     pair = Pair(tmp_path, mixin=Distilled)
@@ -224,6 +225,7 @@ def test_other_ways_to_train_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         pair.ours.training_step(pair.ours.model, {})
 
 
+@pytest.mark.nightly
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     hf_trainer.main(["--steps", "2", "--memory", "70%"])
     page = capsys.readouterr().out

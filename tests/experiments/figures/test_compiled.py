@@ -33,6 +33,7 @@ def test_the_networks_have_a_loss(asked: DictConfig) -> None:
     assert model(x, y).shape == () and model(x, y).requires_grad
 
 
+@pytest.mark.nightly
 def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
         model: nn.Module, memory: int | float, planner: str = "capuchin", seconds: float = 1.0, mode: str = "recompute"
