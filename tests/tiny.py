@@ -55,3 +55,19 @@ PROGRAM = Program(
 LIMIT = 150
 SWAP_PLAN = Plan((Swap(A1, 1, 6),), PROGRAM.fingerprint, "by hand", LIMIT, "tiny")
 RECOMPUTE_PLAN = Plan((Recompute(A1, 1, 6),), PROGRAM.fingerprint, "by hand", LIMIT, "tiny")
+
+
+def just_hidden() -> tuple[Program, Machine, int]:
+    """``a`` is swapped beside kernels believed to take just as long; ``c`` is recomputed in less time than that."""
+    x, a, c, e = range(4)
+    tensors = (Tensor("x", 100, "parameter", True), *(Tensor(name, 10**8) for name in "ace"))
+    kernels = (
+        Kernel("a", "other", "forward", (x,), (a,), 10**7),
+        Kernel("c", "other", "forward", (x,), (c,), 2 * 10**6),
+        Kernel("while a is swapped out", "other", "forward", (x,), (), 105 * 10**6),
+        Kernel("large", "other", "forward", (x,), (), 10**6, workspace=2 * 10**8),
+        Kernel("while a is swapped in", "other", "forward", (x,), (), 105 * 10**6),
+        Kernel("e", "other", "forward", (a, c), (e,), 10**7),
+    )
+    program = Program("just hidden", tensors, kernels)
+    return program, MACHINE, program.peak_bytes - 10**8

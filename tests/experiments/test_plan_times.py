@@ -12,28 +12,12 @@ from agents.search.other_times import OtherTimes, TimesError
 from experiments.common.cli import UsageError
 from experiments.plan import summary as words, times
 from experiments.plan.summary import Best
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
+from simulator import Machine, Plan, Program, Recompute, Swap, simulate
 from tests.experiments.conftest import Run, chain
-from tests.tiny import MACHINE
+from tests.tiny import just_hidden
 
 H100 = Machine.load("h100")
 ERROR = TimesError(0.3, 0.25)
-
-
-def just_hidden() -> tuple[Program, Machine, int]:
-    """``a`` is swapped beside kernels believed to take just as long; ``c`` is recomputed in less time than that."""
-    x, a, c, e = range(4)
-    tensors = (Tensor("x", 100, "parameter", True), *(Tensor(name, 10**8) for name in "ace"))
-    kernels = (
-        Kernel("a", "other", "forward", (x,), (a,), 10**7),
-        Kernel("c", "other", "forward", (x,), (c,), 2 * 10**6),
-        Kernel("while a is swapped out", "other", "forward", (x,), (), 105 * 10**6),
-        Kernel("large", "other", "forward", (x,), (), 10**6, workspace=2 * 10**8),
-        Kernel("while a is swapped in", "other", "forward", (x,), (), 105 * 10**6),
-        Kernel("e", "other", "forward", (a, c), (e,), 10**7),
-    )
-    program = Program("just hidden", tensors, kernels)
-    return program, MACHINE, program.peak_bytes - 10**8
 
 
 def read(machine: Machine = H100, captured: bool = True, **keys: Any) -> times.Times:

@@ -7,8 +7,8 @@ import pytest
 
 from agents.planner import Infeasible
 from agents.search.other_times import ForFaster, OtherTimes, TimesError
-from simulator import Kernel, Plan, Program, Rerun, Swap, Tensor, simulate
-from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
+from simulator import Plan, Program, Rerun, Swap, simulate
+from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, just_hidden
 
 ERROR = TimesError(0.3, 0.25)
 
@@ -75,28 +75,16 @@ def test_an_error_out_of_range(kernel: float, step: float) -> None:
 
 
 def test_kernels_that_are_faster_hide_less() -> None:
-    """``a`` leaves and returns beside kernels that are believed to take just as long; ``c`` is made again in less time
-    than what they may not hide."""
-    x, a, c, e = range(4)
-    tensors = (Tensor("x", 100, "parameter", True), *(Tensor(name, 10**8) for name in "ace"))
-    kernels = (
-        Kernel("a", "other", "forward", (x,), (a,), 10**7),
-        Kernel("c", "other", "forward", (x,), (c,), 2 * 10**6),
-        Kernel("while it leaves", "other", "forward", (x,), (), 105 * 10**6),
-        Kernel("large", "other", "forward", (x,), (), 10**6, workspace=2 * 10**8),
-        Kernel("while it returns", "other", "forward", (x,), (), 105 * 10**6),
-        Kernel("e", "other", "forward", (a, c), (e,), 10**7),
-    )
-    program = Program("just hidden", tensors, kernels)
-    hidden, limit = Plan.of(program, (Swap(1, 1, 5),)), program.peak_bytes - 10**8
-    others = OtherTimes(program, MACHINE, limit, ERROR, draws=1)
+    program, machine, limit = just_hidden()
+    hidden = Plan.of(program, (Swap(1, 1, 5),))
+    others = OtherTimes(program, machine, limit, ERROR, draws=1)
     planner = ForFaster([hidden], ERROR, calls=400, min_bytes=0)
-    found = planner.plan(program, MACHINE, limit)
+    found = planner.plan(program, machine, limit)
     assert (found.fingerprint, found.planner, found.limit) == (program.fingerprint, planner.name, limit)
     assert 1 < planner.simulator_calls <= 400
     spread, before = others.spread(found), others.spread(hidden)
     assert spread.fast < before.fast and spread.said > before.said == 0
-    assert found == planner.plan(program, MACHINE, limit)
+    assert found == planner.plan(program, machine, limit)
 
 
 @pytest.mark.parametrize(("starts", "min_bytes"), [
