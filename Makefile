@@ -14,7 +14,8 @@ train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" $(ARGS)
+	@begin=$$(date +%s); $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" $(ARGS); status=$$?; \
+	echo "make test: $$(($$(date +%s) - begin)) s of the 360 that it may take on two quiet cores"; exit $$status
 
 # What takes long: networks, commands, committed figures, Inductor, more cases of each property. SEED=random draws new ones.
 nightly: $(STAMP)
