@@ -219,12 +219,16 @@ class MemoryEditVectorEnv(BatchVectorEnv):
         super().__init__(
             num_envs, batch, autoreset_mode, max_episode_steps, spaces.Discrete(batch.actions), _space(batch)
         )
-        self._copy, self._shown = copy, _views(batch)
+        self._copy = copy
 
     @property
     def tasks(self) -> tuple[EditTask, ...]:
         """The tasks that episodes are drawn from."""
         return self._batch.tasks
+
+    @property
+    def _shown(self) -> Observation:  # type: ignore[override]
+        return _views(self._batch)
 
     def _seed(self, i: int, seed: int) -> None:
         self._batch.seed(i, seed)

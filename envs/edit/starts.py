@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from simulator.compiled.encoding import Ints
+from simulator.modes import STAYS
 
 if TYPE_CHECKING:
     from envs.edit.task import EditTask
@@ -26,7 +29,8 @@ def plans_from(task: EditTask, start: str) -> list[Ints]:
 
         found = Guided(task.engine, task.moves)
         decoded(trained(WEIGHTS), found, task.mode)
-        task.priors = task.moves.weights - LEAST
+        task.priors = np.maximum(task.moves.weights - LEAST, 0.0)
+        task.priors[:, STAYS] = 1.0 - task.priors.sum(1)
         return [rows for _, rows in found.plans]
     if start == "heuristic":
         best, _, _ = annealing.start(task.program, task.machine, task.limit, task.engine, task.mode, task.min_bytes)

@@ -1,5 +1,6 @@
 """``GpuMemoryEdit-v0``: what it reports is what the simulator says, and many walkers are as many environments."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_many_walkers_are_as_many_environments() -> None:
         over = ended | truncated
 
 
+def test_a_copy_goes_on_by_itself() -> None:
+    env = MemoryEditVectorEnv(2, limit=0.6, neighbours=8, budget=40)
+    env.reset(seed=1)
+    other = copy.deepcopy(env)
+    for _ in range(30):
+        for one, same in zip(env.step(np.zeros(2, np.int64))[:4], other.step(np.zeros(2, np.int64))[:4], strict=True):
+            np.testing.assert_equal(one, same)
+
+
 def test_where_plans_start() -> None:
     program, machine = small_task()
     limit = int(0.6 * program.peak_bytes)
@@ -101,6 +111,7 @@ def test_where_plans_start() -> None:
         env = MemoryEditEnv(program, machine, limit, start=start)
         overheads[start] = env.reset(seed=0)[1]["overhead"]
         assert env.tasks[0].start_calls > 0
+        assert np.allclose(env.tasks[0].priors.sum(1), 1)
     assert overheads["heuristic"] <= overheads["empty"]
     env = MemoryEditEnv(program, machine, limit, start="empty")
     env.reset(seed=0)
