@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.timeline import BlockEvent, Span, memory_curve
+from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
 
 Cause = Literal["admission", "compute", "data", "memory"]
 Sharing = Literal["fifo", "shared"]
@@ -123,6 +123,10 @@ class JobTimeline:
         lasts = self.iterations_ns
         return sum(lasts) / len(lasts) if lasts else float("nan")
 
+    def stall_ns(self, cause: Cause) -> int:
+        """How long it waited for this, in all."""
+        return sum(s.end_ns - s.start_ns for s in self.stalls if s.cause == cause)
+
     @cached_property
     def held(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes that the job holds after this), in order."""
@@ -158,6 +162,36 @@ class JobsTimeline:
     def copies_ns(self, stream: Literal["d2h", "h2d"]) -> int:
         """How long copies in this direction were under way."""
         return sum(s.end_ns - s.start_ns for job in self.jobs for s in job.spans if s.stream == stream)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as lists and numbers."""
+        out = asdict(self)
+        for job, entry in zip(self.jobs, out["jobs"], strict=True):
+            entry |= {name: [list(x) for x in getattr(job, name)] for name in ("spans", "events", "stalls", "switches")}
+        out["evictions"] = [e._asdict() for e in self.evictions]
+        return out
+
+    def perfetto(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls, what it holds and the
+        instants at which it changes its plan; one more process for the memory of all."""
+        events: list[dict[str, Any]] = []
+        for pid, (job, ran) in enumerate(zip(jobs, self.jobs, strict=True), 1):
+            events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
+            for tid, track in enumerate((*STREAMS, "waits"), 1):
+                events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
+            for s in ran.spans:
+                table = job.program.kernels if s.stream == "compute" else job.program.tensors
+                what = table[s.index].name
+                events.append(_piece(pid, STREAMS.index(s.stream) + 1, s.kind, what, s.start_ns, s.end_ns))
+            tid = len(STREAMS) + 1
+            events += [_piece(pid, tid, "wait", stall.cause, stall.start_ns, stall.end_ns) for stall in ran.stalls]
+            for time, plan in ran.switches:
+                what = f"plan {plan}"
+                events.append({"ph": "i", "s": "p", "pid": pid, "tid": 1, "name": what, "ts": time / 1000})
+            events += _counter(pid, ran.held)
+        everybody = len(jobs) + 1
+        events.append({"ph": "M", "pid": everybody, "name": "process_name", "args": {"name": "all jobs"}})
+        return {"traceEvents": events + _counter(everybody, self.memory), "displayTimeUnit": "ns"}
 
 
 class Record:
@@ -202,3 +236,13 @@ def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEven
     """The block events of all jobs, in order."""
     events = [iter(job.events) for job in jobs]
     return [next(events[j]) for j in order]
+
+
+def _piece(pid: int, tid: int, kind: str, name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
+    label = name if kind in ("kernel", "wait") else f"{kind} {name}"
+    return {"ph": "X", "pid": pid, "tid": tid, "cat": kind, "name": label, "ts": start_ns / 1000,
+            "dur": (end_ns - start_ns) / 1000}  # fmt: skip
+
+
+def _counter(pid: int, curve: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [{"ph": "C", "pid": pid, "name": "memory", "ts": t / 1000, "args": {"bytes": used}} for t, used in curve]

@@ -1,5 +1,6 @@
 """Several jobs: cases computed by hand, one job alone, what always holds, and what a JobsTimeline is turned into."""
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -319,6 +320,27 @@ JOBS = (
     Job("late", tiny.PROGRAM, Plan(), 10**6, leaves_ns=20),
 )
 TIMELINE = simulate_jobs(JOBS, tiny.MACHINE, 200)
+
+
+def test_json():
+    out = json.loads(json.dumps(TIMELINE.to_dict()))
+    assert len(out["order"]) == sum(len(job["events"]) for job in out["jobs"])
+    assert out["jobs"][0]["spans"] == [list(s) for s in TIMELINE.jobs[0].spans]
+    assert out["evictions"][0].keys() == {"time_ns", "job", "tensor", "block", "nbytes", "wanted_by"}
+
+
+def test_perfetto_has_a_process_a_job():
+    trace = TIMELINE.perfetto(JOBS)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
+    assert names == {1: "a", 2: "b", 3: "late", 4: "all jobs"}
+    pieces = [e for e in trace if e["ph"] == "X"]
+    assert len(pieces) == sum(len(j.spans) + len(j.stalls) for j in TIMELINE.jobs)
+    first = next(e for e in pieces if e["cat"] == "swap_out" and e["pid"] == 1)
+    assert first["name"] == "swap_out a1" and first["dur"] == 0.04
+    marks = [(e["pid"], e["name"], e["ts"]) for e in trace if e["ph"] == "i"]
+    assert marks == [(2, "plan 1", TIMELINE.jobs[1].boundaries[0] / 1000)]
+    memory = [e["args"]["bytes"] for e in trace if e["ph"] == "C" and e["pid"] == 4]
+    assert max(memory) == TIMELINE.peak_bytes <= 200 and memory[-1] == 0
 
 
 def test_what_each_holds_adds_up():
