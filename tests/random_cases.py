@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from simulator import Engine, Machine, rules, simulate, simulate_jobs
-from simulator.compiled.engine import NEVER, rows_of
+from simulator.compiled.engine import NEVER, cores, rows_of
 from simulator.decisions import Decision, Recompute, Rerun, Swap
 from simulator.job import Job, JobsDeadlock, Sharing
 from simulator.lowered import Lowered
@@ -293,6 +294,14 @@ def digest(cases: Iterable[Case | JobsCase]) -> str:
     return found.hexdigest()[:16]
 
 
+def checked(seeds: range) -> tuple[str, str]:
+    """Returns what differs in the first case that is wrong ("": none), and the digest of the results."""
+    for seed in seeds:
+        if found := difference(any_case(seed)):
+            return f"seed {seed}: {any_case(seed)}\n{found}", ""
+    return "", digest(map(any_case, seeds))
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -302,22 +311,26 @@ def main() -> None:
     given = parser.parse_args()
     start = secrets.randbelow(2**40) if given.seed == "random" else int(given.seed)
     every = json.loads(DIGESTS.read_text())
-    known = every["programs"]
-    for first in range(start, start + given.cases, BLOCK):
-        seeds = range(first, min(first + BLOCK, start + given.cases))
-        for seed in seeds:
-            if found := difference(any_case(seed)):
-                sys.exit(f"seed {seed}: {any_case(seed)}\n{found}")
-        if len(seeds) < BLOCK or first % BLOCK:
-            print(f"{first} to {seeds[-1]}: equal", flush=True)
-            continue
-        now, block = digest(map(any_case, seeds)), first // BLOCK
-        right = "new" if block >= len(known) else "as it was" if known[block] == now else f"it was {known[block]}"
-        print(f"{first} to {seeds[-1]}: equal, {now}: {right}", flush=True)
-        known[block : block + 1] = [now]
+    known, changed = every["programs"], []
+    end = start + given.cases
+    blocks = [range(first, min(first + BLOCK, end)) for first in range(start, end, BLOCK)]
+    with multiprocessing.get_context("spawn").Pool(cores()) as pool:
+        for seeds, (wrong, now) in zip(blocks, pool.imap(checked, blocks), strict=True):
+            if wrong:
+                sys.exit(wrong)
+            if len(seeds) < BLOCK or seeds[0] % BLOCK:
+                print(f"{seeds[0]} to {seeds[-1]}: equal", flush=True)
+                continue
+            block = seeds[0] // BLOCK
+            right = "new" if block >= len(known) else "as it was" if known[block] == now else f"it was {known[block]}"
+            print(f"{seeds[0]} to {seeds[-1]}: equal, {now}: {right}", flush=True)
+            changed += [str(block)] if right.startswith("it was") else []
+            known[block : block + 1] = [now]
     if given.write:
         every["jobs"] = digest(map(jobs_case, range(JOBS)))
         DIGESTS.write_text(json.dumps(every, indent=1) + "\n")
+    elif changed:
+        sys.exit(f"the results of these blocks are not those of before: {', '.join(changed)}; --write accepts them")
 
 
 if __name__ == "__main__":
