@@ -57,7 +57,8 @@ def run_rank(rank: int, folder: str, make: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("make", [with_interpreter, with_inductor])
 def test_two_ranks_of_ddp_train_as_without_a_plan(make: Any, tmp_path: Path) -> None:
     # A fork of a process that Inductor has compiled in would wait for its threads for ever.
     torch.multiprocessing.start_processes(run_rank, (str(tmp_path), make), nprocs=2, start_method="spawn")
