@@ -301,10 +301,6 @@ class Engine:
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (RULES.md), int64 (kernels,), in a new array."""
         self._lower(self._work, rows)
-        return self.last_residency()
-
-    def last_residency(self) -> Ints:
-        """``residency`` of the plan that ``score`` was asked last."""
         return self._work.by_kernel[PLANNED, :-1].copy()
 
     def on_host(self, rows: Ints) -> int:
