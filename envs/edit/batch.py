@@ -73,7 +73,6 @@ class EditBatch:
         self.calls = np.zeros(count, np.int64)
         self.over = np.ones(count, np.bool_)
         self._ints = np.zeros((count, of.INTS), np.int64)  # of each walker's task, copied
-        self._start = np.zeros(count, np.int64)
         self._random = [np.random.default_rng() for _ in range(count)]
         self._ages = np.log1p(np.arange(AGES))
         self._ideal = np.array([task.ideal_ns for task in self.tasks], np.float64)
@@ -98,7 +97,7 @@ class EditBatch:
             walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
             walkers.best[i, : len(begin.rows)] = begin.rows
             walkers.ints[i] = 0
-            walkers.ints[i, [of.NOW_NS, of.BEST_NS, of.START_NS, of.TIME_NS]] = begin.iteration_ns
+            walkers.ints[i, [of.NOW_NS, of.BEST_NS, of.TIME_NS]] = begin.iteration_ns
             walkers.ints[i, of.BEST_ROWS] = len(begin.rows)
             walkers.ints[i, of.BUDGET] = 2 * len(chosen.graph) if self.budget is None else self.budget
             walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1

@@ -100,7 +100,3 @@ class EditTask:
         bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
         duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)
         return Times(bins, duration, np.zeros((5, n)), np.zeros((4, m)), np.zeros(m, np.int64))
-
-    def overhead(self, iteration_ns: float) -> float:
-        """Overhead of an iteration time, in points (hundredths of the ideal time)."""
-        return 100.0 * (iteration_ns / self.ideal_ns - 1)

@@ -29,21 +29,7 @@ from simulator.compiled.encoding import (
 from simulator.compiled.jit import stage
 from simulator.compiled.scoring import score_one
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
-from simulator.moves.plan_moves import (
-    PRUNE,
-    PlanArrays,
-    _fits,
-    _fullest,
-    _pick,
-    _settle,
-    _shifted,
-    _start,
-    _way,
-    _weighted_off,
-    propose,
-    put,
-    uniform,
-)
+from simulator.moves.plan_moves import PlanArrays, _shifted, _start, propose, prune, put, repair, rows_in_use, uniform
 
 FILL, SHIFT, MODES = 0, 4, 5  # changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
 CHANGES = 10  # of a neighbour, at most
@@ -53,9 +39,9 @@ METROPOLIS, BETTER, ALWAYS = range(3)
 LOOK = 0.02  # of the ideal time: a plan slower than the present one by more is not simulated to its end
 FAILED = 2.0  # points: the effect that is reported of a plan that does not fit, or that is slower by more than LOOK
 
-# Columns of Walkers.ints: time of the present, best and start plan; edits tried, accepted, tried since the best; rows
+# Columns of Walkers.ints: time of the present and the best plan; edits tried, accepted, tried since the best; rows
 # of the best plan; the budget; what the last trial did: TIME_NS (NEVER: no plan), whether it was ACCEPT-ed.
-NOW_NS, BEST_NS, START_NS, STEPS, ACCEPTED, SINCE, BEST_ROWS, BUDGET, TIME_NS, ACCEPT, INTS = range(11)
+NOW_NS, BEST_NS, STEPS, ACCEPTED, SINCE, BEST_ROWS, BUDGET, TIME_NS, ACCEPT, INTS = range(10)
 
 
 class Walkers(NamedTuple):
@@ -180,43 +166,18 @@ def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
 @stage
 def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[no-untyped-def]
     """Makes ``new`` the plan with gap g in another mode, repaired and pruned as ``propose`` does; False: no plan."""
-    nbytes, ways, weights, differ = gaps.nbytes, gaps.ways, gaps.weights, scratch.differ
-    rows, m, n = now.rows, now.on.shape[0], now.load.shape[0]
+    nbytes, differ, rows = gaps.nbytes, scratch.differ, now.rows
     _start(now, new, differ)
     if mode == FILL:
         put(new, nbytes, differ, g, False, rows[g])
     elif mode == SHIFT:
-        _shifted(rng, rows[g], gaps.opens[g], gaps.since[g], n, scratch.row)
+        _shifted(rng, rows[g], gaps.opens[g], gaps.since[g], now.load.shape[0], scratch.row)
         put(new, nbytes, differ, g, True, scratch.row)
     else:
-        put(new, nbytes, differ, g, True, ways[g, mode])
+        put(new, nbytes, differ, g, True, gaps.ways[g, mode])
         if not now.on[g]:
-            for _ in range(PRUNE):
-                j = _pick(rng, new.on, True)
-                if j != g and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
-                    put(new, nbytes, differ, j, False, new.rows[j])
-    for _ in range(m):
-        k = _fullest(new.load, limit)
-        if k < 0:
-            _settle(new, gaps.earlier, differ)
-            return True
-        j = _weighted_off(rng, new.on, weights, new.rows, g, k)
-        if j < 0:
-            return False
-        put(new, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
-    return False
-
-
-@stage
-def _rows_in_use(plan, out):  # type: ignore[no-untyped-def]
-    """Writes the rows of the gaps that a plan empties; returns how many."""
-    count = 0
-    for g in range(plan.on.shape[0]):
-        if plan.on[g]:
-            for c in range(out.shape[1]):
-                out[count, c] = plan.rows[g, c]
-            count += 1
-    return count
+            prune(rng, limit, nbytes, new, differ, g)
+    return repair(rng, limit, gaps, new, differ, g)
 
 
 @stage(entry=True)
@@ -263,7 +224,7 @@ def step(  # type: ignore[no-untyped-def]
             ints[ACCEPT] = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
         else:
             valid = True
-        ns, rows = NEVER, _rows_in_use(new, scratch.plan)
+        ns, rows = NEVER, rows_in_use(new, scratch.plan)
         if asked:
             ns = answer_ns
         elif valid:

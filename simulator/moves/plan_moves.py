@@ -258,6 +258,42 @@ def _fullest(load, limit):  # type: ignore[no-untyped-def]
     return k
 
 
+@stage
+def prune(rng, limit, nbytes, new, differ, i):  # type: ignore[no-untyped-def]
+    """Fills random emptied gaps other than gap i where the limit holds."""
+    for _ in range(PRUNE):
+        j = _pick(rng, new.on, True)
+        if j != i and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
+            put(new, nbytes, differ, j, False, new.rows[j])
+
+
+@stage
+def repair(rng, limit, gaps, new, differ, i):  # type: ignore[no-untyped-def]
+    """Empties random gaps other than gap i, open where the load is largest, until the plan fits; whether it does."""
+    for _ in range(new.on.shape[0]):
+        k = _fullest(new.load, limit)
+        if k < 0:
+            _settle(new, gaps.earlier, differ)
+            return True
+        j = _weighted_off(rng, new.on, gaps.weights, new.rows, i, k)
+        if j < 0:
+            return False
+        put(new, gaps.nbytes, differ, j, True, gaps.ways[j, _way(rng, gaps.weights, j)])
+    return False
+
+
+@stage
+def rows_in_use(plan, out):  # type: ignore[no-untyped-def]
+    """Writes the rows of the gaps that a plan empties; returns how many."""
+    count = 0
+    for i in range(plan.on.shape[0]):
+        if plan.on[i]:
+            for c in range(out.shape[1]):
+                out[count, c] = plan.rows[i, c]
+            count += 1
+    return count
+
+
 @stage(entry=True)
 def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def]
     """Makes ``new`` a neighbour of the plan ``now`` that fits, and writes its rows in use into ``scratch.plan``.
@@ -266,7 +302,7 @@ def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def
         How many rows, or -1 where no move was found.
     """
     nbytes, ways, weights, (differ, row, plan) = gaps.nbytes, gaps.ways, gaps.weights, scratch
-    rows, on, m, n = now.rows, now.on, now.on.shape[0], now.load.shape[0]
+    rows, on, n = now.rows, now.on, now.load.shape[0]
     for _ in range(TRIES):
         _start(now, new, differ)
         kind = uniform(rng)
@@ -275,10 +311,7 @@ def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def
             if i < 0:
                 continue
             put(new, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
-            for _ in range(PRUNE):
-                j = _pick(rng, new.on, True)
-                if j != i and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
-                    put(new, nbytes, differ, j, False, new.rows[j])
+            prune(rng, limit, nbytes, new, differ, i)
         else:
             i = _pick(rng, on, True)
             if i < 0:
@@ -295,19 +328,6 @@ def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def
                 put(new, nbytes, differ, i, True, row)
             else:
                 continue
-        for _ in range(m):
-            k = _fullest(new.load, limit)
-            if k < 0:
-                _settle(new, gaps.earlier, differ)
-                count = 0
-                for j in range(m):
-                    if new.on[j]:
-                        for c in range(plan.shape[1]):
-                            plan[count, c] = new.rows[j, c]
-                        count += 1
-                return count
-            j = _weighted_off(rng, new.on, weights, new.rows, i, k)
-            if j < 0:
-                break
-            put(new, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
+        if repair(rng, limit, gaps, new, differ, i):
+            return rows_in_use(new, plan)
     return -1
