@@ -2,21 +2,7 @@
 
 The state is a feasible plan with its simulated timeline. A step simulates one of M neighbours of the plan and takes it
 or not; the episode ends after ``budget`` simulator calls, or when the plan costs no time. Every edit can be undone by
-another one. Observation (G gaps of the largest task, M neighbours; all floats in [-10, 10], sizes relative to the
-excess over the limit and times to the ideal iteration, so that nothing depends on a program's size):
-
-- ``static`` (G, F) float32: what no edit changes of a gap (gap_graph.py), and the log prior of its modes.
-- ``gaps`` (G, 32) float32: mode (4, one-hot), shifted; stall at its return, stalls for memory and for data within,
-  share of all stalls, least slack over its size, whether it could be filled, share of its time without slack; lateness
-  of the copy out, earliness of the copy in at its end and start, recomputation; steps since it changed; and for each
-  of its 5 actions the effect of the last trial, steps and accepted edits since.
-- ``bins`` (64, 19) float32: 12 static columns of each bin of time; least and mean slack, stalls for data and memory,
-  load of both links, recomputation.
-- ``plan`` (6,) float32: overhead, distance to the best, part of the budget, temperature, tries since the best,
-  accepted edits.
-- ``edits`` (M, 10) int32: the changes of each neighbour as gap * 5 + mode, -1 where it has fewer; modes: 0 fill, 1
-  swap, 2 recompute, 3 recompute and keep, 4 shift.
-- ``action_mask`` (M,) int8. ``task`` int64: index into ``env.unwrapped.tasks``, which hold the static graph.
+another one.
 """
 
 from __future__ import annotations
@@ -103,6 +89,22 @@ INFOS = (
 
 class MemoryEditEnv(gymnasium.Env[Observation, np.int64]):
     """Edits one plan at a time.
+
+    Observation (G gaps of the largest task, M neighbours; all floats in [-10, 10], sizes relative to the excess over
+    the limit and times to the ideal iteration, so that nothing depends on a program's size):
+
+    - ``static`` (G, F) float32: what no edit changes of a gap (gap_graph.py), and the log prior of its modes.
+    - ``gaps`` (G, 32) float32: mode (4, one-hot), shifted; stall at its return, stalls for memory and for data
+      within, share of all stalls, least slack over its size, whether it could be filled, share of its time without
+      slack; lateness of the copy out, earliness of the copy in at its end and start, recomputation; steps since it
+      changed; and for each of its 5 actions the effect of the last trial, steps and accepted edits since.
+    - ``bins`` (64, 19) float32: 12 static columns of each bin of time; least and mean slack, stalls for data and
+      memory, load of both links, recomputation.
+    - ``plan`` (6,) float32: overhead, distance to the best, part of the budget, temperature, tries since the best,
+      accepted edits.
+    - ``edits`` (M, 10) int32: the changes of each neighbour as gap * 5 + mode, -1 where it has fewer; modes: 0 fill,
+      1 swap, 2 recompute, 3 recompute and keep, 4 shift.
+    - ``action_mask`` (M,) int8. ``task`` int64: index into ``env.unwrapped.tasks``, which hold the static graph.
 
     Args:
         program: one or several programs, names (tasks.py) or paths; None: a small built-in task.
