@@ -71,7 +71,7 @@ def profiled(
 def built(network: str, device: str) -> Network:
     """A network that is really trained, its optimizer as PyTorch chooses; see ``profiled``."""
     if network in NETWORKS:
-        return build(network, device, foreach=None)
+        return build(network, device)
     if ":" not in network:
         raise WorkloadError(f"network: expected one of {', '.join(NETWORKS)}, or 'pkg.mod:factory', got {network!r}")
     model, loss_fn, optimizer, batch = own(target=network)

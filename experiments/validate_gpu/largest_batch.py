@@ -119,7 +119,7 @@ class Tries:
 
     def _reason(self, batch: int) -> str:
         try:
-            network = build(self.name, self.device, foreach=None, batch=batch)
+            network = build(self.name, self.device, batch=batch)
             if self.method == "ours":
                 return self._ours(network)
             forward = None
@@ -197,12 +197,12 @@ def _train(network: Network, device: str, forward: Callable[[Tensor], Any] | Non
 def _need(name: str, device: str) -> int:
     """Bytes that eager takes at the network's own batch: reserved by PyTorch's allocator, or counted (CPU)."""
     if device != "cuda":
-        return _train(build(name, device, foreach=None), device)
-    _train(build(name, device, foreach=None), device)  # libraries take what they keep
+        return _train(build(name, device), device)
+    _train(build(name, device), device)  # libraries take what they keep
     give_back()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    _train(build(name, device, foreach=None), device)
+    _train(build(name, device), device)
     return int(torch.cuda.max_memory_reserved() - before)
 
 

@@ -36,7 +36,10 @@ class Network:
 
     def captured(self, machine: Machine) -> Captured:
         """Its step as a program, with durations for a machine; raises CaptureError."""
-        return capture(self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name)
+        return capture(
+            self.model, self.loss_fn, self.optimizer, self.batch,
+            machine=machine, name=self.name, bucket_bytes=64 * MIB,
+        )  # fmt: skip
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """One eager training step; returns the loss. ``forward`` in the place of the model, if given."""
@@ -133,13 +136,9 @@ def reads_numbers(name: str) -> bool:
         return NETWORKS[name][1](1)[1][0].dtype == torch.int64
 
 
-def build(
-    name: str, device: str, seed: int = 0, foreach: bool | None = False, batch: int | None = None,
-    capturable: bool = False,
-) -> Network:  # fmt: skip
+def build(name: str, device: str, seed: int = 0, batch: int | None = None, capturable: bool = False) -> Network:
     """A network with random content; the same seed gives the same on one device.
 
-    ``foreach``: of the optimizer; None as PyTorch chooses, False one parameter at a time, as captured steps do it.
     ``capturable``: an AdamW that reads no number on the host, as a graph needs it; SGD reads none.
     """
     torch.manual_seed(seed)
@@ -148,9 +147,9 @@ def build(
         model, data, loss_fn = make(batch or own)
     text = data[0].dtype == torch.int64
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach, capturable=capturable)
+        torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable)
         if text
-        else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=foreach)
+        else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     )
     blocks = tuple(m for m in model.modules() if isinstance(m, BLOCKS))
     return Network(name, model, loss_fn, optimizer, data, blocks)

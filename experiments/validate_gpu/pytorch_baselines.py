@@ -16,7 +16,7 @@ setting is the mildest whose measured peak is within the limit, by bisection. Ch
 (b) To find the setting, STEPS steps are run. It is then timed over ``steps`` steps that take turns with eager's.
 (c) The peak is that of the measured steps, PyTorch's allocator's ``allocated``.
 (d) On the CPU storages seen by a dispatch mode are counted, for ours its ledger; offloading needs a GPU to gain.
-(e) Optimizers are as PyTorch chooses (``foreach``), except for ours, which updates one parameter at a time.
+(e) Optimizers are as PyTorch chooses (``foreach``); ours updates in buckets of 64 MiB.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
 CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU's is too large to be emptied quickly
-OURS: dict[str, dict[str, int]] = {
-    "capuchin": {},
-    "superneurons": {},
-    "lp_round": {"calls": 2000},
-}  # planners and options
+OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
 METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
 NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
@@ -173,7 +169,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _build(name: str, device: str) -> Network:
     give_back()
-    return build(name, device, foreach=None)
+    return build(name, device)
 
 
 def trial(
