@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.edit import walkers as of
-from envs.edit.task import BOUND, EditTask
+from envs.edit.task import BOUND, EditTask, Start
 from envs.edit.walkers import BIN_COLUMNS, BINS, CHANGES, MODES, PLAN_COLUMNS, TRIAL_COLUMNS, WHOLE_COLUMNS
 from simulator.compiled.encoding import NEVER, decisions_of
 from simulator.plan import Plan
@@ -34,19 +34,20 @@ class EditBatch:
 
     Args:
         neighbours: M. edits: "neighbours", or "gap": an action is a gap and a mode.
-        budget: simulator calls of an episode; None: twice the gaps of its task.
+        budget: simulator calls of an episode; two numbers: drawn log-uniformly between them; None: twice the gaps.
         reward, shaping, reference, accept, hot, cold: see env.py.
     """
 
     def __init__(
         self, tasks: Sequence[EditTask], count: int, neighbours: int = 64, edits: str = "neighbours",
-        budget: int | None = None, accept: str = "metropolis", hot: float = 1e-3, cold: float = 3e-5,
-        reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
+        budget: int | tuple[int, int] | None = None, accept: str = "metropolis", hot: float = 1e-3,
+        cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         for name, value, known in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
             if value not in known:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
-        if neighbours < 1 or (budget is not None and budget < 1):
+        least = budget[0] if isinstance(budget, tuple) else budget
+        if neighbours < 1 or (least is not None and least < 1):
             raise ValueError(f"neighbours, budget: expected at least 1, got {neighbours} and {budget}")
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
@@ -89,28 +90,51 @@ class EditBatch:
         """
         for i in np.flatnonzero(which).tolist():
             t = int(self._random[i].integers(len(self.tasks))) if task is None else range(len(self.tasks))[task]
-            self.task[i] = t
-            chosen, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
-            begin = chosen.starts[min(start, len(chosen.starts) - 1)]
-            moves.reset(begin.rows)
-            walkers.rows[i], walkers.on[i], walkers.load[i] = moves.rows, moves.on, moves.load
-            walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
-            walkers.best[i, : len(begin.rows)] = begin.rows
-            walkers.ints[i] = 0
-            walkers.ints[i, [of.NOW_NS, of.BEST_NS, of.TIME_NS]] = begin.iteration_ns
-            walkers.ints[i, of.BEST_ROWS] = len(begin.rows)
-            walkers.ints[i, of.BUDGET] = 2 * len(chosen.graph) if self.budget is None else self.budget
-            walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1
-            self.static[i], self.gaps[i] = 0, 0
-            self.static[i, : len(chosen.graph)] = chosen.static
-            self.bins[i, :, : chosen.static_bins.shape[1]] = chosen.static_bins
-            self._show_plan(i)
+            starts = self.tasks[t].starts
+            self._begin(i, t, starts[min(start, len(starts) - 1)])
         for t, members in self._by_task(which):
             if not self.by_gap:
                 of.draw_all(self._walkers[t], members, *self._moved(t))
         self._finish(which)
         self.rewards[which], self.terminated[which], self.truncated[which] = 0, False, False
         self.accepted[which], self.feasible[which], self.over[which] = False, True, False
+
+    def _begin(self, i: int, t: int, start: Start) -> None:
+        """Begins an episode of walker i with a plan of task t."""
+        chosen, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+        self.task[i] = t
+        moves.reset(start.rows)
+        walkers.rows[i], walkers.on[i], walkers.load[i] = moves.rows, moves.on, moves.load
+        walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
+        walkers.best[i, : len(start.rows)] = start.rows
+        walkers.ints[i] = 0
+        walkers.ints[i, [of.NOW_NS, of.BEST_NS, of.TIME_NS]] = start.iteration_ns
+        walkers.ints[i, of.BEST_ROWS] = len(start.rows)
+        walkers.ints[i, of.BUDGET] = self._calls(i, chosen)
+        walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1
+        self.static[i], self.gaps[i] = 0, 0
+        self.static[i, : len(chosen.graph)] = chosen.static
+        self.bins[i, :, : chosen.static_bins.shape[1]] = chosen.static_bins
+        self._show_plan(i)
+
+    def _calls(self, i: int, task: EditTask) -> int:
+        """Simulator calls of an episode of walker i."""
+        if isinstance(self.budget, tuple):
+            return round(float(np.exp(self._random[i].uniform(*np.log(self.budget)))))
+        return 2 * len(task.graph) if self.budget is None else self.budget
+
+    def redraw(self, which: NDArray[np.bool_]) -> None:
+        """Draws all neighbours of the walkers ``which`` anew."""
+        for t, members in self._by_task(which):
+            of.draw_all(self._walkers[t], members, *self._moved(t))
+            self.edits[members] = self._walkers[t].codes[members]
+            self.mask[members] = self._walkers[t].counts[members] > 0
+
+    def effects(self) -> NDArray[np.float32]:
+        """(W,) effects of the last trials, as the observation shows them (walkers.effect_of)."""
+        points = np.minimum(np.maximum(100 * self.effect_ns / self._ideal[self.task], -of.FAILED), of.FAILED)
+        scaled: NDArray[np.float32] = (np.sign(points) * np.log1p(20 * np.abs(points)) / 3).astype(np.float32)
+        return scaled
 
     def step(self, actions: NDArray[np.int64], which: NDArray[np.bool_] | None = None) -> None:
         """Tries the edit that each walker chooses (all of them, or ``which``): actions (W,).
@@ -186,17 +210,17 @@ class EditBatch:
                 self.edits[members] = walkers.codes[members]
                 self.mask[members] = walkers.counts[members] > 0
         self.mask[which & ~self.mask.any(1), 0] = 1  # no plan is near: the episode ends with the next step
-        ints, ideal = self._ints, self._ideal[self.task]
+        ints, ideal = self._ints[which], self._ideal[self.task[which]]
         now, best = ints[:, of.NOW_NS] / ideal - 1, ints[:, of.BEST_NS] / ideal - 1
         done = np.minimum(ints[:, of.STEPS] / np.maximum(ints[:, of.BUDGET], 1), 1.0)
         heat = self.hot * (self.cold / self.hot) ** done
-        self.overhead[which], self.best_overhead[which], self.temperature[which] = now[which], best[which], heat[which]
-        self.calls[which] = ints[which, of.STEPS]
+        self.overhead[which], self.best_overhead[which], self.temperature[which] = now, best, heat
+        self.calls[which] = ints[:, of.STEPS]
         columns = [
             np.log1p(100 * now) / 2, np.log1p(300 * (now - best)), done, np.log(heat / 3e-4) / math.log(10),
             np.log1p(ints[:, of.SINCE]) / 4, np.log1p(ints[:, of.ACCEPTED]) / 4,
         ]  # fmt: skip
-        self.plan[which] = np.stack(columns, 1)[which].clip(-BOUND, BOUND)
+        self.plan[which] = np.stack(columns, 1).clip(-BOUND, BOUND)
 
     def _judge(self, which: NDArray[np.bool_], before: NDArray[np.float64]) -> None:
         """Rewards and ends of the walkers ``which``. ``before``: (W, 2) times of the present and the best plan."""

@@ -16,26 +16,31 @@ LEAST = 0.03  # added to every probability, so that every neighbour can be drawn
 
 
 def plans_from(task: EditTask, start: str) -> list[Ints]:
-    """Returns the rows of the start plans of a kind, and sets the task's priors and weights if a policy makes them.
-
-    Args:
-        start: "policy", "heuristic" or "empty".
-    """
+    """Returns the rows of the start plans of a kind: "policy", "heuristic" or "empty"."""
     from agents.search import annealing
 
-    if start == "policy":
-        from agents.learned.policy import WEIGHTS, Guided, decoded
-        from agents.learned.policy_net import trained
+    if start == "empty":
+        return [annealing.everything(task.program, task.mode, task.min_bytes)]
+    plans = policy_plans(task) if start == "policy" else []
+    best, _, _ = annealing.start(task.program, task.machine, task.limit, task.engine, task.mode, task.min_bytes)
+    return plans if best is None else [*plans, best]
 
-        found = Guided(task.engine, task.moves)
-        decoded(trained(WEIGHTS), found, task.mode)
-        task.priors = np.maximum(task.moves.weights - LEAST, 0.0)
-        task.priors[:, STAYS] = 1.0 - task.priors.sum(1)
-        return [rows for _, rows in found.plans]
-    if start == "heuristic":
-        best, _, _ = annealing.start(task.program, task.machine, task.limit, task.engine, task.mode, task.min_bytes)
-        return [] if best is None else [best]
-    return [annealing.everything(task.program, task.mode, task.min_bytes)]
+
+def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, until: float | None = None) -> list[Ints]:
+    """Returns the rows of plans decoded from the policy, and makes its probabilities the task's priors and weights.
+
+    Args:
+        samples: plans that are drawn beside the likeliest one; None: the policy's own number.
+        until: time.monotonic() at which no more are drawn.
+    """
+    from agents.learned.policy import SAMPLES, WEIGHTS, Guided, decoded
+    from agents.learned.policy_net import trained
+
+    found = Guided(task.engine, task.moves)
+    decoded(trained(WEIGHTS), found, task.mode, SAMPLES if samples is None else samples, seed=seed, until=until)
+    task.priors = np.maximum(task.moves.weights - LEAST, 0.0)
+    task.priors[:, STAYS] = 1.0 - task.priors.sum(1)
+    return [rows for _, rows in found.plans]
 
 
 def floor_of(task: EditTask) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ class Start(NamedTuple):
     rows: Ints
 
 
+StartMaker: TypeAlias = "Callable[[EditTask], Sequence[Ints]]"
+
+
 class EditTask:
     """One program on one machine under one limit, shared by any number of walkers of one thread.
 
@@ -37,8 +41,8 @@ class EditTask:
         mode: "swap", "recompute" or "joint".
         min_bytes: tensors below this size stay.
         start: a plan, or where plans come from: "policy" (decoded from the planner ``policy``, whose probabilities also
-            weight the neighbours that are drawn), "heuristic" (the best published heuristic) or "empty" (every gap
-            emptied in its first mode).
+            weight the neighbours that are drawn, and the best published heuristic's), "heuristic" (that alone) or
+            "empty" (every gap emptied in its first mode); or a function that returns the rows of such plans.
 
     Attributes:
         static: (G, F) float32 columns of the gaps that no edit changes; the last four are the log prior of each mode.
@@ -51,7 +55,7 @@ class EditTask:
 
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str = "joint", min_bytes: int = 2**20,
-        start: str | Plan = "heuristic",
+        start: str | Plan | StartMaker = "heuristic",
     ) -> None:  # fmt: skip
         self.program, self.machine, self.limit, self.mode = program, machine, int(limit), check_mode(mode)
         self.engine = Engine(program, machine, self.limit)
@@ -70,12 +74,14 @@ class EditTask:
         self.static_bins = np.clip(np.concatenate([self.graph.bins, bins], 1), -BOUND, BOUND)
         self.times = self._times()
 
-    def _starts(self, start: str | Plan) -> list[Start]:
+    def _starts(self, start: str | Plan | StartMaker) -> list[Start]:
         if isinstance(start, Plan):
             start.check(self.program)
             found = [rows_of(start.decisions)]
             if not self.moves.takes(found[0]):
                 raise ValueError("start: the plan moves tensors that this task leaves alone")
+        elif callable(start):
+            found = list(start(self))
         elif start in STARTS:
             from envs.edit.starts import plans_from
 

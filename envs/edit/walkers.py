@@ -180,6 +180,64 @@ def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[n
     return repair(rng, limit, gaps, new, differ, g)
 
 
+@stage
+def open_trial(ints, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped-def]
+    """Counts a trial, and draws into ints[ACCEPT] the time from which its plan is not taken."""
+    now_ns = ints[NOW_NS]
+    ints[STEPS] += 1
+    ints[SINCE] += 1
+    done = min(ints[STEPS] / max(ints[BUDGET], 1), 1.0)
+    heat = hot * (cold / hot) ** done * ideal
+    more = -heat * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
+    ints[ACCEPT] = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
+
+
+@stage
+def apply_edit(walkers, i, slot, gaps, new, scratch):  # type: ignore[no-untyped-def]
+    """Makes ``new`` neighbour ``slot`` of walker i."""
+    codes, changed = walkers.codes[i, slot], walkers.changed_rows[i, slot]
+    _start(plan_of(walkers, i), new, scratch.differ)
+    for c in range(walkers.counts[i, slot]):
+        put(new, gaps.nbytes, scratch.differ, codes[c] // MODES, codes[c] % MODES > 0, changed[c])
+
+
+@stage
+def score_trial(ints, rows, ideal, scratch, engine):  # type: ignore[no-untyped-def]
+    """Simulates the first ``rows`` rows of scratch.plan; -1 if only ``Engine.score`` can settle it."""
+    return score_one(*engine, scratch.plan, rows, max(ints[ACCEPT], ints[NOW_NS] + int(LOOK * ideal)))
+
+
+@stage
+def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignore[no-untyped-def]
+    """Records what the trial of neighbour ``slot`` did, and takes the plan or not; returns whether."""
+    ints, now, codes = walkers.ints[i], plan_of(walkers, i), walkers.codes[i, slot]
+    taken = ns < min(ints[ACCEPT], NEVER)
+    effect = effect_of(ns, ints[NOW_NS], ideal)
+    for c in range(walkers.counts[i, slot]):
+        g, mode = codes[c] // MODES, codes[c] % MODES
+        walkers.effect[i, g, mode] = effect
+        walkers.tried_at[i, g, mode] = ints[STEPS]
+        walkers.accepted_at[i, g, mode] = ints[ACCEPTED]
+        if taken:
+            walkers.changed_at[i, g] = ints[STEPS]
+    if taken:
+        for g in range(now.on.shape[0]):
+            now.on[g] = new.on[g]
+            for c in range(now.rows.shape[1]):
+                now.rows[g, c] = new.rows[g, c]
+        for k in range(now.load.shape[0]):
+            now.load[k] = new.load[k]
+        ints[NOW_NS] = ns
+        ints[ACCEPTED] += 1
+        if ns < ints[BEST_NS]:
+            ints[BEST_NS], ints[BEST_ROWS], ints[SINCE] = ns, rows, 0
+            for r in range(rows):
+                for c in range(now.rows.shape[1]):
+                    walkers.best[i, r, c] = scratch.plan[r, c]
+    ints[TIME_NS], ints[ACCEPT] = ns, taken
+    return taken
+
+
 @stage(entry=True)
 def step(  # type: ignore[no-untyped-def]
     walkers, which, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
@@ -198,71 +256,39 @@ def step(  # type: ignore[no-untyped-def]
     """
     for at in range(begin, which.shape[0]):
         i = which[at]
-        ints, now, a = walkers.ints[i], plan_of(walkers, i), actions[i]
-        now_ns, rng = ints[NOW_NS], walkers.rng[i]
+        ints, a = walkers.ints[i], actions[i]
+        slot = 0 if by_gap else a
         asked = at == begin and answer_ns >= 0
-        codes = walkers.codes[i, 0 if by_gap else a]
-        changed = walkers.changed_rows[i, 0 if by_gap else a]
+        ns, valid = answer_ns, True
         if not asked:
             scratch.differ[0] = -1
-            valid = True
             if by_gap:
-                valid = _change_gap(rng, limit, gaps, now, new, scratch, a // MODES, a % MODES)
-                count = _read_changes(now, new, scratch.differ, codes, changed) if valid else 0
-                valid = valid and count > 0
-                walkers.counts[i, 0] = count
+                now = plan_of(walkers, i)
+                valid = _change_gap(walkers.rng[i], limit, gaps, now, new, scratch, a // MODES, a % MODES)
+                walkers.counts[i, 0] = 0
+                if valid:
+                    walkers.counts[i, 0] = _read_changes(
+                        now, new, scratch.differ, walkers.codes[i, 0], walkers.changed_rows[i, 0]
+                    )
             else:
-                _start(now, new, scratch.differ)
-                for c in range(walkers.counts[i, a]):
-                    put(new, gaps.nbytes, scratch.differ, codes[c] // MODES, codes[c] % MODES > 0, changed[c])
-                valid = walkers.counts[i, a] > 0
-            ints[STEPS] += 1
-            ints[SINCE] += 1
-            done = min(ints[STEPS] / max(ints[BUDGET], 1), 1.0)
-            heat = hot * (cold / hot) ** done * ideal
-            more = -heat * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
-            ints[ACCEPT] = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
-        else:
-            valid = True
-        ns, rows = NEVER, rows_in_use(new, scratch.plan)
-        if asked:
-            ns = answer_ns
-        elif valid:
-            ns = score_one(*engine, scratch.plan, rows, max(ints[ACCEPT], now_ns + int(LOOK * ideal)))
+                apply_edit(walkers, i, a, gaps, new, scratch)
+            valid = valid and walkers.counts[i, slot] > 0
+            open_trial(ints, walkers.rng[i], accept, hot, cold, ideal)
+            ns = NEVER
+        rows = rows_in_use(new, scratch.plan)
+        if valid and not asked:
+            ns = score_trial(ints, rows, ideal, scratch, engine)
             if ns < 0:
                 ints[TIME_NS] = rows
                 return at
-        taken = ns < min(ints[ACCEPT], NEVER)
-        effect = effect_of(ns, now_ns, ideal)
-        for c in range(walkers.counts[i, 0 if by_gap else a]):
-            g, mode = codes[c] // MODES, codes[c] % MODES
-            walkers.effect[i, g, mode] = effect
-            walkers.tried_at[i, g, mode] = ints[STEPS]
-            walkers.accepted_at[i, g, mode] = ints[ACCEPTED]
-            if taken:
-                walkers.changed_at[i, g] = ints[STEPS]
-        if taken:
-            for g in range(now.on.shape[0]):
-                now.on[g] = new.on[g]
-                for c in range(now.rows.shape[1]):
-                    now.rows[g, c] = new.rows[g, c]
-            for k in range(now.load.shape[0]):
-                now.load[k] = new.load[k]
-            ints[NOW_NS] = ns
-            ints[ACCEPTED] += 1
-            if ns < ints[BEST_NS]:
-                ints[BEST_NS], ints[BEST_ROWS], ints[SINCE] = ns, rows, 0
-                for r in range(rows):
-                    for c in range(now.rows.shape[1]):
-                        walkers.best[i, r, c] = scratch.plan[r, c]
-        ints[TIME_NS], ints[ACCEPT] = ns, taken
+        taken = close_trial(walkers, i, slot, ns, rows, ideal, new, scratch)
         if not by_gap:
             scratch.differ[0] = -1
             if not taken:
                 draw(walkers, i, a, limit, gaps, new, scratch)
             else:
-                for slot in range(walkers.counts.shape[1]):
-                    draw(walkers, i, slot, limit, gaps, new, scratch)
+                for other in range(walkers.counts.shape[1]):
+                    draw(walkers, i, other, limit, gaps, new, scratch)
     return which.shape[0]
 
 

@@ -7,9 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agents.search import annealing
+from envs.edit.batch import EditBatch
 from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
+from envs.edit.task import EditTask
+from envs.edit.walkers import BUDGET, FAILED, MODES
 from envs.memory_env import small_task
 from simulator import Plan, simulate
+from simulator.compiled.encoding import decisions_of
 
 SEEDS = range(3)
 
@@ -129,3 +134,88 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
     with pytest.raises(Exception, match=named) as caught:
         MemoryEditEnv(**{"limit": 0.6, option: value})
     assert type(caught.value).__name__ in ("ValueError", "PlanError")
+
+
+def batch(count: int, **options: Any) -> EditBatch:
+    """Walkers of the small task, at the start of an episode."""
+    program, machine = small_task()
+    found = EditBatch([EditTask(program, machine, int(0.6 * program.peak_bytes), min_bytes=1)], count, 8, **options)
+    for i in range(count):
+        found.seed(i, i)
+    found.reset(np.ones(count, np.bool_))
+    return found
+
+
+def test_a_budget_is_drawn_from_a_range() -> None:
+    """Log-uniformly, anew for each episode, and an episode ends with its last call."""
+    many, drawn = batch(20, budget=(10, 1000)), []
+    for _ in range(20):
+        drawn.append(many._walkers[0].ints[:, BUDGET].copy())
+        many.reset(np.ones(20, np.bool_))
+    budgets = np.array(drawn)
+    assert budgets.min() >= 10 and budgets.max() <= 1000 and len(np.unique(budgets[:, 0])) > 10
+    assert np.median(budgets) == pytest.approx(100, rel=0.25)  # 505 if it were uniform
+    quarters = np.quantile(np.log(budgets), [0.25, 0.75])
+    assert quarters == pytest.approx(np.log([10**1.5, 10**2.5]), abs=0.3)
+    few = batch(6, budget=(5, 9))
+    ends = few._walkers[0].ints[:, BUDGET].copy()
+    while not few.over.all():
+        going = ~few.over
+        few.step(np.argmax(few.mask, 1), going)
+        assert (few.over == (few.calls >= ends))[~few.terminated & few._has_moves()].all()
+    with pytest.raises(ValueError, match="budget"):
+        batch(1, budget=(0, 9))
+
+
+def test_redraw_changes_the_neighbours_and_nothing_else() -> None:
+    walkers = batch(4)
+    for _ in range(3):
+        walkers.step(np.argmax(walkers.mask, 1))
+    kept = {key: getattr(walkers, key).copy() for key in ("gaps", "bins", "plan", "overhead", "calls", "edits", "mask")}
+    which = np.array([True, False, True, False])
+    walkers.redraw(which)
+    for key, before in kept.items():
+        after = getattr(walkers, key)
+        if key in ("edits", "mask"):
+            np.testing.assert_array_equal(after[~which], before[~which])
+        else:
+            np.testing.assert_array_equal(after, before)
+    assert (walkers.edits[which] != kept["edits"][which]).any(axis=(1, 2)).all()
+    assert ((walkers.edits[:, :, 0] >= 0) == (walkers.mask > 0)).all()
+    assert walkers.edits.max() < MODES * walkers.gaps.shape[1]
+    walkers.step(np.argmax(walkers.mask, 1))  # an edit that was drawn anew can be tried
+
+
+def test_effects_are_those_that_the_observation_shows() -> None:
+    """Those of gains, losses and plans that do not fit."""
+    walkers, seen = batch(4, accept="always", budget=200), []
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in walkers.mask])
+        codes = walkers.edits[np.arange(4), actions]
+        walkers.step(actions)
+        for i, effect in enumerate(walkers.effects().tolist()):
+            gap, mode = divmod(int(codes[i, 0]), MODES)
+            assert effect == pytest.approx(walkers._walkers[0].effect[i, gap, mode], abs=1e-6)
+            assert np.isfinite(walkers.effect_ns[i]) or effect == pytest.approx(np.log1p(20 * FAILED) / 3)
+            seen.append(effect)
+    assert min(seen) < -0.1 and max(seen) > 0.1 and np.abs(seen).max() <= np.log1p(20 * FAILED) / 3 + 1e-6
+
+
+def test_a_start_that_is_a_function() -> None:
+    program, machine = small_task()
+    limit = int(0.6 * program.peak_bytes)
+    heuristic = EditTask(program, machine, limit, min_bytes=1).starts[0].rows
+    asked = []
+
+    def start(task: EditTask) -> list[Any]:
+        asked.append(task)
+        return [annealing.everything(program, task.mode, 1), heuristic, heuristic[:0]]
+
+    task = EditTask(program, machine, limit, min_bytes=1, start=start)
+    assert asked == [task] and len(task.starts) == 2 and task.start_calls == 3  # the empty plan does not fit
+    first, second = (one.iteration_ns for one in task.starts)
+    assert first <= second and task.starts[0].rows is heuristic
+    assert simulate(program, Plan(decisions_of(heuristic)), machine, limit).iteration_ns == first
+    with pytest.raises(ValueError, match="start: no plan"):
+        EditTask(program, machine, limit, min_bytes=1, start=lambda _: [])
