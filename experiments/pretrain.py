@@ -1,13 +1,14 @@
-"""Make the policy's weights: capture programs, let annealing plan them, train the network, and once more with its own
-plans (agents/learned/expert_iteration.py).
+"""Make weights: capture programs; then train the policy on annealing's plans and its own (expert_iteration.py), or the
+DQN on edits (pretrain_edits.py), whose start plans are the policy's.
 
     python -m experiments.pretrain out=runs/pretrain
     python -m experiments.pretrain out=runs/pretrain seed=1 training.width=32
+    python -m experiments.pretrain out=runs/pretrain agent=dqn dqn.message_passing=false
 
 What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
-programs/0000.json.gz, …; times/0000.json, … with the kernel times of its tasks; lessons-0.jsonl, annealing's plans, a
-line per task; lessons-1.jsonl, those that the first network to get there found, too; structure2vec-<seed>/ with the
-state after each round, log.jsonl and policy.pt. See agents/learned/README.md.
+programs/0000.json.gz, …; times/0000.json, … with the kernel times of its tasks; edits.jsonl, tasks of the DQN;
+lessons-0.jsonl, annealing's plans, a line per task; lessons-1.jsonl, those that the first network to get there found,
+too; structure2vec-<seed>/ and dqn-<seed>/ with the state, log.jsonl and the weights. See agents/learned/README.md.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ SHARES_OF_PEAK = ("elementwise", "norm", "pool", "pool_backward", "conv", "conv_
 VALIDATED = 48  # tasks of the families that are held out
 
 
-@cli.entry("pretrain")
+def words_of(typed: list[str]) -> list[str]:
+    """The words of a command line: ``agent=`` is ``network=`` here, since it names a group of configs elsewhere."""
+    return [f"network={word[6:]}" if word.startswith("agent=") else word for word in typed]
+
+
+@cli.entry("pretrain", prepare=words_of)
 @goes_on
 def main(cfg: DictConfig) -> None:
     sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
@@ -62,21 +68,37 @@ def main(cfg: DictConfig) -> None:
     each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
     net_seed, rounds, at = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.launcher(cfg)
     out = cli.path(cfg, "out") or Path("runs/pretrain")
+    edits = cli.choice(cfg, "network", ("policy", "dqn")) == "dqn"
+    some = cli.values(cfg, "dqn_programs")
+    if len(some) != len(sets) or any(type(n) is not int or not 0 <= n <= sets[i][0] for i, n in enumerate(some)):
+        raise cli.UsageError(f"dqn_programs: expected {len(sets)} integers, at most those of each set, got {some}")
 
     from agents.learned import expert_iteration as learning  # a mistyped key is answered before
+    from agents.learned.dqn import Args
     from agents.learned.optimisation import one_thread
     from agents.learned.training_state import save_weights
 
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
+    args = cli.dataclass_of(Args, cfg.dqn, "dqn")
     one_thread()
     folder = out / f"structure2vec-{net_seed}"
-    for made in (out / "programs", out / "times", folder):
+    for made in (out / "programs", out / "times", *(() if edits else (folder,))):
         made.mkdir(parents=True, exist_ok=True)
     with report.held(out):
         drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
         count = len(drawn_from)
-        todo = [(out, drawn_from[i], seed, i, each) for i in range(count) if timed(out, i) < each]
+        first = [sum(programs for programs, _ in sets[:k]) for k in range(len(sets))]
+        chosen = [i for k, n in enumerate(some) for i in range(first[k], first[k] + n)] if edits else range(count)
+        todo = [(out, drawn_from[i], seed, i, each) for i in chosen if timed(out, i) < each]
         run(capture_one, todo, at, "capturing programs", lambda _: None)
+        if edits:
+            from experiments import pretrain_edits
+
+            with Lines(out / "edits.jsonl") as lines:
+                jobs = [(out, seed, i, j) for i in chosen for j in range(each)]
+                run(pretrain_edits.prepare, jobs[lines.count :], at, "preparing tasks", lines.add)
+            print(pretrain_edits.train(out, args, net_seed, cli.path(cfg, "weights")))
+            return
         with Lines(out / "lessons-0.jsonl") as lines:
             tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
             run(plan_one, tasks[lines.count :], at, "planning tasks", lines.add)

@@ -2,11 +2,11 @@
 
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
     python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
-    python -m experiments.train_dqn resume=RUN agent.episodes=300
+    python -m experiments.train_dqn resume=RUN agent.iterations=100
 
 The run directory holds summary.json, results.jsonl (a row per planner), program.json, plan.json (the DQN's best plan),
-checkpoint.pt, tb/ (TensorBoard; ``tracker=`` has others), learning_curve.png, memory_curve.png and timeline.json (for
-Perfetto). Its path is the last line printed.
+checkpoint.pt, weights.pt (for ``agents.make("dqn", weights=...)``), tb/ (TensorBoard; ``tracker=`` has others),
+learning_curve.png, memory_curve.png and timeline.json (for Perfetto). Its path is the last line printed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -27,7 +25,6 @@ from omegaconf import DictConfig
 import agents
 import simulator
 from agents.floor import Floor
-from agents.planner import LEAST
 from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.curves import Curve
@@ -55,34 +52,36 @@ def settings_of(words: list[str]) -> list[str]:
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
-    from agents.learned import dqn_paper  # PyTorch takes seconds to import; a mistyped key is answered before that
-    from agents.learned.dqn_config import DQNConfig, PaperConfig
+    from agents.learned import dqn_paper, dqn_training  # PyTorch takes seconds; a mistyped key is answered before that
+    from agents.learned.dqn import Args
+    from agents.learned.dqn_config import PaperConfig
     from agents.learned.own_network import OwnNetworkError
-    from agents.learned.planner import controls, without_network
     from agents.learned.training import train
+    from agents.learned.training_state import save_weights
 
     machine = cli.machine(cfg)
     seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     agent = HydraConfig.get().runtime.choices["agent"]
-    config = cli.dataclass_of(DQNConfig if agent == "dqn" else PaperConfig, cfg.agent, "agent")
+    edits = agent == "dqn"
+    config: Any = cli.dataclass_of(Args if edits else PaperConfig, cfg.agent, "agent")
     variant = dqn_paper.Variant(*variant_of(cfg))
-    made = None if agent == "dqn" else partial(dqn_paper.Trainer, variant=variant)
-    for key, has in (("reward", "causal"), ("actions", "full"), ("network", None)):
-        if made is None and cfg[key] not in (None, has):
-            raise cli.UsageError(f"{key}: of agent=dqn_paper; agent=dqn {f'has {has}' if has else 'takes none'}")
+    for key in ("reward", "actions", "network"):
+        if edits and cfg[key] is not None:
+            raise cli.UsageError(f"{key}: of agent=dqn_paper; agent=dqn takes none")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine)
     limit = limit_bytes(cfg.limit, program)
+    task = program, machine, limit
     fraction = limit / program.peak_bytes
     directory = report.RunDirectory(
         run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"
     )
     screen, log = report.console(), report.console(stderr=True)
-    screen.print(report.headline(program, machine, limit))
+    screen.print(report.headline(*task))
     with log.status("compiling the simulator"):
-        for planner in ("annealing", "lp_round"):  # moves, weighted moves
+        for planner in ("annealing", "lp_round", "dqn"):  # moves, weighted moves, ranked ones
             report.warm_up(machine, planner)
 
     with resumable(directory) as out:
@@ -93,17 +92,16 @@ def main(cfg: DictConfig) -> Path:
             write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
             return open_tracker(tracker, out, cli.plain(cfg))
 
-        reward = variant.reward if made else "causal"
+        about = {"agent": f"train_dqn, {agent}{variant.told}", "seed": seed}
         curve = Curve(
-            out / "curve.json", program, machine, limit, config.mode,
-            {"agent": f"train_dqn, {agent}{variant.told}", "seed": seed, "reward": reward}, every,
+            out / "curve.json", *task, config.mode, {**about, "reward": "log" if edits else variant.reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",
         )  # fmt: skip
-        with Watch(config.episodes, begin, log, curve) as watch:
+        with Watch(config.iterations if edits else config.episodes, begin, log, curve) as watch:
             try:
-                result = train(
-                    program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent, watch.step, made
-                )  # fmt: skip
+                trainer = (dqn_training.Trainer(*task, config, seed) if edits
+                           else dqn_paper.Trainer.on(*task, config, seed, variant))  # fmt: skip
+                result = train(trainer, out / "checkpoint.pt", resume, watch, watch.step)
             except OwnNetworkError as error:
                 raise cli.UsageError(str(error)) from None
             overhead = math.nan if result.greedy is None else simulator.simulate(
@@ -112,15 +110,27 @@ def main(cfg: DictConfig) -> Path:
         spent = time.perf_counter() - start
 
         mode = None if config.mode == "joint" else config.mode  # None: each planner's own
+        options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": seed}
+        controls = report.controls(result.simulator_calls, None if resume else spent, **options)
+        if edits:
+            few = {**options, "calls": config.greedy_calls}
+            controls |= {
+                f"{report.CONTROL}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **few),
+                "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **few),
+            }
         rows = compared(
-            (program, machine, limit), seed, mode, names, partial(without_network, config, seed),
-            {agent: result.best, f"{agent}_greedy": result.greedy}, result.simulator_calls, spent, resume is not None,
-            curve.bound,
-            controls(config, seed, max(result.simulator_calls, LEAST)) if isinstance(config, DQNConfig) else {},
+            task, seed, mode, names, controls,
+            {agent: (result.best, result.simulator_calls),
+             f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls)},
+            spent, curve.bound,
         )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
-        write_training(out, program, machine, result.best, agent, result.history, rows)
+        shown = None
+        if isinstance(trainer, dqn_training.Trainer):
+            shown = trainer.dqn.history, curve.points
+            save_weights(trainer.dqn.net, out / "weights.pt")
+        write_training(out, program, machine, result.best, agent, result.history, rows, shown)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=result.episodes, train_s=spent)
         (out / SETTINGS).unlink(missing_ok=True)  # which the summary has, too
     screen.print(report.table(rows))
@@ -130,19 +140,14 @@ def main(cfg: DictConfig) -> Path:
 
 def compared(
     task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
-    control: Callable[..., agents.Planner], plans: dict[str, Plan | None], calls: int, spent: float, resumed: bool,
-    bound: Floor, others: Mapping[str, agents.Planner] = MappingProxyType({}),
+    controls: Mapping[str, agents.Planner], plans: Mapping[str, tuple[Plan | None, int]], spent: float, bound: Floor,
 ) -> list[report.Row]:  # fmt: skip
-    """The rows of a training of so many simulator ``calls`` and seconds, certified: the planners of ``names``, the
-    agent's search without its network (``control`` makes it, of a budget), ``others`` that it is compared with, and its
-    own ``plans`` by name."""
+    """Returns certified rows: of the planners of ``names``, of ``controls``, and of the agent's own ``plans`` (with
+    simulator calls; None: no plan), by name; it trained for ``spent`` seconds."""
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
-    budgets = report.controls(calls, spent, resumed)
-    rows += [report.score_with(control(**budgets[named]), *task, seed, mode, named=named)[0]
-             for named in report.tracked(list(budgets), "planning with")]  # fmt: skip
-    rows += [report.score_with(others[named], *task, seed, mode, named=named)[0]
-             for named in report.tracked(list(others), "planning with")]  # fmt: skip
-    for named, plan in plans.items():
+    rows += [report.score_with(controls[named], *task, seed, mode, named=named)[0]
+             for named in report.tracked(list(controls), "planning with")]  # fmt: skip
+    for named, (plan, calls) in plans.items():
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
         rows.append(report.row(*task, named, seed, timeline, spent, calls, NO_GREEDY, mode or "joint"))
     return [report.certified(row, bound) for row in rows]
@@ -230,14 +235,15 @@ class Watch:
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
         self.bar.update(self.task, completed=min(e.episode, self.total), description=f"training, {text}")
-        self.curve.episode(e.overhead, best)
+        if not math.isnan(e.overhead) or not e.feasible:  # an iteration in which no episode ended says nothing
+            self.curve.episode(e.overhead, best)
         self.tracker.scalars(e.simulator_calls, {"train/epsilon": e.epsilon, "train/loss": e.loss})
         if self.stopping:
             raise self.stopping
 
     def step(self, trainer: Trainer) -> None:
         """After a step of the training, and before the first."""
-        calls = trainer.task.engine.calls
+        calls = trainer.simulator_calls
         if self.resumes:
             self.curve.goes_on(calls)
             self.resumes = False

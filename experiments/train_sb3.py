@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -101,9 +100,10 @@ def main(cfg: DictConfig) -> Path:
 
         rows = compared(
             (program, machine, limit), seed, mode, names,
-            partial(report.made, "mutation", seed=seed, mode=mode, min_bytes=min_bytes),
-            {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}, record.calls, spent, False,
-            curve.bound,
+            report.controls(record.calls, spent, mode=mode, min_bytes=min_bytes, seed=seed),
+            {agent: (record.best, record.calls),
+             f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
+            spent, curve.bound,
         )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 

@@ -1,1 +1,1 @@
-"""structure2vec, the deep Q-network on it, its experience buffer and training state, transfer between tasks."""
+"""Learned planners: the policy, the DQN over edits of whole plans, the paper's DQN, structure2vec."""

@@ -1,4 +1,4 @@
-"""The hyperparameters of dqn.py, and those of the paper's plain form, dqn_paper.py."""
+"""The hyperparameters of the paper's plain form (dqn_paper.py), and how those of any agent are read and checked."""
 
 from __future__ import annotations
 
@@ -8,48 +8,14 @@ from typing import Any, TypeVar
 from simulator.modes import MODES
 
 POOLS = ("sum", "mean")  # of the graph state
-INITS = ("pretrained", "scratch")
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
 }  # fmt: skip
-GONE = (  # keys of older versions of agent=dqn, which has no such thing any more
-    "followers", "leave", "prior", "mutations", "mutation_rate", "belady_temperature", "priority",
+GONE = (  # keys of older versions of agent=dqn that have no counterpart
+    "followers", "leave", "prior", "mutations", "mutation_rate", "belady_temperature", "priority", "samples",
+    "elites",
 )  # fmt: skip
-Config = TypeVar("Config", "DQNConfig", "PaperConfig")
-
-
-@dataclass(frozen=True)
-class DQNConfig:
-    """Hyperparameters of dqn.py; the names are the keys of configs/agent/dqn.yaml.
-
-    Attributes:
-        episodes: walks; fewer where one has no overhead.
-        mode: swap, recompute or joint.
-        min_bytes: tensors below this size are left alone.
-        init: what the Q-values are at first: the policy's ("pretrained"), or drawn at random ("scratch").
-        samples: plans drawn from the policy, a simulator call each; the first Q-values lead to the fastest of them.
-        num_envs: walks of a step.
-        elites: sets of Q-values that are kept, at most (one for every 512 episodes); 0: nothing is learned, and every
-            walk is near the first ones.
-        checkpoint_every: episodes.
-    """
-
-    episodes: int = 32768
-    mode: str = "joint"
-    min_bytes: int = 2**20
-    init: str = "pretrained"
-    samples: int = 128
-    num_envs: int = 32
-    elites: int = 8
-    checkpoint_every: int = 8192
-
-    def __post_init__(self) -> None:
-        _among(self, mode=MODES, init=INITS)
-        _positive(self, "episodes", "num_envs", "checkpoint_every")
-        if self.samples < 0:
-            raise ValueError(f"samples: expected at least 0, got {self.samples}")
-        if not 0 <= self.elites <= self.num_envs:
-            raise ValueError(f"elites: expected 0 to num_envs ({self.num_envs}), got {self.elites}")
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -81,18 +47,20 @@ class PaperConfig:
     checkpoint_every: int = 100  # episodes
 
     def __post_init__(self) -> None:
-        _among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
-        _positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
+        among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
+        positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
                   "update_every", "buffer_size")  # fmt: skip
 
 
-def _among(config: object, **known: tuple[Any, ...]) -> None:
+def among(config: object, **known: tuple[Any, ...]) -> None:
+    """Raises ValueError naming the first field that has none of its known values."""
     for name, allowed in known.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name}: expected one of {allowed}, got {getattr(config, name)!r}")
 
 
-def _positive(config: object, *names: str) -> None:
+def positive(config: object, *names: str) -> None:
+    """Raises ValueError naming the first of these fields that is below 1."""
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
@@ -104,7 +72,7 @@ def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
     Raises:
         ValueError: an unknown key or a value of the wrong type, named.
     """
-    known = {f.name: f for f in fields(kind)}
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     out: dict[str, Any] = {}
     for key, value in values.items():
         if why := moved(key):

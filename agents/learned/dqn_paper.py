@@ -25,7 +25,7 @@ from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.optimisation import MASKED, descend, one_thread
 from agents.learned.own_network import OwnNetwork
 from agents.learned.structure2vec import Structure2Vec
-from agents.learned.training import Episode
+from agents.learned.training import Episode, check_reachable
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
 from agents.planner import Rows
 from envs.graph import FEATURES, STATIC
@@ -33,6 +33,8 @@ from envs.task import Task
 from envs.walk import Walk
 from simulator import Plan
 from simulator.compiled.engine import decisions_of, rows_of
+from simulator.machine import Machine
+from simulator.program import Program
 
 
 class Variant(NamedTuple):
@@ -64,6 +66,7 @@ class Trainer:
         self, task: Task, config: PaperConfig, seed: int, planner: str = "dqn_paper", variant: Variant = Variant()  # noqa: B008
     ):  # fmt: skip
         self.task, self.config, self.seed, self.planner, self.variant = task, config, seed, planner, variant
+        self.program, self.limit, self.checkpoint_every = task.program, task.limit, config.checkpoint_every
         one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
@@ -83,6 +86,16 @@ class Trainer:
         self.updates = 0
         self.losses: list[float] = []
         self.history: list[Episode] = []
+
+    @classmethod
+    def on(
+        cls, program: Program, machine: Machine, limit: int, config: PaperConfig, seed: int,
+        variant: Variant = Variant(),  # noqa: B008
+    ) -> Trainer:  # fmt: skip
+        """A training on one program; raises Infeasible if the limit cannot be reached."""
+        task = Task(program, machine, limit, config.min_bytes, config.mode)
+        check_reachable(task, config.min_bytes)
+        return cls(task, config, seed, variant=variant)
 
     def _walk(self) -> Walk:
         return Walk(self.task, self.variant.reward, self.variant.actions)
@@ -106,6 +119,11 @@ class Trainer:
     def episodes(self) -> int:
         """How many have ended."""
         return len(self.history)
+
+    @property
+    def simulator_calls(self) -> int:
+        """So far."""
+        return self.task.engine.calls
 
     @property
     def done(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,17 @@ MASKED = -1e8  # not −inf: 0 · −inf is not a number
 def one_thread() -> None:
     """The matrices are small, and sums must not depend on the number of cores."""
     torch.set_num_threads(1)
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Runs PyTorch on one thread, and then on as many as before."""
+    before = torch.get_num_threads()
+    one_thread()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def descend(loss: Tensor, net: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> float:

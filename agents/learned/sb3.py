@@ -1,12 +1,12 @@
 """Stable-Baselines3 on GpuMemory-v0: MaskablePPO (sb3-contrib), and DQN with the masks that SB3's lacks.
 
 Both read the graph with structure2vec.py. Its Q-values, scattered over the nodes, are DQN's Q-values and PPO's logits;
-PPO's critic reads the graph state of equation 2. Actions that may not be taken have -1e8, never -inf, as in dqn.py.
+PPO's critic reads the graph state of equation 2. Invalid actions have ``optimisation.MASKED``, as in dqn_paper.py.
 What sb3-contrib masks for PPO is after "A closer look at invalid action masking in policy gradient algorithms" (2020).
-For DQN they are masked in the greedy action, in exploration, in warm-up, and in the maximum of the target.
+DQN masks them in the greedy action, in exploration, in warm-up, and in the maximum of the target.
 
-Everything else is the libraries': one-step returns from a uniform replay buffer, or clipped policy gradients; no
-mutations, no Belady weights. The extras `sb3` and `dev` install both.
+Everything else is the libraries': one-step returns from a uniform replay buffer, or clipped policy gradients. The
+extras `sb3` and `dev` install both.
 """
 
 from __future__ import annotations

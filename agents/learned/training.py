@@ -1,29 +1,24 @@
-"""A training on one task, of either form of the DQN: episodes until there are enough, checkpoints, the best plan."""
+"""A training on one task, of any form of the DQN: episodes until there are enough, checkpoints, the best plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from agents.learned.dqn_config import DQNConfig, PaperConfig
 from agents.planner import Infeasible, held_back
 from envs.task import Task
-from simulator import Machine, Plan, Program, Swap
+from simulator import Plan, Swap
 from simulator.compiled.engine import rows_of
-
-if TYPE_CHECKING:
-    from agents.learned import dqn, dqn_paper
-
-    Trainer = dqn.Trainer | dqn_paper.Trainer
+from simulator.program import Program
 
 
 class Episode(NamedTuple):
-    """What is logged of one finished episode; of `dqn`, of those of a step, the median."""
+    """Log entry of a finished episode of dqn_paper, or of an iteration of dqn."""
 
-    episode: int  # how many have ended
-    overhead: float  # of its plan; nan in a dead end
+    episode: int  # or iteration: how many have ended
+    overhead: float  # of its plan, in the mean of the episodes that ended; nan in a dead end, and if none ended
     feasible: bool
     best_overhead: float  # so far; nan before the first feasible one
     epsilon: float
@@ -43,29 +38,61 @@ class DQNResult:
     simulator_calls: int
 
 
+class Trainer(Protocol):
+    """A training that moves step by step.
+
+    Attributes:
+        program: planned under ``limit`` bytes. history: entries so far. episodes: how many of them there are.
+        checkpoint_every: entries. simulator_calls: so far. done: whether there are enough. best: plan found so far.
+    """
+
+    program: Program
+    limit: int
+    history: list[Episode]
+    checkpoint_every: int
+
+    @property
+    def episodes(self) -> int: ...
+    @property
+    def simulator_calls(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def best(self) -> Plan | None: ...
+
+    def step(self) -> list[Episode]:
+        """Moves on; the entries that this ended."""
+
+    def greedy(self) -> Plan | None:
+        """The greedy policy's plan; None in a dead end."""
+
+    def greedy_overhead(self) -> float:
+        """Its overhead, for a curve; NaN in a dead end."""
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint, whole or not at all."""
+
+    def load(self, path: Path) -> None:
+        """Continues from a checkpoint; raises TrainingStateError."""
+
+
 def train(
-    program: Program, machine: Machine, limit: int, config: DQNConfig | PaperConfig, seed: int = 0,
-    checkpoint: Path | None = None, resume: Path | None = None, on_episode: Callable[[Episode], None] | None = None,
-    planner: str = "dqn", on_step: Callable[[Trainer], None] | None = None,
-    made: Callable[..., Trainer] | None = None,
+    trainer: Trainer, checkpoint: Path | None = None, resume: Path | None = None,
+    on_episode: Callable[[Episode], None] | None = None, on_step: Callable[[Trainer], None] | None = None,
 ) -> DQNResult:  # fmt: skip
     """Trains an agent to plan one program under one limit.
 
     Args:
         checkpoint: where to write the state of the run every ``checkpoint_every`` episodes and at the end.
-        resume: a checkpoint of the same run to continue from; the result is that of an unbroken run. It may get another
-            number of episodes; what is left of the exploration then goes by that.
+        resume: a checkpoint of the same run to continue from.
         on_episode: called after every episode (on resuming, also with the earlier ones).
         on_step: called before the first step and after each.
-        made: the trainer's class, of task, config, seed and planner; None: that of the config.
 
     Raises:
-        Infeasible: no plan is feasible at the limit, or none was found.
+        Infeasible: no plan was found.
         TrainingStateError: ``resume`` cannot be used.
     """
-    task = Task(program, machine, limit, config.min_bytes, config.mode)
-    check_reachable(task, config.min_bytes)
-    trainer = (made or trainer_of(config))(task, config, seed, planner)
+    fits = trainer.program.peak_bytes <= trainer.limit
     if resume is not None:
         trainer.load(resume)
     for episode in trainer.history:
@@ -73,8 +100,8 @@ def train(
             on_episode(episode)
     if on_step:
         on_step(trainer)
-    saved = trainer.episodes // config.checkpoint_every
-    while not trainer.done and program.peak_bytes > limit:
+    saved = trainer.episodes // trainer.checkpoint_every
+    while not trainer.done and not fits:
         finished = trainer.step()
         try:
             for episode in finished:
@@ -86,23 +113,16 @@ def train(
             raise
         if on_step:
             on_step(trainer)
-        if checkpoint is not None and trainer.episodes // config.checkpoint_every > saved:
-            saved = trainer.episodes // config.checkpoint_every
+        if checkpoint is not None and trainer.episodes // trainer.checkpoint_every > saved:
+            saved = trainer.episodes // trainer.checkpoint_every
             trainer.save(checkpoint)
     if checkpoint is not None:
         trainer.save(checkpoint)
     greedy = trainer.greedy()
-    best = greedy if program.peak_bytes <= limit else trainer.best
+    best = greedy if fits else trainer.best
     if best is None:
-        raise Infeasible(f"none of {trainer.episodes} episodes found a plan that fits {limit:,} bytes")
-    return DQNResult(best, greedy, trainer.history, trainer.episodes, task.engine.calls)
-
-
-def trainer_of(config: DQNConfig | PaperConfig) -> Callable[..., Trainer]:
-    """The class that a configuration is of."""
-    from agents.learned import dqn, dqn_paper  # both know the episodes of this module
-
-    return dqn.Trainer if isinstance(config, DQNConfig) else dqn_paper.Trainer
+        raise Infeasible(f"none of {trainer.episodes} episodes found a plan that fits {trainer.limit:,} bytes")
+    return DQNResult(best, greedy, trainer.history, trainer.episodes, trainer.simulator_calls)
 
 
 def check_reachable(task: Task, min_bytes: int) -> None:

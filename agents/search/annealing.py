@@ -1,4 +1,4 @@
-"""Simulated annealing over plans: what the learned agent is compared with.
+"""Simulated annealing over plans.
 
 State: which candidate gaps are emptied, and how. Candidates are all gaps of tensors of at least ``min_bytes``, those
 that do not span the peak and those over the iteration boundary included. Energy: the simulated iteration time over

@@ -38,6 +38,7 @@ import simulator
 from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from agents.host import host_needed
+from agents.planner import LEAST
 from experiments.common import cli, lock
 from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm
@@ -59,6 +60,7 @@ ROW_KEYS = (
 Row = dict[str, Any]
 T = TypeVar("T")
 Workspace = Literal["least"] | bool
+CONTROL = "uniform edits"  # the DQN's walk over edits that are drawn alike, without a network
 SEARCHES = "search"  # the family of planners that are no published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 MB = 1e6
@@ -187,11 +189,13 @@ def made(name: str, **options: Any) -> agents.Planner:
     return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
 
 
-def controls(calls: int, seconds: float, resumed: bool) -> dict[str, dict[str, Any]]:
-    """Names and budgets of the runs of the agent's search without its network. What a run took before it was resumed
-    is not known: then there is none of equal seconds."""
-    equal: dict[str, dict[str, Any]] = {"mutation, equal calls": {"calls": max(calls, 2)}}
-    return equal if resumed else {**equal, "mutation, equal seconds": {"seconds": seconds}}
+def controls(calls: int, seconds: float | None, **options: Any) -> dict[str, agents.Planner]:
+    """Returns the controls of a training by name: uniform edits with as many simulator calls, and with as many seconds
+    (None: not known, since the run was resumed)."""
+    found = {f"{CONTROL}, equal calls": agents.make("dqn", ranks="uniform", calls=max(calls, LEAST), **options)}
+    if seconds is not None:
+        found[f"{CONTROL}, equal seconds"] = agents.make("dqn", ranks="uniform", seconds=seconds, **options)
+    return found
 
 
 def contenders(rows: list[Row]) -> list[Row]:

@@ -1,5 +1,5 @@
 """What trainings learned, over the seeds: curves of every trainer by simulator calls (common/curves.py), and a table of
-runs of train_dqn beside the search without the network and other planners."""
+runs of train_dqn beside uniform edits and other planners."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from experiments.common import cli
 from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
-from experiments.common.report import Row, console
+from experiments.common.report import CONTROL, Row, console
 from experiments.figures import grouped
 from experiments.figures.core import WITHOUT, interval, iqm
 from experiments.figures.figure import Figure, Range
@@ -26,7 +26,7 @@ from simulator.machine import Machine
 
 MARGIN = 0.005  # of ideal time, over annealing
 SHOWN = {  # keys of a run, and their headings
-    "dqn": "DQN", "mutation_calls": "mutation, equal calls", "mutation_seconds": "mutation, equal seconds",
+    "dqn": "DQN", "uniform_calls": "uniform edits, equal calls", "uniform_seconds": "uniform edits, equal seconds",
     "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
 }  # fmt: skip
 CASE = ("workload", "machine", "limit_fraction", "mode")
@@ -76,7 +76,7 @@ def run(task: Row, machine: Machine) -> Row:
 
 def summarise(file: Path) -> Row | None:
     """One run's overheads; None for a summary that is not of train_dqn or has no comparison in it, as one of a run that
-    was resumed or made before there was `mutation`.
+    was resumed.
 
     Raises:
         FormatError: the file is not a summary.
@@ -86,7 +86,7 @@ def summarise(file: Path) -> Row | None:
         rows = {r["planner"]: r for r in summary["results"]}
         dqn = rows.get("dqn")
         autoswap = [r["overhead"] for n, r in rows.items() if n.startswith("autoswap_") and r["feasible"]]
-        there = {"dqn", "mutation, equal calls", "mutation, equal seconds"} <= set(rows)
+        there = {"dqn", f"{CONTROL}, equal calls", f"{CONTROL}, equal seconds"} <= set(rows)
         if dqn is None or not there or not autoswap or not rows.get("annealing", {}).get("feasible"):
             return None
         return {
@@ -95,8 +95,8 @@ def summarise(file: Path) -> Row | None:
             "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
             "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
             "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
-            "mutation_calls": rows["mutation, equal calls"]["overhead"],
-            "mutation_seconds": rows["mutation, equal seconds"]["overhead"],
+            "uniform_calls": rows[f"{CONTROL}, equal calls"]["overhead"],
+            "uniform_seconds": rows[f"{CONTROL}, equal seconds"]["overhead"],
             "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
             "floor": dqn["bound_overhead"], "gap": dqn["gap"],
         }  # fmt: skip

@@ -12,7 +12,7 @@ from agents import PLANNERS
 from agents.floor import floor
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
-from experiments.figures import network, planned, program
+from experiments.figures import label, network, planned, program
 from experiments.figures.figure import Figure, Range
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
 from experiments.plotting.palette import INK, look
@@ -32,8 +32,10 @@ def tasks(settings: DictConfig) -> list[Row]:
         if not isinstance(method, dict) or "planner" not in method:
             raise cli.UsageError(f"figure.methods.{name}: expected a mapping with planner, got {method!r}")
     return [
-        {"network": network(str(name), "networks"), "machine": machine, "limit": limit, **shared}
-        for name in config["networks"] for machine in config["machines"] for limit in config["limits"]
+        {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit, **shared}
+        for key, machines, limits in (("networks", config["machines"], config["limits"]),
+                                      ("fresh", config["machines"][:1], config["fresh_limits"]))
+        for name in config[key] for machine in machines for limit in limits
     ]  # fmt: skip
 
 
@@ -117,7 +119,17 @@ def name_of(line: str) -> str:
 
 
 def numbers(rows: list[Row]) -> Row:
-    """Every method and budget over all tasks and seeds; what the network adds at equal calls."""
+    """Every method and budget over all tasks and seeds, of the test split and of the fresh families."""
+    test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
+    lines, networks = _lines(test)
+    families = ", ".join(dict.fromkeys(label(row["network"]) for row in fresh))
+    others = [{**line, "others": families} for line in _lines(fresh)[0]] if fresh else []
+    return {"lines": lines, "fresh": others, "networks": networks, "level": LEVEL, "tasks": len(test),
+            "seeds": len(rows[0]["seeds"]), "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
+
+
+def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The table of some tasks; and what the policy's network adds to its search at equal calls."""
     found, lines, networks = points(rows), [], []
     for (line, calls), values in found.items():
         gaps = values[..., 0]
@@ -132,13 +144,12 @@ def numbers(rows: list[Row]) -> Row:
         if line.startswith("policy_search") and without is not None:
             off = without[..., 0].mean(1) - gaps.mean(1)
             networks.append({"label": name_of(line), "calls": calls, "mean": off.mean(), "interval": interval(off)})
-    return {"lines": lines, "networks": networks, "level": LEVEL, "tasks": len(rows), "seeds": len(rows[0]["seeds"]),
-            "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
+    return lines, networks
 
 
 def chart(rows: list[Row]) -> Chart:
     """Medians over tasks and seeds, with areas from the lower to the upper quartile."""
-    found = points(rows)
+    found = points([row for row in rows if not row.get("fresh")])
     marks: list[Mark] = []
     for line in dict.fromkeys(line for line, _ in found):
         mine = [values for (name, _), values in found.items() if name == line]

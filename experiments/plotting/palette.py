@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import agents
 from agents.planner import Family, PlannerInfo
+from experiments.common.report import CONTROL as UNIFORM_EDITS
 
 INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
 BEST_OF = "the best of each family"
+GREEDY = ("dqn", "dqn_paper")  # agents whose greedy policy has a row of its own in a training (train_dqn)
 
 
 class Look(NamedTuple):
@@ -56,10 +58,11 @@ def spare(planner: str, text: str) -> Look:
 
 
 def _entries() -> Iterator[PlannerInfo]:
-    """The facts of every planner, and of the greedy policy of those that learn, which has a look of its own."""
+    """Yields the facts of every planner, of the greedy policies of trainings, and of the DQN's control."""
+    yield PlannerInfo(UNIFORM_EDITS, UNIFORM_EDITS, family="search", slot=6)
     for facts in agents.PLANNERS.values():
         yield facts
-        if facts.learned:
+        if facts.key in GREEDY:
             slot = None if facts.slot is None else facts.slot + 1
             yield replace(facts, key=f"{facts.key}_greedy", label=f"{facts.label}, greedy policy", slot=slot)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,48 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
         axes.set(xlabel="training episode", ylabel="overhead over the ideal time", title=title)
         axes.set_xlim(0, max([e.episode for e in history], default=1) + 1)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=9.5, markerscale=1.6)
+
+
+def edit_learning(
+    path: Path, history: Sequence[Mapping[str, float]], points: Sequence[Mapping[str, Any]], rows: Sequence[Row],
+    title: str,
+) -> None:  # fmt: skip
+    """Plots a training of the DQN by simulator calls: overhead, share of tried edits that improve, temporal difference.
+
+    Args:
+        history: rows of agents.learned.dqn.DQN.iterate. points: of curve.json. rows: what the planners achieved.
+    """
+    with figure(path, 12.6, 4.2, columns=3) as (overhead, hits, error):
+        calls = [row["calls"] for row in history]
+        greedy = [(p["calls"], p["greedy/overhead"]) for p in points if p["greedy/overhead"] is not None]
+        ended = [(row["calls"], row["overhead"]) for row in history if "overhead" in row]
+        if ended:
+            overhead.scatter(*zip(*ended, strict=True), s=9, color=colour("dqn"), alpha=0.35, linewidths=0,
+                             label="episodes that ended, mean")  # fmt: skip
+        overhead.plot(*zip(*greedy, strict=True), color=colour("dqn"), linewidth=2.2, marker="o", markersize=4,
+                      label="greedy policy")  # fmt: skip
+        for row, style in zip(
+            (r for r in rows if r["feasible"] and r["planner"].startswith(("uniform", "dqn, before"))),
+            ((0, (5, 3)), (0, (1, 1.5)), "-.", (0, (3, 1, 1, 1))), strict=False,
+        ):  # fmt: skip
+            overhead.axhline(row["overhead"], color=FAINT, linewidth=1.1, linestyle=style, label=row["planner"])
+        _overhead_axis(overhead, max([y for _, y in [*greedy, *ended]], default=0.01))
+        overhead.set(xlabel="simulator calls", ylabel="overhead over the ideal time", title=title)
+        for axes, keys, name in (
+            (hits, (("hits", "by Q"), ("hits_random", "at random")), "tried edits that improve the plan"),
+            (error, (("td", "temporal difference"), ("loss", "Huber loss")), "error of Q (log reward)"),
+        ):
+            for (key, label_of), style in zip(keys, ("-", (0, (5, 3))), strict=True):
+                found = [(c, row[key]) for c, row in zip(calls, history, strict=True) if key in row]
+                if found:
+                    axes.plot(*zip(*found, strict=True), color=colour("dqn"), linestyle=style, linewidth=1.4,
+                              label=label_of)  # fmt: skip
+            axes.set(xlabel="simulator calls", title=name)
+            axes.set_ylim(0, None)
+        hits.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
+        for axes in (overhead, hits, error):
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+            axes.legend(fontsize=8.5)
 
 
 def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:

@@ -62,7 +62,7 @@ def test_searches_without_a_budget_and_of_small_programs_are_left_alone(
     assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
 
 
-@pytest.mark.parametrize("name", ["annealing", "lp_round", "policy_search", "mutation", "rerun_search", "best"])
+@pytest.mark.parametrize("name", ["annealing", "lp_round", "policy_search", "dqn", "rerun_search", "best"])
 def test_every_planner_with_seconds_keeps_them(name: str) -> None:
     """There is a plan however little time there is."""
     options: dict[str, Any] = {"min_bytes": 0, "seconds": 1e-3}

@@ -25,7 +25,7 @@ from tests.strategies import machines, networks, programs, reachable_limits
 # Search methods with few simulator calls, for tiny programs.
 FAST: dict[str, dict[str, object]] = {
     "random_search": {"calls": 20}, "annealing": {"calls": 60}, "lp_round": {"calls": 60},
-    "mutation": {"calls": 200}, "rerun_search": {"kicks": 1},
+    "dqn": {"calls": 60}, "rerun_search": {"kicks": 1},
     "home": {"particles": 6, "iterations": 4, "jobs": 1},
     "autoswap_bo": {"evaluations": 6},
     "smartpool+autoswap": {"align": False},
@@ -123,9 +123,8 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
     ("tflms", {"lower_bound": 0}), ("memonger", {"trials": 0}), ("random_search", {"calls": 1}),
     ("annealing", {"calls": 3}), ("annealing", {"hot": 1e-5, "cold": 1e-3}), ("annealing", {"seconds": 0}),
     ("lp_round", {"calls": 3}), ("lp_round", {"seconds": 0}), ("lp_round", {"seconds": 1.0, "jobs": 0}),
-    ("rerun_search", {"seconds": 0}), ("rerun_search", {"kicks": -1}), ("mutation", {"calls": 1}),
-    ("mutation", {"seconds": 0.0}), ("mutation", {"proposals": "dqn"}), ("mutation", {"temperature": 0.0}),
-    ("mutation", {"elites": 0}), ("mutation", {"rate": 0.0}),
+    ("rerun_search", {"seconds": 0}), ("rerun_search", {"kicks": -1}), ("dqn", {"calls": 1}),
+    ("dqn", {"seconds": 0.0}), ("dqn", {"ranks": "mutation"}), ("dqn", {"hot": 1e-5, "cold": 1e-3}),
     *((name, {"mode": "both"}) for name in agents.PLANNERS if "mode" in agents.options(name)),
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from experiments.train_dqn import SETTINGS
 from tests.experiments.conftest import ROOT, Run, refused
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
-TRAINING = ("limit=0.5", "planners=[]", "agent=dqn_paper", "agent.mode=swap")
+TRAINING = ("limit=0.5", "planners=[]", "agent.mode=swap")
 SLOW = """
 import time
 print("importing", flush=True)
@@ -67,8 +67,11 @@ def interrupted(tmp_path: Path) -> Press:
     return press
 
 
+@pytest.mark.parametrize(("agent", "length", "count"), [
+    ("dqn_paper", "episodes", 20), pytest.param("dqn", "iterations", 4, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_a_terminated_training_goes_on(
-    run: Run, program_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: str, length: str, count: int, run: Run, program_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     told = train_dqn.Watch.__call__
@@ -78,9 +81,10 @@ def test_a_terminated_training_goes_on(
         told(watch, episode)
 
     machine = ("machine=h100", "machine.host_bytes=8589934592")
+    chosen = (f"agent={agent}", f"agent.{length}={count}")
     with monkeypatch.context() as patch:
         patch.setattr(train_dqn.Watch, "__call__", terminate)
-        done = run("train_dqn", f"program={program_file}", *TRAINING, *machine, "agent.episodes=20", f"out={out}")
+        done = run("train_dqn", f"program={program_file}", *TRAINING, *machine, *chosen, f"out={out}")
     assert (done.returncode, done.stderr) == (143, f"terminated; resume={out} continues this run\n")
     assert (out / "checkpoint.pt").exists() and not (out / LOCK).exists()
     # The directory alone says the rest of what was asked; what is typed beside it wins.
@@ -88,15 +92,19 @@ def test_a_terminated_training_goes_on(
     done = run("train_dqn", f"resume={out}")
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["episodes"] >= 20 and not (out / SETTINGS).exists()
+    assert summary["episodes"] >= count and not (out / SETTINGS).exists()
     config = summary["config"]
     assert (config["limit"], config["planners"], config["agent"]["mode"]) == (0.5, [], "swap")
     assert config["machine"]["name"] == "h100" and config["machine"]["host_bytes"] == 2**33
-    # A run that is done goes on in a new directory, with more episodes.
-    done = run("train_dqn", f"resume={out}", "agent.episodes=26", f"out={tmp_path / 'more'}")
+    # A run that is done goes on in a new directory, with more episodes or iterations.
+    done = run("train_dqn", f"resume={out}", f"agent.{length}={count + 6}", f"out={tmp_path / 'more'}")
     assert done.returncode == 0, done.stderr
     more = json.loads((tmp_path / "more" / "summary.json").read_text())
-    assert more["episodes"] >= 26 and more["config"]["limit"] == 0.5 and more["config"]["machine"] == config["machine"]
+    assert (
+        more["episodes"] >= count + 6
+        and more["config"]["limit"] == 0.5
+        and more["config"]["machine"] == config["machine"]
+    )
 
 
 @pytest.mark.nightly

@@ -20,7 +20,7 @@ CHEAP = ("home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartp
          "superneurons_table3", "tensile_table1")  # fmt: skip
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # entries of a row
 # Planners that take long, or stop by the clock.
-SLOW = ("random_search", "autoswap_bo", "smartpool+autoswap", "home", "mutation", "annealing", "lp_round",
+SLOW = ("random_search", "autoswap_bo", "smartpool+autoswap", "home", "dqn", "annealing", "lp_round",
         "rerun_search", "policy", "policy_search", "best")  # fmt: skip
 # What experiments/figures/README.md and the notes say of the papers' claims: entries of a figure's numbers.
 CLAIMS: dict[str, dict[str, Any]] = {

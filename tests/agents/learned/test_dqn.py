@@ -1,76 +1,279 @@
-"""The DQN: walks by Q-values, what was learned elsewhere and what is learned here; and what both trainers share."""
+"""The DQN over edits of whole plans: its network, returns, training and planner; and what both trainers share."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 import agents
-from agents.learned.dqn import Trainer
-from agents.learned.dqn_config import DQNConfig, PaperConfig, config_from
-from agents.learned.planner import controls
-from agents.learned.training import Episode, train
-from agents.learned.training_state import TrainingStateError
+from agents.learned import dqn_paper, dqn_training
+from agents.learned.dqn import DQN, Args, Observed, Rollout
+from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.dqn_planner import RANKS, WEIGHTS
+from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
+from agents.learned.edit_walk import EditWalk
+from agents.learned.greedy_edits import EFFECT, IMPROVES, NONE, SLOT, Q
+from agents.learned.optimisation import MASKED
+from agents.learned.training import Episode, Trainer, train
+from agents.learned.training_state import TrainingStateError, save_weights
+from envs.edit.batch import EditBatch
+from envs.edit.task import EditTask
 from envs.memory_env import small_task
-from envs.task import Task
-from envs.tasks import load
-from envs.walk import Walk
-from experiments.figures import program as bundled
-from simulator import Machine, simulate
+from simulator import FormatError, Plan, simulate
+from simulator.compiled.encoding import decisions_of
 from tests.agents.learned import test_dqn_paper
+from tests.agents.search.test_search import MACHINE as LINK, pyramid
 from tests.oracle import enumeration
+from tests.strategies import machines, networks, reachable_limits
 
 PROGRAM, MACHINE = small_task()
 LIMIT = round(0.6 * PROGRAM.peak_bytes)
-Config = DQNConfig | PaperConfig
-SMALL = DQNConfig(episodes=512, num_envs=16, elites=4, checkpoint_every=64)
+SMALL = Args(
+    iterations=8, min_bytes=1, width=16, walkers=8, passes=8, tries=3, neighbours=16, least_calls=40, most_calls=200,
+    buffer_size=40, learning_starts=2, batch_size=16, learning_rate=3e-3, target_every=30, greedy_calls=60,
+    checkpoint_every=2,
+)  # fmt: skip
+Config = Args | PaperConfig
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
-def test_a_walk_takes_the_valid_action_of_the_highest_value(mode: str) -> None:
-    """The compiled loop against envs.Walk, step by step; and the plans are simulated to be what the walks say."""
-    limit = round(0.7 * PROGRAM.peak_bytes)
-    trainer = Trainer(Task(PROGRAM, MACHINE, limit, mode=mode), replace(SMALL, mode=mode), 0)
-    values = np.random.default_rng(0).normal(size=(16, len(trainer.code))).astype(np.float32)
-    overheads = trainer.walk(values)
-    assert len(set(trainer.lengths.tolist())) > 1 and np.isfinite(overheads).any()
-    for i, overhead in enumerate(overheads.tolist()):
-        walk, taken = Walk(trainer.task, "causal", "full"), []
-        while not walk.done:
-            taken.append(int(np.where(walk.mask()[trainer.code], values[i], -np.inf).argmax()))
-            walk.step(int(trainer.code[taken[-1]]))
-        assert trainer.trace[i, : trainer.lengths[i]].tolist() == taken
-        assert np.isfinite(overhead) == (not walk.dead_end)
-        if np.isfinite(overhead):
-            assert overhead == walk.overhead == simulate(PROGRAM, trainer.batch.plan(i), MACHINE, limit).overhead
+def pyramid_task() -> EditTask:
+    """93 gaps that can be swapped out or recomputed, in chains."""
+    program = pyramid(24, 0)
+    return EditTask(program, LINK, int(0.6 * program.peak_bytes), "joint", 1, "empty")
 
 
-def test_both_what_was_learned_elsewhere_and_here_is_worth_something() -> None:
-    """On VGG16 in 45 % of its memory, in as many simulator calls, over three seeds; without either it is no DQN."""
-    program, machine = load("vgg16")
-    limit, config, found = int(0.45 * program.peak_bytes), DQNConfig(), {}
-    for seed in range(3):
-        for name, agent in {
-            "dqn": agents.make("dqn", seed=seed, calls=1024, config=config),
-            **controls(config, seed, 1024),
-        }.items():
-            overhead = simulate(program, agent.plan(program, machine, limit), machine, limit).overhead
-            found.setdefault(name, []).append(overhead)
-            assert 1000 < agent.simulator_calls <= 1024
-    mine, *others = map(np.mean, found.values())
-    assert len(others) == 2 and mine < min(others) and mine < 0.02
+# ------------------------------------------------------------------------------------------ network
 
 
-def test_the_first_walk_is_about_the_plan_that_the_policy_decodes() -> None:
-    """On U-Net in half of its memory, where walks by the policy's odds alone are far from it."""
-    machine = Machine.load("rtx2080ti")
-    program = bundled("unet", machine)
+@pytest.mark.parametrize("column", [Q, EFFECT, IMPROVES])
+@pytest.mark.parametrize("message_passing", [True, False])
+def test_compiled_ranking_equals_the_network(
+    column: int, message_passing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled Q lacks the value and the mean advantage, which are the same for all edits of a plan."""
+    task, net, seen = pyramid_task(), trained(WEIGHTS[message_passing]), list[Any]()
+    encode: Any = EditNet.encode
+
+    def spy(self: EditNet, graph: EditGraph, *state: Any) -> tuple[Tensor, Tensor]:
+        seen.append(tuple(x.clone() for x in state[:3]))
+        return encode(self, graph, *state)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(EditNet, "encode", spy)
+    walk = EditWalk(task, 1, net, 0, neighbours=24, column=column)
+    walk.begin(0, task.starts[0])
+    graph = edit_graph(task)
+    parts = net.static_parts(graph)
+    while len(seen) < 12:
+        walk.walk(0, 1, 0.5)
+        score, tried = walk._pools[0].score, int(walk._pools[0].meta[SLOT])
+        edits = torch.from_numpy(walk._walkers[0].codes[:1])
+        with torch.no_grad():
+            h, whole = encode(net, graph, *seen[-1], parts)
+            outputs = net.score(h, whole, edits)
+        expected = outputs[column][0].double().numpy() * (-1 if column == EFFECT else 1)
+        left = np.flatnonzero(score > NONE)
+        assert len(left) > 8 and tried not in left
+        differences = score[left] - expected[left]
+        assert differences == pytest.approx(differences[0] if column == Q else 0.0, abs=1e-4)
+        assert expected[left].max() - expected[left].min() > 1e-3
+        assert expected[tried] >= expected[left].max() - 1e-4  # the best one is tried
+
+
+def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random plans near the start plan, and their neighbours, as the network reads them."""
+    batch, rng = EditBatch([task], count, 8, accept="always"), np.random.default_rng(0)
+    batch.reset(np.ones(count, np.bool_), 0)
+    for _ in range(10):
+        batch.step(rng.integers(8, size=count))
+    return Observed(batch.gaps, batch.bins[:, :, -7:], batch.plan, batch.edits).tensors()
+
+
+def test_message_passing_reads_the_edges_and_the_flat_network_does_not() -> None:
+    task = pyramid_task()
+    state, graph = states(task), edit_graph(task)
+    other = graph._replace(edges=graph.edges[::-1])
+    found = []
+    for message_passing in (True, False):
+        net = DQN([task], [0.0], replace(SMALL, message_passing=message_passing)).net
+        with torch.no_grad():
+            q, swapped = net(graph, *state)[0], net(other, *state)[0]
+        assert torch.equal(q, swapped) == (not message_passing)
+        found.append(q)
+    assert not torch.allclose(found[0], found[1], atol=1e-3)
+    assert trained(WEIGHTS[True]).rounds and not trained(WEIGHTS[False]).rounds
+
+
+def test_q_of_an_edit_that_is_none_is_masked_and_changes_no_other() -> None:
+    task = pyramid_task()
+    *state, edits = states(task)
+    net, graph = DQN([task], [0.0], SMALL).net, edit_graph(task)
+    more = torch.cat([edits, torch.full_like(edits[:, :3], -1)], 1)
+    with torch.no_grad():
+        q, padded = net(graph, *state, edits)[0], net(graph, *state, more)[0]
+    found = edits[:, :, 0] >= 0
+    assert found.any() and not found.all()
+    assert torch.equal(q > MASKED, found) and (q[~found] == MASKED).all() and (padded[:, 8:] == MASKED).all()
+    assert torch.allclose(padded[:, :8], q, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ returns
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0.0, 0.5, 0.97, 1.0]))
+def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: int, gamma: float) -> None:
+    """Against a loop over the tried edits of one walker, one after the other."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    length, walkers = passes + n - 1, 2
+    counts, ends = rng.integers(1, tries + 1, (length, walkers)), rng.random((length, walkers)) < 0.25
+    shape = length, walkers, tries
+    rewards = rng.normal(size=shape).astype(np.float32)  # those of edits that were not tried are noise
+    seen = [Observed(*(np.full((walkers, 1), t) for _ in range(4))) for t in range(length + 1)]
+    args = replace(SMALL, n_step=n, gamma=gamma, batch_size=16)
+    rollout = Rollout(None, seen, np.zeros(shape, np.int64), rewards, rewards, counts, ends, args)  # type: ignore[arg-type]
+    for t, w, k in np.ndindex(passes, walkers, tries):
+        assert rollout.tried[t, w, k] == (k < counts[t, w])
+        if k >= counts[t, w]:
+            continue
+        total, factor, more = 0.0, 1.0, 1.0
+        for u in range(t, t + n):
+            for j in range(k if u == t else 0, counts[u, w]):
+                total += factor * rewards[u, w, j]
+                factor *= gamma
+            if ends[u, w]:
+                more = 0.0
+                break
+        assert rollout.returns[t, w, k] == pytest.approx(total, abs=1e-4)
+        assert rollout.discount[t, w, k] == pytest.approx(more * factor, abs=1e-5)
+    _, now, then, drawn = rollout.sample(rng)
+    assert (then.gaps - now.gaps == n).all() and (drawn["weight"][:, 0] > 0).all()
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+def test_the_temporal_difference_falls() -> None:
+    """From scratch. With a learning rate of 0 the error of the last iterations is 0.85 of the first ones'."""
+    dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, "policy")], [0.0], replace(SMALL, iterations=24))
+    before = [x.clone() for x in dqn.net.parameters()]
+    dqn.train()
+    error = [row["td"] for row in dqn.history if "td" in row]
+    assert len(error) == 23 and np.mean(error[-8:]) < 0.6 * np.mean(error[:8])
+    assert all(not torch.equal(x, y) for x, y in zip(before, dqn.net.parameters(), strict=True))
+
+
+@pytest.mark.nightly
+def test_edits_of_high_value_gain_more_than_random_ones() -> None:
+    """From scratch; with a learning rate of 0 they gain less than random ones, which are tried more widely."""
+    ratios: dict[float, list[float]] = {}
+    for rate in (3e-3, 0.0):
+        args = replace(SMALL, iterations=45, learning_rate=rate, uniform=0.5, hottest=1e-2, most_epsilon=0.1)
+        for seed in range(2):
+            dqn = DQN([pyramid_task()], [0.0], args, seed)
+            dqn.train()
+            mine, others = (sum(row[key] for row in dqn.history) for key in ("gained", "gained_random"))
+            ratios.setdefault(rate, []).append(mine / others)
+    learned, random = map(np.mean, ratios.values())
+    assert learned > 1.15 and learned > 1.3 * random
+
+
+def test_save_load_and_continue(tmp_path: Path) -> None:
+    """Of several tasks; the walkers and the replay buffer begin anew."""
+    tasks = [EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1) for f in (0.55, 0.6)]
+    dqn = DQN(tasks, [0.0, 1.0], SMALL, 5)
+    for _ in range(5):
+        dqn.iterate()
+    assert {row["task"] for row in dqn.history} == {0, 1}
+    dqn.save(tmp_path / "dqn.pt")
+    others = [DQN(tasks, [0.0, 1.0], SMALL, 5) for _ in range(2)]
+    for other in others:
+        other.load(tmp_path / "dqn.pt")
+        assert (other.history, other.updates, other.calls) == (dqn.history, dqn.updates, dqn.calls)
+        for x, y in ((other.net, dqn.net), (other.target, dqn.target)):
+            assert all(torch.equal(a, b) for a, b in zip(x.parameters(), y.parameters(), strict=True))
+        other.train()
+        assert len(other.history) == SMALL.iterations and other.updates > dqn.updates
+    assert others[0].history == others[1].history
+    for args, seed, named in ((replace(SMALL, gamma=0.5), 5, "args"), (SMALL, 0, "seed")):
+        with pytest.raises(TrainingStateError, match=f"another {named}"):
+            DQN(tasks, [0.0, 1.0], args, seed).load(tmp_path / "dqn.pt")
+
+
+# ------------------------------------------------------------------------------------------ planner
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_plans_fit_and_take_as_many_calls_as_they_may(data: st.DataObject) -> None:
+    """Where no plan of the policy fits, all heuristics are asked, as annealing does: that may take more."""
+    program = data.draw(networks())
+    machine, limit = data.draw(machines()), data.draw(reachable_limits(program))
+    calls = data.draw(st.sampled_from([20, 60, 700]))
+    for ranks in RANKS:
+        planner = agents.make("dqn", calls=calls, min_bytes=1, ranks=ranks)
+        try:
+            plan = planner.plan(program, machine, limit)
+        except agents.Infeasible:
+            continue
+        if planner.simulator_calls > calls:
+            other = agents.make("annealing", calls=20, min_bytes=1)
+            other.plan(program, machine, limit)
+            assert planner.simulator_calls <= other.simulator_calls + 1
+        assert simulate(program, plan, machine, limit).peak_bytes <= limit
+
+
+@pytest.mark.parametrize("message_passing", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_more_calls_find_a_better_plan_and_a_seed_repeats_it(ranks: str, message_passing: bool) -> None:
+    program = pyramid(40, 5)
     limit = program.peak_bytes // 2
-    policy = simulate(program, agents.make("policy").plan(program, machine, limit), machine, limit).overhead
-    trainer = Trainer(Task(program, machine, limit, mode="joint"), DQNConfig(num_envs=2, elites=2), 0)
-    near, odds = trainer.walk(np.stack(trainer.priors[:2]))
-    assert near < policy + 0.05 < odds and 100 < trainer.task.engine.calls <= 129
+    options = {"min_bytes": 1, "ranks": ranks, "message_passing": message_passing}
+    plans = []
+    for calls, seed in ((20, 0), (400, 0), (400, 0), (400, 1)):
+        planner = agents.make("dqn", calls=calls, seed=seed, **options)
+        plans.append(planner.plan(program, LINK, limit))
+        assert planner.simulator_calls == calls
+    few, many, again, other = plans
+    assert many == again != other
+    ns = [simulate(program, plan, LINK, limit).iteration_ns for plan in (few, many)]
+    assert ns[1] < ns[0]
+
+
+def test_what_ranks_the_edits_decides() -> None:
+    program, found = pyramid(40, 5), []
+    choices = [*((ranks, True) for ranks in RANKS), ("q", False)]
+    for ranks, message_passing in choices:
+        planner = agents.make("dqn", calls=100, min_bytes=1, ranks=ranks, message_passing=message_passing)
+        found.append(planner.plan(program, LINK, program.peak_bytes // 2).decisions)
+    assert len(set(found)) == len(found)
+
+
+def test_a_walk_claims_what_the_simulator_says() -> None:
+    task = pyramid_task()
+    walk = EditWalk(task, 2, trained(WEIGHTS[True]), 0)
+    for i in range(2):
+        walk.begin(i, task.starts[0])
+        assert sum(walk.walk(i, 50, 0.0) for _ in range(3)) <= 150
+        best = walk.best(i)
+        found = simulate(task.program, Plan(decisions_of(best.rows)), LINK, task.limit)
+        assert found.iteration_ns == best.iteration_ns < task.starts[0].iteration_ns
+
+
+def test_weights_of_a_file(tmp_path: Path) -> None:
+    program, (mine, other) = pyramid(24, 0), (tmp_path / "mine.pt", tmp_path / "other.pt")
+    limit = int(0.6 * program.peak_bytes)
+    save_weights(EditNet(**trained(WEIGHTS[True]).settings), mine)
+    own, bundled = (agents.make("dqn", calls=100, min_bytes=1, **given).plan(program, LINK, limit) for given in
+                    ({"weights": mine}, {}))  # fmt: skip
+    assert own != bundled
+    other.write_bytes(mine.read_bytes()[:500])
+    with pytest.raises(FormatError, match=r"other\.pt"):
+        agents.make("dqn", calls=100, min_bytes=1, weights=other).plan(program, LINK, limit)
 
 
 # ------------------------------------------------------------------------------------- both trainers
@@ -78,59 +281,82 @@ def test_the_first_walk_is_about_the_plan_that_the_policy_decodes() -> None:
 BOTH = pytest.mark.parametrize("small", [SMALL, test_dqn_paper.SMALL], ids=["dqn", "paper"])
 
 
+def trainer(config: Config, limit: int = LIMIT, seed: int = 0) -> Trainer:
+    kind = dqn_training.Trainer if isinstance(config, Args) else dqn_paper.Trainer.on
+    return kind(PROGRAM, MACHINE, limit, config, seed)  # type: ignore[arg-type]
+
+
 @BOTH
 def test_finds_the_optimum_of_a_small_task(small: Config) -> None:
-    result = train(PROGRAM, MACHINE, LIMIT, small, seed=0)
-    # The DQN's values are kept by their greedy walk.
-    for plan in (result.best, result.greedy) if small is SMALL else (result.best,):
+    result = train(trainer(small))
+    plans = [result.best]
+    if isinstance(small, Args):
+        plans.append(result.greedy)  # type: ignore[arg-type]
+    for plan in plans:
         found = simulate(PROGRAM, plan, MACHINE, LIMIT).iteration_ns
         assert found <= enumeration.shortest_ns(PROGRAM, MACHINE, LIMIT, "swap")
 
 
-@pytest.mark.parametrize(("config", "fraction", "stop"), [
-    (replace(SMALL, episodes=160, init="scratch"), 0.585, 96),
-    (replace(test_dqn_paper.SMALL, n_step=3, episodes=24, checkpoint_every=6), 0.6, 15),
-], ids=["dqn", "paper"])  # fmt: skip
+EDITS = replace(SMALL, passes=4, updates=3)
+PAPER = replace(test_dqn_paper.SMALL, n_step=3, episodes=24, checkpoint_every=6)
+
+
+@pytest.mark.parametrize(("config", "fraction", "stop"), [(EDITS, 0.55, 5), (PAPER, 0.6, 15)], ids=["dqn", "paper"])
 def test_same_seed_same_run_and_resume(config: Config, fraction: float, stop: int, tmp_path: Path) -> None:
     limit = round(fraction * PROGRAM.peak_bytes)
-    whole = train(PROGRAM, MACHINE, limit, config, seed=3)
-    assert len(whole.history) > 1
-    assert train(PROGRAM, MACHINE, limit, config, seed=4).history != whole.history
+    whole = train(trainer(config, limit, 3))
+    assert len(whole.history) > 1 and repr(train(trainer(config, limit, 3))) == repr(whole)  # losses may be nan
+    assert train(trainer(config, limit, 4)).history != whole.history
 
     def kill(episode: Episode) -> None:
         if episode.episode == stop:
             raise KeyboardInterrupt
 
     path = tmp_path / "run.pt"
+    stopped = trainer(config, limit, 3)
     with pytest.raises(KeyboardInterrupt):
-        train(PROGRAM, MACHINE, limit, config, seed=3, checkpoint=path, on_episode=kill)
-    assert repr(train(PROGRAM, MACHINE, limit, config, seed=3, resume=path)) == repr(whole)  # losses may be nan
-    with pytest.raises(TrainingStateError, match="another seed"):
-        train(PROGRAM, MACHINE, limit, config, seed=1, resume=path)
-    with pytest.raises(TrainingStateError, match=r"another agent\.min_bytes"):
-        train(PROGRAM, MACHINE, limit, replace(config, min_bytes=2), seed=3, resume=path)
+        train(stopped, path, on_episode=kill)
+    going = trainer(config, limit, 3)
+    going.load(path)
+    done = len(going.history)  # a step of the paper's form may end several episodes
+    assert repr(going.history) == repr(whole.history[:done]) and going.best == stopped.best
+    assert going.simulator_calls == stopped.simulator_calls >= going.history[-1].simulator_calls
+    resumed = train(trainer(config, limit, 3), resume=path)
+    if isinstance(config, PaperConfig):
+        assert repr(resumed) == repr(whole)
+    else:  # the walkers and the replay buffer begin anew
+        assert len(resumed.history) == config.iterations and resumed.simulator_calls > stopped.simulator_calls
+        assert repr(resumed.history[:done]) == repr(whole.history[:done])
+        more = train(trainer(replace(config, iterations=10), limit, 3), resume=path)
+        assert len(more.history) == 10
+    for wrong, named in ((trainer(config, limit, 1), "seed"), (trainer(config, limit + 1, 3), "limit"),
+                         (trainer(replace(config, min_bytes=2), limit, 3), r"agent\.min_bytes")):  # fmt: skip
+        with pytest.raises(TrainingStateError, match=f"another {named}"):
+            train(wrong, resume=path)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(TrainingStateError, match="not a checkpoint"):
-        train(PROGRAM, MACHINE, limit, config, resume=path)
+        train(trainer(config, limit, 3), resume=path)
     with pytest.raises(TrainingStateError, match="cannot be read"):
-        train(PROGRAM, MACHINE, limit, config, resume=tmp_path / "none.pt")
+        train(trainer(config, limit, 3), resume=tmp_path / "none.pt")
 
 
 @BOTH
 def test_limits_below_reach_and_above_the_peak(small: Config) -> None:
-    with pytest.raises(agents.Infeasible, match="cannot run in"):
-        train(PROGRAM, MACHINE, PROGRAM.peak_bytes // 10, small)
+    with pytest.raises(agents.Infeasible, match=r"small.* cannot (run in|be planned within) 6,606,028 bytes"):
+        train(trainer(small, PROGRAM.peak_bytes // 10))
     with pytest.raises(agents.Infeasible, match="min_bytes"):
-        train(PROGRAM, MACHINE, int(PROGRAM.peak_bytes * 0.8), replace(small, min_bytes=2**40))
-    assert train(PROGRAM, MACHINE, PROGRAM.peak_bytes, small).best.decisions == ()
+        train(trainer(replace(small, min_bytes=2**40), int(PROGRAM.peak_bytes * 0.8)))
+    for limit in (PROGRAM.peak_bytes, PROGRAM.peak_bytes + 1):
+        assert train(trainer(small, limit)).best.decisions == ()
 
 
 @pytest.mark.parametrize(("kind", "values"), [
-    (DQNConfig, {"init": "trained"}), (DQNConfig, {"elites": 33}), (DQNConfig, {"num_envs": 0}),
-    (DQNConfig, {"belady_temperature": 0.1}), (DQNConfig, {"features": 8}), (PaperConfig, {"sise": 8}),
+    (Args, {"init": "trained"}), (Args, {"walkers": 0}), (Args, {"n_step": 0}), (Args, {"most_calls": 99}),
+    (Args, {"greedy_calls": 3}), (Args, {"mode": "both"}), (Args, {"elites": 33}), (Args, {"features": 8}),
+    (Args, {"gamma": "0.9"}), (Args, {"message_passing": 1}), (PaperConfig, {"sise": 8}),
     (PaperConfig, {"num_envs": "8"}), (PaperConfig, {"num_envs": 0}), (PaperConfig, {"pool": "max"}),
     (PaperConfig, {"mode": "both"}), (PaperConfig, {"num_envs": None}),
 ])  # fmt: skip
 def test_bad_configs_are_named(kind: type[Config], values: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="agent." + next(iter(values))):
+    with pytest.raises(ValueError, match=r"agent\." + next(iter(values))):
         config_from(values, kind)

@@ -86,12 +86,12 @@ def test_keys_of_older_versions_are_named_anew(tmp_path):
         with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED.get(old, 'README')}"):
             config_from({old: 1}, PaperConfig)
     config = replace(SMALL, episodes=8)
-    train(PROGRAM, MACHINE, LIMIT, config, checkpoint=tmp_path / "new.pt")
+    train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
     state = torch.load(tmp_path / "new.pt", weights_only=True)
     names = {new: old for old, new in RENAMED.items()}
     older = {names.get(key, key): value for key, value in state["config"].items()}
     torch.save({**state, "config": older}, tmp_path / "old.pt")
-    train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "old.pt")
+    train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), resume=tmp_path / "old.pt")
 
 
 def but(valid: np.ndarray, q: np.ndarray) -> np.ndarray:

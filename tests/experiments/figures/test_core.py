@@ -51,11 +51,11 @@ def row(split: str, gaps: dict[str, list[float | None]]) -> core.Row:
 
 
 def test_scores() -> None:
-    rows = [row("train", {"annealing": [1.0, 2.0], "mutation": [None, 5.0]}),
-            row("test", {"annealing": [3.0, 400.0], "mutation": [7.0, 9.0]})]  # fmt: skip
+    rows = [row("train", {"annealing": [1.0, 2.0], "dqn": [None, 5.0]}),
+            row("test", {"annealing": [3.0, 400.0], "dqn": [7.0, 9.0]})]  # fmt: skip
     found = core.scores(rows)
     np.testing.assert_array_equal(found["annealing", (100, None)], [[1, 2], [3, core.WITHOUT]])
-    np.testing.assert_array_equal(found["mutation", (100, None)], [[core.WITHOUT, 5], [7, 9]])
+    np.testing.assert_array_equal(found["dqn", (100, None)], [[core.WITHOUT, 5], [7, 9]])
     # Of 1, 2, 3, 100 the middle half is 2 and 3.
     assert core.iqm(found["annealing", (100, None)]) == 2.5
     low, high = core.interval(found["annealing", (100, None)])
@@ -63,7 +63,7 @@ def test_scores() -> None:
     assert core.interval(np.full((3, 2), 4.0)) == (4.0, 4.0)
     _, (first, second) = core.FIGURE.table(rows)
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
-    assert second[1:3] == ["mutation search", "8.00"] and second[-2] == "1 of 4"
+    assert second[1:3] == ["DQN", "8.00"] and second[-2] == "1 of 4"
     assert core.numbers(rows)["beyond"][0] == 1.2
 
 

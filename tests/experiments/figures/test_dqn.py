@@ -15,13 +15,13 @@ PROGRAM, MACHINE = small_task()
 SETTINGS = {
     "groups": [["kmeans"], ["vgg16", "vgg19"]], "changes": {"vgg19": {"batch_size": 8}}, "limits": [0.6, 0.9],
     "seeds": [3, 5], "min_bytes": 2**20, "floor_kernels": 100,
-    "agent": {"episodes": 64},
+    "calls": 60,
 }  # fmt: skip
 
 
 def points(*pairs):
-    """What a sweep leaves in a row: (limit, overhead), the best walk twice as slow."""
-    return [{"limit": at, "overhead": o, "walked": 2 * o, "scratch": 3 * o, "calls": 10} for at, o in pairs]
+    """Points of a sweep: (limit, overhead); the plan made at the limit is twice as slow, uniform edits' three times."""
+    return [{"limit": at, "overhead": o, "planned": 2 * o, "uniform": 3 * o} for at, o in pairs]
 
 
 def row(seed, swap, joint, floor=()):
@@ -30,7 +30,7 @@ def row(seed, swap, joint, floor=()):
     empty = {key: [] for key in fig.BASELINES if key not in baselines}
     found = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
              "dqn": {"swap": points(*swap), "joint": points(*joint)}, "floor": list(floor)}  # fmt: skip
-    return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "found": {"vgg16": found}}
+    return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "calls": 60, "found": {"vgg16": found}}
 
 
 GOOD = [

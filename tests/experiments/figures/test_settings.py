@@ -53,7 +53,7 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("superneurons_table4", {"captured": "bound"}, "'bound'"),
         ("superneurons_table5", {"methods": ["own"]}, "superneurons"),
         ("dqn_fig5", {"groups": [["vgg61"]]}, "vgg61"),
-        ("dqn_fig5", {"agent": {"sise": 4}}, "agent"),
+        ("dqn_fig5", {"calls": 1}, "calls"),
         ("core", {"tasks": {"small": {**TASK, "workload": "vgg61"}}}, "figure.tasks.small.workload"),
         ("core", {"tasks": {"small": {**TASK, "limit": 40}}}, "small.limit"),
         ("core", {"tasks": {"small": {**TASK, "split": "both"}}}, "figure.tasks.small"),

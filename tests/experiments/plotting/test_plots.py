@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import agents
 from agents.planner import Family
+from experiments.common.curves import GREEDY
 from experiments.common.report import MB
 from experiments.plotting import palette, plots
 from simulator import Machine, Plan, Program, Swap, simulate
@@ -56,7 +57,27 @@ def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
     plots.overhead_by_limit(tmp_path / "overhead.png", [row], "t")
     episode = SimpleNamespace(episode=0, overhead=float("nan"), feasible=False, best_overhead=float("nan"))
     plots.learning_curve(tmp_path / "learning.png", [episode], [row], "dqn", "t")
-    assert sorted(f.name for f in tmp_path.iterdir() if f.suffix != ".json") == ["learning.png", "overhead.png"]
+    plots.edit_learning(tmp_path / "edits.png", [{"hits": 0.0, "calls": 9}], [{"calls": 9, GREEDY: None}], [row], "t")
+    pictures = ["edits.png", "learning.png", "overhead.png"]
+    assert sorted(f.name for f in tmp_path.iterdir() if f.suffix != ".json") == pictures
+
+
+def test_a_training_of_the_dqn(tmp_path: Path, drawn: list[Figure]) -> None:
+    """By simulator calls: the greedy policy beside its controls, hit rates, errors from the first update on."""
+    history = [{"calls": 100, "hits": 0.1, "hits_random": 0.05},
+               {"calls": 200, "hits": 0.2, "hits_random": 0.05, "td": 0.3, "loss": 0.2, "overhead": 0.04}]  # fmt: skip
+    points = [{"calls": 0, GREEDY: 0.05}, {"calls": 120, GREEDY: None}, {"calls": 200, GREEDY: 0.03}]
+    rows = [result(name, 0.5, overhead, 0.0) for name, overhead in
+            (("annealing", 0.01), ("uniform edits, equal calls", 0.035), ("dqn", 0.03))]  # fmt: skip
+    plots.edit_learning(tmp_path / "p.png", history, points, rows, "title")
+    overhead, hits, error = drawn[0].axes
+    greedy, control = overhead.lines
+    assert greedy.get_xydata().tolist() == [[0, 0.05], [200, 0.03]]
+    assert (control.get_label(), control.get_ydata()[0]) == ("uniform edits, equal calls", 0.035)
+    assert overhead.collections[0].get_offsets().tolist() == [[200, 0.04]]
+    assert [line.get_xydata().tolist() for line in hits.lines] == [
+        [[100, 0.1], [200, 0.2]], [[100, 0.05], [200, 0.05]]]  # fmt: skip
+    assert [line.get_xydata().tolist() for line in error.lines] == [[[200, 0.3]], [[200, 0.2]]]
 
 
 def test_every_planner_has_its_colour() -> None:

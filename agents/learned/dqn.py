@@ -1,0 +1,395 @@
+"""Deep Q-learning over edits of whole plans, across the tasks of many programs (``GpuMemoryEdit-v0``).
+
+The state is a plan with its simulated timeline, an action one of M drawn edits, the transition a simulator call and
+Metropolis acceptance, the reward the logarithm by which the overhead falls. DQN (Mnih et al., 2015) with double
+Q-learning (van Hasselt et al., 2016), dueling heads (Wang et al., 2016), n-step returns and prioritised replay (Schaul
+et al., 2016), as in Rainbow (Hessel et al., 2018). Deviations:
+
+1. A rejected edit leaves the plan as it is, so up to ``tries`` edits are ranked by one pass of the network and tried in
+   this order until one is accepted. Each of them is a transition; n counts passes.
+2. A batch is of one task, since programs differ in size; tasks take turns.
+3. Two auxiliary losses on tried edits: the effect, and whether it improves the plan. The second lifts Q (edit_net.py).
+4. Exploration: Boltzmann and epsilon-greedy, with other parameters for each walker; some walkers choose at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from agents.learned.dqn_config import among, positive
+from agents.learned.dqn_planner import WEIGHTS
+from agents.learned.edit_net import EditGraph, EditNet, edit_graph
+from agents.learned.optimisation import MASKED, one_thread
+from agents.learned.training_state import (
+    must_match,
+    read_training_state,
+    read_weights,
+    restoring,
+    write_training_state,
+)  # fmt: skip
+from agents.planner import LEAST
+from envs.edit.batch import EditBatch
+from envs.edit.task import EditTask
+from envs.edit.walkers import BIN_COLUMNS
+from simulator.modes import MODES
+from simulator.plan import Plan
+
+Floats = NDArray[np.float32]
+ROUNDS = 2  # of structure2vec
+
+
+@dataclass(frozen=True)
+class Args:
+    """Hyperparameters; the names are the keys of configs/agent/dqn.yaml, whose values are for one task.
+
+    Attributes:
+        iterations: each walks ``passes`` passes of one task and makes ``updates`` updates.
+        init: "pretrained" on other programs, or from "scratch".
+        mode: swap, recompute or joint. min_bytes: tensors below this size stay.
+        message_passing: structure2vec's rounds (``ROUNDS``), or none.
+        walkers: per task. passes: of the network, per iteration. tries: edits per pass, at most.
+        neighbours: M, edits that are drawn for each pass.
+        least_calls, most_calls: simulator calls of an episode, drawn log-uniformly between these two.
+        gamma: per tried edit. n_step: passes.
+        buffer_size: iterations that are kept. learning_starts: iterations before the first update.
+        learning_rate: at its highest; it falls linearly to a twentieth.
+        target_every: updates. auxiliary: weight of the auxiliary losses.
+        shaping: weight of the present plan's reward beside the best plan's.
+        coldest, hottest: temperatures of Boltzmann exploration, in units of Q. least_epsilon, most_epsilon: likewise.
+        uniform: share of the walkers that choose at random.
+        greedy_calls: simulator calls of the greedy policy's plan.
+        checkpoint_every: iterations.
+    """
+
+    iterations: int = 3000
+    init: str = "scratch"
+    mode: str = "joint"
+    min_bytes: int = 2**20
+    message_passing: bool = True
+    width: int = 32
+    walkers: int = 12
+    passes: int = 16
+    tries: int = 6
+    neighbours: int = 32
+    least_calls: int = 100
+    most_calls: int = 2000
+    gamma: float = 0.97
+    n_step: int = 2
+    buffer_size: int = 240
+    learning_starts: int = 20
+    updates: int = 6
+    batch_size: int = 24
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-4
+    target_every: int = 150
+    auxiliary: float = 0.1
+    shaping: float = 0.3
+    coldest: float = 1e-3
+    hottest: float = 3e-2
+    least_epsilon: float = 0.02
+    most_epsilon: float = 0.3
+    uniform: float = 0.25
+    priority_exponent: float = 0.6
+    importance_exponent: float = 0.7
+    greedy_calls: int = 1000
+    checkpoint_every: int = 20
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the first value that is out of its range."""
+        among(self, init=("pretrained", "scratch"), mode=MODES)
+        positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
+                 "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
+        if self.most_calls < self.least_calls:
+            raise ValueError(f"most_calls: expected at least {self.least_calls}, got {self.most_calls}")
+        if self.greedy_calls < LEAST:
+            raise ValueError(f"greedy_calls: expected at least {LEAST}, got {self.greedy_calls}")
+
+    @property
+    def weights(self) -> Path:
+        """The file of pretrained weights."""
+        return WEIGHTS[self.message_passing]
+
+
+class Observed(NamedTuple):
+    """States of B walkers of one task: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6), edits (B, M, CHANGES)."""
+
+    gaps: NDArray[Any]
+    bins: NDArray[Any]
+    plan: Floats
+    edits: NDArray[Any]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The network's input."""
+        gaps, bins, plan = (torch.from_numpy(np.asarray(x, np.float32)) for x in self[:3])
+        return gaps, bins, plan, torch.from_numpy(self.edits.astype(np.int64))
+
+
+class Walk:
+    """Walkers of one task that go on from iteration to iteration."""
+
+    def __init__(self, task: EditTask, args: Args, reference: float, rng: np.random.Generator) -> None:
+        self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
+        self.batch = EditBatch(
+            [task], args.walkers, args.neighbours, budget=(args.least_calls, args.most_calls), reward="log",
+            shaping=args.shaping,
+            reference=[reference],
+        )  # fmt: skip
+        for i in range(args.walkers):
+            self.batch.seed(i, int(rng.integers(2**31)))
+        share = np.linspace(0, 1, args.walkers)
+        self.temperature = np.exp(np.interp(share, (0, 1), np.log((args.coldest, args.hottest))))
+        self.epsilon = np.where(
+            share > 1 - args.uniform, 1.0, np.interp(share[::-1], (0, 1), (args.least_epsilon, args.most_epsilon))
+        )
+        self.best, self.best_overhead = Plan(), float("inf")
+        self.begin(np.ones(args.walkers, np.bool_))
+        self.remember()
+
+    def begin(self, which: NDArray[np.bool_]) -> None:
+        """Starts episodes from start plans that are drawn."""
+        for i in np.flatnonzero(which):
+            one = np.zeros_like(which)
+            one[i] = True
+            self.batch.reset(one, 0, int(self.rng.integers(len(self.task.starts))))
+
+    def remember(self) -> None:
+        """Keeps the best plan so far."""
+        i = int(self.batch.best_overhead.argmin())
+        if self.batch.best_overhead[i] < self.best_overhead:
+            self.best, self.best_overhead = self.batch.best_plan(i, "dqn"), float(self.batch.best_overhead[i])
+
+    def observe(self) -> Observed:
+        """Copies what the walkers see now."""
+        batch = self.batch
+        return Observed(
+            batch.gaps.astype(np.float16), batch.bins[:, :, -BIN_COLUMNS:].astype(np.float16), batch.plan.copy(),
+            batch.edits.astype(np.int16),
+        )  # fmt: skip
+
+    def order(self, q: Floats) -> NDArray[np.int64]:
+        """(W, tries) edits in the order in which they are to be tried, by exploring policies."""
+        z = q / self.temperature[:, None] + self.rng.gumbel(size=q.shape)
+        random = self.rng.random(len(q)) < self.epsilon
+        z[random] = self.rng.gumbel(size=q.shape)[random]
+        z[q <= MASKED] = -np.inf
+        order: NDArray[np.int64] = np.argsort(-z, axis=1)[:, : self.args.tries]
+        return order
+
+
+class Rollout:
+    """``passes`` + n - 1 states of the walkers of a task, the edits that were tried in each, and their returns.
+
+    Attributes, of T = ``passes`` states, W walkers and K tries: order, returns, discount, effects (T, W, K), tried
+    (T, W, K) bool; observed: T + n states; priority (T * W,).
+    """
+
+    def __init__(
+        self, graph: EditGraph, observed: list[Observed], order: NDArray[np.int64], rewards: Floats, effects: Floats,
+        counts: NDArray[np.int64], ends: NDArray[np.bool_], args: Args,
+    ) -> None:  # fmt: skip
+        n, gamma = args.n_step, args.gamma
+        length = len(order) - n + 1
+        tries = np.arange(order.shape[2])
+        used = tries < counts[:, :, None]
+        tail = np.zeros((*counts.shape, len(tries) + 1), np.float32)  # discounted rewards from a try to its pass's end
+        for k in tries[::-1]:
+            tail[:, :, k] = np.where(used[:, :, k], rewards[:, :, k] + gamma * tail[:, :, k + 1], 0)
+        later, alive, passed = np.zeros((length, counts.shape[1])), 1.0 - ends[:length], np.zeros(counts[:length].shape)
+        for u in range(1, n):
+            later += gamma**passed * alive * tail[u : u + length, :, 0]
+            passed += counts[u : u + length]
+            alive = alive * (1.0 - ends[u : u + length])
+        to_end = gamma ** np.maximum(counts[:length, :, None] - tries, 0)
+        self.graph, self.args = graph, args
+        self.observed = Observed(*(np.stack(x) for x in zip(*observed, strict=True)))
+        self.order, self.effects, self.tried = order[:length], effects[:length], used[:length]
+        self.returns = (tail[:length, :, :-1] + to_end * later[:, :, None]).astype(np.float32)
+        self.discount = (to_end * (gamma**passed * alive)[:, :, None]).astype(np.float32)
+        self.priority = (np.abs(self.returns) * self.tried).max(2).ravel() + 0.02
+
+    def sample(self, rng: np.random.Generator) -> tuple[NDArray[np.int64], Observed, Observed, dict[str, Tensor]]:
+        """Draws states by priority: their positions, what was seen there and n passes later, and the tries."""
+        p = self.priority**self.args.priority_exponent
+        p /= p.sum()
+        at = rng.choice(len(p), self.args.batch_size, p=p)
+        weight = (len(p) * p[at]) ** -self.args.importance_exponent
+        t, w = np.divmod(at, self.returns.shape[1])
+        now, then = (Observed(*(x[u, w] for x in self.observed)) for u in (t, t + self.args.n_step))
+        tries = {"edit": self.order[t, w], "return": self.returns[t, w], "discount": self.discount[t, w],
+                 "effect": self.effects[t, w],
+                 "weight": (self.tried[t, w] * (weight / weight.max())[:, None]).astype(np.float32)}  # fmt: skip
+        return at, now, then, {key: torch.from_numpy(value) for key, value in tries.items()}
+
+
+class DQN:
+    """Learns Q-values of edits.
+
+    Args:
+        tasks: with start plans. references: overhead (points) above which each task's reward is logarithmic.
+
+    Attributes:
+        net: the Q-network. history: a row per iteration, see ``iterate``.
+    """
+
+    def __init__(self, tasks: Sequence[EditTask], references: Sequence[float], args: Args, seed: int = 0) -> None:
+        one_thread()
+        torch.manual_seed(seed)
+        self.args, self.seed, self.rng = args, seed, np.random.default_rng(seed)
+        self.tasks, self.references = list(tasks), list(references)
+        self.net = self._network()
+        self.target = EditNet(**self.net.settings)
+        self.target.load_state_dict(self.net.state_dict())
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), args.learning_rate, weight_decay=args.weight_decay)
+        self.walks: dict[int, Walk] = {}
+        self.replay: list[Rollout] = []
+        self.history: list[dict[str, float]] = []
+        self.updates = self.calls = 0
+
+    def _network(self) -> EditNet:
+        if self.args.init == "pretrained":
+            return read_weights(self.args.weights, EditNet, "the DQN")
+        static = torch.from_numpy(np.concatenate([task.static for task in self.tasks]))
+        rounds = ROUNDS if self.args.message_passing else 0
+        net = EditNet(static.shape[1], self.tasks[0].static_bins.shape[1], self.args.width, rounds)
+        net.mean.copy_(static.mean(0))
+        net.scale.copy_(static.std(0, unbiased=False).clamp(min=0.05))
+        return net
+
+    def collect(self, walk: Walk) -> tuple[Rollout, dict[str, float]]:
+        """Walks ``passes`` passes by the exploring policy."""
+        args, batch = self.args, walk.batch
+        length, count = args.passes + args.n_step - 1, args.walkers
+        shape = length, count, args.tries
+        order, rewards, effects = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        counts, ends = np.zeros(shape[:2], np.int64), np.zeros(shape[:2], np.bool_)
+        observed, better, gained, returned = [], np.zeros(count), np.zeros(count), list[float]()
+        parts = self.net.static_parts(walk.graph)
+        for t in range(length):
+            observed.append(walk.observe())
+            gaps, bins, plan, edits = observed[-1].tensors()
+            h, whole = self.net.encode(walk.graph, gaps, bins, plan, parts)
+            order[t] = walk.order(self.net.score(h, whole, edits)[0].numpy())
+            valid = np.take_along_axis(batch.mask, order[t], 1) > 0
+            going = np.ones(count, np.bool_)
+            for k in range(args.tries):
+                going &= valid[:, k] if k else True
+                if not going.any():
+                    break
+                before = batch.best_overhead.copy()
+                batch.step(order[t, :, k], going)
+                rewards[t, going, k], counts[t, going] = batch.rewards[going], k + 1
+                effects[t, going, k] = batch.effects()[going]
+                better += going & (batch.effect_ns < 0)
+                gained += np.where(going, before - batch.best_overhead, 0)
+                ends[t] |= going & batch.over
+                going &= ~(batch.accepted | batch.over)
+            returned += batch.best_overhead[ends[t]].tolist()
+            walk.remember()
+            walk.begin(ends[t])
+            batch.redraw(~ends[t])
+        observed.append(walk.observe())
+        tried = counts.sum(0)
+        self.calls += int(tried.sum())
+        greedy = walk.epsilon < 1
+        row = {"hits": better[greedy].sum() / tried[greedy].sum(), "reward": float(rewards.sum() / tried.sum()),
+               "gained": 1e5 * gained[greedy].sum() / tried[greedy].sum()}  # fmt: skip
+        if not greedy.all():
+            row |= {"hits_random": better[~greedy].sum() / tried[~greedy].sum(),
+                    "gained_random": 1e5 * gained[~greedy].sum() / tried[~greedy].sum()}  # fmt: skip
+        if returned:
+            row["overhead"] = float(np.mean(returned))
+        return Rollout(walk.graph, observed, order, rewards, effects, counts, ends, args), row
+
+    def update(self, rollout: Rollout) -> dict[str, float]:
+        """One step of gradient descent on a batch of a rollout; sets its priorities."""
+        at, now, then, tries = rollout.sample(self.rng)
+        with torch.no_grad():
+            goal = tries["return"]
+            if self.args.gamma > 0:
+                chosen = self.net(rollout.graph, *then.tensors())[0].argmax(1, keepdim=True)
+                later = self.target(rollout.graph, *then.tensors())[0].gather(1, chosen)
+                goal = goal + tries["discount"] * later.clamp(min=-5)
+        q, effect, improves = self.net(rollout.graph, *now.tensors())
+        taken, weight, used = q.gather(1, tries["edit"]).clamp(min=-5), tries["weight"], tries["weight"] > 0
+        loss = (weight * F.smooth_l1_loss(10 * taken, 10 * goal, reduction="none") / 10).sum() / weight.sum()
+        observed = tries["effect"][used]
+        side = F.smooth_l1_loss(effect.gather(1, tries["edit"])[used], observed)
+        side = side + F.binary_cross_entropy_with_logits(
+            improves.gather(1, tries["edit"])[used], (observed < -0.003).float()
+        )
+        self.optimizer.zero_grad()
+        (loss + self.args.auxiliary * side).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.optimizer.step()
+        self.updates += 1
+        if self.updates % self.args.target_every == 0:
+            self.target.load_state_dict(self.net.state_dict())
+        error = (taken.detach() - goal).abs() * used
+        rollout.priority[at] = error.max(1).values.numpy() + 0.02
+        return {"loss": float(loss.detach()), "side": float(side.detach()), "td": float(error.sum() / used.sum())}
+
+    def iterate(self) -> dict[str, float]:
+        """Collects from one task and updates; returns hit rates, reward and gain per call, losses, calls."""
+        args, rng = self.args, self.rng
+        share = len(self.history) / args.iterations
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.learning_rate * (0.05 + 0.95 * (1 - min(share, 1.0)))
+        k = int(rng.integers(len(self.tasks)))
+        if k not in self.walks:
+            self.walks[k] = Walk(self.tasks[k], args, self.references[k], rng)
+        with torch.no_grad():
+            rollout, row = self.collect(self.walks[k])
+        self.replay.append(rollout)
+        if len(self.replay) > args.buffer_size:
+            self.replay.pop(int(rng.integers(len(self.replay) // 2)))
+        losses = []
+        if len(self.replay) >= args.learning_starts:
+            total = np.array([one.priority.sum() for one in self.replay])
+            for u in range(args.updates):
+                which = -1 if u == 0 else int(rng.choice(len(total), p=total / total.sum()))
+                losses.append(self.update(self.replay[which]))
+        row |= {key: float(np.mean([one[key] for one in losses])) for key in (losses[0] if losses else {})}
+        self.history.append({key: float(value) for key, value in row.items()} | {"calls": self.calls, "task": k})
+        return self.history[-1]
+
+    def train(self, on_iteration: Callable[[DQN], None] = lambda _: None) -> EditNet:
+        """Iterates to the end; returns the network."""
+        while len(self.history) < self.args.iterations:
+            self.iterate()
+            on_iteration(self)
+        return self.net.eval()
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` continues from; the replay buffer and the walkers begin anew then."""
+        return {
+            "net": self.net.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "history": self.history, "updates": self.updates, "calls": self.calls,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state``."""
+        self.net.load_state_dict(state["net"])
+        self.target.load_state_dict(state["target"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.history, self.updates, self.calls = state["history"], state["updates"], state["calls"]
+        self.rng = np.random.default_rng([self.seed, len(self.history)])
+
+    def save(self, path: Path) -> None:
+        """Writes the state of the training, for ``load``."""
+        write_training_state(path, {"args": asdict(self.args), "seed": self.seed, **self.state()})
+
+    def load(self, path: Path) -> None:
+        """Continues where ``save`` was called; raises TrainingStateError if the file is of another run."""
+        state = read_training_state(path)
+        must_match(path, state, {"args": asdict(self.args), "seed": self.seed})
+        with restoring(path):
+            self.restore(state)

@@ -1,0 +1,187 @@
+"""The DQN as a planner: its greedy policy edits whole plans, with weights that were learned on other programs.
+
+Start plans are decoded from the policy, with more calls also the best heuristic's. Few calls go to one walker; of many,
+a part goes to several that begin at different plans, the rest to the best of them, which goes back to its best plan and
+is reheated every ``CYCLE`` calls. The network reads a plan once for each accepted edit, and ranks the drawn neighbours
+in compiled code (greedy_edits.py). Controls rank them without it: ``ranks="policy"`` draws by the policy's
+probabilities, ``ranks="uniform"`` all alike; ``ranks="improves"`` asks the supervised head of the same network.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.search.annealing import half_way, start
+from agents.search.in_time import in_time
+from agents.search.local_search import check_heat
+from simulator.compiled.encoding import rows_of
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.modes import check_mode
+from simulator.moves.moves import Moves
+from simulator.plan import Plan
+from simulator.program import Program
+
+if TYPE_CHECKING:  # PyTorch and Gymnasium take seconds to import
+    from agents.learned.edit_net import EditNet
+    from agents.learned.edit_walk import EditWalk
+    from envs.edit.task import EditTask
+
+HERE = Path(__file__).parent
+WEIGHTS = {True: HERE / "dqn.pt", False: HERE / "dqn_flat.pt"}  # with message passing, and without
+RANKS = ("q", "improves", "policy", "uniform")
+CALLS = 1_000  # simulator calls by default
+SEVERAL = (
+    600  # calls from which there are several walkers, and HEURISTIC_CALLS from which a heuristic's plan is a start
+)
+HEURISTIC_CALLS = 1_000
+FEW, MANY = 24, 64  # plans drawn from the policy, for one walker and for several
+WALKERS, SHARE = 4, 0.4  # several walkers, and their share of the calls; the rest is the best one's
+CYCLE, WARM = 700, 0.3  # calls after which it begins again at its best plan; how far the temperature has fallen then
+CLOCK = 1.0  # seconds from which a heuristic's plan is a start
+LOOK = 32  # calls between two looks at the clock, and at the temperature
+TITLE = '"GPU memory management for neural networks using deep Q-network"'
+
+
+class DQN:
+    """``agents.make("dqn")``.
+
+    Args:
+        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, or as many as fit into
+            ``seconds``.
+        mode: swap, recompute or joint.
+        hot, cold: first and last temperature, as fractions of the ideal time.
+        min_bytes: tensors below this size stay.
+        seconds: of wall-clock time, on one core. With them the plan depends on the computer.
+        ranks: what ranks the neighbours: "q", or a control (see the module).
+        message_passing: False: the network without structure2vec's rounds, which is faster.
+        weights: a file of ``experiments.pretrain agent=dqn`` or ``train_dqn``; None: the one of the package.
+    """
+
+    facts = PlannerInfo("dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", slow=1)
+    name = facts.key
+
+    def __init__(
+        self, calls: int | None = None, mode: str = "joint", hot: float = 3e-3, cold: float = 3e-5,
+        min_bytes: int = MIB, seed: int = 0, seconds: float | None = None, ranks: str = "q",
+        message_passing: bool = True, weights: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        check_budget(calls, seconds)
+        check_heat(hot, cold)
+        if ranks not in RANKS:
+            raise ValueError(f"ranks: expected one of {', '.join(RANKS)}, got {ranks!r}")
+        self.calls, self.seconds, self.mode, self.hot, self.cold = calls, seconds, check_mode(mode), hot, cold
+        self.min_bytes, self.seed, self.ranks = min_bytes, seed, ranks
+        self.weights = WEIGHTS[message_passing] if weights is None else Path(weights)
+        self.simulator_calls = 0
+        self._heuristic: Rows | None = None
+
+    @in_time
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The best plan found; raises Infeasible if no start plan fits, FormatError for ``weights``."""
+        until = None if self.seconds is None else time.monotonic() + self.seconds
+        calls = CALLS if self.calls is None and until is None else self.calls
+        if program.peak_bytes <= limit:
+            return finish(self, program, machine, limit, Engine(program, machine, limit), rows_of(()))
+        if not Moves(program, limit, self.mode, self.min_bytes, 0).gaps:
+            raise infeasible(self, program, limit, None, 0)
+        from agents.learned.optimisation import on_one_thread
+        from envs.edit.task import EditTask
+
+        with on_one_thread():
+            net = self._net()
+            try:
+                task = EditTask(
+                    program, machine, limit, self.mode, self.min_bytes, lambda it: self._starts(it, calls, until)
+                )
+            except NoStart as error:
+                raise infeasible(self, program, limit, error.required, error.calls) from None
+            best = self.search(task, net, None if calls is None else max(calls - 1 - task.engine.calls, 0), until)
+        return finish(self, program, machine, limit, task.engine, best)
+
+    def search(self, task: EditTask, net: EditNet | None, calls: int | None, until: float | None = None) -> Rows:
+        """The best rows that walkers find from the task's start plans."""
+        from agents.learned.edit_walk import EditWalk
+        from agents.learned.greedy_edits import IMPROVES, Q
+
+        if task.starts[0].iteration_ns <= task.ideal_ns:
+            return task.starts[0].rows
+        if self.ranks == "uniform":
+            task.moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
+        several = calls is None or task.engine.calls + calls >= SEVERAL - 1
+        count, share = (WALKERS, SHARE) if several else (1, 1.0)
+        walk = EditWalk(
+            task,
+            count,
+            net,
+            self.seed,
+            column=IMPROVES if self.ranks == "improves" else Q,
+            hot=self.hot,
+            cold=self.cold,
+        )
+        plans = [task.starts[0], *(one for one in task.starts if one.rows is self._heuristic), *task.starts[1:]]
+        begin, used = time.monotonic(), 0
+        for i in range(count):
+            walk.begin(i, plans[i % len(plans)])
+            end = None if until is None else begin + share * (until - begin) * (i + 1) / count
+            used += self._run(walk, i, None if calls is None else int(share * calls) // count, end, 0.0)
+        best = min(range(count), key=lambda i: walk.best(i).iteration_ns)
+        if several:
+            now = time.monotonic()
+            left = used * (until - now) / max(now - begin, 1e-9) if calls is None and until is not None else 0
+            cycles = max(int(left if calls is None else calls - used) // CYCLE, 1)
+            for cycle in range(cycles):
+                walk.begin(best, walk.best(best))
+                end = None if until is None else now + (until - now) * (cycle + 1) / cycles
+                self._run(walk, best, None if calls is None else (calls - used) // cycles, end, WARM)
+        task.engine.calls += walk.simulated
+        return walk.best(best).rows
+
+    def _run(self, walk: EditWalk, i: int, calls: int | None, end: float | None, fallen: float) -> int:
+        """Walker i goes on while the temperature falls the rest of its way; returns the calls it made."""
+        begin, made = time.monotonic(), 0
+        while calls is None or made < calls:
+            now = time.monotonic()
+            if end is not None and now >= end:
+                break
+            share = made / calls if calls else 0.0
+            if end is not None:
+                share = max(share, (now - begin) / max(end - begin, 1e-9))
+            most = LOOK if calls is None else min(LOOK, calls - made)
+            made += walk.walk(i, most, fallen + (1 - fallen) * share)
+        return made
+
+    def _starts(self, task: EditTask, calls: int | None, until: float | None) -> list[Rows]:
+        """Rows of the policy's plans, and of the best heuristic's if there is the time, or nothing else fits."""
+        from envs.edit.starts import policy_plans
+
+        samples = FEW if calls is not None and calls < SEVERAL else MANY
+        plans = policy_plans(task, samples if calls is None else min(samples, calls // 3), self.seed, half_way(until))
+        clock = until is None or (self.seconds is not None and self.seconds >= CLOCK)
+        if not plans or (clock and (calls is None or calls >= HEURISTIC_CALLS)):
+            rows, _, required = start(
+                task.program, task.machine, task.limit, task.engine, self.mode, self.min_bytes, half_way(until)
+            )
+            if rows is None and not plans:
+                raise NoStart(required if self.mode == "swap" else None, task.engine.calls)
+            plans, self._heuristic = plans if rows is None else [*plans, rows], rows
+        return plans
+
+    def _net(self) -> EditNet | None:
+        """The network that ranks; None if it is not asked."""
+        from agents.learned.edit_net import trained
+
+        return trained(self.weights) if self.ranks in ("q", "improves") else None
+
+
+class NoStart(Exception):
+    """No start plan fits; the least bytes that one would need (mode swap), and the simulator calls that were made."""
+
+    def __init__(self, required: int | None, calls: int) -> None:
+        super().__init__()
+        self.required, self.calls = required, calls

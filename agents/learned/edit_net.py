@@ -1,0 +1,154 @@
+"""The Q-network over edits of a plan: structure2vec on the gap graph, a value, and an advantage of each edit.
+
+Q(s, e) = V(s) + A(s, e) - mean A: dueling heads (Wang et al., 2016). A reads the sum over the changes c of edit e of
+h[gap(c), mode(c)], a deep-sets head (Zaheer et al., 2017) on the states of the gaps. The gap states are structure2vec's
+(Dai et al., 2016; equation 1 of the DQN paper) over the edges of the gap graph and the bins of time; ``rounds=0`` keeps
+each gap's own columns and the pooled state only. Two auxiliary outputs are trained beside Q: the effect of an edit and
+the logit of "it improves the plan". Shapes: B states of one task, G gaps, M edits, w width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents.learned.optimisation import MASKED
+from agents.learned.structure2vec import NeighbourSum
+from agents.learned.training_state import read_weights
+from envs.edit.batch import GAP_COLUMNS
+from envs.edit.task import EditTask
+from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
+from simulator.moves.gap_graph import GapGraph
+
+CLIP = 4.0  # standard deviations of a static column
+EDGES = 4  # to the next gap of a tensor and the one before, along a recomputation chain and against it
+
+
+class EditGraph(NamedTuple):
+    """The part of a task that no edit changes, as the network reads it."""
+
+    static: Tensor  # (G, F)
+    bins: Tensor  # (BINS, 12)
+    edges: tuple[Tensor, ...]  # EDGES sparse (G, G), each row's weights sum to 1
+    gap_of_bin: Tensor  # (G, BINS) share of a gap's time that lies in a bin
+    bin_of_gap: Tensor  # (BINS, G) the same of a bin
+
+
+def edit_graph(task: EditTask) -> EditGraph:
+    """Returns the graph of a task."""
+    graph: GapGraph = task.graph
+    cover = torch.from_numpy(graph.cover)
+    pairs = [graph.next, graph.next[::-1], graph.chain, graph.chain[::-1]]
+    return EditGraph(
+        torch.from_numpy(task.static), torch.from_numpy(np.asarray(task.static_bins, np.float32)),
+        tuple(_mean_of(pair.copy(), len(graph)) for pair in pairs),
+        cover / cover.sum(1, keepdim=True).clamp(min=1e-6), (cover / cover.sum(0).clamp(min=1.0)).T.contiguous(),
+    )  # fmt: skip
+
+
+def _mean_of(edges: NDArray[np.int64], size: int) -> Tensor:
+    """Sparse (size, size): each row averages over the targets of a gap's edges."""
+    degree = np.bincount(edges[0], minlength=size)
+    weights = torch.from_numpy((1.0 / np.maximum(degree[edges[0]], 1)).astype(np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns at the first use that sparse CSR is in beta
+        return torch.sparse_coo_tensor(
+            torch.from_numpy(edges), weights, (size, size), check_invariants=True
+        ).to_sparse_csr()
+
+
+class EditNet(nn.Module):
+    """Q-values of edits.
+
+    Args:
+        static, bins: columns of a gap and of a bin that no edit changes.
+        width: w, of all hidden layers.
+        rounds: of structure2vec; 0: none.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, static: int, bins: int, width: int = 32, rounds: int = 2) -> None:
+        super().__init__()
+        self.settings = {"static": static, "bins": bins, "width": width, "rounds": rounds}
+        w, self.rounds = width, rounds
+        self.register_buffer("mean", torch.zeros(static))
+        self.register_buffer("scale", torch.ones(static))
+        self.gap_static, self.gap_state = nn.Linear(static, w), nn.Linear(GAP_COLUMNS, w, bias=False)
+        self.bin_static, self.bin_state = nn.Linear(bins, w), nn.Linear(BIN_COLUMNS, w, bias=False)
+        self.neighbours = NeighbourSum()
+        if rounds:
+            self.along = nn.Linear(EDGES * w, w, bias=False)
+            self.to_bin, self.to_gap, self.among = (nn.Linear(w, w, bias=False) for _ in range(3))
+        self.whole = nn.Linear(2 * w + WHOLE_COLUMNS, w)
+        self.change_of_gap, self.change_of_static = nn.Linear(w, w), nn.Linear(static, w, bias=False)
+        self.change_of_state = nn.Linear(GAP_COLUMNS, w, bias=False)
+        self.change = nn.Linear(w, w * MODES)
+        self.edit_of_whole, self.edit = nn.Linear(w, w), nn.Linear(w, w)
+        self.out = nn.Linear(w, 3)  # advantage, effect, logit of an improvement
+        self.value = nn.Linear(w, 1)
+        self.lift = nn.Parameter(torch.tensor(0.02))  # of the advantage, by the probability of an improvement
+
+    def static_parts(self, graph: EditGraph) -> tuple[Tensor, Tensor, Tensor]:
+        """Terms that are the same in every state of a task: of the gaps (G, w) twice, of the bins (BINS, w)."""
+        x = ((graph.static - self.mean) / self.scale).clamp(-CLIP, CLIP)
+        return self.gap_static(x), self.change_of_static(x), self.bin_static(graph.bins)
+
+    def encode(
+        self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, parts: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Encodes states: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6).
+
+        Returns:
+            h (B, G * MODES, w), the part of each possible change; and the state of the whole plan (B, w).
+        """
+        gap_part, change_part, bin_part = parts
+        x = gaps.transpose(0, 1)  # (G, B, 32): a sparse product sums over the neighbours of all states at once
+        own = gap_part[:, None] + self.gap_state(x)
+        bin_own = bin_part[:, None] + self.bin_state(bins.transpose(0, 1))
+        s, b = own.relu(), bin_own.relu()
+        size, batch, w = own.shape
+        for _ in range(self.rounds):
+            of_gaps = (graph.bin_of_gap @ s.flatten(1)).view(-1, batch, w)
+            b = (bin_own + self.to_bin(of_gaps) + self.among(b.mean(0, keepdim=True))).relu()
+            near = torch.cat([self.neighbours(s, edges) for edges in graph.edges], -1)
+            s = (own + self.to_gap((graph.gap_of_bin @ b.flatten(1)).view(size, batch, w)) + self.along(near)).relu()
+        whole = self.whole(torch.cat([s.mean(0), b.mean(0), plan], -1)).relu()
+        z = (self.change_of_gap(s) + self.change_of_state(x) + change_part[:, None] + whole[None]).relu()
+        return self.change(z).transpose(0, 1).reshape(batch, size * MODES, w), whole
+
+    def score(self, h: Tensor, whole: Tensor, edits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, effect and logit of an improvement, (B, M) each, of edits (B, M, CHANGES) of gap * MODES + mode or -1.
+
+        Q is MASKED where a row of ``edits`` has no change.
+        """
+        some = edits >= 0
+        flat = edits.clamp(min=0).flatten(1)[:, :, None].expand(-1, -1, h.shape[2])
+        changes = h.gather(1, flat).view(*edits.shape, -1)
+        u = (changes * some[..., None]).sum(2) + self.edit_of_whole(whole)[:, None]
+        advantage, effect, improves = self.out(self.edit(u.relu()).relu()).unbind(-1)
+        advantage = advantage + self.lift * improves.detach().sigmoid()
+        valid = some[:, :, 0]
+        mean = (advantage * valid).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
+        q = self.value(whole) + advantage - mean
+        return q.masked_fill(~valid, MASKED), effect, improves
+
+    def forward(
+        self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, edits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``score``."""
+        return self.score(*self.encode(graph, gaps, bins, plan, self.static_parts(graph)), edits)
+
+
+@cache
+def trained(path: Path) -> EditNet:
+    """The network of a file of weights, read once; raises FormatError if it holds none."""
+    return read_weights(path, EditNet, "the DQN")

@@ -1,0 +1,130 @@
+"""Pretraining of the DQN: tasks with start plans, and one Q-network over all of them (agents/learned/dqn.py).
+
+``experiments.pretrain agent=dqn`` captures its programs and comes here. A task is a program on a drawn machine under a
+drawn limit. Its start plans are the policy's, the best heuristic's and those of short annealing runs, so that walkers
+see bad plans and good ones; rewards are above the overhead of a longer run. Tasks in which that gains less than
+``LEAST_GAIN`` are left out. ``edits.jsonl`` keeps a line per task.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.learned.dqn import DQN, Args
+from agents.learned.expert_iteration import reachable
+from agents.learned.training_state import save_weights
+from agents.planner import MIB, Rows
+from agents.search.annealing import everything
+from agents.search.local_search import anneal
+from envs.edit.starts import policy_plans
+from envs.edit.task import EditTask
+from envs.tasks import load
+from experiments.common import report
+from experiments.pretrain import LIMITS, captured, drawn_machine, on_task, task_rng
+from simulator.machine import Machine
+
+MOST_GAPS = 600  # of a task
+LEAST_GAIN, MOST_OVERHEAD = 0.05, 60.0  # points: what a search gains on the policy's best plan, and its overhead
+RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and first temperature of annealing that makes start plans
+LONG, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # of the run that makes the reference
+NEAR = 25.0  # points above the reference: the slowest start plan
+NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # of the train split, beside the drawn ones
+EVERY = 50  # iterations between two lines of the log, and two checkpoints
+
+
+def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
+    """Returns the line of a drawn task: limit, start plans and reference; no start plans if it is left out."""
+    out, seed, i, j = job
+    entry: dict[str, Any] = {"program": i, "task": j, "starts": []}
+    if len(captured(out, i).gaps(MIB)) > MOST_GAPS:
+        return entry
+    rng = task_rng(seed, i, j)
+    machine, program = drawn_machine(rng), on_task(out, i, j)
+    limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
+    try:
+        task = EditTask(program, machine, limit, start="policy")
+    except ValueError:  # nothing can be moved, or no plan fits
+        return entry
+    return {**entry, "machine": machine.to_dict(), "limit": limit, **_starts(task)}
+
+
+def _starts(task: EditTask) -> dict[str, Any]:
+    """Start plans and the reference (points) of a task."""
+    found = [(start.iteration_ns, start.rows) for start in task.starts]
+    rows = everything(task.program, task.mode, task.min_bytes)
+    score = task.engine.score(rows)
+    even = task.moves.fork(0)
+    even.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
+    for k, (calls, hot) in enumerate(RUNS if score.feasible else ()):
+        better, ns = anneal(even, task.engine, rows, score.iteration_ns, calls, hot, COLD, k)
+        found.append((ns, better))
+    first, first_rows = min(found, key=lambda one: one[0])
+    _, least = anneal(task.moves, task.engine, first_rows, first, LONG, HOT, COLD, SEED)
+
+    def points(ns: int) -> float:
+        return 100 * (ns / task.ideal_ns - 1)
+
+    reference = points(least)
+    teaches = points(task.starts[0].iteration_ns) - reference > LEAST_GAIN and reference < MOST_OVERHEAD
+    kept = [rows.tolist() for ns, rows in found if ns > task.ideal_ns and points(ns) < reference + NEAR]
+    return {"reference": reference, "starts": kept if teaches else []}
+
+
+def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
+    """Returns the task of a line, and its reference."""
+    starts = [np.array(rows, np.int64).reshape(-1, 6) for rows in entry["starts"]]
+
+    def given(task: EditTask) -> list[Rows]:
+        policy_plans(task, samples=0)  # for its probabilities
+        return starts
+
+    program = on_task(out, entry["program"], entry["task"])
+    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), start=given)
+    return task, float(entry["reference"])
+
+
+def named_tasks() -> list[tuple[EditTask, float]]:
+    """Returns the tasks of ``NAMED``, with their references."""
+    found = []
+    for name, fractions in NAMED.items():
+        program, machine = load(name)
+        for fraction in fractions:
+            task = EditTask(program, machine, int(fraction * program.peak_bytes), start="policy")
+            found.append((task, float(_starts(task)["reference"])))
+    return found
+
+
+def train(out: Path, args: Args, seed: int, weights: Path | None) -> Path:
+    """Trains on the tasks of ``edits.jsonl`` and the named ones; goes on where it was stopped. Returns the weights."""
+    lines = [json.loads(line) for line in (out / "edits.jsonl").read_text().splitlines()]
+    pairs = [*(task_of(out, entry) for entry in lines if entry["starts"]), *named_tasks()]
+    folder = out / f"dqn{'' if args.message_passing else '_flat'}-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    state, log = folder / "state.pt", report.console(stderr=True)
+    dqn = DQN([task for task, _ in pairs], [reference for _, reference in pairs], args, seed)
+    if state.exists():
+        dqn.load(state)
+    log.print(f"{len(pairs)} tasks")
+    with report.progress(log) as bar, (folder / "log.jsonl").open("a") as file:
+        shown = bar.add_task("training", total=args.iterations, completed=len(dqn.history))
+
+        def watch(dqn: DQN) -> None:
+            bar.update(shown, completed=len(dqn.history))
+            if len(dqn.history) % EVERY and len(dqn.history) < args.iterations:
+                return
+            last = dqn.history[-EVERY:]
+            keys = sorted({key for row in last for key in row} - {"task", "calls"})
+            means = {key: round(statistics.fmean(row[key] for row in last if key in row), 5) for key in keys}
+            file.write(json.dumps({"iteration": len(dqn.history), "calls": dqn.calls, **means}) + "\n")
+            file.flush()
+            dqn.save(state)
+
+        net = dqn.train(watch)
+    path = weights or folder / "dqn.pt"
+    save_weights(net, path)
+    return path
