@@ -99,13 +99,13 @@ def test_rows_of_the_three_workspaces(program: Program) -> None:
 
 def test_which_planners_a_word_stands_for() -> None:
     names = report.planner_names(["all"])
-    assert {"none", "home", "lp_round", "autoswap_bo", "geeps"} < set(names) and "dqn" not in names
+    assert {"none", "home", "lp_round", "autoswap_bo", "geeps"} < set(names) and "dqn_paper" not in names
     assert set(evaluate.SLOW) <= set(names)
-    with pytest.raises(UsageError, match="dqn"):
-        report.planner_names(["all", "dqn"])
+    with pytest.raises(UsageError, match="dqn_paper"):
+        report.planner_names(["all", "dqn_paper"])
     names = report.planner_names(["none", "published", "lp_round", "tensile"])
     assert names == ["none", *report.heuristics(), "lp_round"]
-    assert {"autoswap_doa", "tensile", "geeps"} < set(names) and not {"home", "annealing", "dqn_paper"} & set(names)
+    assert {"autoswap_doa", "tensile", "geeps"} < set(names) and not {"home", "annealing", "dqn", "dqn_paper"} & set(names)
 
 
 WARM = """
