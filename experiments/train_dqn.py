@@ -92,7 +92,8 @@ def main(cfg: DictConfig) -> Path:
             write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
             return open_tracker(tracker, out, cli.plain(cfg))
 
-        about = {"agent": f"train_dqn, {agent}{variant.told}", "seed": seed}
+        told = ", from scratch" if edits and config.init == "scratch" else variant.told
+        about = {"agent": f"train_dqn, {agent}{told}", "seed": seed}
         curve = Curve(
             out / "curve.json", *task, config.mode, {**about, "reward": "log" if edits else variant.reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",

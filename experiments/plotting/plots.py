@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 from scipy.optimize import isotonic_regression
 
 from experiments.common.report import MB, Row
@@ -175,10 +175,11 @@ def edit_learning(
         ):  # fmt: skip
             overhead.axhline(row["overhead"], color=FAINT, linewidth=1.1, linestyle=style, label=row["planner"])
         _overhead_axis(overhead, max([y for _, y in [*greedy, *ended]], default=0.01))
-        overhead.set(xlabel="simulator calls", ylabel="overhead over the ideal time", title=title)
+        overhead.set(xlabel="simulator calls", title="overhead over the ideal time")
+        overhead.figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         for axes, keys, name in (
-            (hits, (("hits", "by Q"), ("hits_random", "at random")), "tried edits that improve the plan"),
-            (error, (("td", "temporal difference"), ("loss", "Huber loss")), "error of Q (log reward)"),
+            (hits, (("hits", "chosen by Q"), ("hits_random", "at random")), "edits that improve the plan"),
+            (error, (("td", "temporal difference"), ("loss", "Huber loss")), "error of Q, in log reward"),
         ):
             for (key, label_of), style in zip(keys, ("-", (0, (5, 3))), strict=True):
                 found = [(c, row[key]) for c, row in zip(calls, history, strict=True) if key in row]
@@ -189,8 +190,10 @@ def edit_learning(
             axes.set_ylim(0, None)
         hits.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
         for axes in (overhead, hits, error):
+            axes.xaxis.set_major_locator(MaxNLocator(5))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-            axes.legend(fontsize=8.5)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8.5)
 
 
 def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:
