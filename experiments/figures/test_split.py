@@ -148,10 +148,13 @@ def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def chart(rows: list[Row]) -> Chart:
-    """Medians over tasks and seeds, with areas from the lower to the upper quartile."""
+    """Medians over tasks and seeds, with areas from the lower to the upper quartile; variants of a method, whose names
+    have a comma, are in the table only."""
     found = points([row for row in rows if not row.get("fresh")])
     marks: list[Mark] = []
     for line in dict.fromkeys(line for line, _ in found):
+        if "," in line and line in rows[0]["methods"]:
+            continue
         mine = [values for (name, _), values in found.items() if name == line]
         low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
         seconds = [float(np.median(values[..., 1])) for values in mine]
