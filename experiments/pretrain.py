@@ -70,7 +70,8 @@ def main(cfg: DictConfig) -> None:
     out = cli.path(cfg, "out") or Path("runs/pretrain")
     edits = cli.choice(cfg, "network", ("policy", "dqn")) == "dqn"
     some = cli.values(cfg, "dqn_programs")
-    if len(some) != len(sets) or any(type(n) is not int or not 0 <= n <= sets[i][0] for i, n in enumerate(some)):
+    fits = len(some) == len(sets) and all(type(n) is int and 0 <= n <= sets[i][0] for i, n in enumerate(some))
+    if edits and not fits:
         raise cli.UsageError(f"dqn_programs: expected {len(sets)} integers, at most those of each set, got {some}")
 
     from agents.learned import expert_iteration as learning  # a mistyped key is answered before
