@@ -23,7 +23,7 @@ GPU = Machine.load("gtx1080ti")
 
 
 ONE_TASK = {  # values of agent=dqn that are for one task; the defaults are for many, in experiments.pretrain
-    "iterations": 60, "init": "pretrained", "most_calls": 1000, "learning_starts": 4, "learning_rate": 4e-4,
+    "iterations": 50, "init": "pretrained", "most_calls": 1000, "learning_starts": 4, "learning_rate": 4e-4,
 }  # fmt: skip
 
 
