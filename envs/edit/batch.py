@@ -132,9 +132,8 @@ class EditBatch:
 
     def effects(self) -> NDArray[np.float32]:
         """(W,) effects of the last trials, as the observation shows them (walkers.effect_of)."""
-        points = np.minimum(np.maximum(100 * self.effect_ns / self._ideal[self.task], -of.FAILED), of.FAILED)
-        scaled: NDArray[np.float32] = (np.sign(points) * np.log1p(20 * np.abs(points)) / 3).astype(np.float32)
-        return scaled
+        pairs = zip(self.effect_ns.tolist(), self._ideal[self.task].tolist(), strict=True)
+        return np.array([of.effect_of(effect_ns, 0.0, ideal) for effect_ns, ideal in pairs], np.float32)
 
     def step(self, actions: NDArray[np.int64], which: NDArray[np.bool_] | None = None) -> None:
         """Tries the edit that each walker chooses (all of them, or ``which``): actions (W,).

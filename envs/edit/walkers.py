@@ -68,7 +68,7 @@ def _log(x, scale):  # type: ignore[no-untyped-def]
     return math.log1p(x * scale) if x >= 0 else -math.log1p(-x * scale)
 
 
-@stage
+@stage(entry=True)
 def effect_of(ns, now_ns, ideal):  # type: ignore[no-untyped-def]
     """The observed effect of a trial, in [-1.24, 1.24]: points gained or lost, through a logarithm."""
     points = FAILED if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -FAILED), FAILED)
