@@ -35,7 +35,7 @@ from agents.learned.training_state import (
     read_weights,
     restoring,
     write_training_state,
-)  # fmt: skip
+)
 from agents.planner import LEAST
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
@@ -140,8 +140,7 @@ class Walk:
         self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
         self.batch = EditBatch(
             [task], args.walkers, args.neighbours, budget=(args.least_calls, args.most_calls), reward="log",
-            shaping=args.shaping,
-            reference=[reference],
+            shaping=args.shaping, reference=[reference],
         )  # fmt: skip
         for i in range(args.walkers):
             self.batch.seed(i, int(rng.integers(2**31)))

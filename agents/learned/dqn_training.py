@@ -9,12 +9,11 @@ from pathlib import Path
 
 from agents.learned.dqn import DQN, Args
 from agents.learned.dqn_planner import DQN as Planner
-from agents.learned.edit_net import EditNet
 from agents.learned.training import Episode
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
-from agents.planner import infeasible
+from agents.planner import Rows, infeasible
 from envs.edit.task import EditTask
-from simulator import Plan
+from simulator import Plan, simulate
 from simulator.compiled.encoding import decisions_of
 from simulator.machine import Machine
 from simulator.program import Program
@@ -38,7 +37,8 @@ class Trainer:
         self.program, self.limit, self.args, self.seed = program, limit, args, seed
         self.checkpoint_every, self.history = args.checkpoint_every, list[Episode]()
         self.dqn = DQN([self.task], [0.0], args, seed)
-        self.before: tuple[float, Plan] | None = None  # the best of the run that is resumed
+        start = self.task.starts[0]  # or the best plan of the run that is resumed
+        self.before = start.iteration_ns / self.task.ideal_ns - 1, self._plan_of(start.rows)
 
     @property
     def episodes(self) -> int:
@@ -54,10 +54,7 @@ class Trainer:
     def _found(self) -> tuple[float, Plan]:
         """Overhead and plan of the best so far."""
         walks = [(walk.best_overhead, walk.best) for walk in self.dqn.walks.values()]
-        start = self.task.starts[0]
-        first = Plan.of(self.program, decisions_of(start.rows), "dqn", self.limit, self.task.machine.name)
-        found = [(start.iteration_ns / self.task.ideal_ns - 1, first), *walks, *([self.before] if self.before else [])]
-        return min(found, key=lambda one: one[0])
+        return min([self.before, *walks], key=lambda one: one[0])
 
     @property
     def best(self) -> Plan | None:
@@ -80,23 +77,24 @@ class Trainer:
         ))  # fmt: skip
         return self.history[-1:]
 
-    def _plan(self, net: EditNet, calls: int) -> Plan:
+    def _plan_of(self, rows: Rows) -> Plan:
+        return Plan.of(self.program, decisions_of(rows), "dqn", self.limit, self.task.machine.name)
+
+    def _greedy(self, calls: int) -> Plan:
         args = self.args
         planner = Planner(calls, args.mode, min_bytes=args.min_bytes, seed=self.seed)
         made = self.task.engine.calls
-        rows = planner.search(self.task, net.eval(), max(calls - self.task.start_calls - 1, 0))
+        rows = planner.search(self.task, self.dqn.net.eval(), max(calls - self.task.start_calls - 1, 0))
         self.task.engine.calls = made
-        return Plan.of(self.program, decisions_of(rows), "dqn", self.limit, self.task.machine.name)
+        return self._plan_of(rows)
 
     def greedy(self) -> Plan:
         """The plan of the greedy policy in ``greedy_calls`` simulator calls, those of the start plans included."""
-        return self._plan(self.dqn.net, self.args.greedy_calls)
+        return self._greedy(self.args.greedy_calls)
 
     def greedy_overhead(self) -> float:
         """The greedy policy's overhead after CURVE_CALLS calls."""
-        from simulator import simulate
-
-        plan = self._plan(self.dqn.net, self.task.start_calls + 1 + CURVE_CALLS)
+        plan = self._greedy(self.task.start_calls + 1 + CURVE_CALLS)
         return simulate(self.program, plan, self.task.machine, self.limit).overhead
 
     def _identity(self) -> dict[str, object]:

@@ -21,7 +21,7 @@ from envs.edit.walkers import (
     draw,
     open_trial,
     score_trial,
-)  # fmt: skip
+)
 from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
