@@ -52,6 +52,9 @@ def trained_in_ddp(make: Any, memory: float, rank: int) -> list[Tensor]:
 
 
 def run_rank(rank: int, folder: str, make: Any) -> None:
+    from torch._inductor import config  # takes long
+
+    config.compile_threads = 1  # else a rank's end waits for Inductor's own processes
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save([trained_in_ddp(make, memory, rank) for memory in (1.0, 0.8)], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
