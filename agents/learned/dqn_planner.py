@@ -1,10 +1,11 @@
 """The DQN as a planner: its greedy policy edits whole plans, with weights that were learned on other programs.
 
 Start plans are decoded from the policy, with more calls also the best heuristic's. Few calls go to one walker; of many,
-a part goes to several that begin at different plans, the rest to the best of them, which goes back to its best plan and
-is reheated every ``CYCLE`` calls. The network reads a plan once for each accepted edit, and ranks the drawn neighbours
-in compiled code (greedy_edits.py). Controls rank them without it: ``ranks="policy"`` draws by the policy's
-probabilities, ``ranks="uniform"`` all alike; ``ranks="improves"`` asks the supervised head of the same network.
+a part goes to several that begin at different plans, the rest to cycles of ``CYCLE`` calls that are reheated and begin
+at the best plan. In every second one edits are tried as they are drawn, without the network. The network reads a
+plan once for each accepted edit, and ranks the drawn neighbours in compiled code (greedy_edits.py). Controls never ask
+it: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` all alike; ``ranks="improves"`` asks the
+supervised head of the same network.
 """
 
 from __future__ import annotations
@@ -115,32 +116,29 @@ class DQN:
             task.moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
         several = calls is None or task.engine.calls + calls >= SEVERAL - 1
         count, share = (WALKERS, SHARE) if several else (1, 1.0)
-        walk = EditWalk(
-            task,
-            count,
-            net,
-            self.seed,
-            column=IMPROVES if self.ranks == "improves" else Q,
-            hot=self.hot,
-            cold=self.cold,
-        )
+        column = IMPROVES if self.ranks == "improves" else Q
+        walk = EditWalk(task, count, net, self.seed, column=column, hot=self.hot, cold=self.cold)
         plans = [task.starts[0], *(one for one in task.starts if one.rows is self._heuristic), *task.starts[1:]]
         begin, used = time.monotonic(), 0
         for i in range(count):
             walk.begin(i, plans[i % len(plans)])
             end = None if until is None else begin + share * (until - begin) * (i + 1) / count
             used += self._run(walk, i, None if calls is None else int(share * calls) // count, end, 0.0)
-        best = min(range(count), key=lambda i: walk.best(i).iteration_ns)
+        best = min((walk.best(i) for i in range(count)), key=lambda plan: plan.iteration_ns)
         if several:
             now = time.monotonic()
             left = used * (until - now) / max(now - begin, 1e-9) if calls is None and until is not None else 0
             cycles = max(int(left if calls is None else calls - used) // CYCLE, 1)
+            drawn = EditWalk(task, 1, None, self.seed + count, hot=self.hot, cold=self.cold)
             for cycle in range(cycles):
-                walk.begin(best, walk.best(best))
+                going = drawn if cycle % 2 else walk
+                going.begin(0, best)
                 end = None if until is None else now + (until - now) * (cycle + 1) / cycles
-                self._run(walk, best, None if calls is None else (calls - used) // cycles, end, WARM)
+                self._run(going, 0, None if calls is None else (calls - used) // cycles, end, WARM)
+                best = going.best(0)
+            task.engine.calls += drawn.simulated
         task.engine.calls += walk.simulated
-        return walk.best(best).rows
+        return best.rows
 
     def _run(self, walk: EditWalk, i: int, calls: int | None, end: float | None, fallen: float) -> int:
         """Walker i goes on while the temperature falls the rest of its way; returns the calls it made."""

@@ -129,7 +129,9 @@ _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochas
            "inception_v3": "Inception V3", "inception_v3_cifar": "Inception V3", "inception_v4": "Inception V4",
            "densenet121": "DenseNet121", "mobilenet": "MobileNet", "squeezenet": "SqueezeNet", "plain20": "Plain20",
            "resnet18_cifar": "ResNet18", "vgg16_imagenet": "VGG16", "resnet50_imagenet": "ResNet50",
-           "resnet101_imagenet": "ResNet101", "resnet152_imagenet": "ResNet152", "alexnet": "AlexNet"}  # fmt: skip
+           "resnet101_imagenet": "ResNet101", "resnet152_imagenet": "ResNet152", "alexnet": "AlexNet",
+           "opt_125m": "OPT-125M", "t5_small": "T5-small", "convnext_tiny": "ConvNeXt-T",
+           "mobilenet_v2": "MobileNetV2", "regnet_x_400mf": "RegNetX-400MF"}  # fmt: skip
 
 
 def label(network: str) -> str:

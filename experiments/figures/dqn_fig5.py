@@ -55,6 +55,10 @@ BEST_OF: dict[str, list[dict[str, Any]]] = {  # settings of a planner that are t
         for strategy in ({}, {"recompute": "speed"}, {"recompute": "memory"})
     ],
 }  # fmt: skip
+SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # key in the rows: planner and options, at equal simulator calls
+    "planned": ("dqn", {}), "uniform": ("dqn", {"ranks": "uniform"}),
+    "policy_search": ("policy_search", {}), "annealing": ("annealing", {}),
+}  # fmt: skip
 RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # who does no more than this mode of the DQN
 ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # of families, as the paper has them
 WHY = {  # a family: why baselines have no plan for it
@@ -117,16 +121,19 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
 def sweep(
     program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]
 ) -> list[Row]:  # fmt: skip
-    """The DQN and uniform edits at every limit, the loosest first. A plan for a tighter limit fits the next, too, and
-    so does one of ``also``, of a mode that this one includes; where one has no overhead, none is made."""
+    """Overheads of SEARCHES at every limit, the loosest first.
+
+    A plan for a tighter limit fits the next, too, and so does one of ``also``, of a mode that this one includes; where
+    one has no overhead, no search is made.
+    """
     peak, out = program.peak_bytes, list[Row]()
     for limit in sorted(limits):
         carried = [p for p in (*out[-1:], *also) if p["limit"] <= limit / peak + SAME]
         point: Row = {"limit": limit / peak, "overhead": min([p["overhead"] for p in carried], default=math.inf),
-                      "planned": None, "uniform": None}  # fmt: skip
-        for key, ranks in (("planned", "q"), ("uniform", "uniform")) if point["overhead"] > 0 else ():
-            options = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
-            plan = figures.attempt(agents.make("dqn", ranks=ranks, **options), program, machine, limit)
+                      **dict.fromkeys(SEARCHES)}  # fmt: skip
+        shared = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
+        for key, (planner, options) in SEARCHES.items() if point["overhead"] > 0 else ():
+            plan = figures.attempt(agents.make(planner, **options, **shared), program, machine, limit)
             if plan is not None:
                 point[key] = simulate(program, plan, machine, limit).overhead
         if point["planned"] is not None:
@@ -255,7 +262,7 @@ def numbers(rows: list[Row]) -> Row:
     below = [duel.theirs - duel.mean for duel in every if duel.theirs > SAME and duel.mean < float("inf")]
     details = [point for panel in found for mode in MODES for point in panel.details[mode]]
     planned = [point for point in details if (point["planned"] or 0.0) > SAME]
-    pairs = [(p["planned"], p["uniform"]) for p in planned if p["uniform"] is not None]
+    pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
     widths = [(max(o) - min(o), panel.name, limit, mode) for panel in found for mode in MODES
               for limit, o in panel.dqn[mode].items() if len(o) > 1]  # fmt: skip
     gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
@@ -270,8 +277,8 @@ def numbers(rows: list[Row]) -> Row:
                     for name, keys in changes.items()] or None,
         "above": len(above), "below": 100 * np.median(below) if below else None,
         "worst": most([(d.worst - d.theirs, d.network, d.limit, d.baseline) for d in above]),
-        "both": len(pairs) or None, "found": 100 * np.mean([mine for mine, _ in pairs]) if pairs else None,
-        "uniform": 100 * np.mean([theirs for _, theirs in pairs]) if pairs else None,
+        **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
+        "all": len(pairs) or None,
         "calls": rows[0]["calls"],
         "seeds": max(panel.seeds for panel in found),
         "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
