@@ -1,11 +1,12 @@
 """The DQN as a planner: its greedy policy edits whole plans, with weights that were learned on other programs.
 
-Start plans are decoded from the policy, with more calls also the best heuristic's. Few calls go to one walker; of many,
-a part goes to several that begin at different plans, the rest to cycles of ``CYCLE`` calls that are reheated and begin
-at the best plan. In every second one edits are tried as they are drawn, without the network. The network reads a
-plan once for each accepted edit, and ranks the drawn neighbours in compiled code (greedy_edits.py). Controls never ask
-it: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` all alike; ``ranks="improves"`` asks the
-supervised head of the same network.
+Start plans are decoded from the policy, with more calls also the best heuristic's. Few calls go to one walker; more
+go to ``WALKERS`` with a start each, then to the best of them. Q soon has no edits left that it ranks high, so of many
+calls policy_search's annealing makes those between: it begins at the walkers' plans, and the last walk at its best.
+
+The network reads a plan once for each accepted edit, and ranks drawn neighbours in compiled code (greedy_edits.py).
+Controls rank without it: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` all alike;
+``ranks="improves"`` asks the supervised head of the same network.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agents.learned.policy import Guided, halving
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
@@ -31,19 +33,18 @@ from simulator.program import Program
 if TYPE_CHECKING:  # PyTorch and Gymnasium take seconds to import
     from agents.learned.edit_net import EditNet
     from agents.learned.edit_walk import EditWalk
-    from envs.edit.task import EditTask
+    from envs.edit.task import EditTask, Start
 
 HERE = Path(__file__).parent
 WEIGHTS = {True: HERE / "dqn.pt", False: HERE / "dqn_flat.pt"}  # with message passing, and without
 RANKS = ("q", "improves", "policy", "uniform")
 CALLS = 1_000  # simulator calls by default
-SEVERAL = (
-    600  # calls from which there are several walkers, and HEURISTIC_CALLS from which a heuristic's plan is a start
-)
-HEURISTIC_CALLS = 1_000
+SEVERAL = 600  # calls from which there are several walkers
+HEURISTIC_CALLS = 1_000  # calls from which the best heuristic's plan is a start
 FEW, MANY = 24, 64  # plans drawn from the policy, for one walker and for several
-WALKERS, SHARE = 4, 0.4  # several walkers, and their share of the calls; the rest is the best one's
-CYCLE, WARM = 700, 0.3  # calls after which it begins again at its best plan; how far the temperature has fallen then
+WALKERS, SHARE, SHORT = 6, 0.4, 300  # several walkers, their share of the calls, and calls of one of them at most
+HALVED, LAST = 1_000, 700  # calls of the annealing between, at least, and of the last walk then
+WARM = 0.3  # how far the temperature has fallen, in the exponent, when they begin
 CLOCK = 1.0  # seconds from which a heuristic's plan is a start
 LOOK = 32  # calls between two looks at the clock, and at the temperature
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
@@ -119,26 +120,38 @@ class DQN:
         column = IMPROVES if self.ranks == "improves" else Q
         walk = EditWalk(task, count, net, self.seed, column=column, hot=self.hot, cold=self.cold)
         plans = [task.starts[0], *(one for one in task.starts if one.rows is self._heuristic), *task.starts[1:]]
+        found: list[Start] = []
         begin, used = time.monotonic(), 0
         for i in range(count):
             walk.begin(i, plans[i % len(plans)])
             end = None if until is None else begin + share * (until - begin) * (i + 1) / count
-            used += self._run(walk, i, None if calls is None else int(share * calls) // count, end, 0.0)
-        best = min((walk.best(i) for i in range(count)), key=lambda plan: plan.iteration_ns)
+            each = SHORT if calls is None else int(share * calls) // count
+            used += self._run(walk, i, min(each, SHORT) if several else each, end, 0.0)
+            found.append(walk.best(i))
+        best = min(found, key=lambda plan: plan.iteration_ns)
         if several:
             now = time.monotonic()
-            left = used * (until - now) / max(now - begin, 1e-9) if calls is None and until is not None else 0
-            cycles = max(int(left if calls is None else calls - used) // CYCLE, 1)
-            drawn = EditWalk(task, 1, None, self.seed + count, hot=self.hot, cold=self.cold)
-            for cycle in range(cycles):
-                going = drawn if cycle % 2 else walk
-                going.begin(0, best)
-                end = None if until is None else now + (until - now) * (cycle + 1) / cycles
-                self._run(going, 0, None if calls is None else (calls - used) // cycles, end, WARM)
-                best = going.best(0)
-            task.engine.calls += drawn.simulated
+            left = 0 if calls is None else calls - used
+            if calls is None and until is not None:
+                left = int(used * (until - now) / max(now - begin, 1e-9))
+            last = left if left < HALVED + LAST else LAST
+            if last < left:
+                end = None if until is None else until - (until - now) * last / left
+                best = self._halve(task, found, None if calls is None else left - last, end)
+            walk.begin(0, best)
+            self._run(walk, 0, last if calls is not None else None, until, WARM)
+            best = min(best, walk.best(0), key=lambda plan: plan.iteration_ns)
         task.engine.calls += walk.simulated
         return best.rows
+
+    def _halve(self, task: EditTask, found: list[Start], calls: int | None, until: float | None) -> Start:
+        """The best plan that policy_search's runs of annealing make of these, half of which go on at a time."""
+        from envs.edit.task import Start
+
+        plans = sorted(((plan.iteration_ns, plan.rows) for plan in found), key=lambda plan: plan[0])
+        moves = task.moves.fork(self.seed)
+        warm = self.hot * (self.cold / self.hot) ** WARM
+        return Start(*halving(Guided(task.engine, moves, plans), calls, until, 1, warm, self.cold, self.seed))
 
     def _run(self, walk: EditWalk, i: int, calls: int | None, end: float | None, fallen: float) -> int:
         """Walker i goes on while the temperature falls the rest of its way; returns the calls it made."""

@@ -87,10 +87,10 @@ def decoded(
 
 def halving(
     found: Guided, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
-) -> Rows:  # fmt: skip
-    """The best rows of ``STARTS`` runs of annealing, the better half of which goes on, until one is left, as in
-    "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016). They begin with different plans, and trust
-    the network from much (``LEAST``) to little (``MOST``).
+) -> tuple[int, Rows]:  # fmt: skip
+    """Returns iteration time and rows of the best plan of ``STARTS`` runs of annealing, the better half of which goes
+    on, until one is left, as in "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016). They begin
+    with different plans, and trust the network from much (``LEAST``) to little (``MOST``).
 
     Args:
         calls: simulator calls of all together; None: as many as there is time for.
@@ -113,7 +113,7 @@ def halving(
         runs = _together(engines, runs, each, now, end, heat[rung], heat[rung + 1], seed + rung * STARTS)
         runs = sorted(runs, key=lambda run: run[0])[: max(len(runs) // 2, 1)]
     on.calls = sum(engine.calls for engine in engines)
-    return runs[0][1]
+    return runs[0][:2]
 
 
 def _together(
@@ -236,5 +236,5 @@ class PolicySearch(Policy):
         most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls
         left = max(most - 1 - found.engine.calls, 0)
         calls = None if until is not None and self.calls is None else left
-        best = halving(found, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
+        _, best = halving(found, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
         return finish(self, program, machine, limit, found.engine, best)
