@@ -63,8 +63,8 @@ def main(cfg: DictConfig) -> Path:
     seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
-    agent = HydraConfig.get().runtime.choices["agent"]
-    edits = agent == "dqn"
+    choice = HydraConfig.get().runtime.choices["agent"]
+    edits, agent = choice == "dqn", choice.removesuffix("_tuned")
     config: Any = cli.dataclass_of(Args if edits else PaperConfig, cfg.agent, "agent")
     variant = dqn_paper.Variant(*variant_of(cfg))
     for key in ("reward", "actions", "network"):
@@ -93,7 +93,7 @@ def main(cfg: DictConfig) -> Path:
             return open_tracker(tracker, out, cli.plain(cfg))
 
         told = ", from scratch" if edits and config.init == "scratch" else variant.told
-        about = {"agent": f"train_dqn, {agent}{told}", "seed": seed}
+        about = {"agent": f"train_dqn, {choice}{told}", "seed": seed}
         curve = Curve(
             out / "curve.json", *task, config.mode, {**about, "reward": "log" if edits else variant.reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",

@@ -32,6 +32,7 @@ class PaperConfig:
     message_passing_steps: int = 4  # T, section 4.4
     pool: str = "sum"  # equation 2
     mixing: bool = False  # equation 3 as printed
+    gamma: float = 1.0  # equation 5, which does not say its value; an undiscounted return is the overhead
     n_step: int = 1  # equation 5
     double: bool = False  # equation 5
     target_every: int = 0  # updates; equation 5: no target network
@@ -45,6 +46,7 @@ class PaperConfig:
     epsilon_end: float = 0.0
     explore: float = 1.0  # fraction of the episodes
     checkpoint_every: int = 100  # episodes
+    weights: str = ""  # section 4.4.2: a checkpoint of another program's training, whose network is fine-tuned
 
     def __post_init__(self) -> None:
         among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))

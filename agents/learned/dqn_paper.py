@@ -26,7 +26,13 @@ from agents.learned.optimisation import MASKED, descend, one_thread
 from agents.learned.own_network import OwnNetwork
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training import Episode, check_reachable
-from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
+from agents.learned.training_state import (
+    TrainingStateError,
+    must_match,
+    read_training_state,
+    restoring,
+    write_training_state,
+)
 from agents.planner import Rows
 from envs.graph import FEATURES, STATIC
 from envs.task import Task
@@ -71,6 +77,8 @@ class Trainer:
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.q = self._network()
+        if config.weights:
+            self._initialise(Path(config.weights).expanduser())
         self.target = self._network()
         self.target.load_state_dict(self.q.state_dict())
         adam = config.optimizer == "adam"
@@ -106,6 +114,17 @@ class Trainer:
             return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
         sizes = c.embedding_size, c.message_passing_steps
         return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
+
+    def _initialise(self, path: Path) -> None:
+        """Takes the network of the checkpoint ``path``, of any program; raises TrainingStateError."""
+        path = path / "checkpoint.pt" if path.is_dir() else path
+        state = read_training_state(path)
+        try:
+            self.q.load_state_dict(state["q"])
+        except (KeyError, TypeError, RuntimeError):
+            raise TrainingStateError(
+                f"agent.weights: {path} has no network of these sizes (embedding_size, features, mixing)"
+            ) from None
 
     @property
     def best(self) -> Plan | None:
@@ -176,7 +195,7 @@ class Trainer:
             trail.append((state, action, result.reward * self.config.reward_scale))
             self.started += 1
             if result.terminated:
-                self.buffer.add(trail, self.config.n_step)
+                self.buffer.add(trail, self.config.n_step, self.config.gamma)
                 ended.append(self._log(walk, len(trail)))
                 trail.clear()
                 walk.reset()
@@ -214,7 +233,7 @@ class Trainer:
                     value = after.gather(1, best)[:, 0]
                 else:
                     value = after.masked_fill(~mask, MASKED).max(1).values
-                y = y + torch.where(torch.from_numpy(batch.more), value, 0.0)
+                y = y + c.gamma**c.n_step * torch.where(torch.from_numpy(batch.more), value, 0.0)
         q = self._q(self.q, batch.dynamic, batch.current).gather(1, torch.from_numpy(batch.action)[:, None])[:, 0]
         if c.optimizer == "adam":
             loss_each = nn.functional.huber_loss(q, y, reduction="none")
@@ -238,6 +257,13 @@ class Trainer:
         walk = self._greedy()
         self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
         return float("nan") if walk.dead_end else walk.overhead
+
+    @torch.no_grad()
+    def first_value(self) -> float:
+        """Largest Q-value of an episode's first state, in units of the return: minus the overhead if it is right."""
+        state = self._state(self._walk())
+        q = self._q(self.q, state.dynamic[None], np.array([state.current]))[0].numpy()
+        return float(q[state.mask].max()) / self.config.reward_scale
 
     def _greedy(self) -> Walk:
         walk = self._walk()
@@ -275,7 +301,8 @@ class Trainer:
         """
         state = read_training_state(path)
         if isinstance(state.get("config"), dict):
-            state["config"] = {**by_todays_names(state["config"]), "episodes": self.config.episodes}  # it may have more
+            known = asdict(PaperConfig()) | by_todays_names(state["config"])  # an older file lacks newer keys
+            state["config"] = known | {"episodes": self.config.episodes}  # it may have more
         state.setdefault("variant", Variant().names)  # of older versions
         must_match(path, state, self._identity())
         with restoring(path):

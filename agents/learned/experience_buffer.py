@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     dynamic: NDArray[np.float16]
     current: NDArray[np.int64]
     action: NDArray[np.int64]
-    reward: NDArray[np.float32]  # sum over n steps
+    reward: NDArray[np.float32]  # discounted sum over n steps
     more: NDArray[np.bool_]  # the episode went on after n steps
     next_dynamic: NDArray[np.float16]
     next_current: NDArray[np.int64]
@@ -56,16 +56,17 @@ class ExperienceBuffer:
             "ahead": np.zeros(capacity, np.int64),  # places to the state after n steps; 0: the episode ended
         }
 
-    def add(self, trail: list[tuple[State, int, float]], n_step: int) -> None:
+    def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
         """Adds an ended episode, (state, action, reward) per step; one longer than the ring loses its start."""
-        rewards = np.concatenate([[0.0], np.cumsum([r for _, _, r in trail])])
+        rewards = np.array([reward for _, _, reward in trail])
+        discounts = gamma ** np.arange(len(trail))
         a = self.arrays
         for i in range(max(0, len(trail) - self.capacity), len(trail)):
             (dynamic, current, mask), action, _ = trail[i]
             end = min(i + n_step, len(trail))
             at = self.head
             a["dynamic"][at], a["current"][at], a["mask"][at], a["action"][at] = dynamic, current, mask, action
-            a["reward"][at] = rewards[end] - rewards[i]
+            a["reward"][at] = rewards[i:end] @ discounts[: end - i]
             a["ahead"][at] = end - i if end < len(trail) else 0
             self.head = (self.head + 1) % self.capacity
             self.size = min(self.size + 1, self.capacity)

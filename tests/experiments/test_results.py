@@ -9,14 +9,15 @@ from omegaconf import OmegaConf
 import agents
 from experiments import evaluate, pack, reproduce, workloads
 from experiments.benchmark import packing
+from experiments.figures import dqn_paper
 from simulator import Machine
 from simulator.pool import files, smartpool
 from tests.experiments.conftest import ROOT
 
 RESULTS = ROOT / "experiments" / "results"
 NAMES = sorted({path.stem for path in RESULTS.glob("*.json")} & set(reproduce.names()))
-CHEAP = ("home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig10", "smartpool_fig11",
-         "smartpool_table1", "superneurons_alexnet", "superneurons_table1", "superneurons_table2",
+CHEAP = ("dqn_paper", "home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig10",
+         "smartpool_fig11", "smartpool_table1", "superneurons_alexnet", "superneurons_table1", "superneurons_table2",
          "superneurons_table3", "tensile_table1")  # fmt: skip
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # entries of a row
 # Planners that take long, or stop by the clock.
@@ -78,6 +79,16 @@ def test_the_cheapest_row_is_made_again(name: str) -> None:
     assert len(tasks) == len(rows)
     i = min(range(len(rows)), key=lambda i: rows[i][reproduce.SECONDS])
     assert untimed({**tasks[i], **figure.run(tasks[i], Machine.load(found["machine"]))}) == untimed(rows[i])
+
+
+@pytest.mark.nightly
+def test_trainings_of_the_papers_dqn_are_made_again() -> None:
+    found = committed("dqn_paper")
+    for row in found["rows"]:
+        if row["seed"] == 0 and row["line"] in ("tuned", "50 episodes on VGG11, then 10"):
+            task = {key: row[key] for key in ("line", "seed", "limit", *dqn_paper.KEYS) if key in row}
+            again = dqn_paper.run(task, Machine.load(found["machine"]))
+            assert untimed({**row, **again}) == untimed(row)
 
 
 @pytest.mark.nightly

@@ -6,15 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from agents.learned.dqn_config import GONE, RENAMED, PaperConfig, config_from
 from agents.learned.dqn_paper import Trainer
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training import train
+from agents.learned.training_state import TrainingStateError
 from envs.memory_env import small_task
 from envs.task import Task
+from envs.tasks import load
 from envs.walk import Walk
+from experiments.common import cli
 from simulator import simulate
 
 PROGRAM, MACHINE = small_task()
@@ -81,6 +85,37 @@ def test_the_policy_learns():
     assert np.mean(after) < 0.3 * at_random < 0.3 * np.mean(before)
 
 
+@pytest.mark.parametrize(
+    ("settings", "greedy", "mean"),
+    [("dqn_paper", 0.31184237547892724, 0.17542330268199233), ("dqn_paper_tuned", 0.0, 0.059074431034482754)],
+)
+def test_a_training_is_exact(settings, greedy, mean):
+    """Overheads of the greedy policy after 40 episodes and of the episodes: worse than chance as printed, optimal
+    with the tuned settings."""
+    config = cli.dataclass_of(PaperConfig, OmegaConf.load(cli.CONFIGS / "agent" / f"{settings}.yaml"), "agent")
+    task = Task(PROGRAM, MACHINE, round(0.7 * PROGRAM.peak_bytes))
+    trainer = Trainer(task, replace(config, episodes=40), 0)
+    history = train(trainer).history
+    assert trainer.greedy_overhead() == greedy
+    assert np.mean([episode.overhead for episode in history]) == pytest.approx(mean, abs=1e-12)
+
+
+def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
+    """Weights are size-free: the same Q-values as the training that wrote them has for the other program's graph."""
+    first = Trainer(Task(PROGRAM, MACHINE, LIMIT), replace(SMALL, episodes=8), 0)
+    train(first, checkpoint=tmp_path / "checkpoint.pt")
+    other = Task(load("vgg16")[0], MACHINE, load("vgg16")[0].peak_bytes // 2)
+    for weights in (tmp_path, tmp_path / "checkpoint.pt"):
+        tuned = Trainer(other, replace(SMALL, weights=str(weights)), 1)
+        for network in (tuned.q, tuned.target):
+            assert all(torch.equal(a, b) for a, b in zip(network.parameters(), first.q.parameters(), strict=True))
+    assert tuned.first_value() != Trainer(other, SMALL, 1).first_value()
+    with pytest.raises(TrainingStateError, match=r"agent\.weights: .*embedding_size"):
+        Trainer(other, replace(SMALL, embedding_size=4, weights=str(tmp_path)), 1)
+    with pytest.raises(TrainingStateError, match=r"nothing\.pt"):
+        Trainer(other, replace(SMALL, weights=str(tmp_path / "nothing.pt")), 1)
+
+
 def test_keys_of_older_versions_are_named_anew(tmp_path):
     for old in (*RENAMED, *GONE):
         with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED.get(old, 'README')}"):
@@ -89,7 +124,8 @@ def test_keys_of_older_versions_are_named_anew(tmp_path):
     train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
     state = torch.load(tmp_path / "new.pt", weights_only=True)
     names = {new: old for old, new in RENAMED.items()}
-    older = {names.get(key, key): value for key, value in state["config"].items()}
+    newer = ("gamma", "weights")
+    older = {names.get(key, key): value for key, value in state["config"].items() if key not in newer}
     torch.save({**state, "config": older}, tmp_path / "old.pt")
     train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), resume=tmp_path / "old.pt")
 
@@ -125,7 +161,7 @@ def test_an_invalid_action_is_never_taken():
 def test_an_invalid_action_never_enters_the_target(double, target_every):
     """Equation 5, and with ``double`` the value by the target network of the action that the network itself would
     take. The next state forbids the best action of both; with either, the target would be another number."""
-    config = replace(SMALL, double=double, target_every=target_every, n_step=1, optimizer="sgd")
+    config = replace(SMALL, double=double, target_every=target_every, n_step=1, gamma=0.5, optimizer="sgd")
     trainer = Trainer(Task(PROGRAM, MACHINE, LIMIT), config, 0)
     trainer.target.load_state_dict(Trainer(trainer.task, config, 1).q.state_dict())
     for each in (trainer.q, trainer.target):
@@ -143,7 +179,7 @@ def test_an_invalid_action_never_enters_the_target(double, target_every):
     assert abs(unmasked - value[action]) > 0.1
     reward, last = 0.5, 0.25
     trainer.buffer.add([(first, 1, reward), (second, 2, last)], 1)
-    errors = np.array([reward + value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
+    errors = np.array([reward + 0.5 * value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
     drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).place  # as ``update`` will draw
     assert set(drawn) == {0, 1}
     assert trainer.update() == pytest.approx(float(np.mean(errors[drawn] ** 2)), rel=1e-5)
@@ -153,8 +189,8 @@ def test_replay_n_step_returns():
     replay = ExperienceBuffer(16, nodes=2, actions=3)
     zero = np.zeros((2, 3), np.float16)
     trail = [(State(zero + i, i, np.ones(3, bool)), i, 10.0**i) for i in range(4)]
-    replay.add(trail, n_step=2)
-    assert replay.arrays["reward"][:4].tolist() == [11, 110, 1100, 1000]
+    replay.add(trail, n_step=2, gamma=0.5)
+    assert replay.arrays["reward"][:4].tolist() == [6, 60, 600, 1000]
     assert replay.arrays["ahead"][:4].tolist() == [2, 2, 0, 0]
     batch = replay.sample(200, np.random.default_rng(0))
     assert (batch.next_current[batch.more] == batch.current[batch.more] + 2).all()

@@ -27,7 +27,16 @@ ONE_TASK = {  # values of agent=dqn that are for one task; the defaults are for 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("agent", "kind", "other"), [("dqn", Args, ONE_TASK), ("dqn_paper", PaperConfig, {})])
+TUNED = {
+    "episodes": 60, "pool": "mean", "mixing": True, "n_step": 1000, "optimizer": "adam", "learning_rate": 1e-3,
+    "reward_scale": 100.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("agent", "kind", "other"),
+    [("dqn", Args, ONE_TASK), ("dqn_paper", PaperConfig, {}), ("dqn_paper_tuned", PaperConfig, TUNED)],
+)
 def test_agent_configs_list_every_key_of_the_agent_with_its_default(
     agent: str, kind: Any, other: dict[str, Any]
 ) -> None:

@@ -19,7 +19,10 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 NAMED = ("variants.", "speed.plans.")  # entries whose names say what they are
 
 
-@pytest.mark.parametrize("name", [*NAMES, "agent/dqn", "agent/dqn_paper", "algo/dqn", "algo/maskable_ppo"])
+GROUPS = ("agent/dqn", "agent/dqn_paper", "agent/dqn_paper_tuned", "algo/dqn", "algo/maskable_ppo")
+
+
+@pytest.mark.parametrize("name", [*NAMES, *GROUPS])
 def test_every_key_has_a_meaning(name: str) -> None:
     found = helping.keys(CONFIGS / f"{name}.yaml")
     groups = helping.keys(CONFIGS / f"{name}.yaml", "defaults") if name in NAMES else []

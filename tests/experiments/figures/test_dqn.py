@@ -21,7 +21,7 @@ SETTINGS = {
 
 def points(*pairs):
     """Points of a sweep: (limit, overhead); the plan made at the limit is twice as slow, the controls' three times."""
-    searches = {key: 3 if key != "planned" else 2 for key in dqn_fig5.SEARCHES}
+    searches = {key: 3 if key != "planned" else 2 for key in fig.SEARCHES}
     return [{"limit": at, "overhead": o, **{key: slow * o for key, slow in searches.items()}} for at, o in pairs]
 
 
