@@ -44,8 +44,9 @@ HEURISTIC_CALLS = 1_000  # calls from which the best heuristic's plan is a start
 FEW, MANY = 24, 64  # plans drawn from the policy, for one walker and for several
 WALKERS, SHARE, SHORT = 6, 0.4, 300  # several walkers, their share of the calls, and calls of one of them at most
 HALVED, LAST = 1_000, 700  # calls of the annealing between, at least, and of the last walk then
+REST = 5  # of the seconds that are left, the part of the last walk
 WARM = 0.3  # how far the temperature has fallen, in the exponent, when they begin
-CLOCK = 1.0  # seconds from which a heuristic's plan is a start
+CLOCK = 10.0  # seconds from which a heuristic's plan is a start
 LOOK = 32  # calls between two looks at the clock, and at the temperature
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
 
@@ -129,12 +130,15 @@ class DQN:
             used += self._run(walk, i, min(each, SHORT) if several else each, end, 0.0)
             found.append(walk.best(i))
         best = min(found, key=lambda plan: plan.iteration_ns)
+        last = left = 0
         if several:
             now = time.monotonic()
-            left = 0 if calls is None else calls - used
-            if calls is None and until is not None:
+            if calls is not None:
+                left = calls - used
+                last = left if left < HALVED + LAST else LAST
+            elif until is not None:  # a call of the annealing takes a fraction of the time
                 left = int(used * (until - now) / max(now - begin, 1e-9))
-            last = left if left < HALVED + LAST else LAST
+                last = left if left < LAST else left // REST
             if last < left:
                 end = None if until is None else until - (until - now) * last / left
                 best = self._halve(task, found, None if calls is None else left - last, end)
