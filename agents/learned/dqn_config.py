@@ -11,10 +11,6 @@ POOLS = ("sum", "mean")  # of the graph state
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
 }  # fmt: skip
-GONE = (  # keys of older versions of agent=dqn that have no counterpart
-    "followers", "leave", "prior", "mutations", "mutation_rate", "belady_temperature", "priority", "samples",
-    "elites",
-)  # fmt: skip
 Config = TypeVar("Config")
 
 
@@ -95,9 +91,7 @@ def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
 
 def moved(key: str) -> str:
     """What became of a key of an older version; '' where it is none."""
-    if key in RENAMED:
-        return f"this key is agent.{RENAMED[key]} now"
-    return "the DQN has no such part any more (agents/learned/README.md)" if key in GONE else ""
+    return f"this key is agent.{RENAMED[key]} now" if key in RENAMED else ""
 
 
 def by_todays_names(values: dict[str, Any]) -> dict[str, Any]:

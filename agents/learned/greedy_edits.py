@@ -25,7 +25,7 @@ from envs.edit.walkers import (
 from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
-Q, EFFECT, IMPROVES, RANDOM = range(4)  # what edits are ranked by
+Q, IMPROVES, RANDOM = range(3)  # what edits are ranked by
 NONE = -1e30  # score of an empty slot
 SLOT, FRESH, FILLED, METAS = range(4)
 SEEN, CROWDED = 4096, 2000  # a power of two, places for keys of edits; from so many keys on they are forgotten
@@ -82,13 +82,10 @@ def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
         for y in range(w):
             total += head.edit_weight[x, y] * first[y]
         second[x] = max(total, np.float32(0))
-    advantage, effect, improves = head.out_bias[0], head.out_bias[1], head.out_bias[2]
+    advantage, improves = head.out_bias[0], head.out_bias[2]
     for y in range(w):
         advantage += head.out_weight[0, y] * second[y]
-        effect += head.out_weight[1, y] * second[y]
         improves += head.out_weight[2, y] * second[y]
-    if column == EFFECT:
-        return -np.float64(effect)
     if column == IMPROVES:
         return np.float64(improves)
     return np.float64(advantage + head.lift[0] / (np.float32(1) + np.float32(math.exp(-improves))))
@@ -151,7 +148,7 @@ def hunt(  # type: ignore[no-untyped-def]
     Args:
         calls: simulator calls, at most. draws: neighbours that are drawn for each of them.
         answer_ns: as of ``walkers.step``.
-        column: Q, EFFECT, IMPROVES or RANDOM.
+        column: Q, IMPROVES or RANDOM.
 
     Returns:
         Calls that were made; whether the last edit was accepted; whether only ``Engine.score`` can settle the plan.

@@ -36,7 +36,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agents.learned.dqn_config import GONE, RENAMED, moved
+from agents.learned.dqn_config import RENAMED, moved
 from experiments import begun
 from experiments.common import help, ray_launcher, sweep, workers
 from experiments.common.endings import NO_ROOM, last_words, refuse, sentence, stopped, unwritten
@@ -50,7 +50,7 @@ from simulator.program import Program
 T = TypeVar("T")
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
-MOVED = {f"agent.{old}": moved(old) for old in (*RENAMED, *GONE)}  # keys of older versions
+MOVED = {f"agent.{old}": moved(old) for old in RENAMED}  # keys of older versions
 
 
 class UsageError(ValueError):

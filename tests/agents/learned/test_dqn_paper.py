@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from agents.learned.dqn_config import GONE, RENAMED, PaperConfig, config_from
+from agents.learned.dqn_config import RENAMED, PaperConfig, config_from
 from agents.learned.dqn_paper import Trainer
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
@@ -117,7 +117,7 @@ def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
 
 
 def test_keys_of_older_versions_are_named_anew(tmp_path):
-    for old in (*RENAMED, *GONE):
+    for old in RENAMED:
         with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED.get(old, 'README')}"):
             config_from({old: 1}, PaperConfig)
     config = replace(SMALL, episodes=8)
