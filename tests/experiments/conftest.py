@@ -109,15 +109,21 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Run:
-    """Runs ``python -m experiments.<name>`` as ``run``, in a process and session of its own."""
+    """Runs ``python -m experiments.<name>`` as ``run``, in a process and session of its own.
+
+    Its output goes to files: of a pipe a process that it leaves behind would keep the other end, and be waited for.
+    """
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
     def call(name: str, *words: object) -> Done:
-        return subprocess.run(
-            [sys.executable, "-m", f"experiments.{name}", *map(str, words)], cwd=work, check=False, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
-            start_new_session=True,
-        )  # fmt: skip
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            done = subprocess.run(
+                [sys.executable, "-m", f"experiments.{name}", *map(str, words)], cwd=work, check=False, stdout=out,
+                stderr=err, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            )  # fmt: skip
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
 
     return call
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
@@ -53,9 +54,10 @@ def interrupted(tmp_path: Path) -> Press:
             stderr=theirs, start_new_session=True,
         ) as process:  # fmt: skip
             os.close(theirs)
-            with suppress(OSError):  # at its end
-                while more := os.read(ours, 65536):
-                    shown += more
+            with suppress(OSError):  # at its end, if no process is left behind that keeps the terminal
+                while process.poll() is None or select([ours], [], [], 0)[0]:
+                    if select([ours], [], [], 0.1)[0]:
+                        shown += os.read(ours, 65536)
                     if not pressed and until(CODES.sub("", shown.decode(errors="replace"))):
                         os.killpg(process.pid, signal.SIGINT)
                         pressed = True
