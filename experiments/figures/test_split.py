@@ -27,16 +27,18 @@ DRAWS, LEVEL = 2_000, 95
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network, machine and limit."""
     config = cli.plain(settings)
-    shared = {key: config[key] for key in ("seeds", "weights", "methods")}
-    for name, method in config["methods"].items():
-        if not isinstance(method, dict) or "planner" not in method:
-            raise cli.UsageError(f"figure.methods.{name}: expected a mapping with planner, got {method!r}")
-    return [
-        {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit, **shared}
-        for key, machines, limits in (("networks", config["machines"], config["limits"]),
-                                      ("fresh", config["machines"][:1], config["fresh_limits"]))
-        for name in config[key] for machine in machines for limit in limits
-    ]  # fmt: skip
+    out = []
+    for key, before in (("networks", ""), ("fresh", "fresh_")):
+        methods = config[f"{before}methods"]
+        for name, method in methods.items():
+            if not isinstance(method, dict) or "planner" not in method:
+                raise cli.UsageError(f"figure.{before}methods.{name}: expected a mapping with planner, got {method!r}")
+        shared = {"seeds": config[f"{before}seeds"], "weights": config["weights"], "methods": methods}
+        out += [
+            {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit, **shared}
+            for name in config[key] for machine in config[f"{before}machines"] for limit in config[f"{before}limits"]
+        ]  # fmt: skip
+    return out
 
 
 def runs(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
