@@ -153,9 +153,8 @@ class DQN:
         from envs.edit.task import Start
 
         plans = sorted(((plan.iteration_ns, plan.rows) for plan in found), key=lambda plan: plan[0])
-        moves = task.moves.fork(self.seed)
-        warm = self.hot * (self.cold / self.hot) ** WARM
-        return Start(*halving(Guided(task.engine, moves, plans), calls, until, 1, warm, self.cold, self.seed))
+        guided, warm = Guided(task.engine, task.moves, plans), self.hot * (self.cold / self.hot) ** WARM
+        return Start(*halving(guided, calls, until, 1, warm, self.cold, self.seed))
 
     def _run(self, walk: EditWalk, i: int, calls: int | None, end: float | None, fallen: float) -> int:
         """Walker i goes on while the temperature falls the rest of its way; returns the calls it made."""
