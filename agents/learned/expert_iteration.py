@@ -234,8 +234,7 @@ def validate(net: PolicyNet, lessons: Sequence[Lesson]) -> float:
         if not found.plans:
             above.append(CLIP)
             continue
-        rows = halving(found, max(CALLS - engine.calls, 0), None, 1, MILD, COLD, 0)
-        ns = engine.score(rows).iteration_ns
+        ns, _ = halving(found, max(CALLS - engine.calls, 0), None, 1, MILD, COLD, 0)
         above.append(min(CLIP, 100 * (ns / lesson.program.ideal_ns - 1 - lesson.overhead)))
     return float(np.mean(above))
 
