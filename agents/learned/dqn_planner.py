@@ -130,13 +130,13 @@ class DQN:
             used += self._run(walk, i, min(each, SHORT) if several else each, end, 0.0)
             found.append(walk.best(i))
         best = min(found, key=lambda plan: plan.iteration_ns)
-        last = left = 0
         if several:
             now = time.monotonic()
             if calls is not None:
                 left = calls - used
                 last = left if left < HALVED + LAST else LAST
-            elif until is not None:  # a call of the annealing takes a fraction of the time
+            else:  # a call of the annealing takes a fraction of the time
+                assert until is not None
                 left = int(used * (until - now) / max(now - begin, 1e-9))
                 last = left if left < LAST else left // REST
             if last < left:

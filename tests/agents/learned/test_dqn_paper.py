@@ -118,7 +118,7 @@ def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
 
 def test_keys_of_older_versions_are_named_anew(tmp_path):
     for old in RENAMED:
-        with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED.get(old, 'README')}"):
+        with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED[old]}"):
             config_from({old: 1}, PaperConfig)
     config = replace(SMALL, episodes=8)
     train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
