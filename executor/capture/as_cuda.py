@@ -12,7 +12,8 @@ Batch norm, pooling, losses and convolutions keep the same tensors on both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,9 +27,24 @@ def differs(kernel: str) -> bool:
     return any(part in kernel for part in ("bernoulli", "flash_attention_for_cpu"))
 
 
-class OperatorsOfCuda(TorchFunctionMode):
-    """While it is entered, tensors of the CPU take CUDA's operators."""
+@contextmanager
+def operators_of_cuda() -> Iterator[None]:
+    """While it is entered, tensors of the CPU take CUDA's operators, in what a backward pass recomputes, too."""
+    original = torch.autograd._engine_run_backward
 
+    def backward(*args: Any, **kwargs: Any) -> Any:  # ``Tensor.backward`` runs with the mode turned off
+        with _OperatorsOfCuda():
+            return original(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = backward
+    try:
+        with _OperatorsOfCuda():
+            yield
+    finally:
+        torch.autograd._engine_run_backward = original
+
+
+class _OperatorsOfCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -7,8 +7,8 @@ model's arguments by name, or anything else that PyTorch's pytrees or ``dataclas
 from __future__ import annotations
 
 import copy
-from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -57,6 +57,20 @@ def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any
     (whole,) = batch
     call = _by_name if isinstance(whole, Mapping) else _as_one
     return _own(noted(call(model, whole))) if loss_fn is None else loss_fn(noted(call(model, whole)), whole)
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Yields the tensors in a value, in containers and objects such as transformers' caches."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set, deque)):
+        for part in value:
+            yield from tensors_in(part, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        yield from tensors_in(vars(value), depth - 1)
 
 
 def _by_name(model: Callable[..., Any], batch: Any) -> Any:

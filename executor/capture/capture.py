@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from executor.capture import hooks
-from executor.capture.as_cuda import OperatorsOfCuda
+from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned
+from executor.capture.effects import Effects, rebind
 from executor.capture.hyperparameters import Numbers, Option
 from executor.capture.optimizers import fixed, options
 from executor.capture.python_values import PythonValues, untouched
+from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, noted
 from executor.capture.source_locations import Places, users
-from executor.capture.state import CaptureError, StepState, over
+from executor.capture.state import StepState, over
 from simulator.machine import Machine
 
 
@@ -188,6 +190,7 @@ def capture(
                 if own._cdata not in memory:
                     memory[own._cdata] = torch.UntypedStorage(own.nbytes(), device=value.device)
                 made[id(value)] = copy = over(memory[own._cdata], value, value.device)
+                copy.copy_(value)  # the step may read numbers of it
                 examples[id(copy)] = value
         return tree_unflatten([made.get(id(value), value) for value in leaves], spec)
 
@@ -222,7 +225,7 @@ def capture_step(
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
     algorithms: bool, bucket_bytes: int | None, outside: str, several: bool = False, as_capturable: bool = False,
-    as_cuda: bool = False, keep_grads: bool = False, norms: Sequence[Tensor] = (),
+    as_cuda: bool = False, keep_grads: bool = False, norms: list[Tensor] | None = None,
 ) -> Captured:  # fmt: skip
     """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch.
     ``norms``: the last of them, at the end of the step, is that of the gradients."""
@@ -230,35 +233,50 @@ def _capture(
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
-    state, numbers = StepState(mode, as_capturable), Numbers(mode.shape_env)
-    recorder = Recorder(numbers)
-    outputs: list[Tensor] = []
-    returned = Returned()
+    state = StepState(mode, as_capturable)
     weights_cast_once = torch.is_autocast_cache_enabled()
+    groups: dict[Optimizer, tuple[dict[str, Any], ...]] = {}
 
-    def traced(*flat: Tensor) -> tuple[Tensor, ...]:
-        # `flat` are the entries' fake tensors themselves; the step reaches them through its own objects.
-        recorder.begin(flat, Places(state.paths, {id(e.fake): e.owner for e in state.entries}, outside))
-        torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
-        with recorder, OperatorsOfCuda() if as_cuda else nullcontext():
-            result = step(*batch)
-            if several:
-                result = _parts(result, recorder)
-        torch.clear_autocast_cache()
-        nonlocal returned
-        leaves, spec = flatten(result)
-        for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                what = _article(type(leaf).__name__)
-                raise CaptureError(f"the step returns {what}, which would be the same each time: return tensors")
-        outputs.extend(leaf for leaf in leaves if leaf is not None)
-        parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
-        kept = {i: p.grad for i, p in parameters if p.grad is not None}
-        outputs.extend(kept.values())
-        outputs.extend(norms[-1:])
-        returned = Returned(spec, tuple(leaf is not None for leaf in leaves), tuple(kept), bool(norms))
-        recorder.reap()
-        return tuple(outputs)
+    def trace(batch: Any) -> _Trace:
+        """Runs the step's Python once, on fake tensors."""
+        assert mode.shape_env is not None
+        numbers = Numbers(mode.shape_env)
+        recorder = Recorder(numbers)
+        found: list[tuple[Returned, Effects]] = []
+
+        def traced(*flat: Tensor) -> tuple[Tensor, ...]:
+            # `flat` are the entries' fake tensors themselves; the step reaches them through its own objects.
+            places = Places(state.paths, {id(e.fake): e.owner for e in state.entries}, outside)
+            example = {id(e.fake): e.real for e in state.entries if e.kind == "input" and e.real is not None}
+            recorder.begin(flat, places, example)
+            torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
+            with recorder, operators_of_cuda() if as_cuda else nullcontext():
+                result = step(*batch)
+                if several:
+                    result = _parts(result, recorder)
+                effects = state.effects()
+                rebind(effects)
+            torch.clear_autocast_cache()
+            leaves, spec = flatten(result)
+            for leaf in leaves:
+                if leaf is not None and not isinstance(leaf, Tensor):
+                    what = _article(type(leaf).__name__)
+                    raise CaptureError(f"the step returns {what}, which would be the same each time: return tensors")
+            outputs = [leaf for leaf in leaves if leaf is not None]
+            parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
+            kept = {i: p.grad for i, p in parameters if p.grad is not None}
+            tensors = tuple(leaf is not None for leaf in leaves)
+            returned = Returned(spec, tensors, tuple(kept), bool(norms), tuple(effects.found))
+            outputs += [*kept.values(), *(norms or ())[-1:], *effects.tensors]
+            found.append((returned, effects))
+            recorder.reap()
+            return tuple(outputs)
+
+        state.ran = lambda: len(recorder.ops)
+        state.begin()
+        with hooks.traced(recorder, groups, bucket_bytes, state.undone), mode:
+            graph = make_fx(traced, tracing_mode="real")(*(e.fake for e in state.entries))
+        return _Trace(graph, recorder, numbers, *found[0])
 
     try:
         with untouched() as drawn, warnings.catch_warnings():
@@ -271,17 +289,16 @@ def _capture(
                 for i, v in enumerate(leaves)
             ]
             batch = tree_unflatten(inputs, spec)
-            groups = {o: tuple(map(options, o.param_groups)) for o in state.optimizers}
+            groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
             hooked = hooks.count(state.modules)
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
-            state.ran = lambda: len(recorder.ops)
-            with state.installed(), hooks.traced(recorder, groups, bucket_bytes, state.undone):
-                fakes = [e.fake for e in state.entries]
-                with mode:
-                    graph = make_fx(traced, tracing_mode="real")(*fakes)
+            with state.installed():
+                made = trace(batch)
+                if made.effects.unsteady:
+                    made = made.steady(trace(batch))
             undone = _undone(state, drawn())
     except CaptureError:
         raise
@@ -289,17 +306,48 @@ def _capture(
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
             return again()
         raise CaptureError(_sentence(error, state)) from error
+    recorder, graph = made.recorder, made.graph
+    made.effects.forget()
+    if norms:
+        norms.clear()
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
-    numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
+    undone = undone or next(iter(made.effects.refused), "") or recorder.leaked()
+    made.numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
     captured = recorder.build(graph, state.entries, name, (spec, flat))
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     holds = recorder.user_holds(captured.values, captured.program)
     python = PythonValues(state.watched, undone)
     captured = replace(
-        captured, settings=settings, modules=modules, holds=holds, python=python, hooks=hooked, returned=returned
+        captured, settings=settings, modules=modules, holds=holds, python=python, hooks=hooked, returned=made.returned
     )
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
+
+
+class _Trace(NamedTuple):
+    """What one run of a step's Python gave."""
+
+    graph: torch.fx.GraphModule
+    recorder: Recorder
+    numbers: Numbers
+    returned: Returned
+    effects: Effects
+
+    def steady(self, second: _Trace) -> _Trace:
+        """This run, with the effects that a run after it shows."""
+        runs = [[(op.func, [t.recorder.nbytes[s] for s in op.writes]) for op in t.recorder.ops] for t in (self, second)]
+        places = [[(id(e.owner.container), e.key) for e in t.effects.found] for t in (self, second)]
+        second.effects.forget()
+        if runs[0] != runs[1] or places[0] != places[1]:
+            effect = self.effects.found[0]
+            self.effects.refused.append(
+                f"the step does something else once {effect.owner.name(effect.key)} is set: make one step without a "
+                "plan first, or set it beforehand to a tensor of its shape"
+            )
+            return self
+        ways = zip(self.effects.found, second.effects.found, strict=True)
+        effects = tuple(replace(one, how=other.how) for one, other in ways)
+        return self._replace(returned=self.returned._replace(effects=effects))
 
 
 def _undone(state: StepState, drawn: str) -> str:

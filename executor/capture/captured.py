@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
+from executor.capture.batches import flatten
+from executor.capture.effects import Effect
+from executor.capture.host_reads import HostRead
 from executor.capture.hyperparameters import Numbers
 from executor.capture.kernel_times import Precision, arithmetic, kernel_ns, types
 from executor.capture.python_values import PythonValues
@@ -57,18 +60,20 @@ class UserHolds(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What the graph's outputs are: the tensors that the step returns, then gradients, then their norm.
+    """What the graph's outputs are: the tensors that the step returns, gradients, their norm, and what effects leave.
 
     Attributes:
         spec, tensors: of what the step returns, and which of its leaves are tensors; the others are None.
         gradients: placeholders of the parameters whose gradients stay after the step.
         norm: whether there is one.
+        effects: tensors that the step leaves in the user's objects.
     """
 
     spec: TreeSpec | None = None
     tensors: tuple[bool, ...] = (True,)
     gradients: tuple[int, ...] = ()
     norm: bool = False
+    effects: tuple[Effect, ...] = ()
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """What the step returns."""
@@ -118,11 +123,18 @@ class Captured:
     python: PythonValues = NOT_WATCHED
     hooks: int = 0  # of modules and their parameters
     returned: Returned = ONE_TENSOR
+    reads: tuple[HostRead, ...] = ()  # numbers of the batch that decided what the step does
 
     @property
     def origins(self) -> Origins:
         """Where the tensors and the kernels come from in the user's code."""
         return Origins(self.places, self.owners)
+
+    def numbers_of(self, args: Any) -> tuple[Any, ...]:
+        """Returns the numbers that the step's Python would read from these arguments (``reads``)."""
+        leaves, _ = flatten(args)
+        batch = {want: leaf for want, leaf in zip(self.leaves, leaves, strict=True) if isinstance(want, fx.Node)}
+        return tuple(read.of(batch) for read in self.reads)
 
     def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:
         """The same capture with durations for another machine (see ``kernel_ns``).

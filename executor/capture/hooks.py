@@ -4,11 +4,13 @@ random states."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -45,8 +47,28 @@ def traced(
         traced_scalers(recorder),
         traced_zero_grad(recorder),
         traced_states(recorder),
+        answers_of_eager(),
     ):
         yield
+
+
+@contextmanager
+def answers_of_eager() -> Iterator[None]:
+    """Libraries that ask whether they are traced, and then do something else, get the answer that they get in eager.
+
+    Checkpoints ask ``_is_compiling``; transformers asks ``is_tracing``, and keeps masks that eager drops.
+    """
+    asked = [(torch.utils.checkpoint._is_compiling, lambda func, args, kwargs: False)]
+    if (transformers := sys.modules.get("transformers.utils.import_utils")) and hasattr(transformers, "is_tracing"):
+        asked.append((transformers.is_tracing, lambda tensor=None: False))
+    before = [(function, function.__code__) for function, _ in asked]
+    try:
+        for function, answer in asked:  # the code: modules have imported the function
+            function.__code__ = answer.__code__
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
 
 
 @contextmanager

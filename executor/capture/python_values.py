@@ -8,6 +8,8 @@ attribute whose name is made at run time) is not seen.
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import random
 import types
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from executor.capture.source_locations import users
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOST = 64  # entries of a list that is looked at
@@ -56,6 +60,16 @@ class Watched(NamedTuple):
             return self.get(self.owner)
         except (LookupError, ValueError):  # a key is gone, a cell is empty
             return None
+
+    def restore(self) -> None:
+        """Makes the values what they were."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = self.values
+        elif isinstance(self.owner, list):
+            self.owner[:] = self.values
+        elif isinstance(self.owner, dict):
+            values = self.values if len(self.keys) > 1 else (self.values,)
+            self.owner.update(zip(self.keys, values, strict=True))
 
     def changes(self, now: Any) -> Iterator[Change]:
         """What differs, where something does."""
@@ -97,32 +111,42 @@ class PythonValues:
 
 @dataclass
 class Seen:
-    """Collects the owners of such values while a step's objects are walked (state.py)."""
+    """Collects the owners of such values while a step's objects are walked (reach.py)."""
 
     containers: list[tuple[Container, str]] = field(default_factory=list)
     cells: list[tuple[types.CellType, str]] = field(default_factory=list)
     functions: list[tuple[types.FunctionType, str]] = field(default_factory=list)
     globals: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)  # and the names in use
     names: set[str] = field(default_factory=set)  # of attributes and keys in the code that the step may run
-    _codes: set[tuple[type | None, types.CodeType]] = field(default_factory=set)
+    _codes: set[types.CodeType] = field(default_factory=set)
+    _classes: dict[type, set[str]] = field(default_factory=dict)  # and the methods that are known
+    _new: list[types.FunctionType] = field(default_factory=list)
 
-    def runs(self, function: Any, owner: type | None = None) -> None:
-        """The step may run a function, and the methods of ``owner`` that it names."""
-        function = inspect.unwrap(function) if callable(function) else function
-        code = getattr(function, "__code__", None)
-        if not isinstance(code, types.CodeType) or (owner, code) in self._codes:
-            return
-        self._codes.add((owner, code))
-        named = names_of(code)
-        self.names |= named | _strings(code)
-        for name in named if owner is not None else ():
-            method = inspect.getattr_static(owner, name, None)
-            if isinstance(method, property):
-                method = method.fget
-            elif isinstance(method, (staticmethod, classmethod)):
-                method = method.__func__
-            if isinstance(method, types.FunctionType):
-                self.runs(method, owner)
+    def runs(self, function: Any) -> None:
+        """Records a function that the step may run."""
+        for one in (function, inspect.unwrap(function) if callable(function) else function):
+            code = getattr(one, "__code__", None)
+            if isinstance(code, types.CodeType) and code not in self._codes:
+                self._codes.add(code)
+                self.names |= names_of(code) | _strings(code)
+                if isinstance(one, types.FunctionType):
+                    self._new.append(one)
+
+    def methods_of(self, cls: type) -> None:
+        """Records a class whose methods the step may run, if its code names them."""
+        self._classes.setdefault(cls, set())
+
+    def new_functions(self) -> list[types.FunctionType]:
+        """Returns the functions that the step may run and that were not returned before."""
+        for cls, known in self._classes.items():
+            for name in (self.names & set(dir(cls))) - known:
+                known.add(name)
+                method = inspect.getattr_static(cls, name, None)
+                method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+                if isinstance(method, types.FunctionType) and users(method.__code__.co_filename):
+                    self.runs(method)
+        found, self._new = self._new, []
+        return found
 
     def watched(self) -> tuple[Watched, ...]:
         """All of them, with their present values."""
@@ -158,12 +182,12 @@ def _entries(table: dict[Any, Any], names: dict[Any, str]) -> list[Watched]:
     return [Watched(table, get, get(table), tuple(names.values()), tuple(names))]
 
 
-def put_back(watched: tuple[Watched, ...]) -> tuple[tuple[Watched, ...], Change | None]:
-    """Gives values that the step's Python has changed back.
+def changed(watched: tuple[Watched, ...]) -> tuple[tuple[Watched, ...], Change | None]:
+    """Compares watched values after the step's Python has run.
 
     Returns:
-        Those to watch: less what the step itself makes something else of (a tensor that it keeps as an attribute). The
-        first value that is another one now, or None.
+        The values to watch from now on, without those that the step itself replaces (a tensor kept as an attribute),
+        and the first value that is another constant now, or None.
     """
     kept: list[Watched] = []
     first: Change | None = None
@@ -174,17 +198,21 @@ def put_back(watched: tuple[Watched, ...]) -> tuple[tuple[Watched, ...], Change 
             continue
         changes = list(one.changes(now))
         first = first or next((change for change in changes if is_scalar(change.now)), None)
-        if isinstance(one.owner, types.CellType):
-            one.owner.cell_contents = one.values
-        elif isinstance(one.owner, list):
-            one.owner[:] = one.values
-        elif isinstance(one.owner, dict):
-            values = one.values if len(one.keys) > 1 else (one.values,)
-            one.owner.update(zip(one.keys, values, strict=True))
-            changed = {change.name for change in changes}
-            names = dict(zip(one.keys, one.names, strict=True))
-            kept += _entries(one.owner, {key: name for key, name in names.items() if name not in changed})
+        if isinstance(one.owner, dict):
+            names = {change.name for change in changes}
+            own = dict(zip(one.keys, one.names, strict=True))
+            kept += _entries(one.owner, {k: name for k, name in own.items() if name not in names and k in one.owner})
     return tuple(kept), first
+
+
+@functools.cache
+def globals_of(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of globals that ``code`` and the functions nested in it load or store."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL}
+    return frozenset(found).union(*(globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+_GLOBAL = "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"
 
 
 def names_of(code: types.CodeType) -> set[str]:

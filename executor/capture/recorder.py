@@ -5,7 +5,9 @@ From what it saw it builds the program. Lifetimes are eager PyTorch's, not the g
 
 from __future__ import annotations
 
+import gc
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,14 +17,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tag, Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.proxy_tensor import autograd_would_have_decomposed, get_proxy_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import (
+    autograd_would_have_decomposed,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from executor.capture.batches import tensors_in
 from executor.capture.captured import Captured, MicroBatch, UserHolds
+from executor.capture.host_reads import HostRead, number
 from executor.capture.hyperparameters import Numbers
 from executor.capture.kernel_times import Precision
 from executor.capture.operators import (
@@ -36,12 +45,17 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
+from executor.capture.reach import CaptureError
 from executor.capture.source_locations import Places
-from executor.capture.state import CaptureError, Entry
+from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
 
 T = TypeVar("T")
+
+
+def _memory(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def noted(result: T) -> T:
@@ -50,20 +64,6 @@ def noted(result: T) -> T:
         if isinstance(mode, Recorder):
             mode.note_outputs(tensors_in(result))
     return result
-
-
-def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """Tensors of a model's result, in containers and objects such as transformers' caches."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple, set)):
-        for part in value:
-            yield from tensors_in(part, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        yield from tensors_in(vars(value), depth - 1)
 
 
 @dataclass(slots=True)
@@ -103,6 +103,8 @@ class Recorder(TorchDispatchMode):
         self.asked: set[fx.Node] = set()
         self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
         self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
+        self.reads: list[HostRead] = []
+        self.batch: dict[fx.Node, Tensor] = {}  # placeholders of the step's arguments -> the example's tensors
         self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches, by operators (MicroBatch)
         self.outputs: tuple[int, list[int]] = (0, [])  # operators when the model returned, storages of its result
         self.zeroed = -1  # operators when zero_grad was called last; -1: it was not
@@ -111,14 +113,16 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, StorageWeakRef] = {}
         self._backward_seen = False
 
-    def begin(self, placeholders: tuple[Tensor, ...], places: Places) -> None:
-        """The trace begins: its inputs, and where the user's code keeps them."""
+    def begin(self, placeholders: tuple[Tensor, ...], places: Places, batch: Mapping[int, Tensor]) -> None:
+        """The trace begins: its inputs, where the user's code keeps them, and which are the example's tensors."""
         self.places = places
         mode = get_proxy_mode()
         assert mode is not None
         self.graph: fx.Graph = mode.tracer.graph
         for node, tensor in zip(list(self.graph.nodes), placeholders, strict=True):
             self.values[node] = self._storage(tensor)
+            if id(tensor) in batch:
+                self.batch[node] = batch[id(tensor)]
         self.persistent = set(self._live)
         self._live.clear()
 
@@ -166,7 +170,7 @@ class Recorder(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         if func is _NUMBER and not (self.stepping or self._asking):
-            raise DataDependentOutputException(func)
+            return self._read_number(args[0])
         if func is torch.ops.aten.set_.source_Storage:
             raise CaptureError(
                 "the step makes a tensor of a whole storage, as cuDNN does of an RNN's weights, and no program has "
@@ -218,6 +222,63 @@ class Recorder(TorchDispatchMode):
                 not view and any(self.nbytes[s] for s in reads + writes))
         )  # fmt: skip
         return out
+
+    def leaked(self) -> str:
+        """Takes the trace's tensors out of lists and tables that nothing of the step names.
+
+        Returns:
+            A sentence that says what held one; "" if nothing did.
+        """
+        self.reap()
+        if self._live:
+            gc.collect()
+            self.reap()
+        kept = {reference.cdata for reference in self._live.values()}
+        fakes = [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)] if kept else []
+        held = [x for x in fakes if _memory(x) in kept]
+        found: list[Any] = []
+        for tensor in held:
+            for holder in gc.get_referrers(tensor):
+                if type(holder) is list and holder is not held and holder is not fakes:
+                    holder[:] = [x for x in holder if x is not tensor]
+                    found.append(holder)
+                elif isinstance(holder, dict):
+                    for key in [k for k, v in holder.items() if v is tensor]:
+                        del holder[key]
+                        found.append(holder)
+        if not found:
+            return ""
+        tables = [vars(module) for module in list(sys.modules.values())]
+        names = [name for table in tables for name, value in list(table.items()) if value is found[0]]
+        return (
+            f"the step leaves a tensor in {names[0] if names else 'a ' + type(found[0]).__name__}, which nothing of the "
+            "step names: pass it as an argument, or make it an attribute of the model"
+        )
+
+    def _read_number(self, tensor: Tensor) -> Any:
+        """The number that the step's Python reads; DataDependentOutputException unless the batch alone gives it."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        needed, made = {self._storage(tensor)}, list[_Op]()
+        for op in reversed(self.ops):
+            if needed & {*op.writes}:
+                needed.update(op.reads)
+                made.append(op)
+        nodes = [node for op in reversed(made) for node in op.nodes]
+        of_batch = {node: real for node, real in self.batch.items() if self.values[node] in needed}
+        others = needed & self.persistent - {self.values[node] for node in of_batch}
+        random = any(Tag.nondeterministic_seeded in op.func.tags for op in made)
+        if others or random or any(real.device.type == "meta" for real in of_batch.values()):
+            raise DataDependentOutputException(_NUMBER)
+        last = get_proxy_slot(tensor, mode.tracer).proxy.node
+        del nodes[nodes.index(last) + 1 :]
+        inputs = {n for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
+        constants = {node: getattr(mode.tracer.root, str(node.target)) for node in inputs}
+        with disable_proxy_modes_tracing(), unset_fake_temporarily(), _python_dispatch._disable_current_modes():
+            value = number(nodes, {**constants, **of_batch})
+        if of_batch:
+            self.reads.append(HostRead(tuple(nodes), constants, value, made[0].place.line))
+        return value
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
         """The gradients that these have now are theirs, wherever they were computed."""
@@ -339,7 +400,7 @@ class Recorder(TorchDispatchMode):
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
             tuple(v if i is None else placeholders[i] for i, v in batch[1]),
             (), self.numbers, frozenset(self.asked), frozenset(left_out),
-            draws, (), tuple(places), owners, Precision.now(), micro,
+            draws, (), tuple(places), owners, Precision.now(), micro, reads=tuple(self.reads),
         )  # fmt: skip
 
     def _add_in_place(self) -> None:
@@ -377,8 +438,9 @@ class Recorder(TorchDispatchMode):
         tensors: list[Storage] = []
         index: dict[int, int] = {}
         for entry, s in zip(entries, self.values.values(), strict=False):
-            made_in_vain = entry.real is None and s not in last  # state of a parameter that gets no gradient
-            if s not in index and not made_in_vain:
+            # State of a parameter that gets no gradient, and tensors that the step could reach and does not use.
+            unused = (entry.real is None or not entry.registered) and s not in last
+            if s not in index and not unused:
                 index[s] = len(tensors)
                 tensors.append(Storage(entry.name, self.nbytes[s], entry.kind, True))
         for s, label in self.constants.items():

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from executor.capture.python_values import SCALARS, put_back
-from executor.capture.state import CaptureError
+from executor.capture.python_values import SCALARS
+from executor.capture.reach import CaptureError
 from executor.fit import FittedSteps, fit
 from executor.integrations.numbers import Named, Numbers, reached
 from executor.training.bindings import StepError
@@ -187,7 +187,8 @@ class PlannedTrainer(Trainer):
         super().save_model(*args, **kwargs)
         if self.planned is not None:  # saving notes a type in the model's configuration: no change of the step
             for step in self.planned.steps.values():
-                put_back(step.captured.python.watched)
+                for value in step.captured.python.watched:
+                    value.restore()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.capture.python_values import names_of
-from executor.capture.state import CaptureError
+from executor.capture.reach import CaptureError
 
 PLACES = 64
 

@@ -274,10 +274,13 @@ class PlannedStep:
     def _done(self, outputs: Sequence[Tensor]) -> Any:
         """The step is over: what it returns, of the graph's outputs. Gradients that stay are where they belong."""
         returned = self.captured.returned
-        if returned.norm:
-            self.grad_norm = outputs[-1]
         first = sum(returned.tensors)
-        self._give_gradients(outputs[first : first + len(self._with_grad)])
+        end = first + len(self._with_grad)
+        self._give_gradients(outputs[first:end])
+        if returned.norm:
+            self.grad_norm = outputs[end]
+        for effect in returned.effects:
+            effect.apply(outputs[end + returned.norm :])
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules ask whether it has stepped
         return returned.result(outputs)

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
-from executor.capture.batches import Loss, arguments, flatten, structure
+from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
 from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
-from executor.capture.recorder import tensors_in
+from executor.capture.reach import check_dense
 from executor.training.bindings import StepError
 from executor.training.planned_step import PlannedStep
 from simulator.limits import limit_bytes
@@ -79,6 +79,8 @@ class PlannedSteps:
         self._wanted = limit
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}
+        # Steps of one form whose batches differ in the numbers that the step's Python reads, by these.
+        self._variants: dict[tuple[Form, ...], dict[tuple[Any, ...], PlannedStep]] = {}
         self._current: PlannedStep | None = None
         self._own = not isinstance(model, nn.Module)  # a step of one's own
         if self._own:
@@ -170,6 +172,10 @@ class PlannedSteps:
         self._told = False
         forms = tuple(map(_form, pairs))
         step = self.steps.get(forms)
+        if step is not None and step.captured.reads:
+            variants = self._variants.setdefault(forms, {})
+            variants[tuple(read.value for read in step.captured.reads)] = step
+            step = variants.get(step.captured.numbers_of(pairs if len(pairs) > 1 else pairs[0]))
         if step is None or step is not self._current:
             self._leave()
             self._current = None
@@ -177,8 +183,11 @@ class PlannedSteps:
                 step = self._make(pairs)
                 self.limit = step.limit
                 self._structures.update(map(structure, pairs))
+                self.steps.pop(forms, None)
                 while len(self.steps) >= self.keep:
-                    del self.steps[next(iter(self.steps))]
+                    oldest = next(iter(self.steps))
+                    del self.steps[oldest]
+                    self._variants.pop(oldest, None)
             else:
                 del self.steps[forms]
             self.steps[forms] = self._current = step
@@ -188,9 +197,13 @@ class PlannedSteps:
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
         if self._own:
-            return capture_step(self.parts[0], *pairs[0], machine=self.machine, **self.options)
-        several = {"accumulate": len(pairs), "others": pairs[1:]}
-        return capture(*self.parts, pairs[0], machine=self.machine, **several, **self.options)  # type: ignore[arg-type]
+            captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **self.options)
+        else:
+            several: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **self.options}
+            captured = capture(*self.parts, pairs[0], machine=self.machine, **several)
+        if captured.python.undone:  # before it is planned
+            raise StepError(captured.python.undone)
+        return captured
 
     def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:
         """The step of these micro-batches, with its limit."""
@@ -215,6 +228,7 @@ class PlannedSteps:
             raise StepError("a step is under way: recapture() is for between steps")
         self._leave()
         self.steps.clear()
+        self._variants.clear()
         self._current = None
 
     def _leave(self) -> None:
@@ -246,6 +260,9 @@ class PlannedSteps:
 def _form(batch: tuple[Any, ...]) -> Form:
     """Equal for batches that one capture is right for; raises StepError where something cannot be compared."""
     leaves, spec = flatten(batch)
+    for i, value in enumerate(leaves):
+        if isinstance(value, torch.Tensor):
+            check_dense(value, f"tensor {i} of the batch")
     seen: dict[int, int] = {}  # a tensor that stands in two places is another form, and so are two in one memory
     form = spec, tuple(
         (tuple(v.shape), v.stride(), v.dtype, str(v.device), seen.setdefault(id(v), len(seen)),

@@ -105,7 +105,8 @@ def generators(captured: Captured, device: torch.device) -> list[torch.Generator
         index = torch.empty(0, device=device).get_device()  # before there is a tensor there may be no generators
         found.append(torch.cuda.default_generators[index])
     for node in captured.graph.graph.nodes:
-        found += [v for v in node.kwargs.values() if isinstance(v, torch.Generator) and v not in found]
+        own = [getattr(captured.graph, node.target)] if node.op == "get_attr" else node.kwargs.values()
+        found += [v for v in own if isinstance(v, torch.Generator) and v not in found]
     return found
 
 

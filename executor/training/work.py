@@ -163,6 +163,12 @@ class StepState:
                 if memory.nbytes() != block.nbytes or not movable(leaf) or not alone:
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
             batch.setdefault(want, leaf)
+        for read in captured.reads:
+            if read.inputs <= batch.keys() and (now := read.of(batch)) != read.value:
+                raise StepError(
+                    f"a number of the batch, on which the step depends ({read.where}), was {read.value} at the capture "
+                    f"and is {now} now: capture the step for this batch, too, as fit does"
+                )
         return part, batch
 
     def _movable(self, leaf: Tensor, t: int, copies: dict[int, torch.UntypedStorage]) -> Tensor:

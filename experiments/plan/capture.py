@@ -97,7 +97,7 @@ def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes:
 @contextmanager
 def _batch_errors() -> Iterator[None]:
     """Raises the errors of a capture as BatchError."""
-    from executor.capture.state import CaptureError
+    from executor.capture.reach import CaptureError
     from experiments.workloads import WorkloadError
 
     try:

@@ -26,7 +26,7 @@ from agents.deadline import TimeUp, within
 from executor import PlannedStep, StepError
 from executor.capture.captured import Captured
 from executor.capture.profile import ProfileError, measure, with_profile
-from executor.capture.state import CaptureError
+from executor.capture.reach import CaptureError
 from executor.memory.engines import line
 from experiments.common.bisection import largest
 from experiments.validate_gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch

@@ -38,7 +38,7 @@ import agents
 from agents.deadline import TimeUp, within
 from executor import PlannedStep, StepError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
-from executor.capture.state import CaptureError
+from executor.capture.reach import CaptureError
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest

@@ -1,0 +1,189 @@
+"""What a step leaves in the user's objects besides writes in place, and how a planned step does it again.
+
+A step may bind a new tensor to a name that held one (a carried hidden state) or none (``self.aux = …``), or append
+tensors to a list. ``Effects`` compares what every reachable object holds before and after the step's Python has run. A
+tensor in the place of one of equal form is copied into it at the end of the step. Other values that consist of tensors
+become an ``Effect``, applied after each planned step. What neither covers is refused, when the step is to be trained.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from executor.capture.batches import flatten, tensors_in
+from executor.capture.python_values import is_scalar
+from executor.capture.reach import Owner
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """Tensors that a step leaves in an object of the user's.
+
+    Attributes:
+        owner: the object. ``key``: the entry; a list or deque has none.
+        how: "set" an entry, "append" to a list, or "replace" all that it holds.
+        spec: of the value; of a list or deque that of the list of values.
+        leaves: None, a string, or the place among the step's extra outputs.
+    """
+
+    owner: Owner
+    key: Any
+    how: str
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    def apply(self, outputs: Sequence[Tensor]) -> None:
+        """Leaves the tensors of this step in the object."""
+        value = tree_unflatten([outputs[x] if isinstance(x, int) else x for x in self.leaves], self.spec)
+        container = self.owner.container
+        if self.how == "set":
+            if isinstance(container, types.CellType):
+                container.cell_contents = value
+            else:
+                container[self.key] = value
+            return
+        if self.how == "replace":
+            container.clear()
+        container.extend(value)
+
+
+class Effects:
+    """Collects the effects of a step.
+
+    Attributes:
+        found: those that are applied after each step; ``tensors``: what they leave, in order.
+        rebound: (the persistent tensor, the tensor that the step binds in its place).
+        refused: what no planned step could do again, as sentences.
+        unsteady: an object was empty or had no such entry before, so that a second run may do something else.
+    """
+
+    def __init__(self, persistent: Mapping[int, Tensor | None]) -> None:
+        self._persistent = persistent  # id of a fake -> the user's tensor
+        self.found: list[Effect] = []
+        self.tensors: list[Tensor] = []
+        self.rebound: list[tuple[str, Tensor, Tensor]] = []
+        self.refused: list[str] = []  # sentences
+        self.unsteady = False
+
+    def compare(self, owner: Owner, before: dict[Any, Any]) -> None:
+        """Looks at what the step has made of an object that held ``before``."""
+        after = owner.content()
+        if list(map(id, before)) == list(map(id, after)) and all(
+            a is b for a, b in zip(before.values(), after.values(), strict=True)
+        ):
+            return
+        if isinstance(owner.container, (list, deque)):
+            self._sequence(owner, list(before.values()), list(after.values()))
+        elif isinstance(owner.container, set):
+            if any(next(tensors_in(v), None) is not None for v in {*before, *after}):
+                self.refused.append(f"the step changes the set {owner.path}, which has no order: make it a list")
+        else:
+            for key in dict.fromkeys((*before, *after)):
+                was, now = before.get(key, _MISSING), after.get(key, _MISSING)
+                if was is not now:
+                    self._entry(owner, key, was, now)
+
+    def forget(self) -> None:
+        """Drops the traced tensors."""
+        self.tensors, self.rebound = [], []
+
+    def _entry(self, owner: Owner, key: Any, was: Any, now: Any) -> None:
+        name = owner.name(key)
+        held = [id(t) for t in tensors_in(was)]
+        if isinstance(now, Tensor) and id(was) in self._persistent:
+            self._rebind(name, was, now)
+        elif held and held == [id(t) for t in tensors_in(now)]:
+            return  # another list of the same tensors, as an RNN makes
+        elif next(tensors_in(now), None) is None:
+            if held:
+                self.refused.append(
+                    f"the step takes the tensor {name} away ({_kind(was)} before, {_kind(now)} after), which would not "
+                    "be done again: keep a tensor of the same shape there"
+                )
+        elif any(t in self._persistent for t in held):
+            self.refused.append(
+                f"the step makes a new {_kind(now)} of {name}, whose tensors it had: change it in place, entry by entry"
+            )
+        else:  # Python's numbers: python_values.py
+            self.unsteady = True
+            self._leave(owner, key, "set", now)
+
+    def _rebind(self, name: str, was: Tensor, now: Tensor) -> None:
+        if isinstance(was, nn.Parameter) or isinstance(now, nn.Parameter):
+            self.refused.append(f"the step replaces the parameter {name}: write into it (p.data.copy_(…))")
+            return
+        form = [(tuple(t.shape), t.dtype, t.device) for t in (was, now)]
+        if form[0] != form[1]:
+            shapes = " to ".join(f"{shape} of {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in form)
+            self.refused.append(
+                f"the step changes {name} from {shapes}, and no plan knows the next: keep one shape, or carry it as an "
+                "argument and a result of the step"
+            )
+        else:
+            self.rebound.append((name, was, now))
+
+    def _sequence(self, owner: Owner, before: list[Any], after: list[Any]) -> None:
+        is_deque = isinstance(owner.container, deque)
+        read = any(id(t) in self._persistent for t in tensors_in(before))
+        if len(before) == len(after) and read and not is_deque:
+            for i, (was, now) in enumerate(zip(before, after, strict=True)):
+                if was is not now:
+                    self._entry(owner, i, was, now)
+            return
+        # How many of the last entries are the first ones now: all of a list that was appended to.
+        kept = next((n for n in range(min(len(before), len(after)), 0, -1)
+                     if all(a is b for a, b in zip(before[-n:], after, strict=False))), 0)  # fmt: skip
+        if kept == len(before) or (is_deque and kept):
+            self.unsteady |= not before
+            self._leave(owner, None, "append", after[kept:])
+        elif not any(a is b for a in after for b in before):
+            self.unsteady = True
+            self._leave(owner, None, "replace", after)
+        else:
+            self.refused.append(f"the step takes some entries of {owner.path} away: append to it, or clear it first")
+
+    def _leave(self, owner: Owner, key: Any, how: str, value: Any) -> None:
+        name = owner.name(key)
+        leaves, spec = flatten(value)
+        places: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                places.append(len(self.tensors))
+                self.tensors.append(leaf)
+            elif leaf is None or isinstance(leaf, str):
+                places.append(leaf)
+            else:
+                what = "would be the same each time" if is_scalar(leaf) else "has tensors that no plan finds"
+                self.refused.append(
+                    f"the step leaves a {_kind(leaf)} in {name}, which {what}: keep tensors there, or do it after "
+                    "the step"
+                )
+                return
+        key = self._persistent.get(id(key), key) if isinstance(key, Tensor) else key
+        self.found.append(Effect(owner, key, how, spec, tuple(places)))
+
+
+def rebind(effects: Effects) -> None:
+    """Copies what a step has bound anew into the tensors that were there; traced as the end of the step."""
+    persistent = {fake.untyped_storage()._cdata for _, fake, _ in effects.rebound}
+    with torch.no_grad():
+        values = [
+            now.clone() if now.untyped_storage()._cdata in persistent else now.detach() for _, _, now in effects.rebound
+        ]
+        for (_, was, _), value in zip(effects.rebound, values, strict=True):
+            was.copy_(value)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is _MISSING else type(value).__name__
+
+
+_MISSING = object()

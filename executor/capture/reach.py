@@ -1,0 +1,398 @@
+"""Walks the Python objects that a training step can reach, and restores what they held.
+
+``Reach`` follows attributes, containers, closure cells, bound methods and the globals that the step's functions load.
+It gives every tensor a path ("model.memory.hidden") and records every object that can be written (``Owner``).
+``Snapshot`` keeps what these hold. The capture (state.py) puts fake tensors in and the snapshot takes them out again;
+the differential check (training/check.py) compares what two runs of a step leave.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from executor.capture.python_values import Seen, globals_of, is_scalar, names_of
+from executor.capture.source_locations import users
+from simulator.program import TensorKind
+
+MOST_DEEP = 40  # objects within objects
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
+           logging.Logger, torch.storage.UntypedStorage)  # fmt: skip
+
+
+class CaptureError(ValueError):
+    """A step cannot be captured; the message is one sentence naming the cause."""
+
+
+# Wrappers of modules that communicate with other GPUs or processes, which a capture does not see.
+_COMPILE = "executor.compiled.compile(model, memory=...), which needs no capture"
+REFUSED = {
+    "DistributedDataParallel": f"sums gradients across processes; train DistributedDataParallel({_COMPILE})",
+    "DataParallel": f"runs the model on several GPUs; capture the module in it on one GPU, or take {_COMPILE}",
+    "FullyShardedDataParallel": f"keeps parts of the parameters on other GPUs; take {_COMPILE}",
+    "FSDPModule": f"keeps parts of the parameters on other GPUs; take {_COMPILE}",
+}
+
+
+class Slots(MutableMapping[str, Any]):
+    """The attributes of an object that has ``__slots__``, as a dictionary."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.names = [n for cls in type(owner).__mro__ for n in _names(vars(cls).get("__slots__", ())) if n[:2] != "__"]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self.owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if hasattr(self.owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+class Owner(NamedTuple):
+    """An object that can be written: a table, a list, a deque, a set or a closure cell.
+
+    Attributes:
+        keys: the entries that count of a module's globals; None where all do.
+    """
+
+    container: Any
+    path: str
+    keys: tuple[str, ...] | None = None
+
+    def content(self) -> dict[Any, Any]:
+        """What it holds now, by key or position; a cell's content has the key None."""
+        container = self.container
+        if isinstance(container, types.CellType):
+            try:
+                return {None: container.cell_contents}
+            except ValueError:
+                return {}
+        if isinstance(container, (list, deque)):
+            return dict(enumerate(container))
+        if isinstance(container, set):
+            return dict.fromkeys(container)
+        return {k: container[k] for k in (container if self.keys is None else self.keys) if k in container}
+
+    def name(self, key: Any) -> str:
+        """The path of an entry."""
+        if key is None:
+            return self.path
+        return f"{self.path}.{key if isinstance(key, (str, int)) else type(key).__name__}".lstrip(".")
+
+    def restore(self, before: dict[Any, Any]) -> None:
+        """Makes the content what it was."""
+        now, container = self.content(), self.container
+        if list(map(id, now)) == list(map(id, before)) and list(map(id, now.values())) == list(
+            map(id, before.values())
+        ):
+            return
+        if isinstance(container, types.CellType):
+            if before:
+                container.cell_contents = before[None]
+            else:
+                del container.cell_contents
+        elif isinstance(container, list):
+            container[:] = before.values()
+        elif isinstance(container, (deque, set)):
+            container.clear()
+            (container.extend if isinstance(container, deque) else container.update)(
+                before.values() if isinstance(container, deque) else before
+            )
+        else:
+            for key in now.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else now:
+                del container[key]
+            container.update(before)
+
+
+class Snapshot:
+    """What the reached objects hold, and the states of generators."""
+
+    def __init__(self, reach: Reach) -> None:
+        self.held = [(owner, owner.content()) for owner in reach.owners.values()]
+        self._generators = [(generator.set_state, generator.get_state()) for generator in reach.generators]
+
+    def restore(self) -> None:
+        """Restores every object; one that fails does not keep the others from it.
+
+        Raises:
+            ExceptionGroup: some failed.
+        """
+        failed: list[Exception] = []
+        for put, before in [*((owner.restore, before) for owner, before in reversed(self.held)), *self._generators]:
+            try:
+                put(before)
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise ExceptionGroup("objects of the step could not be restored", failed)
+
+
+class Reach:
+    """Everything that is reachable from what is added.
+
+    Attributes:
+        modules, optimizers, scalers, schedules, generators: as found, each once.
+        paths: id of a module -> its path.
+        owners: id -> the objects that can be written.
+        seen: what of Python's values is compared at each step.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.paths: dict[int, str] = {}
+        self.optimizers: list[Optimizer] = []
+        self.scalers: list[GradScaler] = []
+        self.schedules: list[LRScheduler] = []
+        self.generators: list[torch.Generator] = []
+        self.owners: dict[int, Owner] = {}
+        self.seen = Seen()
+        self._visited: set[int] = set()
+        self._keep: list[Any] = []  # an id stays unique while its object lives
+
+    def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
+        """A tensor is at ``container[key]``."""
+
+    def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
+        """Walks ``value``; tensors that are not parameters are of ``kind``."""
+        self._walk(value, name, kind, 0)
+        while functions := self.seen.new_functions():  # methods that the step may call, by name
+            for function in functions:
+                self._walk(function, "", kind, 1)
+
+    def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None) -> None:
+        """Lists an object that can be written."""
+        at = id(container.owner) if isinstance(container, Slots) else id(container)
+        if keys is not None and at in self.owners:
+            keys = tuple(dict.fromkeys((*(self.owners[at].keys or ()), *keys)))
+            self.owners[at] = self.owners[at]._replace(keys=keys)
+        elif at not in self.owners:
+            self.owners[at] = Owner(container, path, keys)
+            self._keep.append(container)
+
+    def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
+        if id(value) in self._visited or depth > MOST_DEEP or isinstance(value, _OPAQUE):
+            return
+        self._visited.add(id(value))
+        self._keep.append(value)
+        step = functools.partial(self._walk, kind=kind, depth=depth + 1)
+        if isinstance(value, nn.Module):
+            for prefix, module in value.named_modules(prefix=name):
+                self._module(module, prefix, depth)
+        elif isinstance(value, Optimizer):
+            self._optimizer(value, name, depth)
+        elif isinstance(value, GradScaler):
+            if value.is_enabled() and value._scale is None:  # its first use would make them
+                value._lazy_init_scale_growth_tracker(torch.device(value._device))
+            self.scalers.append(value)
+            self.own(vars(value), name)
+            self._items(vars(value), [k for k in ("_scale", "_growth_tracker") if k in vars(value)], name, kind, depth)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, (dict, list, deque)):
+            if not isinstance(value, deque):
+                self.seen.containers.append((value, name))
+            self.own(value, name)
+            keys = list(value) if isinstance(value, dict) else range(len(value))
+            self._items(value, keys, name, kind, depth)
+        elif isinstance(value, (tuple, set, frozenset)):
+            if isinstance(value, set):
+                self.own(value, name)
+            for i, entry in enumerate(value):
+                step(entry, f"{name}.{i}".lstrip("."))
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                step(part, name)
+        elif isinstance(value, types.MethodType):
+            step(value.__self__, name)
+            step(value.__func__, name)
+        elif isinstance(value, types.BuiltinFunctionType):  # ``losses.append``
+            step(value.__self__, name)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, name, kind, depth)
+        elif isinstance(value, types.ModuleType):
+            return
+        elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):
+            self._object(value, name, kind, depth)
+
+    def _object(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
+        if isinstance(value, LRScheduler):
+            self.schedules.append(value)
+        if callable(value):
+            self.seen.runs(type(value).__call__)
+        self.seen.methods_of(type(value))
+        if hasattr(value, "__dict__"):
+            self._walk(vars(value), name, kind, depth + 1)
+        if len(slots := Slots(value)):
+            self._keep.append(slots)
+            self.own(slots, name)
+            self._items(slots, list(slots), name, kind, depth)
+        self._class(type(value), kind, depth)
+
+    def _class(self, cls: type, kind: TensorKind, depth: int) -> None:
+        """Lists and tables that are attributes of a class of the user's."""
+        for base in cls.__mro__:
+            if id(base) not in self._visited and users(_file(base)):
+                self._visited.add(id(base))
+                for key, value in vars(base).items():
+                    if isinstance(value, (dict, list, deque)) and not key.startswith("__"):
+                        self._walk(value, f"{base.__name__}.{key}", kind, depth + 1)
+
+    def _items(
+        self, container: Any, keys: Iterable[Any], name: str, kind: TensorKind, depth: int,
+    ) -> None:  # fmt: skip
+        for key in keys:
+            value = container[key]
+            label = key if isinstance(key, (str, int)) else repr(key) if not isinstance(key, Tensor) else "tensor"
+            path = f"{name}.{label}".lstrip(".")
+            if isinstance(value, Tensor):
+                self.found(value, path, kind, container, key)
+            else:
+                self._walk(value, path, kind, depth + 1)
+
+    def _optimizer(self, optimizer: Optimizer, name: str, depth: int) -> None:
+        """The optimizers and tensors that one holds, and then itself."""
+        own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
+        if "param_groups" not in vars(optimizer):  # Accelerate's, around another
+            inner = [part for part in own.values() if isinstance(part, (Optimizer, GradScaler))]
+            if not any(isinstance(part, Optimizer) for part in inner):
+                raise CaptureError(
+                    f"{name} ({type(optimizer).__name__}) has no parameter groups: give torch.optim's own"
+                )
+            for part in inner:
+                self._walk(part, name, "optimizer_state", depth + 1)
+            return
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise CaptureError(
+                f"{name} ({type(optimizer).__name__}) calls the model as often as its values ask, which no capture "
+                "can: train with it without a plan, or take another optimizer"
+            )
+        self._items(vars(optimizer), [k for k, v in own.items() if not is_scalar(v)], name, "optimizer_state", depth)
+        self.seen.methods_of(type(optimizer))
+        self.own(vars(optimizer), name)
+        self.own(optimizer.state, f"{name}.state")
+        self.own(optimizer.param_groups, f"{name}.param_groups")
+        for group in optimizer.param_groups:
+            self.own(group, f"{name}.param_groups")
+        for table in optimizer.state.values():
+            if isinstance(table, dict):
+                self.own(table, f"{name}.state")
+                for key, value in table.items():  # lists and tables of tensors are the optimizer's own (state.py)
+                    if isinstance(value, (dict, list)):
+                        self.own(value, f"{name}.state.{key}")
+                    else:
+                        self._walk(value, f"{name}.state.{key}", "optimizer_state", depth + 1)
+        self.optimizers.append(optimizer)
+
+    def _module(self, module: nn.Module, name: str, depth: int) -> None:
+        for cls in type(module).__mro__:
+            if cls.__name__ in REFUSED and cls.__module__.startswith("torch."):
+                raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
+        if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
+            what = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
+            raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            way = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
+            what = f"{name or 'the model'} is compiled (torch.compile), and only what is not can be captured"
+            raise CaptureError(f"{what}: {way}")
+        self._visited.add(id(module))
+        self._keep.append(module)
+        self.modules.append(module)
+        self.paths[id(module)] = name
+        own = vars(module)
+        self.seen.containers.append((own, name))
+        self.seen.runs(type(module).forward)
+        self.seen.methods_of(type(module))
+        self.own(own, name)
+        for table in (module._parameters, module._buffers):
+            self.own(table, name)
+            self._items(table, [k for k, v in table.items() if v is not None], name, "buffer", depth)
+        self.own(module._modules, name)
+        for key, hooks in own.items():  # a forward pass may add some
+            if "_hooks" in key and isinstance(hooks, (dict, OrderedDict)):
+                self.own(hooks, f"{name}.{key}".lstrip("."))
+                self._items(hooks, list(hooks), f"{name}.{key}", "buffer", depth)
+        self._items(own, [k for k in own if k not in _OF_MODULES], name, "buffer", depth)
+        self._class(type(module), "buffer", depth)
+
+    def _function(self, function: types.FunctionType, name: str, kind: TensorKind, depth: int) -> None:
+        if (function.__module__ or "").partition(".")[0] in ("torch", "builtins", "executor"):
+            return
+        self.seen.runs(function)
+        self.seen.functions.append((function, name))
+        for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.own(cell, label)
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if is_scalar(value):
+                self.seen.cells.append((cell, label))
+            elif isinstance(value, Tensor):
+                self.found(value, label, kind, cell, None)
+            else:
+                self._walk(value, label, kind, depth + 1)
+        self._walk(function.__defaults__, name, kind, depth + 1)
+        self._walk(function.__kwdefaults__, name, kind, depth + 1)
+        named = globals_of(function.__code__)
+        self._globals(function.__globals__, named, kind, depth)
+        for library in {n for n in named if isinstance(function.__globals__.get(n), types.ModuleType)}:
+            module = function.__globals__[library]
+            if users(getattr(module, "__file__", None) or "<built-in>"):
+                self._globals(vars(module), names_of(function.__code__), kind, depth)
+
+    def _globals(self, table: dict[str, Any], named: set[str], kind: TensorKind, depth: int) -> None:
+        self.own(table, "", tuple(sorted(named)))
+        here = [n for n in sorted(named) if n in table]
+        self._items(table, here, "", kind, depth)
+        self.seen.globals.setdefault(id(table), (table, set()))[1].update(here)
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """Raises CaptureError for a sparse, nested or quantized tensor."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
+        raise CaptureError(
+            f"{name} is a {what} tensor, whose memory no plan knows: pass its indices and values as dense tensors "
+            "(index_add, scatter, edge_index), or to_dense()"
+        )
+
+
+def uses_cudnn(module: nn.RNNBase) -> bool:
+    """Does cuDNN run this module?"""
+    return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
+
+
+@functools.cache
+def _file(cls: type) -> str:
+    import sys
+
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or "<built-in>"
