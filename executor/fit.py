@@ -165,6 +165,7 @@ def fit(
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
+    check: bool = True,
 ) -> FittedSteps:
     """The training step of ``loss_fn(model(x), y)`` within ``memory``; what it does is eager's to the bit.
 
@@ -191,6 +192,8 @@ def fit(
         seconds: of planning, about, for each shape; the planner's own by default.
         keep, accumulate: as in PlannedSteps.
         average, clip_norm, keep_grads, autocast, scaler, bucket_bytes: as in ``capture``.
+        check: run the step and its capture on few examples of the first batch, which must hold valid values then, and
+            refuse it where they differ (executor/training/check.py).
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -215,6 +218,7 @@ def fit(
         model, loss_fn, optimizer, Machine.load(machine) if isinstance(machine, str) else machine, memory, planner,
         profile, seconds, keep, accumulate=accumulate, average=average, clip_norm=clip_norm, keep_grads=keep_grads,
         autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
+        check=check,
     )  # fmt: skip
     steps.step_for(*arguments(example_batch))
     return steps

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_unflatten
 from executor.capture import hooks
 from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
-from executor.capture.captured import Captured, Returned
+from executor.capture.captured import Captured, Returned, Source
 from executor.capture.effects import Effects, rebind
 from executor.capture.hyperparameters import Numbers, Option
 from executor.capture.optimizers import fixed, options
@@ -45,7 +45,7 @@ from executor.capture.python_values import PythonValues, untouched
 from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, noted
 from executor.capture.source_locations import Places, users
-from executor.capture.state import StepState, over
+from executor.capture.state import StepState, copied
 from simulator.machine import Machine
 
 
@@ -67,6 +67,7 @@ def capture(
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
     as_cuda: bool = False,
+    check: bool = True,
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
@@ -99,9 +100,11 @@ def capture(
             is ``PlannedStep.grad_norm``.
         keep_grads: gradients are there after the step, until the next one begins (``zero_grad`` comes first).
         as_cuda: of a model on the CPU, the operators that a GPU would run (as_cuda.py); to be planned, not executed.
+        check: run the step and its capture on few examples of the batch, and refuse it where they differ
+            (executor/training/check.py); not of a model or a batch on the meta device, and not with ``as_cuda``.
 
     Raises:
-        CaptureError: the step cannot be traced.
+        CaptureError: the step cannot be traced, or differs from its capture.
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None) or not (
         loss_fn is None or callable(loss_fn)
@@ -176,32 +179,20 @@ def capture(
         bucket_bytes=bucket_bytes, outside="loss_fn", as_cuda=as_cuda, keep_grads=keep_grads, norms=norms,
     )  # fmt: skip
     if accumulate == 1:
-        return captured_as(step, parts[0])
+        return _checked(captured_as(step, parts[0]), check and not as_cuda)
     # Micro-batches are different tensors, whatever the examples are; of each, the example that it stands for.
-    examples: dict[int, Any] = {}
-
-    def another(batch: tuple[Any, ...]) -> Any:
-        memory: dict[int, torch.UntypedStorage] = {}
-        made: dict[int, Tensor] = {}  # a tensor that stands in it twice is one
-        leaves, spec = flatten(batch)
-        for value in leaves:
-            if isinstance(value, Tensor) and id(value) not in made:
-                own = value.untyped_storage()
-                if own._cdata not in memory:
-                    memory[own._cdata] = torch.UntypedStorage(own.nbytes(), device=value.device)
-                made[id(value)] = copy = over(memory[own._cdata], value, value.device)
-                copy.copy_(value)  # the step may read numbers of it
-                examples[id(copy)] = value
-        return tree_unflatten([made.get(id(value), value) for value in leaves], spec)
-
-    batches = tuple(map(another, parts))
+    copies = [copied(part) for part in parts]
+    examples = {id(copy): original for _, pairs in copies for copy, original in pairs}
+    batches = tuple(batch for batch, _ in copies)
     captured = captured_as(several, batches, several=True)
-    return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
+    captured = replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
+    return _checked(captured, check and not as_cuda)
 
 
 def capture_step(
     step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None,
     algorithms: bool = False, bucket_bytes: int | None = None, as_cuda: bool = False, keep_grads: bool = False,
+    check: bool = True,
 ) -> Captured:  # fmt: skip
     """Captures one call ``step(*args)`` of any callable.
 
@@ -209,17 +200,26 @@ def capture_step(
     and become persistent, like the tensors in ``args``. What it returns may be any structure of tensors and None.
 
     Args:
-        machine, name, algorithms, bucket_bytes, as_cuda: as in ``capture``.
+        machine, name, algorithms, bucket_bytes, as_cuda, check: as in ``capture``.
         keep_grads: gradients that parameters have at the end of ``step`` are theirs until the next one begins.
 
     Raises:
-        CaptureError: the step cannot be traced, or returns something other than tensors.
+        CaptureError: the step cannot be traced, returns something other than tensors, or differs from its capture.
     """
     roots = [(step, ""), (args, "")]
     label = name or getattr(step, "__qualname__", type(step).__name__)
-    return _capture(
+    captured = _capture(
         step, args, roots, machine, str(label), algorithms, bucket_bytes, "step", as_cuda=as_cuda, keep_grads=keep_grads
     )
+    return _checked(captured, check and not as_cuda)
+
+
+def _checked(captured: Captured, check: bool) -> Captured:
+    if check:
+        from executor.training.check import check as compare  # which runs captured steps
+
+        compare(captured)
+    return captured
 
 
 def _capture(
@@ -229,7 +229,12 @@ def _capture(
 ) -> Captured:  # fmt: skip
     """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch.
     ``norms``: the last of them, at the end of the step, is that of the gradients."""
-    again = partial(_capture, **{**locals(), "as_capturable": True})
+    given = dict(locals())
+    again = partial(_capture, **{**given, "as_capturable": True})
+
+    def with_args(other: Any) -> Captured:
+        return _capture(**{**given, "args": other, "roots": [(other if v is args else v, label) for v, label in roots]})
+
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
@@ -319,7 +324,14 @@ def _capture(
     holds = recorder.user_holds(captured.values, captured.program)
     python = PythonValues(state.watched, undone)
     captured = replace(
-        captured, settings=settings, modules=modules, holds=holds, python=python, hooks=hooked, returned=made.returned
+        captured,
+        settings=settings,
+        modules=modules,
+        holds=holds,
+        python=python,
+        hooks=hooked,
+        returned=made.returned,
+        source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),
     )
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 

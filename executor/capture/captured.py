@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -83,6 +83,19 @@ class Returned(NamedTuple):
         return tree_unflatten([next(flat) if tensor else None for tensor in self.tensors], self.spec)
 
 
+class Source(NamedTuple):
+    """What was captured: ``step(*args)``, and how to capture it with other arguments.
+
+    Attributes:
+        roots: what the step can reach, each with its name.
+    """
+
+    step: Callable[..., Any]
+    args: Any
+    roots: tuple[tuple[Any, str], ...]
+    again: Callable[[Any], Captured]
+
+
 NOTHING, NOT_WATCHED, ONE_TENSOR = UserHolds(), PythonValues(), Returned()
 
 
@@ -123,6 +136,7 @@ class Captured:
     python: PythonValues = NOT_WATCHED
     hooks: int = 0  # of modules and their parameters
     returned: Returned = ONE_TENSOR
+    source: Source | None = None
     reads: tuple[HostRead, ...] = ()  # numbers of the batch that decided what the step does
 
     @property

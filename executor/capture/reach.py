@@ -29,7 +29,7 @@ from simulator.program import TensorKind
 MOST_DEEP = 40  # objects within objects
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
-           logging.Logger, torch.storage.UntypedStorage)  # fmt: skip
+           logging.Logger, torch.UntypedStorage, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)  # fmt: skip
 
 
 class CaptureError(ValueError):
@@ -243,6 +243,8 @@ class Reach:
             self._object(value, name, kind, depth)
 
     def _object(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
+        if type(value).__module__.startswith("executor."):
+            return
         if isinstance(value, LRScheduler):
             self.schedules.append(value)
         if callable(value):
@@ -282,7 +284,7 @@ class Reach:
         own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
         if "param_groups" not in vars(optimizer):  # Accelerate's, around another
             inner = [part for part in own.values() if isinstance(part, (Optimizer, GradScaler))]
-            if not any(isinstance(part, Optimizer) for part in inner):
+            if depth == 0 and not any(isinstance(part, Optimizer) for part in inner):
                 raise CaptureError(
                     f"{name} ({type(optimizer).__name__}) has no parameter groups: give torch.optim's own"
                 )
@@ -302,14 +304,15 @@ class Reach:
         self.own(optimizer.param_groups, f"{name}.param_groups")
         for group in optimizer.param_groups:
             self.own(group, f"{name}.param_groups")
-        for table in optimizer.state.values():
+        for i, table in enumerate(optimizer.state.values()):
+            path = f"{name}.state.{i}"
             if isinstance(table, dict):
-                self.own(table, f"{name}.state")
+                self.own(table, path)
                 for key, value in table.items():  # lists and tables of tensors are the optimizer's own (state.py)
                     if isinstance(value, (dict, list)):
-                        self.own(value, f"{name}.state.{key}")
+                        self.own(value, f"{path}.{key}")
                     else:
-                        self._walk(value, f"{name}.state.{key}", "optimizer_state", depth + 1)
+                        self._walk(value, f"{path}.{key}", "optimizer_state", depth + 1)
         self.optimizers.append(optimizer)
 
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
@@ -340,7 +343,9 @@ class Reach:
             if "_hooks" in key and isinstance(hooks, (dict, OrderedDict)):
                 self.own(hooks, f"{name}.{key}".lstrip("."))
                 self._items(hooks, list(hooks), f"{name}.{key}", "buffer", depth)
-        self._items(own, [k for k in own if k not in _OF_MODULES], name, "buffer", depth)
+        ours = type(module).__module__.startswith("executor.")  # a wrapper, whose private attributes are no state
+        attributes = [k for k in own if k not in _OF_MODULES and not (ours and k.startswith("_"))]
+        self._items(own, attributes, name, "buffer", depth)
         self._class(type(module), "buffer", depth)
 
     def _function(self, function: types.FunctionType, name: str, kind: TensorKind, depth: int) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_unflatten
 
-from executor.capture.batches import tensors_in
+from executor.capture.batches import flatten, tensors_in
 from executor.capture.effects import Effects
 from executor.capture.optimizers import (
     STEP_HOOKS,
@@ -351,3 +352,18 @@ def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Te
     another."""
     empty = torch.empty(0, dtype=like.dtype, device=device)
     return empty.set_(memory, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload,no-any-return]
+
+
+def copied(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """Returns a copy of a batch, whose tensors share memory where those of the batch do, and (copy, tensor) of each."""
+    memory: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, Tensor] = {}  # a tensor that stands in it twice is one
+    leaves, spec = flatten(batch)
+    tensors = {id(value): value for value in leaves if isinstance(value, Tensor)}
+    for at, value in tensors.items():
+        own = value.untyped_storage()
+        if own._cdata not in memory:
+            memory[own._cdata] = own.clone() if value.device.type != "meta" else own
+        made[at] = over(memory[own._cdata], value, value.device)
+    copy = tree_unflatten([made.get(id(value), value) for value in leaves], spec)
+    return copy, [(made[at], value) for at, value in tensors.items()]

@@ -196,10 +196,11 @@ class PlannedSteps:
         return step
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
+        options = {**self.options, "check": self.options.get("check", True) and self.limit is None}
         if self._own:
-            captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **self.options)
+            captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **options)
         else:
-            several: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **self.options}
+            several: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **options}
             captured = capture(*self.parts, pairs[0], machine=self.machine, **several)
         if captured.python.undone:  # before it is planned
             raise StepError(captured.python.undone)

@@ -1,0 +1,280 @@
+"""Differential check: a captured step changes exactly what the user's step changes, or it is refused.
+
+The user's step runs twice eagerly, then the captured one twice, from equal states and on few examples of the batch.
+Afterwards all reachable tensors and Python values, results, batches and random states must be equal to the bit. The
+user's own objects are used, because functions cannot be copied. Everything is restored.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_unflatten
+
+from executor.capture.batches import flatten, tensors_in
+from executor.capture.captured import Captured
+from executor.capture.python_values import is_scalar, untouched
+from executor.capture.reach import CaptureError, Reach, Snapshot
+from executor.capture.state import copied
+from executor.training.bindings import device_of
+from executor.training.planned_step import PlannedStep
+from simulator.plan import Plan
+
+EXAMPLES = 2  # of a batch that is cut
+RUNS = 2
+SMALL_FLOPS = 10**8  # a step with fewer is checked as it is, for a second capture would take longer
+PEAK_TOLERANCE = 0.01, 4096  # relative, bytes
+# Flags and counters of PyTorch's that a planned step does not touch, and on which no result depends.
+_NOT_COMPARED = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count", "training"})
+
+
+class CheckNotRun(UserWarning):
+    """The differential check could not run; the message says why."""
+
+
+def check(captured: Captured) -> None:
+    """Compares a captured step with the user's.
+
+    Raises:
+        CaptureError: they differ; the message names what.
+    """
+    if captured.python.undone or any(d.type == "meta" for d in captured.devices) or captured.source is None:
+        return
+    source, args = captured.source, captured.source.args
+    if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
+        return
+    small = captured
+    if sum(kernel.flops for kernel in captured.program.kernels) > SMALL_FLOPS:
+        few = EXAMPLES if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
+        if (args := cut(source.args, few)) is not source.args:
+            try:
+                small = source.again(args)
+            except CaptureError:  # it needs all of its examples
+                args = source.args
+    _Twin(small, args).compare()
+
+
+def cut(args: Any, examples: int) -> Any:
+    """Returns the first examples of a batch whose tensors share their first dimension, else the batch itself."""
+    leaves, spec = flatten(args)
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim()}
+    sizes = {len(x) for x in tensors.values()}
+    alone = len({x.untyped_storage()._cdata for x in tensors.values()}) == len(tensors)
+    if len(sizes) != 1 or sizes.pop() <= examples or not alone:
+        return args
+    few = {at: x[:examples].clone() for at, x in tensors.items()}
+    return tree_unflatten([few.get(id(x), x) for x in leaves], spec)
+
+
+@dataclass
+class _Run:
+    """What two steps have left."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+    peak: int = 0
+
+
+class _Twin:
+    """The user's step and the captured one, on the user's objects."""
+
+    def __init__(self, captured: Captured, args: Any) -> None:
+        assert captured.source is not None
+        self.captured, self.args, self.step, self.roots = (
+            captured,
+            args,
+            captured.source.step,
+            (*captured.source.roots, (args, "")),
+        )
+        self.device = device_of(captured)
+
+    def compare(self) -> None:
+        """Raises CaptureError where the two differ."""
+        try:
+            with self.restored():
+                eager = self.run(self.step, tracked=True)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            _not_run(f"the step without a plan does not fit into memory ({type(error).__name__})")
+            return
+        except Exception as error:
+            _not_run(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            return
+        with self.restored():
+            plan = Plan.of(self.captured.program, (), "", self.captured.program.peak_bytes, "")
+            planned = self.run(PlannedStep(self.captured, plan), tracked=False)
+        for name in dict.fromkeys((*eager.state, *planned.state)):
+            a, b = eager.state.get(name), planned.state.get(name)
+            if self.captured.left_out and ".state." in name and a is None:
+                continue  # a GradScaler has skipped the update that would make it
+            if not equal(a, b):
+                raise CaptureError(
+                    f"the captured step leaves {name} otherwise than the step itself ({_how(a, b)}): keep such state "
+                    "in tensors that are written in place (copy_), pass it as an argument, or set check=False"
+                )
+        for i, (a, b) in enumerate(zip(eager.results, planned.results, strict=True)):
+            if not equal(a, b):
+                raise CaptureError(
+                    f"the captured step returns another result {i} than the step itself ({_how(a, b)}): it reads "
+                    "something that was not captured; pass it as an argument, or set check=False"
+                )
+        expected, (share, nbytes) = self.captured.program.peak_bytes, PEAK_TOLERANCE
+        if eager.peak and abs(eager.peak - expected) > max(share * expected, nbytes):
+            warnings.warn(
+                f"the step's peak is {eager.peak:,} bytes by PyTorch's MemTracker and {expected:,} by the capture: a "
+                "limit may not hold on the device",
+                stacklevel=2,
+            )
+
+    def run(self, step: Callable[..., Any], tracked: bool) -> _Run:
+        """Two steps."""
+        run = _Run()
+        for i in range(RUNS):
+            args, _ = copied(self.args)
+            leaves, _ = flatten(args)
+            self.forget_gradients()
+            with _tracker(self, leaves) if tracked and i == RUNS - 1 else nullcontext() as tracker:
+                result = step(*args)
+                if hasattr(result, "send"):  # a step of micro-batches is a generator
+                    result = _last(result)
+            run.results += [_kept(x) for x in (*flatten(result)[0], *leaves)]
+            del result
+        run.peak = tracker.get_tracker_snapshot("peak")[self.device]["Total"] if tracker is not None else 0
+        run.state = {name: _kept(value) for name, value in self.observed()}
+        run.state["the random state"] = torch.get_rng_state()
+        return run
+
+    def reach(self) -> Reach:
+        reach = Reach()
+        for value, label in self.roots:
+            reach.add(value, label)
+        return reach
+
+    def observed(self) -> Iterator[tuple[str, Any]]:
+        """Every reachable tensor and Python value, by its path."""
+        reach, seen = self.reach(), dict[str, int]()
+        for owner in reach.owners.values():
+            for key, value in owner.content().items():
+                named = key in reach.seen.names and key not in _NOT_COMPARED
+                if not (isinstance(value, (Tensor, tuple)) or (named and is_scalar(value))):
+                    continue
+                name = owner.name(key)
+                seen[name] = seen.get(name, 0) + 1
+                name = name if seen[name] == 1 else f"{name} ({seen[name]})"
+                if isinstance(value, tuple) and not is_scalar(value):
+                    yield from ((f"{name}.{i}", x) for i, x in enumerate(tensors_in(value)))
+                else:
+                    yield name, value
+        for i, generator in enumerate(reach.generators):
+            yield f"generator {i}", generator.get_state()
+
+    def tensors(self) -> list[Tensor]:
+        """One tensor of each memory that is reachable."""
+        reach = self.reach()
+        found = [t for owner in reach.owners.values() for t in tensors_in(tuple(owner.content().values()), 2)]
+        found += [p for o in reach.optimizers for group in o.param_groups for p in group["params"]]
+        return list({t.untyped_storage()._cdata: t for t in found if t.layout is torch.strided}.values())
+
+    def forget_gradients(self) -> None:
+        for module, *_ in self.captured.modules:
+            for p in module._parameters.values():
+                if p is not None:
+                    p.grad = None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Everything that is reachable is afterwards what it was."""
+        snapshot = Snapshot(self.reach())
+        memory = [(t.untyped_storage(), t.untyped_storage().clone()) for t in self.tensors()]
+        parameters = {id(p): p for module, *_ in self.captured.modules for p in module.parameters()}
+        gradients = [(p, p.grad) for p in parameters.values()]
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        try:
+            with untouched(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, self.device)
+            for p, gradient in gradients:
+                p.grad = gradient
+            for storage, copy in memory:
+                storage.copy_(copy)
+            snapshot.restore()
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal to the bit?"""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    x, y = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+    return x.numel() == 0 or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _how(a: Any, b: Any) -> str:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return f"{_short(b)} for {_short(a)}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tuple(b.shape)} for {tuple(a.shape)}"
+    return f"by up to {float((a.to(torch.complex128) - b.to(torch.complex128)).abs().max()):.3g}"
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+
+
+def _not_run(why: str) -> None:
+    warnings.warn(f"the captured step was not compared with the step itself: {why}", CheckNotRun, stacklevel=3)
+
+
+def _last(step: Any) -> Any:
+    try:
+        while True:
+            next(step)
+    except StopIteration as end:
+        return end.value
+
+
+@contextmanager
+def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
+    """PyTorch's MemTracker, that knows the models, their optimizers and the batch."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        def __init__(self) -> None:
+            super().__init__()
+            self._mod_tracker = _NoModules()  # type: ignore[assignment]
+
+    tracker = Tracker()
+    reach = twin.reach()
+    own = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
+    inside = {id(m) for module in reach.modules for m in module.children()}
+    tracker.track_external(
+        *(m for m in reach.modules if id(m) not in inside), *reach.optimizers,
+        *(t for t in (*own, *batch) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)),
+    )  # fmt: skip
+    with tracker:
+        yield tracker
+
+
+class _NoModules(nullcontext[None]):
+    """In the place of MemTracker's own hooks on modules, which would run as the user's."""
+
+    is_bw, parents = False, frozenset({"Global"})
+
+    def register_user_hooks(self, *_: Any) -> None: ...
+
+    def clear_user_hooks(self) -> None: ...
