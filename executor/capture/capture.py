@@ -409,6 +409,11 @@ def _sentence(error: Exception, state: StepState) -> str:
             "do this after the step, which may return what it needs"
         )
     if isinstance(error, DynamicOutputShapeException):
+        if "ctc_loss" in str(error.args[0]):
+            return (
+                f"ctc_loss cannot be traced{where}, as PyTorch has no rule for its shapes: plan the model without it, "
+                "with executor.compiled.compile(model, memory=...)"
+            )
         return (
             f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; no plan knows its size: "
             "take a mask of fixed shape (torch.where), or do this before the step"

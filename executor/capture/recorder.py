@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tag, Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import (
     autograd_would_have_decomposed,
     disable_proxy_modes_tracing,
@@ -34,6 +33,7 @@ from executor.capture.captured import Captured, MicroBatch, UserHolds
 from executor.capture.host_reads import HostRead, number
 from executor.capture.hyperparameters import Numbers
 from executor.capture.kernel_times import Precision
+from executor.capture.leaks import remove_fakes
 from executor.capture.operators import (
     ALLOCATIONS,
     adds_gradients,
@@ -52,10 +52,6 @@ from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorK
 from simulator.report import Place
 
 T = TypeVar("T")
-
-
-def _memory(tensor: Tensor) -> int:
-    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def noted(result: T) -> T:
@@ -234,26 +230,7 @@ class Recorder(TorchDispatchMode):
             gc.collect()
             self.reap()
         kept = {reference.cdata for reference in self._live.values()}
-        fakes = [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)] if kept else []
-        held = [x for x in fakes if _memory(x) in kept]
-        found: list[Any] = []
-        for tensor in held:
-            for holder in gc.get_referrers(tensor):
-                if type(holder) is list and holder is not held and holder is not fakes:
-                    holder[:] = [x for x in holder if x is not tensor]
-                    found.append(holder)
-                elif isinstance(holder, dict):
-                    for key in [k for k, v in holder.items() if v is tensor]:
-                        del holder[key]
-                        found.append(holder)
-        if not found:
-            return ""
-        tables = [vars(module) for module in list(sys.modules.values())]
-        names = [name for table in tables for name, value in list(table.items()) if value is found[0]]
-        return (
-            f"the step leaves a tensor in {names[0] if names else 'a ' + type(found[0]).__name__}, which nothing of the "
-            "step names: pass it as an argument, or make it an attribute of the model"
-        )
+        return remove_fakes(kept) if kept else ""
 
     def _read_number(self, tensor: Tensor) -> Any:
         """The number that the step's Python reads; DataDependentOutputException unless the batch alone gives it."""
@@ -268,6 +245,11 @@ class Recorder(TorchDispatchMode):
         of_batch = {node: real for node, real in self.batch.items() if self.values[node] in needed}
         others = needed & self.persistent - {self.values[node] for node in of_batch}
         random = any(Tag.nondeterministic_seeded in op.func.tags for op in made)
+        if torch.is_anomaly_enabled():
+            raise CaptureError(
+                "anomaly detection reads every gradient on the host: turn it off for what is planned "
+                "(torch.autograd.set_detect_anomaly)"
+            )
         if others or random or any(real.device.type == "meta" for real in of_batch.values()):
             raise DataDependentOutputException(_NUMBER)
         last = get_proxy_slot(tensor, mode.tracer).proxy.node
@@ -315,10 +297,13 @@ class Recorder(TorchDispatchMode):
         """What is done here is left out where the number in ``skipped`` is not 0 when the graph runs.
 
         Raises:
-            NotImplementedError: several steps of optimizers have one.
+            CaptureError: several steps of optimizers have one.
         """
         if self.asked:
-            raise NotImplementedError("several steps of optimizers with a GradScaler")
+            raise CaptureError(
+                "the step has several steps of optimizers with a GradScaler, and only one is supported: give all "
+                "parameters to one optimizer, or train in bfloat16 without a scaler"
+            )
         self._asking = True
         skipped.item()
         self._asking, self._optional = False, True

@@ -171,14 +171,18 @@ class StepState(Reach):
         snapshot = Snapshot(self)
         self.watched = self.seen.watched()
         try:
+            states = {id(optimizer.state) for optimizer in self.optimizers}  # which fake ones replace
+            for owner in self.owners.values():  # the fake of a tensor that is a key stands for it
+                keyed = isinstance(owner.container, dict) and id(owner.container) not in states
+                if keyed and any(id(key) in self._fakes for key in owner.container):
+                    items = [(self._fakes.get(id(key), key), value) for key, value in owner.container.items()]
+                    owner.container.clear()
+                    owner.container.update(items)
             for container, key, fake in self._slots:
                 if isinstance(container, types.CellType):
                     container.cell_contents = fake
-                elif isinstance(key, Tensor) and key in container:  # the fake of a tensor that is a key stands for it
-                    del container[key]
-                    container[self.fake(key, "key", "buffer", None, False)] = fake
                 else:
-                    container[key] = fake
+                    container[self._fakes.get(id(key), key)] = fake
             for scaler in self.scalers:
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
             names = ["optimizer" if i == 0 else f"optimizer{i}" for i in range(len(self.optimizers))]
@@ -201,6 +205,7 @@ class StepState(Reach):
             self.watched, self.written = changed(self.watched)
         finally:
             self._before.clear()
+            self._fake_owners.clear()
             for entry in self.entries:
                 entry.fake.grad = None
             snapshot.restore()
@@ -213,15 +218,17 @@ class StepState(Reach):
         self._storages = [StorageWeakRef(entry.fake.untyped_storage()) for entry in self.entries]
 
     def effects(self) -> Effects:
-        """What the step's Python has left in the user's objects."""
+        """What the step's Python has left in the user's objects; raises CaptureError for a tensor of other memory."""
         found = Effects({id(entry.fake): entry.real for entry in self.entries})
         for owner, before in self._before:
             found.compare(owner, before)
         fake = {id(owner.container) for owner in self._fake_owners}
+        names = {id(e.real): e.name for e in self.entries}
         for effect in found.found:
             if id(effect.owner.container) in fake:
+                name = names.get(id(effect.key), effect.key)
                 found.refused.append(
-                    f"{effect.owner.name(effect.key)} is state that the step makes: make one step without a plan first"
+                    f"the step makes state of {effect.owner.path} for {name}: make one step without a plan first"
                 )
         slots = Counter(id(fake) for _, _, fake in self._slots)
         memory = Counter(StorageWeakRef(e.fake.untyped_storage()) for e in self.entries)
@@ -233,7 +240,7 @@ class StepState(Reach):
                 )
         for entry, storage in zip(self.entries, self._storages, strict=True):
             if StorageWeakRef(entry.fake.untyped_storage()) != storage:
-                found.refused.append(
+                raise CaptureError(
                     f"the step gives {entry.name} other memory (.data = …): write into it (.data.copy_(…))"
                 )
         return found

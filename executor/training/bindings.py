@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from executor.capture import hooks
 from executor.capture.capture import Captured
@@ -148,7 +149,8 @@ class Known:
         self.moved = [b for b in bindings if b.block]
         stay = [b for b in bindings if not b.block]
         homes = [(b, b.home) for b in stay if b.home]
-        states = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and not isinstance(h.key[0], int)]
+        of_optimizers = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and len(h.key) == 2]
+        states = [(b, h) for b, h in of_optimizers if not isinstance(h.key[0], int)]
         tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list))]
         self.single = [
             b for b in stay if b.home and not isinstance(b.home.container, (dict, list)) and (b, b.home) not in states
@@ -217,19 +219,21 @@ class _First(dict[Any, Any]):
         self.first: dict[Any, Any] = {}
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.first.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        self.first.setdefault(key, tree_map_only(Tensor, Tensor.clone, value))
         super().__setitem__(key, value)
 
 
 def create_state(b: Binding, bindings: list[Binding]) -> None:
     """The state that an optimizer's first step would create for a parameter; see choice 4. Raises StepError."""
-    if b.home is None or not isinstance(b.home.container, Optimizer) or isinstance(b.home.key[0], int):
+    if b.home is None or not isinstance(b.home.container, Optimizer) or not isinstance(b.home.key[0], Tensor):
         raise StepError(f"{b.name} is not where it was at the capture; capture the step again")
-    optimizer, (param, _) = b.home.container, b.home.key
+    optimizer, param = b.home.container, b.home.key[0]
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     if group.get("dampening") and group.get("momentum"):
         raise StepError("SGD with dampening takes its first gradient undamped: make the first step eagerly")
-    probe = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device, requires_grad=True)
+    known = type(optimizer).__module__.startswith("torch.optim")  # one value fills all that these create
+    like = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device) if known else param.detach()
+    probe = like.clone().requires_grad_()
     probe.grad = torch.full_like(probe, -0.0)
     before = dict(vars(optimizer))
     first: defaultdict[Any, _First] = defaultdict(_First)
@@ -240,14 +244,18 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)
-    placeholders = {
+    wanted = {
         x.home.key[1]: x.node for x in bindings if x.home and x.home.container is optimizer and x.home.key[0] is param
     }
     state = optimizer.state[param]
     for key, value in first[probe].first.items():
-        if isinstance(value, Tensor) and key in placeholders and key not in state:
-            like = placeholders[key].meta["tensor_meta"]
-            made = torch.empty_strided(like.shape, like.stride, dtype=value.dtype, device=value.device)
+        if key in state:
+            continue
+        if not known or not isinstance(value, Tensor):
+            state[key] = value
+        elif key in wanted:
+            meta = wanted[key].meta["tensor_meta"]
+            made = torch.empty_strided(meta.shape, meta.stride, dtype=value.dtype, device=value.device)
             state[key] = made.fill_(value.flatten()[0].item())
-        elif not isinstance(value, Tensor):
-            state.setdefault(key, value)
+    if b.present() is None:
+        raise StepError(f"{b.name} is not what the optimizer makes at first: make the first step eagerly")

@@ -370,3 +370,25 @@ class Bytes(TorchDispatchMode):
         self._note(tree_leaves(out))
         self.peak = max(self.peak, self.bytes())
         return out
+
+
+def under_every_plan(twins: Twins, seed: int, more: tuple[str, ...] = ()) -> None:
+    """Trains twins under plans of every kind, each at the smallest limit at which it is feasible."""
+    captured = twins.captured()
+    before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
+    for kind in (*KINDS, *more):
+        plan = plan_of(captured.program, kind, seed, nothing=0.1)
+        assert {type(d) for d in plan.decisions} >= set(KINDS.get(kind, ()))
+        step = tight(captured, plan)
+        twins.train(step, 2)
+        if twins.ours.count > 1:
+            twins.train(step, 1, at_once=True)
+            twins.train(step)
+        assert step.peak_bytes == step.order.peak <= step.limit
+        step.finish()
+    if twins.ours.after is int:
+        with step:
+            twins.train(step, 2, look=False)
+        twins.compare()
+    after = [p for model in twins.ours.models for p in model.parameters()]
+    assert not twins.ours.optimizers or not all(map(same, before, after))

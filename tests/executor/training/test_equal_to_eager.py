@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from tests.executor.networks import CLASSES, NETWORKS, Attention, ResNet, adamw, images, sgd, words
-from tests.executor.training.programs import KINDS, Loop, Twins, network, own, plan_of, same, standard, tight
+from tests.executor.training.programs import Loop, Twins, network, own, standard, under_every_plan
 
 CASES: dict[str, Callable[[], Loop]] = {}
 NIGHTLY: set[str] = set()
@@ -506,22 +506,4 @@ def optimizer_in_backward() -> Loop:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
 def test_equal_to_eager(name: str) -> None:
     """Under every kind of plan, at the smallest limit at which it is feasible; micro-batches one by one and at once."""
-    twins = Twins(CASES[name])
-    captured = twins.captured()
-    before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
-    for kind in (*KINDS, "reruns") if name in NETWORKS else KINDS:
-        plan = plan_of(captured.program, kind, zlib.crc32(name.encode()), nothing=0.1)
-        assert {type(d) for d in plan.decisions} >= set(KINDS.get(kind, ()))
-        step = tight(captured, plan)
-        twins.train(step, 2)
-        if twins.ours.count > 1:
-            twins.train(step, 1, at_once=True)
-            twins.train(step)
-        assert step.peak_bytes == step.order.peak <= step.limit
-        step.finish()
-    if twins.ours.after is int:
-        with step:
-            twins.train(step, 2, look=False)
-        twins.compare()
-    after = [p for model in twins.ours.models for p in model.parameters()]
-    assert not twins.ours.optimizers or not all(map(same, before, after))
+    under_every_plan(Twins(CASES[name]), zlib.crc32(name.encode()), ("reruns",) if name in NETWORKS else ())
