@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.compiled.host_copies import on_the_cpu
 from executor.compiled.joint import Joint, nobody_elses
@@ -50,6 +51,7 @@ ABOUT = 0.01  # of the limit: what is expected to need so much more may fit
 LIBRARIES = 0.01  # of the limit: left to what convolutions take besides (oneDNN's scratch, which no graph shows)
 # Which kernels run again on a CPU is decided by how many FLOPs take as long as a byte: assumed, of a core of a server.
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
+COPY = torch.ops.aten.copy_.default
 Planner = str | Callable[[Program, Machine, int], Plan]
 
 
@@ -261,6 +263,9 @@ class Partitioner(CustomPartitionerFn):
         if not left:
             self._check_several(name)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if overwritten := read_after_write(forward, backward):
+            save_before_write(gm, overwritten)
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if left:
             self._leave(name, left)
             return forward, backward
@@ -334,6 +339,27 @@ class Partitioner(CustomPartitionerFn):
         graph = Graph(name, left=why)
         self.graphs.append(graph)
         warnings.warn(str(graph), stacklevel=2)
+
+
+def read_after_write(forward: fx.GraphModule, backward: fx.GraphModule) -> set[str]:
+    """Returns the inputs that the forward overwrites (buffers) and the backward reads.
+
+    torch.compile of PyTorch 2.13 gives such a backward the new values, and gradients are wrong without a warning.
+    """
+    written = {str(node.args[0]) for node in forward.graph.find_nodes(op="call_function", target=COPY)}
+    return written & {node.name for node in backward.graph.find_nodes(op="placeholder")}
+
+
+def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
+    """Lets a joint graph read copies of these inputs, which the partitioner saves for the backward."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for node in inputs:
+        if node.name in names:
+            with gm.graph.inserting_before(inputs[-1].next):
+                copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_SAVE}
+            node.replace_all_uses_with(copy, lambda user: user.target is not COPY and user is not copy)  # noqa: B023
+    gm.recompile()
 
 
 def cannot_be_planned(gm: fx.GraphModule) -> str:

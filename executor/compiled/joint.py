@@ -215,12 +215,19 @@ class Joint:
             if node in seen:
                 continue
             seen.add(node)
-            part = self.first.stored.get(node.name) in launch.writes  # of what is put together
-            inside = node.name in own or part or node.name not in self.first.stored or is_view(node)
+            storage = self.first.stored.get(node.name)
+            part = storage in launch.writes  # of what is put together
+            inside = node.name in own or part or storage not in self._in_memory or is_view(node)
             if node.name in self._mutated or (inside and not repeatable(node)):
                 return False
             stack += node.all_input_nodes if inside else ()
         return True
+
+    @cached_property
+    def _in_memory(self) -> frozenset[str]:
+        """Storages that the forward is given or writes; others are inlined where they are read."""
+        given = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
+        return frozenset(given.union(*(launch.writes for launch in self.first.launches)))
 
     @cached_property
     def _mutated(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Plans for torch.compile. One test compiles with Inductor, and needs a C++ compiler; the others run the same graphs by
 FX's interpreter, and look at what Inductor would launch."""
 
+import copy
 import shutil
 import warnings
 from types import SimpleNamespace
@@ -95,6 +96,44 @@ def peak(model: Any, net: nn.Module, x: Tensor) -> int:
     """The bytes that a step allocates, of a model that has been compiled."""
     net.zero_grad()
     return allocated_peak(lambda: model(x).backward(), x.device.type)
+
+
+class Statistics(nn.Module):
+    """A layer with a running mean that it reads, as a "clone" or for a "mask", and then changes in place."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(32, 32), read
+        self.register_buffer("mean", torch.full((32,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.read == "clone":
+            out = torch.tanh(h * self.mean.clone())
+        else:
+            out = torch.where(h > self.mean - 1.5, h, 0.1 * h)
+        with torch.no_grad():
+            self.mean.mul_(0.8).add_(h.mean(0))
+        return out
+
+
+def test_a_buffer_that_is_read_and_then_changed_has_eagers_gradients() -> None:
+    """torch.compile 2.13 gives the backward the changed buffer."""
+    torch.manual_seed(0)
+    net, x = Net(*(Statistics("clone") for _ in range(2))), torch.randn(64, 32)
+    twin = copy.deepcopy(net)
+    expected = step(twin, twin, x)
+    found = step(compiled.compile(net, memory=1.0, planner=QUICK), net, x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.nightly
+def test_what_reads_a_buffer_that_is_changed_is_not_run_again() -> None:
+    torch.manual_seed(0)
+    net, x = Net(*(Statistics("mask") for _ in range(4))), torch.randn(256, 32)
+    with pytest.raises(CompileError, match="does not fit"):
+        step(compiled.compile(net, memory=0.8, planner=QUICK), net, x)
 
 
 def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_without_a_plan() -> None:
