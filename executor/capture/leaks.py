@@ -29,8 +29,8 @@ def remove_fakes(storages: set[int]) -> str:
     named = [(name, value) for table in tables for name, value in list(table.items())]
     ours = {id(fakes), id(held)}
     # Objects of before gc.freeze() are no referrers.
-    holders = [(name, value) for name, value in named if isinstance(value, (list, dict, deque))]
-    holders += [(f"a {type(x).__name__}", x) for t in held for x in gc.get_referrers(t) if isinstance(x, (list, dict))]
+    holders = [(name, value) for name, value in named if type(value) in (list, dict, deque)]
+    holders += [(f"a {type(x).__name__}", x) for t in held for x in gc.get_referrers(t) if type(x) in (list, dict)]
     names = [name for name, holder in holders if id(holder) not in ours and _remove(holder, held)]
     where = names[0] if names else "an object"
     way = "pass it as an argument, or make it an attribute of the model"

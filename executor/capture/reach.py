@@ -216,7 +216,7 @@ class Reach:
             self._items(vars(value), [k for k in ("_scale", "_growth_tracker") if k in vars(value)], name, kind, depth)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif isinstance(value, (dict, list, deque)):
+        elif isinstance(value, (list, deque)) or is_table(value):
             if not isinstance(value, deque):
                 self.seen.containers.append((value, name))
             self.own(value, name)
@@ -264,7 +264,7 @@ class Reach:
             if id(base) not in self._visited and users(_file(base)):
                 self._visited.add(id(base))
                 for key, value in vars(base).items():
-                    if isinstance(value, (dict, list, deque)) and not key.startswith("__"):
+                    if (isinstance(value, (list, deque)) or is_table(value)) and not key.startswith("__"):
                         self._walk(value, f"{base.__name__}.{key}", kind, depth + 1)
 
     def _items(
@@ -379,6 +379,14 @@ class Reach:
         here = [n for n in sorted(named) if n in table]
         self._items(table, here, "", kind, depth)
         self.seen.globals.setdefault(id(table), (table, set()))[1].update(here)
+
+
+def is_table(value: Any) -> bool:
+    """Is it a dictionary that looks its entries up as such (and imports none when it is asked, as transformers' do)?"""
+    kind = type(value)
+    return isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__) and (
+        kind.__getitem__ is dict.__getitem__
+    )  # fmt: skip
 
 
 def check_dense(tensor: Tensor, name: str) -> None:

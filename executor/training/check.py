@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
+from executor.capture.capture import checks
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar, untouched
 from executor.capture.reach import CaptureError, Reach, Snapshot
@@ -278,3 +279,6 @@ class _NoModules(nullcontext[None]):
     def register_user_hooks(self, *_: Any) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
+
+
+checks.append(check)

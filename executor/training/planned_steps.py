@@ -28,6 +28,7 @@ from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
 from executor.capture.reach import check_dense
+from executor.training import check as _check  # noqa: F401  (captures are checked)
 from executor.training.bindings import StepError
 from executor.training.planned_step import PlannedStep
 from simulator.limits import limit_bytes

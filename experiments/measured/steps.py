@@ -111,7 +111,7 @@ def _captured(
             model, x = model.to(memory_format=torch.channels_last), batch[0]
             batch = x.to(memory_format=torch.channels_last), batch[1]
         optimizing = OPTIMIZERS[optimizer](model.parameters())
-        return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None)
+        return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None, check=False)
 
 
 def of_trace(trace: Trace) -> list[Beside]:

@@ -90,11 +90,12 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     name = str(workload.get("name") or type(parts[0]).__name__)
+    options = {"as_cuda": as_cuda, "check": False}  # it is planned, not trained
     with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
         if len(parts) == 2:
-            captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, as_cuda=as_cuda)
+            captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)
         else:
-            captured = capture(*parts, machine=machine, name=name, as_cuda=as_cuda)
+            captured = capture(*parts, machine=machine, name=name, **options)
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
     return captured.on(machine, iteration_ns, algorithms)
 
