@@ -41,13 +41,12 @@ from executor.capture.captured import Captured, Returned, Source
 from executor.capture.effects import Effects, rebind
 from executor.capture.hyperparameters import Numbers, Option
 from executor.capture.optimizers import fixed, options
-from executor.capture.python_values import PythonValues, untouched
+from executor.capture.python_values import PythonValues, changed, untouched
 from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, noted
 from executor.capture.source_locations import Places, users
 from executor.capture.state import StepState, copied
 from simulator.machine import Machine
-
 
 checks: list[Callable[[Captured], None]] = []  # what compares a capture with its step (executor/training/check.py)
 
@@ -304,8 +303,13 @@ def _capture(
             del leaves, inputs
             with state.installed():
                 made = trace(batch)
-                if made.effects.unsteady:
+                changes = changed(state.watched)
+                if made.effects.unsteady or changes.now:
                     made = made.steady(trace(batch))
+                if changed(changes.now).first is None:
+                    state.once = changes.now
+                else:
+                    state.written = changes.first
             undone = _undone(state, drawn())
     except CaptureError:
         raise
@@ -324,7 +328,7 @@ def _capture(
     captured = recorder.build(graph, state.entries, name, (spec, flat))
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     holds = recorder.user_holds(captured.values, captured.program)
-    python = PythonValues(state.watched, undone)
+    python = PythonValues(state.watched, undone, state.once)
     captured = replace(
         captured,
         settings=settings,
@@ -353,10 +357,9 @@ class _Trace(NamedTuple):
         places = [[(id(e.owner.container), e.key) for e in t.effects.found] for t in (self, second)]
         second.effects.forget()
         if runs[0] != runs[1] or places[0] != places[1]:
-            effect = self.effects.found[0]
+            what = [effect.owner.name(effect.key) for effect in self.effects.found] or ["a value of Python's"]
             self.effects.refused.append(
-                f"the step does something else once {effect.owner.name(effect.key)} is set: make one step without a "
-                "plan first, or set it beforehand to a tensor of its shape"
+                f"the step does something else once {what[0]} is set: make one step without a plan first"
             )
             return self
         ways = zip(self.effects.found, second.effects.found, strict=True)

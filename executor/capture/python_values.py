@@ -77,11 +77,12 @@ class Watched(NamedTuple):
             yield Change(self.names[0], self.values, now)
             return
         for name, a, b in zip(self.names, self.values, now, strict=True):
-            if not _same(a, b):
+            if not same(a, b):
                 yield Change(name, a, b)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Are two of Python's values equal? False where they cannot be compared."""
     try:
         return a is b or bool(a == b)
     except Exception:  # of a tensor, for example
@@ -95,16 +96,18 @@ class PythonValues:
     Attributes:
         watched: values that are compared at each step.
         undone: a sentence naming what the step's Python did at the capture that no run of the graph does; "": nothing.
+        once: values that the step's first run sets, and no later one (``config.problem_type`` of transformers).
     """
 
     watched: tuple[Watched, ...] = ()
     undone: str = ""
+    once: tuple[Watched, ...] = ()
 
     def change(self) -> Change | None:
         """The first value that has changed; None where all are as they were."""
         for one in self.watched:
             now = one.now()
-            if not _same(now, one.values):
+            if not same(now, one.values):
                 return next(one.changes(now))
         return None
 
@@ -182,27 +185,42 @@ def _entries(table: dict[Any, Any], names: dict[Any, str]) -> list[Watched]:
     return [Watched(table, get, get(table), tuple(names.values()), tuple(names))]
 
 
-def changed(watched: tuple[Watched, ...]) -> tuple[tuple[Watched, ...], Change | None]:
-    """Compares watched values after the step's Python has run.
+class Changes(NamedTuple):
+    """What the step's Python has made of watched values.
 
-    Returns:
-        The values to watch from now on, without those that the step itself replaces (a tensor kept as an attribute),
-        and the first value that is another constant now, or None.
+    Attributes:
+        kept: those to watch from now on, without those that the step itself replaces (a tensor kept as an attribute).
+        first: the first value that is another constant now, or None.
+        now: all values that are other constants now, as they are.
     """
+
+    kept: tuple[Watched, ...]
+    first: Change | None
+    now: tuple[Watched, ...]
+
+
+def changed(watched: tuple[Watched, ...]) -> Changes:
+    """Compares watched values with what they are now."""
     kept: list[Watched] = []
+    others: list[Watched] = []
     first: Change | None = None
     for one in watched:
         now = one.now()
-        if _same(now, one.values):
+        if same(now, one.values):
             kept.append(one)
             continue
-        changes = list(one.changes(now))
-        first = first or next((change for change in changes if is_scalar(change.now)), None)
+        constants = [change for change in one.changes(now) if is_scalar(change.now)]
+        first = first or next(iter(constants), None)
         if isinstance(one.owner, dict):
-            names = {change.name for change in changes}
-            own = dict(zip(one.keys, one.names, strict=True))
-            kept += _entries(one.owner, {k: name for k, name in own.items() if name not in names and k in one.owner})
-    return tuple(kept), first
+            moved = {change.name for change in one.changes(now)}
+            names = {k: name for k, name in zip(one.keys, one.names, strict=True) if k in one.owner}
+            kept += _entries(one.owner, {k: name for k, name in names.items() if name not in moved})
+            others += _entries(
+                one.owner, {k: n for k, n in names.items() if n in {change.name for change in constants}}
+            )
+        elif constants:
+            others.append(one._replace(values=now))
+    return Changes(tuple(kept), first, tuple(others))
 
 
 @functools.cache

@@ -99,7 +99,8 @@ class StepState(Reach):
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
         self.watched: tuple[Watched, ...] = ()  # values as they are when fakes are put in
-        self.written: Change | None = None  # the first of them that the step's Python changed
+        self.written: Change | None = None  # the first of them that the step's Python changes each time
+        self.once: tuple[Watched, ...] = ()  # those that it changed in its first run only, with their new values
         self.silent: list[str] = []  # hooks that ran no operator
         self.undone: list[str] = []  # sentences: what optimizers' Python has changed
         self.ran: Callable[[], int] = int  # how many operators have run
@@ -202,7 +203,7 @@ class StepState(Reach):
                         f"the step changes {key[-1]} of {type(optimizer).__name__}, which would not be done again: "
                         "call schedules after the step"
                     )
-            self.watched, self.written = changed(self.watched)
+            self.watched = changed(self.watched).kept
         finally:
             self._before.clear()
             self._fake_owners.clear()

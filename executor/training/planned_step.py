@@ -281,6 +281,8 @@ class PlannedStep:
             self.grad_norm = outputs[end]
         for effect in returned.effects:
             effect.apply(outputs[end + returned.norm :])
+        for values in self.captured.python.once:
+            values.restore()
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules ask whether it has stepped
         return returned.result(outputs)
