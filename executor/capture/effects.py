@@ -100,6 +100,15 @@ class Effects:
         held = [id(t) for t in tensors_in(was)]
         if isinstance(now, Tensor) and id(was) in self._persistent:
             self._rebind(name, was, now)
+        elif (
+            isinstance(was, tuple)
+            and isinstance(now, tuple)
+            and len(was) == len(now)
+            and self._persistent.keys() & held
+        ):
+            for i, (a, b) in enumerate(zip(was, now, strict=True)):
+                if a is not b:
+                    self._entry(owner._replace(path=f"{name}.{i}"), None, a, b)
         elif held and held == [id(t) for t in tensors_in(now)]:
             return  # another list of the same tensors, as an RNN makes
         elif next(tensors_in(now), None) is None:

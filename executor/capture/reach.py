@@ -180,6 +180,9 @@ class Reach:
     def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
         """A tensor is at ``container[key]``."""
 
+    def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
+        """A tuple of tensors, as an LSTM's state, is at ``container[key]``."""
+
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
         """Walks ``value``; tensors that are not parameters are of ``kind``."""
         self._walk(value, name, kind, 0)
@@ -274,10 +277,15 @@ class Reach:
             value = container[key]
             label = key if isinstance(key, (str, int)) else repr(key) if not isinstance(key, Tensor) else "tensor"
             path = f"{name}.{label}".lstrip(".")
-            if isinstance(value, Tensor):
-                self.found(value, path, kind, container, key)
-            else:
-                self._walk(value, path, kind, depth + 1)
+            self._entry(value, path, kind, container, key, depth)
+
+    def _entry(self, value: Any, path: str, kind: TensorKind, container: Any, key: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self.found(value, path, kind, container, key)
+        elif isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value):
+            self.found_tuple(value, path, kind, container, key)
+        else:
+            self._walk(value, path, kind, depth + 1)
 
     def _optimizer(self, optimizer: Optimizer, name: str, depth: int) -> None:
         """The optimizers and tensors that one holds, and then itself."""
@@ -361,10 +369,8 @@ class Reach:
                 continue
             if is_scalar(value):
                 self.seen.cells.append((cell, label))
-            elif isinstance(value, Tensor):
-                self.found(value, label, kind, cell, None)
             else:
-                self._walk(value, label, kind, depth + 1)
+                self._entry(value, label, kind, cell, None, depth)
         self._walk(function.__defaults__, name, kind, depth + 1)
         self._walk(function.__kwdefaults__, name, kind, depth + 1)
         named = globals_of(function.__code__)

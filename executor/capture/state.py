@@ -46,9 +46,13 @@ class Home(NamedTuple):
 
     container: Any
     key: Any
+    part: int | None = None  # of a tuple
 
     def get(self) -> Any:
         """Returns what is there now, or None."""
+        if self.part is not None:
+            whole = self._replace(part=None).get()
+            return whole[self.part] if isinstance(whole, tuple) and len(whole) > self.part else None
         if isinstance(self.container, types.CellType):
             return self.container.cell_contents
         try:
@@ -95,7 +99,7 @@ class StepState(Reach):
         self.mode = mode
         self.as_capturable = as_capturable  # optimizers take their ``capturable`` form
         self.entries: list[Entry] = []
-        self._slots: list[tuple[Any, Any, Tensor]] = []  # container, key, fake
+        self._slots: list[tuple[Any, Any, Any]] = []  # container, key, fake or a tuple with some
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
         self.watched: tuple[Watched, ...] = ()  # values as they are when fakes are put in
@@ -115,6 +119,12 @@ class StepState(Reach):
         registered = kind != "buffer" or isinstance(tensor, nn.Parameter) or any(container is t for t in tables)
         fake = self.fake(tensor, name, kind, Home(container, key), registered)
         self._slots.append((container, key, fake))
+
+    def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
+        """The tensors in a tuple become entries."""
+        parts = [self.fake(x, f"{name}.{i}", kind, Home(container, key, i), False) if isinstance(x, Tensor) else x
+                 for i, x in enumerate(value)]  # fmt: skip
+        self._slots.append((container, key, type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)))
 
     def fake(self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None,
              registered: bool = True) -> Tensor:  # fmt: skip

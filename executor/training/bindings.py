@@ -151,10 +151,9 @@ class Known:
         homes = [(b, b.home) for b in stay if b.home]
         of_optimizers = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and len(h.key) == 2]
         states = [(b, h) for b, h in of_optimizers if not isinstance(h.key[0], int)]
-        tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list))]
-        self.single = [
-            b for b in stay if b.home and not isinstance(b.home.container, (dict, list)) and (b, b.home) not in states
-        ]
+        tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list)) and h.part is None]
+        once = {id(b) for b, _ in (*states, *tables)}
+        self.single = [b for b in stay if b.home and id(b) not in once]
         # The optimizers' state: its table, the parameters in it, the table of each, what is in these.
         self.optimizers = [
             (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))

@@ -99,6 +99,18 @@ def hidden_state() -> Loop:
 
 
 @case
+def state_of_an_lstm() -> Loop:
+    cell = nn.LSTMCell(32, 32)
+
+    def observe(model: Any, h: Tensor) -> Tensor:
+        state = cell(h, model.kept)
+        model.kept = tuple(part.detach() for part in state)
+        return state[0]
+
+    return observing(observe, kept=(torch.zeros(16, 32), torch.zeros(16, 32)))
+
+
+@case
 def two_names_exchanged() -> Loop:
     def observe(model: Any, h: Tensor) -> Tensor:
         model.kept[0], model.kept[1] = model.kept[1], model.kept[0]
