@@ -43,6 +43,8 @@ REFUSED = {
     "DataParallel": f"runs the model on several GPUs; capture the module in it on one GPU, or take {_COMPILE}",
     "FullyShardedDataParallel": f"keeps parts of the parameters on other GPUs; take {_COMPILE}",
     "FSDPModule": f"keeps parts of the parameters on other GPUs; take {_COMPILE}",
+    "DeepSpeedEngine": f"keeps parts of the parameters elsewhere; take {_COMPILE}",
+    "_FabricModule": f"runs in Lightning's Fabric; capture the module in it, or take {_COMPILE}",
 }
 
 
@@ -325,8 +327,10 @@ class Reach:
 
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
         for cls in type(module).__mro__:
-            if cls.__name__ in REFUSED and cls.__module__.startswith("torch."):
+            if cls.__name__ in REFUSED and cls.__module__.partition(".")[0] in ("torch", "deepspeed", "lightning"):
                 raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
+            if cls.__name__ == "LightningModule" and getattr(module, "_trainer", None) is not None:
+                raise CaptureError(f"{name or 'the model'} is trained by Lightning's Trainer: give that {_COMPILE}")
         if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
             what = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
             raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
