@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.amp.grad_scaler import GradScaler
@@ -260,10 +260,10 @@ def _capture(
                 result = step(*batch)
                 if several:
                     result = _parts(result, recorder)
-                effects = state.effects()
-                rebind(effects)
+                leaves, spec = flatten(result)
+                effects = state.effects(recorder.used)
+                rebind(effects, leaves)
             torch.clear_autocast_cache()
-            leaves, spec = flatten(result)
             for leaf in leaves:
                 if leaf is not None and not isinstance(leaf, Tensor):
                     what = _article(type(leaf).__name__)
@@ -272,7 +272,9 @@ def _capture(
             parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
             kept = {i: p.grad for i, p in parameters if p.grad is not None}
             tensors = tuple(leaf is not None for leaf in leaves)
-            returned = Returned(spec, tensors, tuple(kept), bool(norms), tuple(effects.found))
+            place = {id(e.fake): i for i, e in enumerate(state.entries)}
+            rebound = tuple(place[id(was)] for _, was, _ in effects.rebound)
+            returned = Returned(spec, tensors, tuple(kept), bool(norms), tuple(effects.found), rebound)
             outputs += [*kept.values(), *(norms or ())[-1:], *effects.tensors]
             found.append((returned, effects))
             recorder.reap()
@@ -304,7 +306,8 @@ def _capture(
             with state.installed():
                 made = trace(batch)
                 changes = changed(state.watched)
-                if made.effects.unsteady or changes.now:
+                if made.effects.found or changes.now:  # would another run do the same?
+                    made.effects.put_back()
                     made = made.steady(trace(batch))
                 if changed(changes.now).first is None:
                     state.once = changes.now
@@ -345,7 +348,7 @@ def _capture(
 class _Trace(NamedTuple):
     """What one run of a step's Python gave."""
 
-    graph: torch.fx.GraphModule
+    graph: fx.GraphModule
     recorder: Recorder
     numbers: Numbers
     returned: Returned
@@ -353,18 +356,35 @@ class _Trace(NamedTuple):
 
     def steady(self, second: _Trace) -> _Trace:
         """This run, with the effects that a run after it shows."""
-        runs = [[(op.func, [t.recorder.nbytes[s] for s in op.writes]) for op in t.recorder.ops] for t in (self, second)]
-        places = [[(id(e.owner.container), e.key) for e in t.effects.found] for t in (self, second)]
+        runs = [_signature(trace.graph) for trace in (self, second)]
+        ways = [{(id(e.owner.container), e.key): e.how for e in t.effects.found} for t in (self, second)]
+        # What the second run leaves as it is, is a persistent tensor itself.
+        kept = [e for e in self.effects.found if (id(e.owner.container), e.key) not in ways[1]]
+        constant = all(self.effects.is_persistent(e) for e in kept)
         second.effects.forget()
-        if runs[0] != runs[1] or places[0] != places[1]:
+        if runs[0] != runs[1] or not ways[1].keys() <= ways[0].keys() or not constant:
             what = [effect.owner.name(effect.key) for effect in self.effects.found] or ["a value of Python's"]
             self.effects.refused.append(
                 f"the step does something else once {what[0]} is set: make one step without a plan first"
             )
             return self
-        ways = zip(self.effects.found, second.effects.found, strict=True)
-        effects = tuple(replace(one, how=other.how) for one, other in ways)
+        found = self.effects.found
+        effects = tuple(replace(e, how=ways[1].get((id(e.owner.container), e.key), e.how)) for e in found)
         return self._replace(returned=self.returned._replace(effects=effects))
+
+
+def _signature(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """What a graph computes; equal for graphs that do the same, to the constants."""
+    number: dict[fx.Node, int] = {}
+    found = []
+    for node in graph.graph.nodes:
+        number[node] = len(number)
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
+        target = node.target.key if isinstance(node.target, Option) else str(node.target)
+        value = getattr(graph, str(node.target)) if node.op == "get_attr" else None
+        constant = value.tolist() if isinstance(value, Tensor) and type(value) is Tensor else str(type(value))
+        found.append((node.op, "" if node.op in ("placeholder", "get_attr") else target, repr(args), constant))
+    return found
 
 
 def _undone(state: StepState, drawn: str) -> str:

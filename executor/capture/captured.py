@@ -67,6 +67,7 @@ class Returned(NamedTuple):
         gradients: placeholders of the parameters whose gradients stay after the step.
         norm: whether there is one.
         effects: tensors that the step leaves in the user's objects.
+        rebound: placeholders in whose place the step binds another tensor, which is copied into them.
     """
 
     spec: TreeSpec | None = None
@@ -74,6 +75,7 @@ class Returned(NamedTuple):
     gradients: tuple[int, ...] = ()
     norm: bool = False
     effects: tuple[Effect, ...] = ()
+    rebound: tuple[int, ...] = ()
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """What the step returns."""

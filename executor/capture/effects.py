@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +62,16 @@ class Effects:
         found: those that are applied after each step; ``tensors``: what they leave, in order.
         rebound: (the persistent tensor, the tensor that the step binds in its place).
         refused: what no planned step could do again, as sentences.
-        unsteady: an object was empty or had no such entry before, so that a second run may do something else.
     """
 
-    def __init__(self, persistent: Mapping[int, Tensor | None]) -> None:
+    def __init__(self, persistent: Mapping[int, Tensor | None], used: Callable[[Tensor], bool]) -> None:
         self._persistent = persistent  # id of a fake -> the user's tensor
+        self._used = used  # has an operator of the step read or written a tensor?
         self.found: list[Effect] = []
         self.tensors: list[Tensor] = []
         self.rebound: list[tuple[str, Tensor, Tensor]] = []
         self.refused: list[str] = []  # sentences
-        self.unsteady = False
+        self._slots: list[tuple[Owner, Any, Any]] = []  # where persistent tensors were that are bound anew
 
     def compare(self, owner: Owner, before: dict[Any, Any]) -> None:
         """Looks at what the step has made of an object that held ``before``."""
@@ -91,24 +91,31 @@ class Effects:
                 if was is not now:
                     self._entry(owner, key, was, now)
 
+    def is_persistent(self, effect: Effect) -> bool:
+        """Does it leave only tensors that are there from step to step?"""
+        return all(id(self.tensors[i]) in self._persistent for i in effect.leaves if isinstance(i, int))
+
+    def put_back(self) -> None:
+        """Puts the tensors that are bound anew where they were, for another run."""
+        for owner, key, was in self._slots:
+            if isinstance(owner.container, types.CellType):
+                owner.container.cell_contents = was
+            else:
+                owner.container[key] = was
+
     def forget(self) -> None:
         """Drops the traced tensors."""
-        self.tensors, self.rebound = [], []
+        self.tensors, self.rebound, self._slots = [], [], []
 
     def _entry(self, owner: Owner, key: Any, was: Any, now: Any) -> None:
         name = owner.name(key)
         held = [id(t) for t in tensors_in(was)]
-        if isinstance(now, Tensor) and id(was) in self._persistent:
-            self._rebind(name, was, now)
-        elif (
-            isinstance(was, tuple)
-            and isinstance(now, tuple)
-            and len(was) == len(now)
-            and self._persistent.keys() & held
-        ):
-            for i, (a, b) in enumerate(zip(was, now, strict=True)):
-                if a is not b:
-                    self._entry(owner._replace(path=f"{name}.{i}"), None, a, b)
+        olds, news = (x if isinstance(x, tuple) else (x,) for x in (was, now))
+        pairs = [(a, b) for a, b in zip(olds, news, strict=False) if a is not b]
+        if len(olds) == len(news) and all(id(a) in self._persistent and isinstance(b, Tensor) for a, b in pairs):
+            self._slots.append((owner, key, was))
+            for a, b in pairs:
+                self._rebind(name, a, b)
         elif held and held == [id(t) for t in tensors_in(now)]:
             return  # another list of the same tensors, as an RNN makes
         elif next(tensors_in(now), None) is None:
@@ -117,13 +124,17 @@ class Effects:
                     f"the step takes the tensor {name} away ({_kind(was)} before, {_kind(now)} after), which would not "
                     "be done again: keep a tensor of the same shape there"
                 )
-        elif any(t in self._persistent for t in held):
+        elif self._read(was, now):
             self.refused.append(
                 f"the step makes a new {_kind(now)} of {name}, whose tensors it had: change it in place, entry by entry"
             )
-        else:  # Python's numbers: python_values.py
-            self.unsteady = True
+        else:
             self._leave(owner, key, "set", now)
+
+    def _read(self, was: Any, now: Any) -> bool:
+        """Does the step use tensors of a value that it replaces?"""
+        kept = {id(t) for t in tensors_in(now)}
+        return any(id(t) in self._persistent and (id(t) in kept or self._used(t)) for t in tensors_in(was))
 
     def _rebind(self, name: str, was: Tensor, now: Tensor) -> None:
         if isinstance(was, nn.Parameter) or isinstance(now, nn.Parameter):
@@ -151,10 +162,8 @@ class Effects:
         kept = next((n for n in range(min(len(before), len(after)), 0, -1)
                      if all(a is b for a, b in zip(before[-n:], after, strict=False))), 0)  # fmt: skip
         if kept == len(before) or (is_deque and kept):
-            self.unsteady |= not before
             self._leave(owner, None, "append", after[kept:])
         elif not any(a is b for a in after for b in before):
-            self.unsteady = True
             self._leave(owner, None, "replace", after)
         else:
             self.refused.append(f"the step takes some entries of {owner.path} away: append to it, or clear it first")
@@ -180,13 +189,21 @@ class Effects:
         self.found.append(Effect(owner, key, how, spec, tuple(places)))
 
 
-def rebind(effects: Effects) -> None:
-    """Copies what a step has bound anew into the tensors that were there; traced as the end of the step."""
-    persistent = {fake.untyped_storage()._cdata for _, fake, _ in effects.rebound}
+def rebind(effects: Effects, results: list[Any]) -> None:
+    """Copies what a step has bound anew into the tensors that were there; traced as the end of the step.
+
+    What it returns (``results``, changed in place) or leaves elsewhere of the old values is cloned before.
+    """
+    overwritten = {was.untyped_storage()._cdata for _, was, _ in effects.rebound}
+
+    def own(value: Any) -> Any:
+        aliases = isinstance(value, Tensor) and value.untyped_storage()._cdata in overwritten
+        return value.clone() if aliases else value
+
     with torch.no_grad():
-        values = [
-            now.clone() if now.untyped_storage()._cdata in persistent else now.detach() for _, _, now in effects.rebound
-        ]
+        results[:] = map(own, results)
+        effects.tensors = list(map(own, effects.tensors))
+        values = [own(now).detach() for _, _, now in effects.rebound]
         for (_, was, _), value in zip(effects.rebound, values, strict=True):
             was.copy_(value)
 

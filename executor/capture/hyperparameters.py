@@ -70,9 +70,13 @@ class Numbers:
                 self._fused.update((id(p), names) for p in table["params"])
                 continue
             for key in was.keys() & table.keys():
+                if isinstance(table[key], SymFloat):  # the step of an optimizer around this one runs
+                    continue
                 if is_number(key, was[key]) and table[key] == was[key]:
                     table[key] = self._symbol(optimizer, g, key, None, was[key])
-                elif isinstance(was[key], tuple) and table[key] == was[key]:
+                elif isinstance(was[key], tuple) and not any(isinstance(v, SymFloat) for v in table[key]) and (
+                    table[key] == was[key]
+                ):  # fmt: skip
                     parts = enumerate(was[key])
                     table[key] = tuple(self._symbol(optimizer, g, key, i, v) if is_number(key, v) else v
                                        for i, v in parts)  # fmt: skip

@@ -64,7 +64,8 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
     return None
 
 
-_FLAGS = "_opt_called", "_warned_capturable_if_run_uncaptured"  # of PyTorch's, on which no result depends
+# Of PyTorch's, on which no result depends.
+_FLAGS = "_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:
@@ -104,11 +105,13 @@ def symbolic_extremes() -> Iterator[None]:
     def of(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (symbolic if any(isinstance(a, torch.SymFloat) for a in args) else plain)(*args)
 
+    before = {name: vars(_adafactor)[name] for name in ("max", "min") if name in vars(_adafactor)}
     vars(_adafactor).update(max=of(max, torch.sym_max), min=of(min, torch.sym_min))
     try:
         yield
-    finally:
+    finally:  # the step of an optimizer may be within that of another
         del _adafactor.max, _adafactor.min  # type: ignore[attr-defined]
+        vars(_adafactor).update(before)
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the differential check (training/check.py) compares what two runs of a step leav
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import types
@@ -134,6 +135,33 @@ class Owner(NamedTuple):
             container.update(before)
 
 
+class Taken(NamedTuple):
+    """An iterator of Python's, from which the step may take values."""
+
+    owner: Owner
+    key: Any
+    iterator: Iterator[Any]
+    path: str
+
+    def position(self) -> Any:
+        """Something that changes when a value is taken."""
+        if isinstance(self.iterator, types.GeneratorType):
+            frame = self.iterator.gi_frame
+            return None if frame is None else (frame.f_lasti, frame.f_lineno)
+        return repr(self.iterator.__reduce__()) if hasattr(self.iterator, "__setstate__") else None
+
+    def put_copy(self) -> Taken:
+        """Puts a copy in its place, where it can be copied, so that the user's own yields what it would."""
+        if isinstance(self.iterator, types.GeneratorType) or not hasattr(self.iterator, "__setstate__"):
+            return self
+        other = copy.copy(self.iterator)
+        if isinstance(self.owner.container, types.CellType):
+            self.owner.container.cell_contents = other
+        else:
+            self.owner.container[self.key] = other
+        return self._replace(iterator=other)
+
+
 class Snapshot:
     """What the reached objects hold, and the states of generators."""
 
@@ -161,7 +189,7 @@ class Reach:
     """Everything that is reachable from what is added.
 
     Attributes:
-        modules, optimizers, scalers, schedules, generators: as found, each once.
+        modules, optimizers, scalers, schedules, generators, iterators: as found, each once.
         paths: id of a module -> its path.
         owners: id -> the objects that can be written.
         seen: what of Python's values is compared at each step.
@@ -174,6 +202,7 @@ class Reach:
         self.scalers: list[GradScaler] = []
         self.schedules: list[LRScheduler] = []
         self.generators: list[torch.Generator] = []
+        self.iterators: list[Taken] = []
         self.owners: dict[int, Owner] = {}
         self.seen = Seen()
         self._visited: set[int] = set()
@@ -195,10 +224,11 @@ class Reach:
     def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None) -> None:
         """Lists an object that can be written."""
         at = id(container.owner) if isinstance(container, Slots) else id(container)
-        if keys is not None and at in self.owners:
-            keys = tuple(dict.fromkeys((*(self.owners[at].keys or ()), *keys)))
-            self.owners[at] = self.owners[at]._replace(keys=keys)
-        elif at not in self.owners:
+        if at in self.owners:
+            known = self.owners[at].keys
+            both = None if keys is None or known is None else tuple(dict.fromkeys((*known, *keys)))
+            self.owners[at] = self.owners[at]._replace(keys=both)
+        else:
             self.owners[at] = Owner(container, path, keys)
             self._keep.append(container)
 
@@ -284,6 +314,8 @@ class Reach:
     def _entry(self, value: Any, path: str, kind: TensorKind, container: Any, key: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             self.found(value, path, kind, container, key)
+        elif isinstance(value, Iterator):
+            self.iterators.append(Taken(Owner(container, path), key, value, path))
         elif isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value):
             self.found_tuple(value, path, kind, container, key)
         else:

@@ -219,6 +219,11 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
         return out
 
+    def used(self, tensor: Tensor) -> bool:
+        """Has an operator read or written it?"""
+        s = self._storage(tensor)
+        return any(s in op.reads or s in op.writes for op in self.ops)
+
     def leaked(self) -> str:
         """Takes the trace's tensors out of lists and tables that nothing of the step names.
 

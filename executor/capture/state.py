@@ -64,6 +64,20 @@ class Home(NamedTuple):
         except LookupError:
             return None
 
+    def set(self, value: Tensor) -> None:
+        """Puts a tensor there."""
+        if self.part is not None:
+            whole = self._replace(part=None).get()
+            parts = [value if i == self.part else x for i, x in enumerate(whole)]
+            value = type(whole)(*parts) if hasattr(whole, "_fields") else tuple(parts)
+        if isinstance(self.container, types.CellType):
+            self.container.cell_contents = value
+        elif isinstance(self.container, Optimizer):
+            first, *path, last = self.key
+            functools.reduce(getitem, path, self.container.state[first])[last] = value
+        else:
+            self.container[self.key] = value
+
 
 class Entry(NamedTuple):
     """One persistent tensor: a placeholder of the captured graph."""
@@ -100,6 +114,7 @@ class StepState(Reach):
         self.as_capturable = as_capturable  # optimizers take their ``capturable`` form
         self.entries: list[Entry] = []
         self._slots: list[tuple[Any, Any, Any]] = []  # container, key, fake or a tuple with some
+        self._placed: set[tuple[int, Any]] = set()
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
         self.watched: tuple[Watched, ...] = ()  # values as they are when fakes are put in
@@ -118,7 +133,10 @@ class StepState(Reach):
         tables = [t for m in self.modules[-1:] for t in (m._parameters, m._buffers)]
         registered = kind != "buffer" or isinstance(tensor, nn.Parameter) or any(container is t for t in tables)
         fake = self.fake(tensor, name, kind, Home(container, key), registered)
-        self._slots.append((container, key, fake))
+        place = id(container), id(key) if isinstance(key, Tensor) else key
+        if place not in self._placed:  # two closures may share a cell
+            self._placed.add(place)
+            self._slots.append((container, key, fake))
 
     def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
         """The tensors in a tuple become entries."""
@@ -194,14 +212,13 @@ class StepState(Reach):
                     container.cell_contents = fake
                 else:
                     container[self._fakes.get(id(key), key)] = fake
+            iterators = [(taken := one.put_copy(), taken.position()) for one in self.iterators]
             for scaler in self.scalers:
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
             names = ["optimizer" if i == 0 else f"optimizer{i}" for i in range(len(self.optimizers))]
             self._swap_optimizers(names)
             for optimizer, name in zip(self.optimizers, names, strict=True):
                 self._make_state(optimizer, name)
-            for entry in self.entries:  # a count of 1 after that step, or a number read in it, is no constant
-                entry.fake.constant = entry.fake.item_memo = None  # type: ignore[attr-defined]
             scalers = {id(vars(scaler)) for scaler in self.scalers}
             self._owners = [owner for owner in self.owners.values() if id(owner.container) not in scalers]
             self._fake_owners = self._fake_tables(names)
@@ -214,6 +231,11 @@ class StepState(Reach):
                         "call schedules after the step"
                     )
             self.watched = changed(self.watched).kept
+            self.undone += [
+                f"the step takes a value from the iterator {taken.path}, which would not be done again: pass what it "
+                "yields as an argument"
+                for taken, before_it in iterators if taken.position() != before_it
+            ]  # fmt: skip
         finally:
             self._before.clear()
             self._fake_owners.clear()
@@ -223,14 +245,14 @@ class StepState(Reach):
 
     def begin(self) -> None:
         """The step's Python is about to run, for ``effects`` to compare with."""
-        for entry in self.entries:
-            entry.fake.grad = None
+        for entry in self.entries:  # a count of 1 after an earlier step, or a number read in it, is no constant
+            entry.fake.grad = entry.fake.constant = entry.fake.item_memo = None  # type: ignore[attr-defined]
         self._before = [(owner, owner.content()) for owner in (*self._owners, *self._fake_owners)]
         self._storages = [StorageWeakRef(entry.fake.untyped_storage()) for entry in self.entries]
 
-    def effects(self) -> Effects:
+    def effects(self, used: Callable[[Tensor], bool]) -> Effects:
         """What the step's Python has left in the user's objects; raises CaptureError for a tensor of other memory."""
-        found = Effects({id(entry.fake): entry.real for entry in self.entries})
+        found = Effects({id(entry.fake): entry.real for entry in self.entries}, used)
         for owner, before in self._before:
             found.compare(owner, before)
         fake = {id(owner.container) for owner in self._fake_owners}
@@ -330,15 +352,22 @@ class StepState(Reach):
         known = {id(x) for table in state.values() for x in tensors_in(table)}
         fresh = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         assert self.mode.shape_env is not None
+        # A count that is made now is a constant, others are not known: a foreach update cannot have both.
+        stateless = {id(p) for p in fresh if not state.get(p)}
+        wraps = any(isinstance(part, Optimizer) for part in vars(optimizer).values())
         with self.mode, self.mode.shape_env.ignore_fresh_unbacked_symbols():
-            for param in fresh:
-                param.grad = torch.empty_like(param)
-            try:
-                with capturable(takes_capturable(optimizer)), without_hooks(optimizer), symbolic_extremes():
-                    type(optimizer).step(optimizer)
-            except Exception:
-                if not any(isinstance(part, Optimizer) for part in vars(optimizer).values()):
-                    raise  # one around another may have no plain step (SAM): state that it makes is refused then
+            for none_yet in (True, False):
+                chosen = [p for p in fresh if (id(p) in stateless) is none_yet]
+                for param in fresh:
+                    param.grad = None
+                for param in chosen:
+                    param.grad = torch.empty_like(param)
+                try:
+                    with capturable(takes_capturable(optimizer)), without_hooks(optimizer), symbolic_extremes():
+                        type(optimizer).step(optimizer)
+                except Exception:  # one around another may have no plain step (SAM), or need all gradients
+                    if not wraps and none_yet and chosen:
+                        raise
         for which in STEP_HOOKS:
             hooks = {
                 k: self.heard(hook, f"a step hook of the {prefix}") for k, hook in getattr(optimizer, which).items()

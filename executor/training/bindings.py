@@ -221,6 +221,11 @@ class _First(dict[Any, Any]):
         self.first.setdefault(key, tree_map_only(Tensor, Tensor.clone, value))
         super().__setitem__(key, value)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
 
 def create_state(b: Binding, bindings: list[Binding]) -> None:
     """The state that an optimizer's first step would create for a parameter; see choice 4. Raises StepError."""

@@ -14,6 +14,7 @@ between steps, what becomes of a step that fails, and the choices made here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from executor.capture.captured import Captured
+from executor.capture.state import Home
 from executor.memory.engines import TransferError, line
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
 from executor.training.graph import GraphStep
@@ -35,6 +37,16 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.schedule import lower
+
+
+def held(home: Home) -> tuple[int, int]:
+    """Which tensor is there, and how many references there are to it and to its memory."""
+    tensor = home.get()
+    if not isinstance(tensor, Tensor):
+        return 0, 0
+    whole = home._replace(part=None).get()  # a tuple, or the tensor
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
 
 
 class PlannedStep:
@@ -94,6 +106,9 @@ class PlannedStep:
         owners = {captured.placeholders[i] for i in captured.returned.gradients}
         self._with_grad = [b for b in self._parameters if b.node in owners]
         self._optimizers = [optimizer for optimizer, _ in captured.settings]
+        rebound = {captured.placeholders[i] for i in captured.returned.rebound}
+        self._rebound = [b.home for b in self.state.bindings if b.node in rebound and b.home]
+        self._references: list[tuple[int, int]] = []  # of the tensor there, after the last step
         self._make_undo(undo)
         self.state.host.take()
         self.graph = GraphStep(self.state, self.limit) if graph else None
@@ -118,6 +133,7 @@ class PlannedStep:
         were kept are given back."""
         for b in self._with_grad:
             b.user.grad = None
+        self._leave_aliases()
         if self._known is None or not self._known.same():
             self._known = None
             self._bind()
@@ -128,6 +144,14 @@ class PlannedStep:
         self.state.seen = self._known, self._numbers
         if not self.state.host.taken:
             self.state.host.take()
+
+    def _leave_aliases(self) -> None:
+        """A tensor that the step would bind anew, and that something else holds, stays that one's: a copy takes its
+        place."""
+        references = self._references or [(0, 0)] * len(self._rebound)
+        for home, before in zip(self._rebound, references, strict=True):
+            if held(home) != before and isinstance(now := home.get(), Tensor):
+                home.set(now.detach().clone())
 
     def _bind(self) -> None:
         """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
@@ -283,6 +307,7 @@ class PlannedStep:
             effect.apply(outputs[end + returned.norm :])
         for values in self.captured.python.once:
             values.restore()
+        self._references = [held(home) for home in self._rebound]
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules ask whether it has stepped
         return returned.result(outputs)

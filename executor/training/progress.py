@@ -80,7 +80,8 @@ class Random:
     """States of all random generators, by what comes after them. (A class of its own: were these methods of the step,
     its list of work would hold the step, and its memory would wait for the garbage collector.)"""
 
-    def __init__(self, generators: list[torch.Generator]):
+    def __init__(self, generators: list[torch.Generator], own: int):
+        self.own = own  # how many of the first are PyTorch's
         self.generators, self.states = generators, dict[int, list[Tensor]]()
 
     def save(self, kernel: int) -> None:
@@ -92,22 +93,28 @@ class Random:
         for generator, state in zip(self.generators, self.states[kernel], strict=True):
             generator.set_state(state)
 
+    def put_back(self, kernel: int) -> None:
+        """Sets PyTorch's own generators to what they were before ``kernel``, as a checkpoint does."""
+        for generator, state in list(zip(self.generators, self.states[kernel], strict=True))[: self.own]:
+            generator.set_state(state)
+
     def replay(self, kernel: int) -> None:
         """A kernel runs again: it draws what it drew, and afterwards the generators go on from where they are."""
         self.save(NOW)
         self.restore(kernel)
 
 
-def generators(captured: Captured, device: torch.device) -> list[torch.Generator]:
-    """Every generator that the step may draw from."""
+def generators(captured: Captured, device: torch.device) -> tuple[list[torch.Generator], int]:
+    """Every generator that the step may draw from, and how many of the first are PyTorch's."""
     found = [torch.default_generator]
     if device.type == "cuda":
         index = torch.empty(0, device=device).get_device()  # before there is a tensor there may be no generators
         found.append(torch.cuda.default_generators[index])
+    defaults = len(found)
     for node in captured.graph.graph.nodes:
         own = [getattr(captured.graph, node.target)] if node.op == "get_attr" else node.kwargs.values()
         found += [v for v in own if isinstance(v, torch.Generator) and v not in found]
-    return found
+    return found, defaults
 
 
 class Progress:
@@ -139,7 +146,7 @@ class Progress:
         """A micro-batch is over and the step is not."""
         self._grad_mode = torch.is_grad_enabled()
         if part.put_back:
-            self._random.restore(following.random)
+            self._random.put_back(following.random)
         for slot in part.slots:  # the caller may have the memory back
             self._blocks.values[slot] = None
         self._shown = self._blocks.show()

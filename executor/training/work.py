@@ -217,7 +217,7 @@ def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
         b.block = swapped.get(b.tensor)
     blocks = Blocks(engines, swapped, sum(t.nbytes for t in tensors if t.persistent))
 
-    random = Random(generators(captured, device))
+    random = Random(*generators(captured, device))
     # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0. Of
     # micro-batches, too, which a graph takes in one call; and in a capture no state can be read.
     between = () if graph else (m.drawn for m in captured.micro)
@@ -257,11 +257,11 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
             before.append((torch._C._set_grad_enabled, forward))
         if not again:
             if kernel in starts:
-                before.append((random.restore, starts[kernel]))
+                before.append((random.put_back, starts[kernel]))
             if kernel in kept:
                 after.insert(0, (random.save, kept[kernel]))
             if kernel == last and end is not None:
-                after.append((random.restore, end))
+                after.append((random.put_back, end))
         if kernel in again_random:
             before.append((random.replay if again else random.save, kernel))
             if again:

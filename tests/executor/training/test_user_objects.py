@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from executor import CaptureError, PlannedStep, StepError, capture_step, fit
 from executor.capture.effects import Effects
 from executor.capture.reach import Owner
 from executor.training.check import CheckNotRun
 from simulator import Plan
-from tests.executor.training.programs import Loop, Twins, own, under_every_plan
+from tests.executor.training.programs import Loop, Twins, own, same, under_every_plan
 
 CASES: dict[str, Callable[[], Loop]] = {}
 
@@ -280,6 +280,26 @@ def table_by_parameter() -> Loop:
 def test_a_planned_step_leaves_what_the_step_leaves(name: str) -> None:
     torch.manual_seed(0)
     under_every_plan(Twins(CASES[name]), zlib.crc32(name.encode()))
+
+
+def test_what_the_loop_keeps_of_a_carried_state_stays_as_it_was() -> None:
+    for name in ("buffer_bound_anew", "hidden_state", "state_of_an_lstm"):
+        twins = Twins(CASES[name])
+        step = fit(twins.ours.given[0], example_batch=twins.next_batch(), memory=0.8, planner="capuchin")
+        kept: list[list[Any]] = [[], []]
+        for _ in range(3):
+            twins.train(step, 1)
+            for loop, values in zip((twins.ours, twins.eager), kept, strict=True):
+                values.append(loop.model.kept if hasattr(loop.model, "kept") else loop.model.mean)
+        assert all(map(same, *map(tree_leaves, kept))), name
+        assert len({id(values) for values in kept[0]}) == 3
+    kept.clear()
+    twins.train(step, 1)
+    addresses = set()
+    for _ in range(3):  # nothing is copied where nothing is kept
+        twins.train(step, 1)
+        addresses.add(twins.ours.model.kept[0].data_ptr())
+    assert len(addresses) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
