@@ -102,10 +102,9 @@ class _Twin:
         try:
             with self.restored():
                 eager = self.run(self.step, tracked=True)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            _not_run(f"the step without a plan does not fit into memory ({type(error).__name__})")
-            return
-        except Exception as error:
+        except ExceptionGroup:  # something could not be restored
+            raise
+        except Exception as error:  # also if it does not fit into memory
             _not_run(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return
         with self.restored():
@@ -204,6 +203,7 @@ class _Twin:
         finally:
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self.device)
+                torch.cuda.empty_cache()
             for p, gradient in gradients:
                 p.grad = gradient
             for storage, copy in memory:
