@@ -306,13 +306,15 @@ def _capture(
             with state.installed():
                 made = trace(batch)
                 changes = changed(state.watched)
-                if made.effects.found or changes.now:  # would another run do the same?
+                set_now = (*changes.now, *made.effects.added)
+                if made.effects.found or set_now:  # would another run do the same?
                     made.effects.put_back()
                     made = made.steady(trace(batch))
-                if changed(changes.now).first is None:
-                    state.once = changes.now
+                again = changed(set_now).first
+                if again is None:
+                    state.once = set_now
                 else:
-                    state.written = changes.first
+                    state.written = changes.first or again
             undone = _undone(state, drawn())
     except CaptureError:
         raise

@@ -12,6 +12,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
-from executor.capture.python_values import is_scalar
+from executor.capture.python_values import Watched, is_scalar
 from executor.capture.reach import Owner
 
 
@@ -71,6 +72,7 @@ class Effects:
         self.tensors: list[Tensor] = []
         self.rebound: list[tuple[str, Tensor, Tensor]] = []
         self.refused: list[str] = []  # sentences
+        self.added: list[Watched] = []  # numbers and flags that were not there before
         self._slots: list[tuple[Owner, Any, Any]] = []  # where persistent tensors were that are bound anew
 
     def compare(self, owner: Owner, before: dict[Any, Any]) -> None:
@@ -119,6 +121,8 @@ class Effects:
         elif held and held == [id(t) for t in tensors_in(now)]:
             return  # another list of the same tensors, as an RNN makes
         elif next(tensors_in(now), None) is None:
+            if was is _MISSING and is_scalar(now) and isinstance(owner.container, dict):
+                self.added.append(Watched(owner.container, itemgetter(key), now, (name,), (key,)))
             if held:
                 self.refused.append(
                     f"the step takes the tensor {name} away ({_kind(was)} before, {_kind(now)} after), which would not "

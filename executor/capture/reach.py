@@ -278,7 +278,8 @@ class Reach:
             self._object(value, name, kind, depth)
 
     def _object(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
-        if type(value).__module__.startswith("executor."):
+        if type(value).__module__.startswith("executor."):  # the package's own, whose private attributes are no state
+            self._items(vars(value), [k for k in vars(value) if not k.startswith("_")], name, kind, depth)
             return
         if isinstance(value, LRScheduler):
             self.schedules.append(value)
@@ -426,9 +427,9 @@ class Reach:
 def is_table(value: Any) -> bool:
     """Is it a dictionary that looks its entries up as such (and imports none when it is asked, as transformers' do)?"""
     kind = type(value)
-    return isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__) and (
-        kind.__getitem__ is dict.__getitem__
-    )  # fmt: skip
+    plain = isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
+    ours = kind.__module__.startswith("executor.") and isinstance(value, dict)
+    return (plain and kind.__getitem__ is dict.__getitem__) or ours
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
