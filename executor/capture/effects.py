@@ -8,7 +8,6 @@ become an ``Effect``, applied after each planned step. What neither covers is re
 
 from __future__ import annotations
 
-import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.python_values import Watched, is_scalar
-from executor.capture.reach import Owner
+from executor.capture.reach import Owner, identical, put
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +45,7 @@ class Effect:
         value = tree_unflatten([outputs[x] if isinstance(x, int) else x for x in self.leaves], self.spec)
         container = self.owner.container
         if self.how == "set":
-            if isinstance(container, types.CellType):
-                container.cell_contents = value
-            else:
-                container[self.key] = value
+            put(container, self.key, value)
             return
         if self.how == "replace":
             container.clear()
@@ -60,7 +56,8 @@ class Effects:
     """Collects the effects of a step.
 
     Attributes:
-        found: those that are applied after each step; ``tensors``: what they leave, in order.
+        found: the effects to apply after each step.
+        tensors: the tensors that these leave, in order.
         rebound: (the persistent tensor, the tensor that the step binds in its place).
         refused: what no planned step could do again, as sentences.
     """
@@ -78,9 +75,7 @@ class Effects:
     def compare(self, owner: Owner, before: dict[Any, Any]) -> None:
         """Looks at what the step has made of an object that held ``before``."""
         after = owner.content()
-        if list(map(id, before)) == list(map(id, after)) and all(
-            a is b for a, b in zip(before.values(), after.values(), strict=True)
-        ):
+        if identical(before, after):
             return
         if isinstance(owner.container, (list, deque)):
             self._sequence(owner, list(before.values()), list(after.values()))
@@ -100,10 +95,7 @@ class Effects:
     def put_back(self) -> None:
         """Puts the tensors that are bound anew where they were, for another run."""
         for owner, key, was in self._slots:
-            if isinstance(owner.container, types.CellType):
-                owner.container.cell_contents = was
-            else:
-                owner.container[key] = was
+            put(owner.container, key, was)
 
     def forget(self) -> None:
         """Drops the traced tensors."""

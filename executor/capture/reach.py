@@ -79,6 +79,19 @@ def _names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+def put(container: Any, key: Any, value: Any) -> None:
+    """Writes an entry of a table or a list, or a closure cell (whose key is None)."""
+    if isinstance(container, types.CellType):
+        container.cell_contents = value
+    else:
+        container[key] = value
+
+
+def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    """Have two tables the same objects as keys and values, in the same order?"""
+    return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
+
+
 class Owner(NamedTuple):
     """An object that can be written: a table, a list, a deque, a set or a closure cell.
 
@@ -113,9 +126,7 @@ class Owner(NamedTuple):
     def restore(self, before: dict[Any, Any]) -> None:
         """Makes the content what it was."""
         now, container = self.content(), self.container
-        if list(map(id, now)) == list(map(id, before)) and list(map(id, now.values())) == list(
-            map(id, before.values())
-        ):
+        if identical(now, before):
             return
         if isinstance(container, types.CellType):
             if before:
@@ -124,11 +135,12 @@ class Owner(NamedTuple):
                 del container.cell_contents
         elif isinstance(container, list):
             container[:] = before.values()
-        elif isinstance(container, (deque, set)):
+        elif isinstance(container, deque):
             container.clear()
-            (container.extend if isinstance(container, deque) else container.update)(
-                before.values() if isinstance(container, deque) else before
-            )
+            container.extend(before.values())
+        elif isinstance(container, set):
+            container.clear()
+            container.update(before)
         else:
             for key in now.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else now:
                 del container[key]
@@ -155,10 +167,7 @@ class Taken(NamedTuple):
         if isinstance(self.iterator, types.GeneratorType) or not hasattr(self.iterator, "__setstate__"):
             return self
         other = copy.copy(self.iterator)
-        if isinstance(self.owner.container, types.CellType):
-            self.owner.container.cell_contents = other
-        else:
-            self.owner.container[self.key] = other
+        put(self.owner.container, self.key, other)
         return self._replace(iterator=other)
 
 

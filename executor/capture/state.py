@@ -36,7 +36,7 @@ from executor.capture.optimizers import (
     without_hooks,
 )
 from executor.capture.python_values import Change, Watched, changed
-from executor.capture.reach import CaptureError, Owner, Reach, Snapshot, check_dense
+from executor.capture.reach import CaptureError, Owner, Reach, Snapshot, check_dense, put
 from simulator.program import TensorKind
 
 
@@ -49,7 +49,7 @@ class Home(NamedTuple):
     part: int | None = None  # of a tuple
 
     def get(self) -> Any:
-        """Returns what is there now, or None."""
+        """Returns the tensor currently bound to this slot, or None."""
         if self.part is not None:
             whole = self._replace(part=None).get()
             return whole[self.part] if isinstance(whole, tuple) and len(whole) > self.part else None
@@ -70,13 +70,11 @@ class Home(NamedTuple):
             whole = self._replace(part=None).get()
             parts = [value if i == self.part else x for i, x in enumerate(whole)]
             value = type(whole)(*parts) if hasattr(whole, "_fields") else tuple(parts)
-        if isinstance(self.container, types.CellType):
-            self.container.cell_contents = value
-        elif isinstance(self.container, Optimizer):
+        if isinstance(self.container, Optimizer):
             first, *path, last = self.key
             functools.reduce(getitem, path, self.container.state[first])[last] = value
         else:
-            self.container[self.key] = value
+            put(self.container, self.key, value)
 
 
 class Entry(NamedTuple):
@@ -208,10 +206,7 @@ class StepState(Reach):
                     owner.container.clear()
                     owner.container.update(items)
             for container, key, fake in self._slots:
-                if isinstance(container, types.CellType):
-                    container.cell_contents = fake
-                else:
-                    container[self._fakes.get(id(key), key)] = fake
+                put(container, self._fakes.get(id(key), key), fake)
             iterators = [(taken := one.put_copy(), taken.position()) for one in self.iterators]
             for scaler in self.scalers:
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)

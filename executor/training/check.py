@@ -89,12 +89,8 @@ class _Twin:
 
     def __init__(self, captured: Captured, args: Any) -> None:
         assert captured.source is not None
-        self.captured, self.args, self.step, self.roots = (
-            captured,
-            args,
-            captured.source.step,
-            (*captured.source.roots, (args, "")),
-        )
+        self.captured, self.args, self.step = captured, args, captured.source.step
+        self.roots = (*captured.source.roots, (args, ""))
         self.device = device_of(captured)
 
     def compare(self) -> None:
