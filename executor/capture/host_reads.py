@@ -7,12 +7,14 @@ step is traced. The graph is then right only for batches with the same number, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,7 @@ class HostRead:
     value: Any
     where: str
 
-    @property
+    @cached_property
     def inputs(self) -> set[fx.Node]:
         """Placeholders of the tensors that decide it."""
         return {n for node in self.nodes for n in node.all_input_nodes if n.op == "placeholder"}
@@ -41,22 +43,19 @@ class HostRead:
         return number(self.nodes, {**self.constants, **batch})
 
 
-def number(nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
+def number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
     """Runs nodes of a graph on values of those that they take; returns the number that the last one is.
 
-    What an operator writes in place is written to a copy of the given tensors.
+    If an operator writes in place, the given tensors are copied before.
     """
     table = dict(values)
+    if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in nodes):
+        for given in {n for node in nodes for n in node.all_input_nodes} & table.keys():
+            table[given] = table[given].clone() if isinstance(table[given], Tensor) else table[given]
     last: Any = None
     with torch.no_grad():
         for node in nodes:
             assert isinstance(node.target, Callable)  # type: ignore[arg-type]
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _own(table, n))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), table.__getitem__)
             last = table[node] = node.target(*args, **kwargs)
     return last.item()
-
-
-def _own(table: dict[fx.Node, Any], node: fx.Node) -> Any:
-    if isinstance(table[node], Tensor) and node.op != "call_function":
-        table[node] = table[node].clone()
-    return table[node]

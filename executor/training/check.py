@@ -171,13 +171,6 @@ class _Twin:
         for i, generator in enumerate(reach.generators):
             yield f"generator {i}", generator.get_state()
 
-    def tensors(self) -> list[Tensor]:
-        """One tensor of each memory that is reachable."""
-        reach = self.reach()
-        found = [t for owner in reach.owners.values() for t in tensors_in(tuple(owner.content().values()), 2)]
-        found += [p for o in reach.optimizers for group in o.param_groups for p in group["params"]]
-        return list({t.untyped_storage()._cdata: t for t in found if t.layout is torch.strided}.values())
-
     def forget_gradients(self) -> None:
         for module, *_ in self.captured.modules:
             for p in module._parameters.values():
@@ -187,8 +180,9 @@ class _Twin:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Everything that is reachable is afterwards what it was."""
-        snapshot = Snapshot(self.reach())
-        memory = [(t.untyped_storage(), t.untyped_storage().clone()) for t in self.tensors()]
+        reach = self.reach()
+        snapshot = Snapshot(reach)
+        memory = [(t.untyped_storage(), t.untyped_storage().clone()) for t in tensors_of(reach)]
         parameters = {id(p): p for module, *_ in self.captured.modules for p in module.parameters()}
         gradients = [(p, p.grad) for p in parameters.values()]
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -205,6 +199,13 @@ class _Twin:
             for storage, copy in memory:
                 storage.copy_(copy)
             snapshot.restore()
+
+
+def tensors_of(reach: Reach) -> list[Tensor]:
+    """Returns one tensor of each memory that is reachable."""
+    found = [t for owner in reach.owners.values() for t in tensors_in(tuple(owner.content().values()), 2)]
+    found += [p for o in reach.optimizers for group in o.param_groups for p in group["params"]]
+    return list({t.untyped_storage()._cdata: t for t in found if t.layout is torch.strided}.values())
 
 
 def equal(a: Any, b: Any) -> bool:
