@@ -87,6 +87,8 @@ def test_compiled_ranking_equals_the_network(
 def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Random plans near the start plan, and their neighbours, as the network reads them."""
     batch, rng = EditBatch([task], count, 8, accept="always"), np.random.default_rng(0)
+    for walker in range(count):
+        batch.seed(walker, walker)
     batch.reset(np.ones(count, np.bool_), 0)
     for _ in range(10):
         batch.step(rng.integers(8, size=count))
@@ -111,6 +113,7 @@ def test_message_passing_reads_the_edges_and_the_flat_network_does_not() -> None
 def test_q_of_an_edit_that_is_none_is_masked_and_changes_no_other() -> None:
     task = pyramid_task()
     *state, edits = states(task)
+    edits[0, 0] = -1
     net, graph = DQN([task], [0.0], SMALL).net, edit_graph(task)
     more = torch.cat([edits, torch.full_like(edits[:, :3], -1)], 1)
     with torch.no_grad():
