@@ -21,14 +21,14 @@ PROGRAMS = Path(__file__).with_name("programs")
 
 # Of the program and the machine in programs/NAME.json.gz.
 FINGERPRINTS = {
-    "vgg16": "58d35df185ee",
-    "resnet50": "bf6ecbb00a33",
-    "densenet121": "690099200e56",
-    "bert": "cad26d75ee26",
-    "squeezenet": "7ca37977a4d0",
-    "unet": "137bda9572a6",
-    "mobilenet": "5e837ae782d2",
-    "gpt2_small": "dfd3a664dafa",
+    "vgg16": "2c125fe6b7a3",
+    "resnet50": "d15bbc45bce8",
+    "densenet121": "a148a7390be8",
+    "bert": "6fcb1381ba62",
+    "squeezenet": "a3408919eada",
+    "unet": "99399dd9176e",
+    "mobilenet": "202b91d82063",
+    "gpt2_small": "50b071e1daa0",
 }
 
 

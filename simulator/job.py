@@ -12,7 +12,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
 
-Cause = Literal["admission", "compute", "data", "memory"]
+Cause = Literal["admission", "compute", "data", "memory", "issue"]
 Sharing = Literal["fifo", "shared"]
 
 

@@ -10,7 +10,7 @@ from simulator.job import Record
 from simulator.lowered import NEVER, Lowered
 from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
-from simulator.schedule import Step
+from simulator.schedule import Schedule, Step
 
 Direction = Literal["d2h", "h2d"]
 
@@ -85,6 +85,66 @@ class Link:
     def _rate(self, direction: Direction) -> int:
         share = self.machine.d2h_share if direction == "d2h" else self.machine.h2d_share
         return share if len(self.copies) == 2 else ALONE
+
+
+class Host:
+    """The thread that issues the steps of a job that has the machine to itself (choice i).
+
+    Attributes:
+        ahead: steps that are issued and have not started.
+        next_ns: when the next step is issued, or would be if the queue had room for it.
+        waited: whether a step has waited for the host since the last boundary.
+        settles_after: iterations after which the host counts as no further ahead than before.
+    """
+
+    def __init__(self, schedule: Schedule, machine: Machine, settles_after: int):
+        self.settles_after = settles_after
+        self._lasts_ns = [machine.issue_ns * count for count in schedule.issues]
+        self._timed = [step.duration_ns > 0 for step in schedule.steps]
+        self._depth = machine.queue_depth
+        self._step = self._queued = 0  # the next to issue; those that take time, are issued and not over
+        self.ahead, self.waited = 0, False
+        self.next_ns = self._lasts_ns[0]
+        if sum(self._lasts_ns) <= sum(step.duration_ns for step in schedule.steps):
+            self.next_ns = 0
+            while self._queued + self._timed[self._step] <= self._depth:
+                self._issue()
+                self.next_ns = 0
+        self._lead = self._lead_at(0)
+
+    def _issue(self) -> None:
+        self.ahead += 1
+        self._queued += self._timed[self._step]
+        self._step = (self._step + 1) % len(self._timed)
+        self.next_ns += self._lasts_ns[self._step]
+
+    def advance(self, now: int) -> None:
+        """Issues what can be issued until then."""
+        while self.next_ns <= now and self._queued + self._timed[self._step] <= self._depth:
+            self._issue()
+
+    def complete(self, step: Step, now: int) -> None:
+        """A step is over: the queue has room for another."""
+        self.advance(now)
+        if step.duration_ns:
+            self._queued -= 1
+            self.next_ns = max(self.next_ns, now)
+
+    def _lead_at(self, now: int) -> tuple[int, int]:
+        return self.ahead, min(now - self.next_ns, 0)
+
+    def lead(self, now: int, settled: bool) -> tuple[int, int]:
+        """Returns at a boundary what the future depends on: how far the host is ahead.
+
+        A host that is further ahead than at the last boundary is as far ahead if no step has waited for it since: then
+        none will. So it is if it counts as ``settled``.
+        """
+        self.advance(now)
+        lead = self._lead_at(now)
+        if not settled and (self.waited or lead < self._lead):
+            self._lead = lead
+        self.waited = False
+        return self._lead
 
 
 class JobState:

@@ -14,6 +14,7 @@ from simulator.program import Program
 from simulator.schedule import OutOfMemory, Schedule, lower
 
 NEVER = 2**62  # a time, or a number of kernels, that does not come
+ALONE_ONLY = ("issue_ns", "wait_ns", "event_ns", "copy_contention")  # costs of one job that has the machine alone
 
 
 @dataclass(frozen=True)
@@ -123,17 +124,13 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
         plans: of each job, those of ``Job.plans``.
 
     Raises:
-        ValueError: a job has no end, or the machine has costs that several jobs do not know: issue_ns, wait_ns,
-            copy_contention.
+        ValueError: a job has no end, or the machine has one of the costs ALONE_ONLY.
         OutOfMemory: a job and the first kernel that does not fit alone.
         PlanError: a job whose plans hold more on the host than it has.
     """
-    if machine.issue_ns:
-        raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
-    if machine.wait_ns:
-        raise ValueError(f"machine.wait_ns is {machine.wait_ns}: with several jobs waits for events cost nothing (0)")
-    if share := machine.copy_contention:
-        raise ValueError(f"machine.copy_contention is {share}: with several jobs copies take nothing from kernels (0)")
+    for name in ALONE_ONLY:
+        if value := getattr(machine, name):
+            raise ValueError(f"machine.{name} is {value}: simulate_jobs has no such cost; set it to 0")
     for job, lowered in zip(jobs, plans, strict=True):
         if job.iterations is None and job.leaves_ns is None and until_ns is None:
             raise ValueError(

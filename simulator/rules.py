@@ -4,8 +4,7 @@ RULES.md says them in words, by the numbers used here. ``compiled/`` has the sam
 must agree with this file to the nanosecond. What follows from a plan without a clock is in ``schedule.py``, and in
 ``lowered.py`` what eviction on demand has to know of it.
 
-``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has where a job is, and
-what is on its way over the link.
+``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has where a job is.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from simulator.job import Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing
-from simulator.job_state import Direction, Gap, JobState, Link, Work
+from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing
+from simulator.job_state import Direction, Gap, Host, JobState, Link, Work
 from simulator.lowered import NEVER, Lowered, check, reserved_bytes
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, Swap
@@ -33,7 +32,7 @@ class World:
         self.limit, self.limit_until = limit, limit_until
         self.now = self.used = self.kernel_ends = 0
         never = NEVER if until_ns is None else until_ns
-        self.leaves = [min(never, NEVER if job.leaves_ns is None else job.leaves_ns) for job in jobs]
+        self.leaves = [never if job.leaves_ns is None else min(never, job.leaves_ns) for job in jobs]
         self.waiting = sorted(range(len(jobs)), key=lambda j: (jobs[j].arrives_ns, j))  # for admission
         self.present: list[JobState] = []  # by job
         self.queue: list[Work] = []  # to the host
@@ -44,6 +43,7 @@ class World:
         self.order: list[int] = []
         self.evictions: list[Eviction] = []
         self.records = [Record(job) for job in jobs]
+        self.host: Host | None = None  # of one job alone, if it takes time
 
     # ------------------------------------------------------------------------- ledger, queue, what is done
 
@@ -113,6 +113,8 @@ class World:
     def _complete(self, job: JobState) -> None:
         step, schedule = job.next_step, job.schedule
         job.running, job.waits_since = False, self.now
+        if self.host:
+            self.host.complete(step, self.now)
         for b in step.frees:
             self._charge(job, b, -1)
         job.step += 1
@@ -300,9 +302,20 @@ class World:
             self._start(min(ready)[2])
 
     def _ready(self, job: JobState) -> bool:
+        return self._has_room(job) and not self._waits_for_host(job)
+
+    def _has_room(self, job: JobState) -> bool:
+        """Has the next step its data and its memory?"""
         if job.running or job.leaving or self.served not in (None, job) or job.held_up():
             return False
         return self.used + job.requested() <= self._limit_at(job, job.position)
+
+    def _waits_for_host(self, job: JobState) -> bool:
+        """Has the next step all but its issue?"""
+        if self.host is None or not self._has_room(job):
+            return False
+        self.host.advance(self.now)
+        return self.host.ahead == 0
 
     def _start(self, job: JobState) -> None:
         step, begin = job.next_step, self.now
@@ -315,6 +328,9 @@ class World:
         lasts = begin - self.now + job.lasts_ns(step)
         if not step.again:
             lasts += self.machine.wait_ns * job.schedule.waited[step.kernel]
+            lasts += self.machine.event_ns * (step.kernel in job.schedule.signals)
+        if self.host:
+            self.host.ahead -= 1
         self.steps.append(Work(job, len(job.record.spans) - 1, lasts * ALONE))
         job.running, job.ready_since, self.stepped = True, None, job
         if self.served is job:
@@ -325,6 +341,9 @@ class World:
     def advance(self) -> None:
         """To the next completion, arrival, or end of patience; or a tensor is evicted."""
         ends = [end for _, end in self.under_way()]
+        if self.host and self._waits_for_host(self.present[0]):
+            self.host.waited = True
+            ends.append(self.host.next_ns)
         if not ends and self.present:
             self._evict()
             return
@@ -332,14 +351,19 @@ class World:
         then = min(ends)
         for job in self.present:
             if not job.running and not job.leaving:
-                data = "h2d" in self.link.copies and job.awaited()
-                job.record.wait(
-                    self.now, then, "compute" if job.ready_since is not None else "data" if data else "memory"
-                )
+                job.record.wait(self.now, then, self._cause(job))
         for step, speed in [(step, self._speed(step)) for step in self.steps]:
             step.left -= speed * (then - self.now)
         self.link.elapse(then - self.now)
         self.now = then
+
+    def _cause(self, job: JobState) -> Cause:
+        """Why the next step does not start (rule 8)."""
+        if job.ready_since is not None:
+            return "compute"
+        if self._waits_for_host(job):
+            return "issue"
+        return "data" if "h2d" in self.link.copies and job.awaited() else "memory"
 
     def _evict(self) -> None:
         """J6."""
@@ -382,6 +406,7 @@ class World:
         """Everything that the future of a job depends on that is alone, at a boundary and relative to it (rule 10)."""
         at = job.position
         return (
+            self.host and self.host.lead(self.now, len(job.record.boundaries) >= self.host.settles_after),
             self.link.state(),
             tuple((copy.tensor, copy.issued - at) for copy in self.queue),
             frozenset((t, g.before - at, g.ready - at, g.left, g.on_host) for t, g in job.away.items()),
@@ -439,6 +464,8 @@ def simulate(
     check_room(schedule, machine, limit, until)
     world = World([Job("", program, plan)], [[Lowered(schedule)]], machine, limit, None, "fifo", until)
     job = world.begin(0, 0)
+    if machine.issue_ns and any(step.duration_ns for step in schedule.steps):
+        world.host = Host(schedule, machine, max(iterations, MAX_ITERATIONS))
     states = [world.state(job)]  # before the first iteration and after each
     while True:
         world.complete_copies()
@@ -456,10 +483,9 @@ def simulate(
     ran = job.record
     for work, end in world.under_way():
         ran.spans[work.span] = ran.spans[work.span]._replace(end_ns=end)
-    stalls = [(stall.start_ns, stall.end_ns, stall.cause == "data") for stall in ran.stalls]
     return Timeline.assemble(
-        program, limit, schedule.required_bytes, ran.boundaries, ran.spans, ran.events, ran.events_until, stalls,
-        period, schedule.issued * machine.issue_ns,
+        program, limit, schedule.required_bytes, ran.boundaries, ran.spans, ran.events, ran.events_until, ran.stalls,
+        period,
     )  # fmt: skip
 
 

@@ -118,15 +118,26 @@ class Schedule:
         return self.first[k + 1] - 1
 
     @cached_property
-    def issued(self) -> int:
-        """What the host issues in an iteration: steps that take time, and two copies for each Swap."""
-        return sum(step.duration_ns > 0 for step in self.steps) + 2 * len(self.moved)
+    def issues(self) -> tuple[int, ...]:
+        """Per step, how many things the host issues from the step before to this one: swap-outs that the kernel before
+        releases, swap-ins whose events the kernel waits for, and the step itself if it takes time."""
+        n = len(self.program.kernels)
+        outs = Counter((d.copied_at + 1) % n for d in self.moved)
+        return tuple(
+            (step.duration_ns > 0) + (0 if step.again else outs[step.kernel] + self.waited[step.kernel])
+            for step in self.steps
+        )
 
     @cached_property
     def waited(self) -> tuple[int, ...]:
         """Per kernel, how many swap-ins it waits for: the Swaps whose gaps it ends."""
         ends = Counter(self.returns[d] for d in self.moved)
         return tuple(ends[k] for k in range(len(self.program.kernels)))
+
+    @cached_property
+    def signals(self) -> frozenset[int]:
+        """Kernels for whose end a swap-out, or a swap-in with a ``prefetch`` kernel, waits."""
+        return frozenset(k for d in self.moved for k in (d.copied_at, d.prefetch) if k is not None)
 
     @cached_property
     def reruns(self) -> tuple[Rerun, ...]:

@@ -15,6 +15,7 @@ from simulator.program import Program
 FORMAT = "timeline/2"
 STREAMS = ("compute", "d2h", "h2d")
 SPAN_KINDS = ("kernel", "recompute", "swap_out", "swap_in")
+CAUSES = ("memory", "data", "issue")  # of stalls
 
 
 class Span(NamedTuple):
@@ -45,7 +46,7 @@ class Breakdown:
     stall_memory_ns: int  # compute waits for memory that swap-outs (d2h) are freeing
     stall_data_ns: int  # compute waits for an input that a swap-in (h2d) is bringing
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
-    stall_issue_ns: int = 0  # at its end, until the host has issued as much again (RULES.md, choice i)
+    stall_issue_ns: int = 0  # compute waits until the host has issued the next step (RULES.md, choice i)
 
 
 def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
@@ -140,12 +141,14 @@ class Timeline:
         spans: Sequence[Span],
         events: Sequence[BlockEvent],
         events_until: Sequence[int],
-        stalls: Sequence[tuple[int, int, bool]],
+        stalls: Sequence[tuple[int, int, str]],
         period: int = 1,
-        issue_ns: int = 0,
     ) -> Timeline:
-        """From the raw record of a run, in order of start. ``stalls``: (start, end, compute waits for data);
-        ``issue_ns``: what the host takes to issue an iteration."""
+        """Makes a timeline from the raw record of a run, in order of start.
+
+        Args:
+            stalls: (start, end, cause), the cause one of "memory", "data" and "issue".
+        """
         end = boundaries[-1]
         begin = _last_start(boundaries)
 
@@ -153,22 +156,21 @@ class Timeline:
             return sum(max(0, min(e, end) - max(s, begin)) for s, e in pairs)
 
         busy = {kind: inside((s.start_ns, s.end_ns) for s in spans if s.kind == kind) for kind in SPAN_KINDS}
-        data = inside((s, e) for s, e, waits_for_data in stalls if waits_for_data)
-        memory_wait = inside((s, e) for s, e, waits_for_data in stalls if not waits_for_data)
+        memory, data, issue = (inside((s, e) for s, e, why in stalls if why == cause) for cause in CAUSES)
         return cls(
             program=program.name,
             limit=limit,
-            iteration_ns=max(end - begin, issue_ns),
+            iteration_ns=end - begin,
             ideal_ns=program.ideal_ns,
             peak_bytes=max(used for _, used in memory_curve(events, events_until[0])),
             required_bytes=required,
             breakdown=Breakdown(
                 compute_ns=busy["kernel"],
                 recompute_ns=busy["recompute"],
-                stall_memory_ns=memory_wait,
+                stall_memory_ns=memory,
                 stall_data_ns=data,
-                overlapped_transfer_ns=busy["swap_out"] + busy["swap_in"] - memory_wait - data,
-                stall_issue_ns=max(0, issue_ns - (end - begin)),
+                overlapped_transfer_ns=busy["swap_out"] + busy["swap_in"] - memory - data,
+                stall_issue_ns=issue,
             ),
             boundaries=tuple(boundaries),
             spans=tuple(spans),

@@ -134,7 +134,8 @@ def machine_of(rng: Random) -> Machine:
     """Copies are about as slow as the kernels of ``program_of``."""
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
     h2d, d2h = (rng.choice([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000]) for _ in range(2))
-    return Machine("random", 10**6, rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2),
+    into, out, latency_ns, engines = rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2)
+    return Machine("random", 10**6, into, out, latency_ns, latency_ns, engines,
                    host_bytes=rng.choice([10**6, 10**6, rng.randint(0, 150)]), duplex_h2d_bytes_per_s=h2d,
                    duplex_d2h_bytes_per_s=d2h)  # fmt: skip
 
@@ -155,7 +156,8 @@ def contending(rng: Random, case: Case) -> Case:
     program = replace(case.program, kernels=kernels)
     machine = replace(
         case.machine, memory_bytes_per_s=3 * 10**9, copy_contention=rng.choice([0.02, 0.3, 0.499]),
-        wait_ns=rng.choice([0, 7]), issue_ns=rng.choice([0, 0, 9]),
+        wait_ns=rng.choice([0, 7]), issue_ns=rng.choice([0, 0, 3, 9, 30]), event_ns=rng.choice([0, 2]),
+        queue_depth=rng.choice([1, 2, 5, 1024]), h2d_latency_ns=case.machine.h2d_latency_ns + rng.choice([0, 2]),
     )  # fmt: skip
     plan = replace(case.plan, fingerprint=program.fingerprint)
     return case._replace(program=program, machine=machine, plan=plan)

@@ -356,7 +356,7 @@ def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
             kernels[2, here] += memory
             kernels[3, here] += rerun
             data = memory = rerun = 0.0
-        elif what == LOG_STALL:
+        elif what == LOG_STALL and which < 2:  # those of the host (2) depend on no edit
             stall += took
             if which:
                 data += took

@@ -290,7 +290,7 @@ class Run:
         boundaries: list[int] = []
         marks: list[_Key] = []  # of the same
         spans: list[tuple[Span, int]] = []  # and the iteration
-        stalls: list[tuple[int, int, bool]] = []
+        stalls: list[tuple[int, int, str]] = []
         starts: list[list[int]] = []  # per round and job
         over: list[list[int]] = []
         before = 0  # when compute was last busy
@@ -307,7 +307,7 @@ class Run:
                     continue
                 if begin > before:
                     waits = [(over[-1 - back][i], jobs[i].span.kind) for back, i in job.waits if back < len(over)]
-                    stalls.append((before, begin, bool(waits) and max(waits)[1] == "swap_in"))
+                    stalls.append((before, begin, "data" if waits and max(waits)[1] == "swap_in" else "memory"))
                 before = end
                 spans.append((Span(begin, end, stream, kind, index % n), len(boundaries)))
                 if kind == "kernel" and index % n == n - 1:

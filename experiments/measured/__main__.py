@@ -1,6 +1,7 @@
 """What GPUs were measured to take, beside what we say.
 
     python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
+    python -m experiments.measured replays                    # plans that an H200 replayed: predicted and measured
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
     python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
 
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = out.add_subparsers(dest="command", required=True)
     commands.add_parser("fit", help="the coefficients in configs/machine, fitted anew, and their errors")
+    commands.add_parser("replays", help="plans that an H200 replayed, predicted and measured")
     one = commands.add_parser("profile", help="measures a network's step")
     one.add_argument("network", help="of experiments/validate_gpu/networks.py, or pkg.mod:factory")
     one.add_argument("out", type=Path, help="JSON file to write")
@@ -50,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from experiments.workloads import WorkloadError  # PyTorch: not for --help
 
     try:
-        {"fit": _fit, "profile": _profile}[options.command](options)
+        {"fit": _fit, "replays": _replays, "profile": _profile}[options.command](options)
     except (FormatError, WorkloadError, CaptureError, ProfileError, ContextError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -81,6 +83,25 @@ def _fit(options: argparse.Namespace) -> None:
             h = found.held_out
             print(f"by coefficients fitted to other shapes: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
                   f"{h.kernels} kernels")  # fmt: skip
+
+
+def _replays(options: argparse.Namespace) -> None:
+    from rich.table import Table
+
+    from experiments.common import report
+    from experiments.measured.replays import replays
+
+    rows = replays()
+    table = Table("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
+    for row in rows:
+        table.add_row(
+            row.workload, f"{row.fraction:.0%}", row.planner + (" (remade)" if row.remade else ""),
+            f"{row.predicted_ns / 1e6:.2f} ms", f"{row.measured_ns / 1e6:.2f}", f"{row.error:+.1%}",
+            f"{row.before_ns / row.measured_ns - 1:+.1%}",
+        )  # fmt: skip
+    report.console().print(table)
+    errors = [abs(row.error) for row in rows]
+    print(f"mean {sum(errors) / len(errors):.1%}, worst {max(errors):.1%} of {len(rows)} plans")
 
 
 def _profile(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 from simulator.program import Gap
 from simulator.schedule import Schedule
-from simulator.timeline import BlockEvent, Span
+from simulator.timeline import CAUSES, BlockEvent, Span
 
 Ints = NDArray[np.int64]
 NEVER = 2**62  # a time or position that does not come
@@ -40,9 +40,22 @@ STEP_KERNEL, ALLOCATED, FREED, STEP_FOR, STEP_COLUMNS = range(5)
 # What a call works on (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. PLANNED,
 # and for the rows RETURNS (the kernel that ends the gap), BY_REMAT (does a rematerialisation end it?) and AWAY_AT_START
 # are what lowering finds; others are said where they are used.
-PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, KERNEL_TOPS, KERNEL_ADDED, BY_KERNEL = (
-    range(13)
-)
+(
+    PLANNED,
+    ENFORCED,
+    GATE,
+    OPENS,
+    SEGMENT,
+    ENDS,
+    MARKED,
+    PENDING,
+    ORDER,
+    WAITS,
+    ISSUES,
+    KERNEL_TOPS,
+    KERNEL_ADDED,
+    BY_KERNEL,
+) = range(14)
 FIRST_OF, HIGHEST, EXPECTED, SEGMENT_TOPS, SEGMENT_ADDED, BY_SEGMENT = range(6)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
 RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, READY, DUE, CHILD, SIBLING, QUEUE, BY_ROW = range(11)
@@ -83,12 +96,16 @@ STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
 # The rows of ``settings``. D2H_SHARE, H2D_SHARE: of their speed, for copies beside each other. CONTENDS: is there LOSS?
 (
-    LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, WAIT_NS,
-    CONTENDS, SETTINGS,
-) = range(11)  # fmt: skip
+    LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, QUEUE_DEPTH,
+    WAIT_NS, EVENT_NS, CONTENDS, SETTINGS,
+) = range(13)  # fmt: skip
 
-# Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
-# memory of an open gap is free.
+# The last columns of a state (steady.py): the host's lead, in steps and in ns; 1 at a start with host copies that no
+# iteration has made; what the iteration has lasted.
+LEAD, LEAD_NS, AT_START, LASTED, STATE_COLUMNS = range(5)
+
+# Columns of the log of a run: start, end, one of these, and kernel, row or (of a stall) its cause in timeline.CAUSES.
+# The first four are spans; a step ends, and the memory of an open gap is free.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_END, LOG_LEFT = range(8)
 
 
@@ -125,11 +142,11 @@ class Lowering(NamedTuple):
 def work_shapes(kernels: int, tensors: int, rows: int, iterations: int) -> tuple[tuple[int, int], ...]:
     """The shapes of by_kernel, by_segment, by_tensor, by_row and states, for plans of so many rows.
 
-    A state has a column a row, and two more; there is one at each boundary, and two at each check.
+    A state has a column a row, and four more; there is one at each boundary, and two at each check.
     """
     return (
         (BY_KERNEL, kernels + 1), (BY_SEGMENT, 2 * kernels + 2), (BY_TENSOR, tensors), (BY_ROW, 2 * rows + 1),
-        (iterations + 1 + 2 * (CHECKS + 1), rows + 2),
+        (iterations + 1 + 2 * (CHECKS + 1), rows + STATE_COLUMNS),
     )  # fmt: skip
 
 
@@ -196,7 +213,7 @@ def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
 
 def read_log(
     log: Ints, decisions: Sequence[Decision], schedule: Schedule
-) -> tuple[list[int], list[Span], list[BlockEvent], list[int], list[tuple[int, int, bool]]]:
+) -> tuple[list[int], list[Span], list[BlockEvent], list[int], list[tuple[int, int, str]]]:
     """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it.
 
     Args:
@@ -205,7 +222,7 @@ def read_log(
     boundaries: list[int] = []
     spans: list[Span] = []
     events: list[BlockEvent] = []
-    stalls: list[tuple[int, int, bool]] = []
+    stalls: list[tuple[int, int, str]] = []
 
     def change(time: int, block: int, sign: int) -> None:
         owner, nbytes, *_ = schedule.blocks[block]
@@ -236,7 +253,7 @@ def read_log(
                 change(start, b, -1)
             step = (step + 1) % len(schedule.steps)
         elif what == LOG_STALL:
-            stalls.append((start, end, bool(index)))
+            stalls.append((start, end, CAUSES[index]))
         elif what == LOG_BOUNDARY:
             boundaries.append(end)
             events_until.append(len(events))

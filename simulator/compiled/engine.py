@@ -160,8 +160,8 @@ class Engine:
         machine = self.machine
         self._settings = np.array([
             self.limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes,
-            self._persistent_bytes, max(self.iterations, STEADY), machine.issue_ns, machine.wait_ns,
-            self._own[LOSS].any(),
+            self._persistent_bytes, max(self.iterations, STEADY), machine.issue_ns, machine.queue_depth,
+            machine.wait_ns, machine.event_ns, self._own[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
         self._idle: list[_Work] = []  # those of other threads
@@ -424,8 +424,7 @@ class Engine:
         if status != DONE:
             raise AssertionError(f"the schedule fits, the compiled one does not (status {status})")
         read = read_log(log, plan.decisions, schedule)
-        issue_ns = schedule.issued * self.machine.issue_ns
-        return Timeline.assemble(self.program, self.limit, required, *read, period, issue_ns)
+        return Timeline.assemble(self.program, self.limit, required, *read, period)
 
 
 def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:

@@ -7,20 +7,20 @@ lines of rule 9. The functions above it are its stages. README.md draws the stat
 from __future__ import annotations
 
 from simulator.compiled.heap import pop, push
+from simulator.compiled.host import complete, issue, note_lead, start_host, start_step
 from simulator.compiled.jit import stage
 from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
-from simulator.compiled.lowering import (
-    COARSE, FINE, coarse, group, leave_at_start, makes_copies, next_segments, note_waits, read_plan, segments,
-)  # fmt: skip
+from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan
+from simulator.compiled.segments import next_segments, obstacle_of, segments, weigh
 from simulator.compiled.encoding import (
-    ALLOCATED, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DUE,
-    DUE_SEGMENT, DURATION, ENFORCED, EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC,
-    H2D_SHARE, HIGHEST, HOST_BYTES, HOST_FULL, ITERATION_NS, KERNEL_ADDED, KERNEL_TOPS, LEAVING, LEVEL, LIMIT, LIVE,
-    LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER,
-    NEXT_OPEN, OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT, SEGMENT_ADDED,
-    SEGMENT_TOPS, SIBLING, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
+    ALLOCATED, AT_START, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE,
+    DUE, DUE_SEGMENT, DURATION, ENFORCED, EVENT_NS, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC,
+    H2D_SHARE, HOST_BYTES, HOST_FULL, ITERATION_NS, LASTED, LEAD, LEAD_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY,
+    LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN,
+    OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT, SIBLING, SLOWER, STEP_FOR,
+    STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
 )  # fmt: skip
 
 # isort: on
@@ -73,82 +73,6 @@ def _release(by_row, held, waiting, position, blocked):  # type: ignore[no-untyp
         if waiting == r:
             blocked = -1
     return held, waiting, blocked
-
-
-@stage
-def _last_above(values, tops, added, begin, end, bound):  # type: ignore[no-untyped-def]
-    """The last index in values[begin:end], in groups, of more than ``bound``; -1: none. A top may be more than any."""
-    at, groups = end - 1, coarse(values)
-    while at >= begin:
-        fine, big = at >> FINE, groups + (at >> COARSE)
-        if tops[big] <= bound:
-            at = (at >> COARSE << COARSE) - 1
-        elif tops[fine] + added[big] <= bound:
-            at = (fine << FINE) - 1
-        else:
-            first, most = max(fine << FINE, begin), bound - added[fine] - added[big]
-            while at >= first and values[at] <= most:
-                at -= 1
-            if at >= first:
-                return at
-    return -1
-
-
-@stage
-def _expected(by_segment, s):  # type: ignore[no-untyped-def]
-    """Bytes that are expected at most in segment s."""
-    expected, added = by_segment[EXPECTED], by_segment[SEGMENT_ADDED]
-    return expected[s] + added[s >> FINE] + added[coarse(expected) + (s >> COARSE)]
-
-
-@stage(inline=True)  # the call would push some thirty words
-def _obstacle(segment_of, by_kernel, by_segment, enforced, grouped, at, due, fits, required):  # type: ignore[no-untyped-def]
-    """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
-    back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's. And
-    whether ``enforced`` is in groups (by_kernel[KERNEL_TOPS, KERNEL_ADDED]), which is put off until it is needed."""
-    kernel, segment, n = -1, segment_of[at], enforced.size - 1
-    here = _expected(by_segment, segment)
-    early = here - by_segment[HIGHEST, segment]
-    # A bound that often holds: all that came early beside the worst of all kernels.
-    if segment < due and required + early > fits:
-        later = _last_above(
-            by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits
-        )
-        if later >= 0:
-            segment, at, here = later, by_segment[FIRST_OF, later], _expected(by_segment, later)
-        if here > fits:
-            early, turn = here - by_segment[HIGHEST, segment], n if at >= n else 0
-            if not grouped:
-                group(enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n)
-                grouped = True
-            kernel = _last_above(
-                enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], at - turn,
-                by_segment[FIRST_OF, segment + 1] - turn, fits - early,
-            )  # fmt: skip
-            kernel += turn if kernel >= 0 else 0
-    return kernel, grouped
-
-
-@stage
-def _weigh(by_segment, begin, due, nbytes):  # type: ignore[no-untyped-def]
-    """So many bytes come back early and weigh on the segments from ``begin`` up to ``due``; and on some before, which
-    are over: nobody asks for them again."""
-    expected, tops, added = by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED]
-    groups, fine = coarse(expected), due >> FINE
-    last = groups + (due >> COARSE)
-    for g in range(groups + (begin >> COARSE), last):
-        tops[g] += nbytes
-        added[g] += nbytes
-    for g in range(max(begin >> FINE, due >> COARSE << COARSE - FINE), fine):
-        tops[g] += nbytes
-        added[g] += nbytes
-        tops[last] = max(tops[last], tops[g] + added[last])
-    part, top = expected[max(begin, fine << FINE) : due], -NEVER  # a slice, because LLVM makes gathers of expected[j]
-    for j in range(part.size):
-        part[j] += nbytes
-        top = max(top, part[j])
-    tops[fine] = max(tops[fine], top + added[fine])
-    tops[last] = max(tops[last], tops[fine] + added[last])
 
 
 @stage
@@ -237,7 +161,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     n_segments, on_host, ahead = read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
     if on_host > settings[HOST_BYTES]:  # all of them together: they need not be there at one time
         return HOST_FULL, 0
-    waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS])
+    waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS], settings[EVENT_NS])
     segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
     copied = by_tensor[COPIED]
@@ -271,12 +195,15 @@ def event_loop(  # type: ignore[no-untyped-def]
     settled = makes_copies(tensors, graph, rows, by_tensor, gaps, n)
     carries = held >= 0 or settled > 0 or ahead
     boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
+    hosted, to_issue, host = start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings)
+    carries |= hosted
+    lead, lead_ns, held_up = host.issued, min(-host.next_ns, 0), False
     if carries:
         note_state(states[0], m, 0, child, queue, 0, 0)
-        states[0, m] = settled
+        states[0, m + LEAD], states[0, m + LEAD_NS], states[0, m + AT_START] = lead, lead_ns, settled
         while first_check > 0 and (n - settled) >> first_check == 0:
             first_check -= 1
-        first_check = 0 if logs else first_check
+        first_check = 0 if logs or hosted else first_check
         for c in range(1, first_check + 1):
             gate[settled + ((n - settled) >> c) - 1] |= GATE_EVENT
         check = first_check
@@ -316,13 +243,13 @@ def event_loop(  # type: ignore[no-untyped-def]
                 start = position + (1 if end != NEVER and not rerun else 0)
                 if start > blocked and used + head_bytes <= limit_here:
                     at, until = start - position + k, due[waiting] // DUE_SEGMENT
-                    obstacle, grouped = _obstacle(
+                    obstacle, grouped = obstacle_of(
                         segment_of, by_kernel, by_segment, enforced, grouped, at, until, limit - head_bytes, required
                     )
                     blocked = obstacle + position - k
                     if obstacle < 0:
                         blocked = -1
-                        _weigh(by_segment, segment_of[at], until, head_bytes)
+                        weigh(by_segment, segment_of[at], until, head_bytes)
                         in_row, waiting = waiting, pop(due, child, sibling, waiting)
                         used += head_bytes
                         peak = max(peak, used)
@@ -345,7 +272,7 @@ def event_loop(  # type: ignore[no-untyped-def]
 
             # Plain kernels run, one after the other; a log wants each of them.
             alone = not contends or (out_end == NEVER and in_end == NEVER)
-            if end == NEVER and gate[k] == 0 and not logs and alone:
+            if end == NEVER and gate[k] == 0 and not logs and alone and not hosted:
                 came_from = k
                 now, k, used, peak, chance = _run_plain(
                     kernels, gate, now, k, used, peak, limit_here, min(out_end, in_end), head_bytes,
@@ -356,11 +283,18 @@ def event_loop(  # type: ignore[no-untyped-def]
                     continue
 
             # A kernel starts, or one runs again.
+            unissued = False
             if end == NEVER:
                 rerun = step < n_steps and steps[step, STEP_FOR] == k
                 which = steps[step, STEP_KERNEL] if rerun else k
                 change = kernels[WORKSPACE, which] + (steps[step, ALLOCATED] if rerun else kernels[BORN, k])
-                if gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here:
+                starts = gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here
+                if starts and hosted:
+                    host = issue(to_issue, host, now)
+                    unissued = host.issued == 0
+                    starts, held_up = not unissued, held_up or unissued
+                if starts:
+                    host = start_step(host)
                     used += change
                     peak = max(peak, used)
                     end, end_log = now + kernels[DURATION, which], n_log
@@ -379,13 +313,15 @@ def event_loop(  # type: ignore[no-untyped-def]
 
             # On to the next completion.
             then = min(end, min(out_end, in_end))
+            if unissued:
+                then = min(then, host.next_ns)
             if then == NEVER:
                 running = False
                 break
             if end == NEVER and then > now:
                 if logs:
                     for_data = 1 if _waits_for_data(gate[k], rerun) and in_end != NEVER else 0
-                    n_log = _log(log, n_log, now, then, LOG_STALL, for_data)
+                    n_log = _log(log, n_log, now, then, LOG_STALL, 2 if unissued else for_data)
                 if then - kernels[BEGINS, k] - lasts + reruns_left >= soonest:
                     status, running = SLOWER, False
                     break
@@ -421,6 +357,8 @@ def event_loop(  # type: ignore[no-untyped-def]
             if end == now:
                 end = NEVER
                 which = steps[step, STEP_KERNEL] if rerun else k
+                if hosted:
+                    host = complete(to_issue, host, kernels[DURATION, which] > 0, now)
                 used -= kernels[WORKSPACE, which] + (steps[step, FREED] if rerun else kernels[DIES, k])
                 n_log = _log(log, n_log, now, now, LOG_END, which)
                 if rerun:
@@ -455,6 +393,10 @@ def event_loop(  # type: ignore[no-untyped-def]
             state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
             before = states[boundaries + 2 * check + 1 - turn]
             note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
+            if hosted:
+                changes = 0 if iteration >= settings[MAX_ITERATIONS] else 2 if held_up else 1
+                host, lead, lead_ns = note_lead(state, m, to_issue, host, now, changes, lead, lead_ns)
+                held_up = False
             if duplex:
                 both = out_end != NEVER and in_end != NEVER
                 out_left = _left(out_work, out_end, out_share if both else ALONE, now - reckoned)
@@ -469,7 +411,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                 check -= 1
                 next_check = settled + ((n - settled) >> check) if check else n
                 if iteration and alike(state, before, m):  # from here on it is like the one before
-                    lasted += now - begin - before[m + 1]
+                    lasted += now - begin - before[m + LASTED]
                     period, status, running = 1, DONE, False
                 continue
             period = period_of(states, iteration, m)

@@ -12,14 +12,13 @@ from simulator.compiled.jit import jit, stage
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, CHILD, COPIED, D2H, DUE, DUE_SEGMENT, EXPECTED, EXTRA, FIRST_OF, GATE,
-    GATE_EVENT, GATE_REMAT, H2D, HIGHEST, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, PERSISTENT,
-    READY, RECOMPUTE, RERUN, RETURNS, SEGMENT, SEGMENT_ADDED, SEGMENT_TOPS, SIBLING, SIZE, TENSOR, WAITS, WHEN,
+    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, CHILD, COPIED, D2H, DUE, DUE_SEGMENT, EXTRA, GATE, GATE_EVENT, GATE_REMAT,
+    H2D, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, PERSISTENT, READY, RECOMPUTE, RERUN, RETURNS, SEGMENT, SIBLING, SIZE,
+    TENSOR, WAITS, WHEN,
 )  # fmt: skip
 # isort: on
 
 _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
-FINE, COARSE = 5, 11  # bits: groups of 32 and of 2048 values
 
 
 @stage(entry=True)
@@ -223,94 +222,27 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
 
 
 @stage
-def coarse(values):  # type: ignore[no-untyped-def]
-    """Where the coarse groups begin, behind the fine ones."""
-    return (values.size >> FINE) + 1
-
-
-@stage
-def _largest(values):  # type: ignore[no-untyped-def]
-    top = -NEVER
-    for j in range(values.size):
-        top = max(top, values[j])
-    return top
-
-
-@stage
-def group(values, tops, added, count):  # type: ignore[no-untyped-def]
-    """Groups of the first ``count`` values: value i is in fine group i >> FINE and in coarse group i >> COARSE, which
-    has the entries of ``coarse`` on.
-
-    tops: the largest of each group.
-    added: to be added to all values of a group, and in the tops of it and of those in it: nothing yet.
-    """
-    n_fine, n_coarse = (count + (1 << FINE) - 1) >> FINE, (count + (1 << COARSE) - 1) >> COARSE
-    for g in range(n_fine):
-        tops[g], added[g] = _largest(values[g << FINE : min((g + 1) << FINE, count)]), 0
-    at, wide = coarse(values), COARSE - FINE
-    for g in range(n_coarse):
-        tops[at + g], added[at + g] = _largest(tops[g << wide : min((g + 1) << wide, n_fine)]), 0
-
-
-@stage
-def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-untyped-def]
-    """The segments. Kernels n to 2n - 1 and segments S to 2S - 1 are those of the next iteration, S = ``n_segments``.
-
-    by_kernel[SEGMENT]: the segment of a kernel, n + 1 of them.
-    by_segment[FIRST_OF]: the first kernel of a segment, and 2n.
-    by_segment[HIGHEST]: the largest of ``enforced`` in a segment.
-    by_segment[EXPECTED]: the same plus the bytes that came back early: none yet.
-    by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: groups of EXPECTED.
-
-    Args:
-        enforced: int64 (n + 1,), planned residency, far below 0 where the limit does not count.
-    """
-    n = enforced.size - 1
-    segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
-    highest, expected = by_segment[HIGHEST], by_segment[EXPECTED]
-    begin = 0
-    for at in range(n_segments):
-        end = begin + 1
-        while end < n and segment_of[end] == 0:
-            end += 1
-        top = -NEVER
-        for k in range(begin, end):
-            segment_of[k] = at
-            top = max(top, enforced[k])
-        first[at], first[n_segments + at] = begin, begin + n
-        highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
-        begin = end
-    segment_of[n], first[2 * n_segments] = n_segments, 2 * n
-    group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
-
-
-@stage
-def next_segments(by_segment, n_segments):  # type: ignore[no-untyped-def]
-    """The next iteration's segments become this one's; what comes back early there counts on, in no group."""
-    highest, expected, added = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_ADDED]
-    for g in range(n_segments >> FINE, (2 * n_segments >> FINE) + 1):
-        more = added[g] + added[coarse(expected) + (g >> COARSE - FINE)]
-        if more:
-            for s in range(g << FINE, min((g + 1) << FINE, 2 * n_segments)):
-                expected[s] += more
-    for s in range(n_segments):
-        expected[s], expected[n_segments + s] = expected[n_segments + s], highest[s]
-    group(expected, by_segment[SEGMENT_TOPS], added, 2 * n_segments)
-
-
-@stage
-def note_waits(rows, gaps, by_kernel, wait_ns):  # type: ignore[no-untyped-def]
-    """Fills by_kernel[WAITS]: ns for which each kernel waits for the events of swap-ins (RULES.md, j); returns whether
+def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):  # type: ignore[no-untyped-def]
+    """Fills by_kernel[WAITS]: ns that each kernel takes longer by the events of copies (RULES.md, j); returns whether
     there are any."""
-    if wait_ns == 0:
+    if wait_ns == 0 and event_ns == 0:
         return False
     waits, gate = by_kernel[WAITS], by_kernel[GATE]
-    for k in range(waits.size):
+    n = waits.size - 1
+    for k in range(n + 1):
         waits[k] = 0
+    if event_ns:
+        for r in range(rows.shape[0]):
+            if is_swap(rows, r):
+                waits[(rows[r, AFTER] - gaps[r].lead) % n] = event_ns
+                if rows[r, EXTRA] >= 0:
+                    waits[rows[r, EXTRA]] = event_ns
     for r in range(rows.shape[0]):
         if is_swap(rows, r):
             waits[gaps[r].returns] += wait_ns
-            gate[gaps[r].returns] |= GATE_EVENT
+    for k in range(n):
+        if waits[k]:
+            gate[k] |= GATE_EVENT
     return True
 
 

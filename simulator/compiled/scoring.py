@@ -17,7 +17,7 @@ from simulator.compiled.encoding import (
 
 @stage
 def _issued(kernels, steps, count, swaps):  # type: ignore[no-untyped-def]
-    """``Schedule.issued`` of a plan of so many swaps, for which the first ``count`` of ``steps`` run again."""
+    """The sum of ``Schedule.issues``. The plan has so many swaps, and runs the first ``count`` of ``steps`` again."""
     found, durations = 2 * swaps, kernels[DURATION]
     for k in range(durations.size):  # the last is none, and takes no time
         found += durations[k] > 0
@@ -82,9 +82,9 @@ def score_plans(  # type: ignore[no-untyped-def]
             issue_ns = settings[ISSUE_NS] * _issued(kernels, steps, count, swaps) if settings[ISSUE_NS] > 0 else 0
             if status == DONE and issue_ns >= cutoff:
                 status = SLOWER
-            elif status == DONE and swaps == 0 and log.shape[0] == 0:  # nothing waits
+            elif status == DONE and swaps == 0 and log.shape[0] == 0 and issue_ns == 0:  # nothing waits
                 lasts += kernels[BEGINS, n]
-                result[ITERATION_NS], result[PEAK], result[PERIOD] = max(lasts, issue_ns), required, 1
+                result[ITERATION_NS], result[PEAK], result[PERIOD] = lasts, required, 1
                 if result[ITERATION_NS] >= cutoff:
                     status = SLOWER
             elif status == DONE:
@@ -92,7 +92,6 @@ def score_plans(  # type: ignore[no-untyped-def]
                     tables, plan, Lowering(drops + reruns > 0, count, lasts, required), work, limit_until, cutoff,
                     iterations, result, log,
                 )  # fmt: skip
-                result[ITERATION_NS] = max(result[ITERATION_NS], issue_ns)
         result[STATUS] = status
         if status == UNKNOWN or status == MORE_STEPS:
             return i, n_log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from simulator.compiled.encoding import AT_START, LASTED, LEAD, LEAD_NS
 from simulator.compiled.heap import OUTSIDE
 from simulator.compiled.jit import stage
 
@@ -10,12 +11,11 @@ from simulator.compiled.jit import stage
 def note_state(state, m, lasts, child, queue, head, tail):  # type: ignore[no-untyped-def]
     """Writes who is away into ``state``: by row, 1 on the host, 2 and more in the queue, 0 neither.
 
-    The loop adds, below 0, what a copy under way still takes; in the last but one column, whether there are only the
-    host copies of the start; in the last one, what the iteration has lasted.
+    The loop adds, below 0, what a copy under way still takes; and the last columns (encoding.LEAD).
     """
     for r in range(m):
         state[r] = child[r] != OUTSIDE
-    state[m], state[m + 1] = 0, lasts
+    state[m + LEAD], state[m + LEAD_NS], state[m + AT_START], state[m + LASTED] = 0, 0, 0, lasts
     for j in range(head, tail):
         state[queue[j]] = 2 + j - head
 
@@ -34,9 +34,9 @@ def period_of(states, i, m):  # type: ignore[no-untyped-def]
     """rules._period after iteration i; the last column has what each iteration lasted."""
     slowest, period, j = 0, 0, i - 1
     while j >= 0:
-        slowest = max(slowest, states[j + 1, m + 1])
-        if alike(states[i], states[j], m + 1):
-            period = i - j if states[i, m + 1] == slowest else 0
+        slowest = max(slowest, states[j + 1, m + LASTED])
+        if alike(states[i], states[j], m + LASTED):
+            period = i - j if states[i, m + LASTED] == slowest else 0
             j = 0
         j -= 1
     return period

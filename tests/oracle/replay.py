@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from simulator.machine import Machine
 from simulator.plan import Swap
 from simulator.timeline import Span, Timeline
+from tests.oracle.host import Host
 from tests.oracle.ledger import Change
 from tests.oracle.machine import LONE, Violation, beside_each_other, copy_ns, taken
 from tests.oracle.steps import Block, Step, Steps
@@ -69,6 +70,8 @@ class Replay:
         self.residency = steps.planned_residency()
         self.swaps = steps.gaps(range(-1, len(timeline.boundaries) + 1))  # positions of copy, opening, return
         self.returns = Counter(back % self.n for _, _, opened, back in self.swaps if 0 <= opened < self.n)
+        self.signals = {issued % self.n for _, issued, _, _ in self.swaps} | {d.prefetch for d, *_ in self.swaps}
+        self.host_thread = self._host()
         self.todo = deque(steps.steps)
         self.spans = {stream: deque(s for s in timeline.spans if s.stream == stream) for stream in ("d2h", "h2d")}
         self.shared = beside_each_other(machine)
@@ -98,6 +101,27 @@ class Replay:
         if not holds:
             raise Broken(rule, detail)
 
+    def _host(self) -> Host | None:
+        """The host, if issuing takes time (i)."""
+        steps = [step for step in self.steps.steps if step.position < self.n]
+        if not self.machine.issue_ns or not any(step.lasts_ns for step in steps):
+            return None
+        outs = Counter((issued + 1) % self.n for _, issued, opened, _ in self.swaps if 0 <= opened < self.n)
+        costs = []
+        for step in steps:
+            copies = outs[step.position] + self.returns[step.position] if step.span.kind == "kernel" else 0
+            costs.append(self.machine.issue_ns * (copies + (step.lasts_ns > 0)))
+        ahead = sum(costs) <= sum(step.lasts_ns for step in steps)
+        return Host([step.lasts_ns > 0 for step in steps], costs, self.machine.queue_depth, ahead)
+
+    def _unissued(self) -> int | None:
+        """When the next step is issued, if it has all but that."""
+        takes = sum(b.nbytes for b in self.todo[0].takes)
+        if self.host_thread is None or self.running or self._held_up() or self.used + takes > self.limit:
+            return None
+        time = self.host_thread.time_of(self.host_thread.started)
+        return time if time is not None and time > self.now else None
+
     def _begin(self) -> None:
         for d, issued, opened, back in self.swaps:
             if opened < 0 <= back:
@@ -113,7 +137,9 @@ class Replay:
     def _note_boundary(self) -> None:
         at = self.position
         self.changes.append(len(self.ledger))
+        last = self.iterations == len(self.boundaries)
         self.states.append((
+            self.host_thread and self.host_thread.lead(self.now, self.iterations, last),
             frozenset(t for t in self.host if self._valid(t)),
             frozenset((g.block.owner, g.state, g.after - at, g.before - at) for g in self.gaps.values()),
             frozenset((g.block.owner, g.before - at) for g in self.early if g.before > at),
@@ -226,6 +252,8 @@ class Replay:
 
     def _end_step(self) -> None:
         step, self.running = self.todo.popleft(), None
+        if self.host_thread and step.lasts_ns:
+            self.host_thread.ends.append(self.now)
         for block in step.gives:
             self._charge(block, -1)
         if step.span.kind != "kernel":
@@ -303,16 +331,23 @@ class Replay:
     def _start_step(self) -> None:
         step = self.todo[0]
         takes = sum(b.nbytes for b in step.takes)
-        if self.running or self._held_up() or self.used + takes > self.limit:
+        if self.running or self._held_up() or self.used + takes > self.limit or self._unissued() is not None:
             return
+        if self.host_thread:
+            self.host_thread.started += 1
         self._need(step.span.start_ns == self.now, "idle", "the next step could start")
         for block in step.takes:
             self._charge(block, 1)
-        waits = self.machine.wait_ns * self.returns[step.span.index] if step.span.kind == "kernel" else 0
+        waits = 0
+        if step.span.kind == "kernel":
+            waits += self.machine.wait_ns * self.returns[step.span.index]
+            waits += self.machine.event_ns * (step.span.index in self.signals)
         self.running = Work(step.span, (step.lasts_ns + waits) * LONE)
 
     def _reason(self) -> str:
         """Why the next step cannot start."""
+        if self._unissued() is not None:
+            return "issued"
         if any(g.sync and g.state == "leaving" for g in self.gaps.values()):
             return "sync"
         return "resident" if self._held_up() else "limit"
@@ -320,18 +355,24 @@ class Replay:
     # ---------------------------------------------------------------------- on to the next instant
 
     def _go_on(self) -> None:
-        under_way = self._set_rates()
-        self._need(bool(under_way), self._reason(), "nothing is under way, and nothing can start")
+        under_way, issued_at = self._set_rates(), self._unissued()
+        waits = issued_at is not None
+        self._need(bool(under_way) or waits, self._reason(), "nothing is under way, and nothing can start")
         times = [w.span.end_ns for w in under_way] + [self.now - (-w.left // w.rate) for w in under_way]
         says = [spans[0].start_ns for spans in self.spans.values() if spans]
         if not self.running:
             says.append(self.todo[0].span.start_ns)
+        if issued_at is not None:
+            times.append(issued_at)
         times += [at for at in says if at > self.now]  # something is recorded to start, allowed to or not
         then = max(self.now, min(times))
         if then > self.now and not self.running:
             self._need(self.todo[0].span.start_ns > self.now, self._reason(), "a step starts when it cannot")
             missing = any(g.block.owner in self.todo[0].waits for g in self.gaps.values())
-            self.stalls.append((self.now, then, "data" if "h2d" in self.copies and missing else "memory"))
+            if self.host_thread and waits:
+                self.host_thread.waited = True
+            cause = "issue" if waits else "data" if "h2d" in self.copies and missing else "memory"
+            self.stalls.append((self.now, then, cause))
         for work in under_way:
             work.left -= work.rate * (then - self.now)
         self.now = then

@@ -1,0 +1,138 @@
+"""``Host`` of job_state.py, compiled: the thread that issues steps ahead of the GPU (RULES.md, choice i)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+# isort: off
+from simulator.compiled.encoding import (
+    AFTER, BEGINS, DURATION, ISSUES, ISSUE_NS, LEAD, LEAD_NS, NEVER, QUEUE_DEPTH, STEP_FOR, STEP_KERNEL, Ints,
+)  # fmt: skip
+
+# isort: on
+from simulator.compiled.jit import stage
+from simulator.compiled.lowering import is_swap
+
+
+class Queue(NamedTuple):
+    """What the host issues in an iteration, and how far it may be ahead.
+
+    Attributes:
+        durations: ns of the kernels. steps, n_steps: those that run again. issues: by_kernel[ISSUES].
+        issue_ns, depth: of the machine.
+    """
+
+    durations: Ints
+    steps: NDArray[Any]
+    n_steps: int
+    issues: Ints
+    issue_ns: int
+    depth: int
+
+
+class Host(NamedTuple):
+    """Where the host is.
+
+    Attributes:
+        kernel, step: what it issues next: the kernel, or before it the one that runs again by ``step``.
+        issued: steps that are issued and have not started. queued: those that take time and are not over.
+        next_ns: when it issues the next one, or would if the queue had room.
+    """
+
+    kernel: int
+    step: int
+    issued: int
+    queued: int
+    next_ns: int
+
+
+@stage
+def _cost(queue, kernel, step):  # type: ignore[no-untyped-def]
+    """Host time for the next step, in ns."""
+    if step < queue.n_steps and queue.steps[step, STEP_FOR] == kernel:
+        return queue.issue_ns if queue.durations[queue.steps[step, STEP_KERNEL]] > 0 else 0
+    return queue.issues[kernel]
+
+
+@stage
+def issue(queue, host, now):  # type: ignore[no-untyped-def]
+    """Issues what can be issued until ``now``."""
+    kernel, step, issued, queued, next_ns = host
+    while next_ns <= now:
+        rerun = step < queue.n_steps and queue.steps[step, STEP_FOR] == kernel
+        takes = 1 if queue.durations[queue.steps[step, STEP_KERNEL] if rerun else kernel] > 0 else 0
+        if queued + takes > queue.depth:
+            break
+        issued, queued = issued + 1, queued + takes
+        if rerun:
+            step += 1
+        else:
+            kernel += 1
+            if kernel == queue.durations.size - 1:
+                kernel = step = 0
+        next_ns += _cost(queue, kernel, step)
+    return Host(kernel, step, issued, queued, next_ns)
+
+
+@stage
+def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):  # type: ignore[no-untyped-def]
+    """Fills by_kernel[ISSUES] (Schedule.issues); returns whether the host takes time, what it issues, and where it is
+    before the first iteration."""
+    issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
+    queue, host = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH]), Host(0, 0, 0, 0, 0)
+    busy = kernels[BEGINS, n] + lasts
+    if issue_ns == 0 or busy == 0:
+        return False, queue, host
+    in_all = 2 * issue_ns * rows.shape[0]
+    for k in range(n):
+        issues[k] = issue_ns if kernels[DURATION, k] > 0 else 0
+        in_all += issues[k]
+    for r in range(rows.shape[0]):
+        if is_swap(rows, r):
+            issues[gaps[r].returns] += issue_ns
+            issues[(rows[r, AFTER] - gaps[r].lead + 1) % n] += issue_ns
+        else:
+            in_all -= 2 * issue_ns
+    for j in range(n_steps):
+        in_all += issue_ns if kernels[DURATION, steps[j, STEP_KERNEL]] > 0 else 0
+    if in_all > busy:
+        return True, queue, Host(0, 0, 0, 0, _cost(queue, 0, 0))
+    kernel, step, issued, queued, _ = issue(queue, host, NEVER)
+    return True, queue, Host(kernel, step, issued, queued, 0)
+
+
+@stage
+def start_step(host):  # type: ignore[no-untyped-def]
+    """The step that was issued first starts."""
+    return Host(host.kernel, host.step, host.issued - 1, host.queued, host.next_ns)
+
+
+@stage
+def complete(queue, host, timed, now):  # type: ignore[no-untyped-def]
+    """A step is over; if it took time, the queue has room for another."""
+    host = issue(queue, host, now)
+    if timed:
+        return Host(host.kernel, host.step, host.issued, host.queued - 1, max(host.next_ns, now))
+    return host
+
+
+@stage
+def note_lead(state, m, queue, host, now, changes, lead, lead_ns):  # type: ignore[no-untyped-def]
+    """Host.lead at a boundary: writes it into ``state``.
+
+    Args:
+        changes: 0: it counts as settled; 1: only a smaller lead is another; 2: a step has waited for the host.
+        lead, lead_ns: those of the last boundary.
+
+    Returns:
+        The host, and its lead.
+    """
+    host = issue(queue, host, now)
+    late = min(now - host.next_ns, 0)
+    less = host.issued < lead or (host.issued == lead and late < lead_ns)
+    if changes == 2 or (changes == 1 and less):
+        lead, lead_ns = host.issued, late
+    state[m + LEAD], state[m + LEAD_NS] = lead, lead_ns
+    return host, lead, lead_ns
