@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from statistics import fmean
 
 from omegaconf import DictConfig
 
 from experiments.common.report import Row
+from experiments.figures import chosen
 from experiments.figures.figure import Figure
 from experiments.measured.replays import FOLDER, Replay, replays
 from experiments.plotting.charts import Axis, Chart, Line, Panel, Rule
@@ -14,13 +16,14 @@ from experiments.plotting.palette import INK, look
 from simulator.files import load_json
 from simulator.machine import Machine
 
-GRAPH, STREAMS = "one CUDA graph", "launches from Python"
+EXECUTORS = {"streams": "launches from Python", "graph": "one CUDA graph"}
+GRAPH, STREAMS = EXECUTORS["graph"], EXECUTORS["streams"]
 NETWORKS = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 medium"}
 
 
 def tasks(settings: DictConfig) -> list[Row]:
-    """The two executors."""
-    return [{"executor": STREAMS}, {"executor": GRAPH}]
+    """One per executor."""
+    return [{"executor": EXECUTORS[name]} for name in chosen(settings, "executors", EXECUTORS)]
 
 
 def run(task: Row, machine: Machine) -> Row:
@@ -55,10 +58,14 @@ def numbers(rows: list[Row]) -> Row:
     """Each plan; mean and largest error of each executor."""
     found, out = lines(rows), {}
     for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
-        errors = [abs(one["error"]) for one in found if one["executor"] == executor]
-        out |= {f"{name}_mean": sum(errors) / len(errors), f"{name}_worst": max(errors), f"{name}_plans": len(errors)}
-    free = [abs(one["before_ns"] / one["measured_ns"] - 1) for one in found if one["executor"] == STREAMS]
-    return {"lines": found, "before": sum(free) / len(free), **out}
+        here = [one for one in found if one["executor"] == executor]
+        errors = [abs(one["error"]) for one in here]
+        before = [abs(one["before_ns"] / one["measured_ns"] - 1) for one in here]
+        out |= {
+            f"{name}_plans": len(here), f"{name}_mean": fmean(errors) if here else None,
+            f"{name}_worst": max(errors, default=None), f"{name}_before": fmean(before) if here else None,
+        }  # fmt: skip
+    return {"lines": found, **out}
 
 
 def chart(rows: list[Row]) -> Chart:
