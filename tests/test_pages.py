@@ -36,3 +36,35 @@ def test_a_row_names_a_test_that_runs(row: str, folder: Path) -> None:
     (found,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function)
     assert not any("skip" in ast.unparse(mark) for mark in found.decorator_list)
     assert case is None or re.search(rf"def {case}\(", text)
+
+
+PAPERS = TESTS.parent / "experiments" / "figures" / "README.md"
+COVERED = [
+    line.strip("|").split("|") for line in rows(PAPERS, "Coverage of the papers") if not line.startswith("| item")
+]
+
+
+def test_each_paper_is_covered() -> None:
+    text = PAPERS.read_text().partition("## Coverage of the papers")[2]
+    assert re.findall(r"### (\w+)", text.partition("\n## ")[0]) == [
+        "DQN",
+        "SmartPool",
+        "SuperNeurons",
+        "HOME",
+        "TENSILE",
+    ]
+    assert len(COVERED) > 60
+
+
+@pytest.mark.parametrize("row", COVERED, ids=lambda row: row[0].strip())
+def test_what_covers_an_item_is_there_or_it_is_left_out(row: list[str]) -> None:
+    _, where, verdict = (cell.strip() for cell in row)
+    named = re.fullmatch(r"`(?:figure=(\w+)|([\w/]+\.py))`", where)
+    if named is None:
+        assert where == "" and verdict.startswith("left out")
+    elif named[1]:
+        root = TESTS.parent
+        assert (root / "configs" / "figure" / f"{named[1]}.yaml").exists()
+        assert (root / "experiments" / "results" / f"{named[1]}.json").exists()
+    else:
+        assert (TESTS.parent / named[2]).exists()
