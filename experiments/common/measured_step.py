@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -162,20 +161,34 @@ def written(value: object) -> Value:
     return value if isinstance(value, (bool, int, float)) and isfinite(value) else None
 
 
-def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
-    """What the model of time gives for each kernel, in ns; None for an operator that this PyTorch does not have."""
+class Call(NamedTuple):
+    """A kernel of a measured step and its operator, as ``kernel_ns`` takes them."""
 
-    @cache
-    def ns_of(which: int, phase: Phase) -> int | None:
+    kernel: Kernel
+    node: fx.Node
+    multi_tensor: bool
+
+    def ns(self, machine: Machine, precision: Precision) -> int:
+        """Returns the modelled duration in ns."""
+        return kernel_ns(self.kernel, (self.node,), machine, precision, self.multi_tensor)
+
+
+def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
+    """Returns a call for each operator and phase of the step, except operators that this PyTorch does not have."""
+    found = {}
+    for which, phase in dict.fromkeys((which, phase) for which, phase, _, _ in measured.kernels):
         operator = measured.operators[which]
-        node = _node(operator)
-        if node is None:
-            return None
-        kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
-        many = any(part in operator.name for part in MANY)
-        return kernel_ns(kernel, (node,), machine, measured.precision, many)
+        if (node := _node(operator)) is not None:
+            kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
+            many = phase == "optimizer" and any(part in operator.name for part in MANY)
+            found[which, phase] = Call(kernel, node, many)
+    return found
 
-    return [ns_of(which, phase) for which, phase, _, _ in measured.kernels]
+
+def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
+    """Returns each kernel's modelled duration in ns; None for an operator that this PyTorch does not have."""
+    known = {key: call.ns(machine, measured.precision) for key, call in calls(measured).items()}
+    return [known.get((which, phase)) for which, phase, _, _ in measured.kernels]
 
 
 def _node(operator: Operator) -> fx.Node | None:
