@@ -67,7 +67,7 @@ def _fit(options: argparse.Namespace) -> None:
     from experiments.measured import fit
 
     console = report.console()
-    for found in (fit.h100(), fit.of_v100()):
+    for found in (fit.h100(), fit.of_v100(), fit.h200()):
         heads, lines = fit.table(found)
         table = Table(*heads, title=found.machine, title_justify="left")
         for line in lines:
@@ -79,8 +79,11 @@ def _fit(options: argparse.Namespace) -> None:
             print(f"kernels of at least 20 us: median {found.middle:.1%}")
         if found.held_out:
             h = found.held_out
-            print(f"by coefficients fitted to other shapes: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
+            print(f"by coefficients not fitted to them: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
                   f"{h.kernels} kernels")  # fmt: skip
+        for one in found.networks:
+            print(f"{one.workload}: sum {one.fitted:+.1%}, left out {one.left_out:+.1%}; median {one.middle:.1%}, "
+                  f"left out {one.left_middle:.1%}")  # fmt: skip
 
 
 def _profile(options: argparse.Namespace) -> None:
