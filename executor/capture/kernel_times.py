@@ -34,7 +34,7 @@ LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_f
 PERSISTENT = 1024  # elements of the longest row that PyTorch's softmax keeps in registers and reads once
 ALIGNMENT = 16  # bytes; the widest load of a thread
 WELFORD = 3  # values that Welford's algorithm updates per element (count, mean, sum of squares); a sum updates one
-JOINS = frozenset({"cat", "stack"})
+JOINS, COPIES = frozenset({"cat", "stack"}), frozenset({"_to_copy", "copy_"})
 POINTWISE = frozenset({"elementwise", "activation", "dropout", "copy"})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 TENSOR_CORES = frozenset({"tf32", "bfloat16", "float16"})
@@ -92,9 +92,7 @@ def kernel_ns(
         return round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     name = nodes[0].target._overloadpacket.__name__  # type: ignore[union-attr]
     backward = "backward" in name
-    rate = machine.flops_per_s.get(dtype, 0)
-    if kernel.flops and not rate:
-        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+    rate = _rate(machine, dtype) if kernel.flops else 0
     if kernel.kind == "conv":
         seconds = _convolution(kernel, nodes[0], times, rate, bandwidth, dtype)
     elif kernel.kind == "matmul":
@@ -109,8 +107,8 @@ def kernel_ns(
         seconds = max(kernel.flops / (rate * share), kernel.bytes / (bandwidth * times.elementwise))
     elif kernel.kind == "norm":
         seconds = _norm(kernel, nodes[0], times, bandwidth, backward)
-    elif times.row_ns and "softmax" in name and _largest(nodes[0]).shape[-1] > PERSISTENT:
-        seconds = _row_passes(kernel, nodes[0], times, bandwidth, 4 if backward else 3)
+    elif times.row_ns and "softmax" in name and (length := _softmax_length(nodes[0])) > PERSISTENT:
+        seconds = _row_passes(kernel, nodes[0], times, bandwidth, 4 if backward else 3, length)
     elif times.columns and kernel.kind == "reduce" and _keeps_contiguous(nodes[0]):
         seconds = kernel.bytes / (bandwidth * times.columns)
     elif kernel.kind == "pool" and "adaptive" not in name:
@@ -122,7 +120,7 @@ def kernel_ns(
         seconds = moved / (bandwidth * times.elementwise)
         if times.element_flops and kernel.kind in POINTWISE and not _vectorised(nodes[0]):
             elements = prod(_largest(nodes[0]).shape)
-            seconds = max(seconds, elements * times.element_flops / machine.flops_per_s["float32"])
+            seconds = max(seconds, elements * times.element_flops / _rate(machine, "float32"))
         if kernel.flops:
             share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
             seconds = max(seconds, kernel.flops / (rate * share))
@@ -152,6 +150,12 @@ def types(
     )
 
 
+def _rate(machine: Machine, dtype: str) -> int:
+    if not machine.flops_per_s.get(dtype):
+        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+    return machine.flops_per_s[dtype]
+
+
 def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:
     """Seconds that all passes of a convolution take."""
     found = convolution_of(node)
@@ -161,14 +165,14 @@ def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, b
     nhwc = _channels_last(node)
     seconds = 0.0
     for what in passes:
-        arithmetic, traffic, converted = _pass(convolution, what, times, dtype in TENSOR_CORES)
+        arithmetic, traffic, converted = _pass(convolution, what, times, dtype in TENSOR_CORES, nhwc)
         seconds += max(arithmetic / rate, traffic / (bandwidth * times.conv_bandwidth))
         if not nhwc:
             seconds += converted / (bandwidth * times.conv_bandwidth)
     return seconds
 
 
-def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool) -> tuple[float, int, int]:
+def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool, nhwc: bool) -> tuple[float, int, int]:
     """Returns a pass's FLOPs divided by their share of the rate, its operands' bytes, and its layout conversions'."""
     images = c.itemsize * c.batch * c.channels * prod(c.image)
     outputs = c.itemsize * c.batch * c.filters * prod(c.output)
@@ -186,7 +190,7 @@ def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool) ->
         return flops / share, traffic, 2 * (images + outputs) * converted
     share = times.conv if forward else times.conv_backward
     narrow = min(c.channels, c.filters)
-    if times.unaligned and c.itemsize * narrow % ALIGNMENT:
+    if times.unaligned and nhwc and c.itemsize * narrow % ALIGNMENT:  # conversions pad the channels
         share, narrow = share * times.unaligned, max(c.channels, c.filters)
     idle = 1 + times.conv_channels / narrow
     return flops / share * idle, traffic, 2 * (images + outputs)
@@ -195,7 +199,7 @@ def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool) ->
 def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, backward: bool) -> float:
     """Seconds that a normalisation takes."""
     if "batch_norm" not in str(node.target):
-        return _row_passes(kernel, node, times, bandwidth, 5 if backward else 2)
+        return _row_passes(kernel, node, times, bandwidth, 5 if backward else 2, _normalised_length(node))
     meta = _largest(node)
     nbytes = prod(meta.shape) * meta.dtype.itemsize
     if times.columns and meta.dtype == torch.bfloat16 and _channels_last(node):  # not cuDNN's kernels, but PyTorch's
@@ -206,12 +210,25 @@ def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, bac
     return moved / (bandwidth * times.norm * (1 - exp(-blocks / times.norm_channels)))
 
 
-def _row_passes(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, passes: int) -> float:
-    """Seconds that ``passes`` over the largest tensor take, one block of threads per row."""
+def _row_passes(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, passes: int, length: int) -> float:
+    """Seconds that ``passes`` over a tensor take, one block of threads per row of ``length`` elements (0: no rows)."""
     meta = _largest(node)
-    moved = max(passes * prod(meta.shape) * meta.dtype.itemsize, kernel.bytes)
-    rows = prod(meta.shape[:-1])
+    elements = prod(meta.shape)
+    moved = max(passes * elements * meta.dtype.itemsize, kernel.bytes)
+    rows = elements // length if length else 0
     return max(moved / (bandwidth * times.norm), passes * rows * times.row_ns / times.multiprocessors * 1e-9)
+
+
+def _normalised_length(node: fx.Node) -> int:
+    """Elements of a row of layer norm or RMS norm; 0 for other normalisations."""
+    sizes = _given(node).get("normalized_shape", ())
+    return prod(sizes) if sizes and all(isinstance(size, int) for size in sizes) else 0
+
+
+def _softmax_length(node: fx.Node) -> int:
+    """Elements of a row of softmax; 0 if it is not over the last dimension."""
+    shape, dim = _largest(node).shape, _given(node)["dim"]
+    return shape[-1] if shape and dim % len(shape) == len(shape) - 1 else 0
 
 
 def _keeps_contiguous(node: fx.Node) -> bool:
@@ -230,14 +247,15 @@ def _vectorised(node: fx.Node) -> bool:
     PyTorch does so for dense tensors of one layout and one type, and for the conversion from float32 to half precision.
     """
     metas = [meta for meta in _metas(node) + _results(node) if prod(meta.shape) > 1]
-    if node.target._overloadpacket.__name__ in JOINS:  # type: ignore[union-attr]
+    name = node.target._overloadpacket.__name__  # type: ignore[union-attr]
+    if name in JOINS:
         return all(map(_contiguous, metas))
     if not all(map(_dense, metas)):
         return False
-    floats = [meta.dtype for meta in metas if meta.dtype.is_floating_point]
-    narrowed = node.target._overloadpacket.__name__ == "_to_copy" and floats[:1] == [torch.float32]  # type: ignore[union-attr]
     layouts = {tuple((n, s) for n, s in zip(m.shape, m.stride, strict=True) if n > 1) for m in metas}
-    return len(layouts) <= 1 and (len(set(floats)) <= 1 or narrowed)
+    floats = {meta.dtype for meta in metas if meta.dtype.is_floating_point}
+    narrowed = name in COPIES and _metas(node)[-1].dtype == torch.float32 and torch.float64 not in floats
+    return len(layouts) <= 1 and (len(floats) <= 1 or narrowed)
 
 
 def _dense(meta: Any) -> bool:
