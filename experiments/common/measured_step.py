@@ -1,7 +1,7 @@
-"""A measured step as JSON (``measured/1``): each kernel's time, with its operator and what that was called with.
+"""Measured steps as JSON (``measured/1``): each kernel's time, operator and arguments.
 
-Arguments have shapes, strides and types, no content, so that ``modelled`` can say what the model of time gives for the
-same calls under any coefficients. Names of modules, tensors, files and hosts are not written.
+Arguments have shapes, strides and types, no content: enough for ``modelled`` to predict the same calls with any
+coefficients. Names of modules, tensors, files and hosts are not written.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a truth value
 
 @dataclass(frozen=True)
 class Operator:
-    """What a kernel runs.
+    """Operator of a kernel.
 
     Attributes:
-        name: as in "aten.convolution.default".
-        arguments, named: what it was called with. What is no tensor, number, truth value or list of them is None.
-        result: its tensor; None where it has several.
-        flops, bytes: of one call, as the program has them.
+        name: for example "aten.convolution.default".
+        arguments, named: positional and keyword arguments; None for anything but tensors, numbers, booleans and lists.
+        result: its tensor; None if it has several.
+        flops, bytes: of one call, as in the program.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step; None stands for what was not measured.
+    """A measured step; None stands for a figure that was not measured.
 
     Attributes:
         source: who measured it, or where it is published; ``licence``: under which it may be passed on.
@@ -88,7 +88,7 @@ class MeasuredStep:
     kernels: list[tuple[int, Phase, int, int | None]]
 
     def to_json(self) -> str:
-        """The file's text, an operator per line."""
+        """Returns the file's text, one operator per line."""
         text = json.dumps({"format": FORMAT, **vars(self)}, separators=(",", ":"), default=vars)
         return text.replace('{"name"', '\n{"name"') + "\n"
 
@@ -107,7 +107,7 @@ class MeasuredStep:
 
 
 def measured_step(captured: Captured, profile: Profile, rates: Machine | None = None, **entries: Any) -> MeasuredStep:
-    """The step that a profile was measured of.
+    """Returns the measured step of a profile.
 
     Args:
         rates: as ``executor.calibrate`` measured the machine.
@@ -150,7 +150,7 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
 
 
 def written(value: object) -> Value:
-    """An argument of a node, or a node's result, as ``Operator`` has it."""
+    """Returns a node's argument or result in the form of ``Operator``."""
     if isinstance(value, fx.Node):
         meta = value.meta.get("tensor_meta")
         if not isinstance(meta, TensorMetadata):
@@ -192,7 +192,7 @@ def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
 
 
 def _node(operator: Operator) -> fx.Node | None:
-    """A call of the operator; None if PyTorch has no such operator."""
+    """Returns a call of the operator; None if this PyTorch has no such operator."""
     namespace, name, overload = operator.name.split(".")
     target = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if target is None:

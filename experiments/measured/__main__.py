@@ -1,11 +1,11 @@
-"""What GPUs were measured to take, beside what we say.
+"""Fits the model of kernel times, and measures a network's step on your GPU.
 
-    python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
+    python -m experiments.measured fit                        # coefficients of the model of kernel times, with errors
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
     python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
 
-`profile` measures a network's step on your GPU and writes the device, the software, and each kernel's time with shapes
-and types; no names of modules, paths or hosts. figure=measured shows every such file in tests/data/measured.
+`profile` writes the device, the software, and each kernel's time with shapes and types; no names of modules, paths or
+hosts. figure=measured shows every such file in tests/data/measured.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from simulator.files import FormatError, write_text
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Returns the command line's parser."""
     out = argparse.ArgumentParser(
         "experiments.measured", description=str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = out.add_subparsers(dest="command", required=True)
-    commands.add_parser("fit", help="the coefficients in configs/machine, fitted anew, and their errors")
+    commands.add_parser("fit", help="fits the coefficients in configs/machine and prints their errors")
     one = commands.add_parser("profile", help="measures a network's step")
     one.add_argument("network", help="of experiments/validate_gpu/networks.py, or pkg.mod:factory")
     one.add_argument("out", type=Path, help="JSON file to write")
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     options = parser().parse_args(words)
     from executor import CaptureError
     from executor.capture.profile import ProfileError

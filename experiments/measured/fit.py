@@ -49,7 +49,7 @@ def _named(*parts: str) -> Which:
     return lambda row: any(part in row.name for part in parts)
 
 
-# What is fitted together, and to which operators; in this order, as pooling needs the elementwise share.
+# Groups of coefficients and the operators that they are fitted to, in this order: pooling needs the elementwise share.
 GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     "elementwise": (
         ("elementwise",),
@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     ),
 }
 
-# Coefficient -> the kinds whose sum makes it.
+# Coefficient -> the kinds whose sum determines it.
 KINDS = {
     "elementwise": ("relu fwd", "relu bwd", "residual add fwd", "gradient add"), "norm": ("bn fwd", "bn bwd"),
     "pool": ("maxpool fwd",), "pool_backward": ("maxpool bwd",), "conv_float32": ("conv fwd",),
@@ -79,11 +79,11 @@ class Group:
     """Coefficients that were fitted together.
 
     Attributes:
-        found, written: by the fit, and in the machine's file.
-        kernels: how many they were fitted to.
-        middle, spread: of |modelled / measured − 1| the median, of ln(modelled / measured) the standard deviation;
-            None where only a sum is published.
-        total: the sum modelled over that measured, less 1.
+        found, written: values of the fit, and of the machine's file.
+        kernels: number of kernels that they were fitted to.
+        middle: median of |modelled / measured - 1|; None if only a sum is published.
+        spread: standard deviation of ln(modelled / measured); None likewise.
+        total: sum modelled over sum measured, less 1.
     """
 
     name: str
@@ -97,8 +97,10 @@ class Group:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Kernels by coefficients that were fitted to others: every second shape of a group by its other shapes, of groups
-    with shapes enough. Figures as of ``Group``."""
+    """Errors of kernels that were not fitted to; figures as in ``Group``.
+
+    H100: every second shape of each group with more shapes than coefficients. H200: each network.
+    """
 
     kernels: int
     middle: float
@@ -146,7 +148,7 @@ Pair = tuple[Operator, list[int]]
 
 
 class _Model:
-    """What the model says of a trace's operators, by its coefficients. Equal kernels are computed once."""
+    """Modelled times of a trace's operators as a function of the coefficients; computes equal kernels once."""
 
     def __init__(self, captured: Captured, machine: Machine):
         self.captured, self.machine = captured, machine
@@ -154,11 +156,11 @@ class _Model:
         self.keys = [str((n[0].target, [written(a) for a in n[0].args]) if n else ()) for n in nodes]
 
     def key(self, pair: Pair) -> str:
-        """Equal for operators that the model cannot tell apart."""
+        """Returns a key that is equal for operators which the model cannot tell apart."""
         return str([self.keys[k] for k in pair[1]])
 
     def us(self, times: KernelTimes, rows: Sequence[Pair]) -> NDArray[np.float64]:
-        """Of the operators, float64[n]."""
+        """Returns the operators' modelled microseconds, float64[n]."""
         on, known = replace(self.machine, kernel_times=times), dict[str, int]()
         for k in (k for _, mine in rows for k in mine):
             if self.keys[k] not in known:
@@ -169,13 +171,13 @@ class _Model:
         return np.array([sum(known[self.keys[k]] for k in mine) / 1e3 for _, mine in rows])
 
     def fitted(self, times: KernelTimes, name: str, rows: Sequence[Pair]) -> KernelTimes:
-        """``times`` with the coefficients of a group that are best for ``rows``."""
+        """Returns ``times`` with a group's coefficients fitted to ``rows``."""
         us = np.array([row.us for row, _ in rows])
         return _fitted(times, GROUPS[name][0], lambda t: np.log(self.us(t, rows) / us))
 
 
 def h100() -> Fit:
-    """The fit to TrioSim's trace of ResNet-50."""
+    """Fits to TrioSim's trace of ResNet-50."""
     trace = Trace.load(traces.DATA / "h100_resnet50.csv")
     captured, machine = trace.captured(), Machine.load("h100")
     pairs = traces.paired(captured, trace.operators)
@@ -207,7 +209,7 @@ def h100() -> Fit:
 def _fitted(
     times: KernelTimes, keys: Sequence[str], errors: Callable[[KernelTimes], NDArray[np.float64]]
 ) -> KernelTimes:
-    """``times`` with the best ``keys``."""
+    """Returns ``times`` with the coefficients ``keys`` fitted by least squares."""
 
     def changed(values: Sequence[float]) -> KernelTimes:
         return replace(times, **dict(zip(keys, map(float, values), strict=True)))
@@ -311,7 +313,7 @@ def of_v100() -> Fit:
     in_file = times = _times(machine)
 
     def said(times: KernelTimes, chosen: Sequence[str]) -> float:
-        """us of all kernels of some kinds; that PyTorch updated each parameter by itself."""
+        """Modelled us of all kernels of some kinds; this PyTorch updated each parameter by itself."""
         on = replace(machine, kernel_times=times)
         mine = [k for kind in chosen for k in kinds.get(kind, ())]
         return (
@@ -352,7 +354,7 @@ def _only(times: KernelTimes, keys: Sequence[str]) -> dict[str, float]:
 
 
 def table(found: Fit) -> tuple[list[str], list[list[str]]]:
-    """Heads, and a line for each coefficient."""
+    """Returns the table's heads and a line per coefficient."""
     heads = ["coefficient", "fitted", "in the file", "kernels", "median error", "sd of ln", "sum"]
     lines = []
     for group in found.groups:
