@@ -1,6 +1,6 @@
 """Fits the model of kernel times, and measures a network's step on your GPU.
 
-    python -m experiments.measured fit                        # coefficients of the model of kernel times, with errors
+    python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
     python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "experiments.measured", description=str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = out.add_subparsers(dest="command", required=True)
-    commands.add_parser("fit", help="fits the coefficients in configs/machine and prints their errors")
+    commands.add_parser("fit", help="the coefficients in configs/machine, fitted anew, and their errors")
     one = commands.add_parser("profile", help="measures a network's step")
     one.add_argument("network", help="of experiments/validate_gpu/networks.py, or pkg.mod:factory")
     one.add_argument("out", type=Path, help="JSON file to write")
