@@ -65,6 +65,8 @@ SUITES = {
 def fingerprint(program: Program, machine: Machine) -> str:
     """Of all that a task's returns depend on but the limit."""
     figures = {key: value for key, value in machine.to_dict().items() if value}  # a figure that is new here is 0 there
+    if machine.kernel_times is not None:
+        figures["kernel_times"] = {key: value for key, value in vars(machine.kernel_times).items() if value}
     return sha256(json.dumps([program.fingerprint, figures], sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,8 +1,8 @@
-"""KernelTimes: the coefficients of a model of kernel times, fitted to one architecture's published measurements.
+"""KernelTimes: coefficients of the model of kernel times, fitted to measurements of one GPU architecture.
 
-The model itself needs the operators' shapes and stands in executor/capture/kernel_times.py; here is what a machine's
-file says of its GPU. A share is of the machine's peak: of ``flops_per_s`` for arithmetic, of ``memory_bytes_per_s``
-for traffic. What each is fitted to, and with which error: experiments/measured/README.md.
+The model needs the operators' shapes; it stands in executor/capture/kernel_times.py. A share is of the machine's peak:
+of ``flops_per_s`` for arithmetic, of ``memory_bytes_per_s`` for traffic. experiments/measured/README.md says what each
+coefficient is fitted to, and with which error.
 """
 
 from __future__ import annotations
@@ -14,38 +14,44 @@ from simulator.files import FormatError, fields
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Shares without unit; ``multiprocessors`` is a count.
+    """Coefficients of one GPU; shares of a peak unless a comment says otherwise.
 
     Raises:
-        FormatError: a figure is out of range.
+        FormatError: a coefficient is out of range.
     """
 
-    source: str  # what they are fitted to, as `plan` prints it
-    error: float  # standard deviation of ln(measured / modelled), kernels of at least 20 us, shapes not fitted to
-    step_error: float  # by how much the sum over a step may be off, of itself
-    launch_ns: int  # of kernels that follow one another: the time of the shortest
-    multiprocessors: int
-    elementwise: float  # of the bandwidth: whatever reads and writes each byte once
-    multi_tensor: float  # of the bandwidth: updates of many parameters in one kernel (foreach, fused)
-    norm: float  # of the bandwidth: normalisations, in passes over their tensors
-    norm_channels: float  # channels per multiprocessor with which batch norm reaches 1 - 1/e of that
-    pool: float  # of the bandwidth, of pooling of 3 x 3 windows
+    source: str  # the measurements that the coefficients are fitted to; `plan` prints it
+    error: float  # standard deviation of ln(measured / modelled) over kernels of at least 20 us not fitted to
+    step_error: float  # relative error that the sum over a step may have
+    launch_ns: int  # duration of the shortest kernels
+    multiprocessors: int  # a count
+    elementwise: float  # bandwidth of kernels that read and write each byte once
+    multi_tensor: float  # bandwidth of updates of many parameters in one kernel (foreach, fused)
+    norm: float  # bandwidth of one pass of a normalisation
+    norm_channels: float  # channels per multiprocessor with which batch norm reaches 1 - 1/e of ``norm``
+    pool: float  # bandwidth of pooling with 3 x 3 windows
     pool_backward: float
-    # Convolutions on tensor cores (TF32, half precision), of their rate.
+    # Convolutions on tensor cores (TF32, half precision): shares of their rate.
     conv: float
     conv_backward: float
-    conv_1x1: float  # of stride 1, which need no other layout
+    conv_1x1: float  # stride 1, which needs no conversion of layouts
     conv_1x1_backward: float
-    conv_bandwidth: float  # of the bandwidth: operands, and conversions of their layout to NHWC and back
-    conv_channels: float  # with so many channels half the rate is reached
-    # Convolutions without tensor cores, of float32's rate.
+    conv_bandwidth: float  # bandwidth of operands, and of conversions of their layout to NHWC and back
+    conv_channels: float  # number of channels with which half the rate is reached
+    # Convolutions without tensor cores: shares of float32's rate.
     conv_float32: float
     conv_float32_backward: float
-    winograd: float  # 3 x 3 filters of stride 1, in place of both; more than 1 is possible
+    winograd: float  # 3 x 3 filters of stride 1, instead of the two above; may exceed 1
     # Matrix products.
     matmul: float  # on tensor cores
     matmul_float32: float
     attention: float  # fused, on tensor cores
+    # Optional. 0: not measured on this GPU, and the rule that uses the coefficient does not apply.
+    attention_backward: float = 0.0  # fused, on tensor cores; 0: ``attention``
+    unaligned: float = 0.0  # rate of products and convolutions whose rows are no multiple of 16 bytes, over the aligned
+    columns: float = 0.0  # bandwidth of sums that keep the contiguous dimension (bias gradients, batch norm in NHWC)
+    row_ns: float = 0.0  # ns that a multiprocessor takes at least per row and pass of layer norm, RMS norm and softmax
+    element_flops: float = 0.0  # float32 FLOPs that take as long as one element of a kernel that is not vectorised
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
@@ -53,6 +59,8 @@ class KernelTimes:
             if entry.name == "source":
                 continue
             low, high = _RANGES.get(entry.name, (0.0, 1.0))
+            if value == 0 and entry.default == 0:
+                continue
             if not low < value <= high:
                 raise FormatError(
                     f"machine.kernel_times.{entry.name}: expected a number in ({low:g}, {high:g}], got {value!r}"
@@ -60,18 +68,23 @@ class KernelTimes:
 
     @classmethod
     def from_dict(cls, data: object) -> KernelTimes:
-        """Reads a dictionary with all fields.
+        """Reads a dictionary of fields; those with a default may be left out.
 
         Raises:
-            FormatError: naming the first malformed entry.
+            FormatError: names the first malformed entry.
         """
         kinds = {entry.name: _TYPES.get(entry.name, float) for entry in dataclass_fields(cls)}
-        return cls(**fields(data, "machine.kernel_times", kinds, {}))
+        optional = {entry.name: (float, 0.0) for entry in dataclass_fields(cls) if entry.default == 0}
+        required = {name: kind for name, kind in kinds.items() if name not in optional}
+        return cls(**fields(data, "machine.kernel_times", required, optional))
 
 
 def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
-    """The durations, with their sum exactly ``iteration_ns``, e.g. a measured iteration time, where that is given: they
-    are then only the proportions.
+    """Scales durations so that their sum is exactly ``iteration_ns``; returns them unchanged for None.
+
+    Args:
+        durations: ns per kernel.
+        iteration_ns: ns of an iteration, for example measured.
 
     Raises:
         ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
@@ -90,4 +103,5 @@ def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
 
 _TYPES: dict[str, type] = {"source": str, "launch_ns": int, "multiprocessors": int}
 _RANGES = {"launch_ns": (-1, 1_000_000), "multiprocessors": (0, 1024), "winograd": (0.0, 4.0),
-           "conv_channels": (0.0, 1024.0), "norm_channels": (0.0, 64.0), "error": (0.0, 3.0)}  # fmt: skip
+           "conv_channels": (0.0, 1024.0), "norm_channels": (0.0, 64.0), "error": (0.0, 3.0),
+           "row_ns": (0.0, 100_000.0), "element_flops": (0.0, 100_000.0)}  # fmt: skip

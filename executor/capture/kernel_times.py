@@ -1,16 +1,14 @@
-"""How long a kernel takes on a machine: a model of time per kind, from the operator's shapes and types.
+"""Model of kernel times: the duration of a captured kernel from its operator's shapes, types and layouts.
 
-``kernel_ns`` is the launch plus the longer of arithmetic and traffic, each at the share of the machine's peak that was
-measured for its kind (``Machine.kernel_times``; a machine without them has one roofline, ``Machine.kernel_ns``):
+``kernel_ns`` returns the launch plus the longer of arithmetic and traffic, each at the share of the machine's peak that
+was fitted for its kind (``Machine.kernel_times``; a machine without them has one roofline, ``Machine.kernel_ns``):
 
-1. Convolutions on tensor cores: cuDNN works on NHWC, so that tensors in NCHW are converted before and after each of the
-   calls (forward, gradient of images, gradient of filters); not for 1x1 filters of stride 1, but where the gradient
-   of filters has more channels in than out. Few channels leave tensor cores idle.
-2. Convolutions in float32 are not converted; 3x3 filters of stride 1 take Winograd's algorithm.
-3. Matrix products run in tiles; fewer tiles than multiprocessors leave the others idle.
-4. Batch norm passes over its tensors three times forward and five times backward, a block of threads per channel.
-5. Pooling takes a time per element of its windows; lookups touch the rows that they look up.
-6. Updates by ``torch.optim`` are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False.
+1. Convolutions on tensor cores convert NCHW tensors to NHWC and back, except 1x1 filters of stride 1 (but filters'
+   gradients with more channels in than out). Few channels leave tensor cores idle.
+2. Float32 convolutions need no conversion. 3x3 filters of stride 1 use Winograd's algorithm.
+3. Matrix products run in tiles. Unaligned rows are loaded element by element.
+4. Normalisations, softmax and sums pass over their tensors; executor/capture/README.md has the number of passes.
+5. ``torch.optim`` updates are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False.
 """
 
 from __future__ import annotations
@@ -30,29 +28,40 @@ from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
 from simulator.program import Kernel, Program
 
-TILE, TILE_FLOAT32 = 128, 64  # rows and columns of a matrix product's tile, on tensor cores and without
-WINDOW = 9  # elements of the window that pooling was measured with
+TILE, TILE_FLOAT32 = 128, 64  # rows and columns of a matrix product's tile, with and without tensor cores
+WINDOW = 9  # elements of the pooling window that ``pool`` and ``pool_backward`` were fitted to
 LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward"})
+PERSISTENT = 1024  # elements of the longest row that PyTorch's softmax keeps in registers and reads once
+ALIGNMENT = 16  # bytes; the widest load of a thread
+WELFORD = 3  # values that Welford's algorithm updates per element (count, mean, sum of squares); a sum updates one
+JOINS, COPIES = frozenset({"cat", "stack"}), frozenset({"_to_copy", "copy_"})
+POINTWISE = frozenset({"elementwise", "activation", "dropout", "copy"})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 TENSOR_CORES = frozenset({"tf32", "bfloat16", "float16"})
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What PyTorch's flags let float32 operators run in."""
+    """Whether PyTorch's flags let float32 operators run in TF32."""
 
     conv_tf32: bool  # torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32; PyTorch's default
     matmul_tf32: bool  # torch.backends.cuda.matmul.…, torch.set_float32_matmul_precision
 
     @classmethod
     def now(cls) -> Precision:
-        """PyTorch's flags as they are set now."""
+        """Returns PyTorch's current flags."""
         backends: Any = torch.backends
         return cls(backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.fp32_precision == "tf32")
 
     def arithmetic(self, kind: str, dtype: torch.dtype, machine: Machine) -> str:
-        """The type that a kernel of ``kind`` multiplies in, as ``Machine.flops_per_s`` names it; float32 where the
-        machine has no figure for its own, as it is then emulated."""
+        """Returns the type that a kernel multiplies in, as ``Machine.flops_per_s`` names it.
+
+        A type without a rate in ``Machine.flops_per_s`` is emulated in float32.
+
+        Args:
+            kind: the kernel's kind.
+            dtype: type of its operands.
+        """
         tf32 = self.conv_tf32 if kind == "conv" else self.matmul_tf32
         if dtype == torch.float32 and tf32 and kind in ("conv", "matmul", "rnn") and "tf32" in machine.flops_per_s:
             return "tf32"
@@ -63,17 +72,17 @@ class Precision:
 def kernel_ns(
     kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, precision: Precision, multi_tensor: bool = False
 ) -> int:
-    """The time of a captured kernel.
+    """Returns the modelled duration of a captured kernel in ns.
 
     Args:
-        nodes: its operator first.
-        multi_tensor: it is part of a kernel that updates many parameters.
+        nodes: the kernel's operator, then the getitems of it.
+        multi_tensor: whether the kernel is part of one that updates many parameters.
 
     Raises:
-        FormatError: the machine has no figure for float32.
+        FormatError: the machine has no rate for float32.
     """
     if not nodes or not (kernel.flops or kernel.bytes):
-        return 0  # nothing is launched
+        return 0  # an allocation or a marker launches nothing
     dtype = precision.arithmetic(kernel.kind, _dtype(nodes[0]), machine)
     times = machine.kernel_times
     if times is None:
@@ -83,20 +92,25 @@ def kernel_ns(
         return round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     name = nodes[0].target._overloadpacket.__name__  # type: ignore[union-attr]
     backward = "backward" in name
-    rate = machine.flops_per_s.get(dtype, 0)
-    if kernel.flops and not rate:
-        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+    rate = _rate(machine, dtype) if kernel.flops else 0
     if kernel.kind == "conv":
         seconds = _convolution(kernel, nodes[0], times, rate, bandwidth, dtype)
     elif kernel.kind == "matmul":
         share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
         if "attention" in name:
-            share = times.attention if dtype in TENSOR_CORES else times.matmul_float32
+            fused = times.attention_backward or times.attention if backward else times.attention
+            share = fused if dtype in TENSOR_CORES else times.matmul_float32
         elif name in PRODUCTS:
             share *= _occupied(nodes[0], times, TILE if dtype in TENSOR_CORES else TILE_FLOAT32)
+            if times.unaligned and dtype in TENSOR_CORES and not _rows_aligned(nodes[0]):
+                share *= times.unaligned
         seconds = max(kernel.flops / (rate * share), kernel.bytes / (bandwidth * times.elementwise))
     elif kernel.kind == "norm":
-        seconds = _norm(kernel, nodes[0], times, backward) / bandwidth
+        seconds = _norm(kernel, nodes[0], times, bandwidth, backward)
+    elif times.row_ns and "softmax" in name and (length := _softmax_length(nodes[0])) > PERSISTENT:
+        seconds = _row_passes(kernel, nodes[0], times, bandwidth, 4 if backward else 3, length)
+    elif times.columns and kernel.kind == "reduce" and _keeps_contiguous(nodes[0]):
+        seconds = kernel.bytes / (bandwidth * times.columns)
     elif kernel.kind == "pool" and "adaptive" not in name:
         share = times.pool_backward if backward else times.pool
         window = prod(_given(nodes[0]).get("kernel_size", (3, 3)))
@@ -104,6 +118,9 @@ def kernel_ns(
     else:
         moved = 2 * _nbytes(nodes[0]) if name in LOOKUPS else kernel.bytes
         seconds = moved / (bandwidth * times.elementwise)
+        if times.element_flops and kernel.kind in POINTWISE and not _vectorised(nodes[0]):
+            elements = prod(_largest(nodes[0]).shape)
+            seconds = max(seconds, elements * times.element_flops / _rate(machine, "float32"))
         if kernel.flops:
             share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
             seconds = max(seconds, kernel.flops / (rate * share))
@@ -111,7 +128,7 @@ def kernel_ns(
 
 
 def arithmetic(program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision) -> str:
-    """A sentence: in which types a captured program's convolutions and products are timed; "" where it has none."""
+    """Returns a sentence that names the types in which convolutions and products are timed; "" without any."""
     found: dict[str, set[str]] = {}
     for kernel, name in zip(program.kernels, types(program, nodes, machine, precision), strict=True):
         if kernel.flops and name:
@@ -126,15 +143,21 @@ def arithmetic(program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Ma
 def types(
     program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision
 ) -> tuple[str, ...]:
-    """Per kernel the type that it computes in, as ``Precision.arithmetic`` names it; "" where nothing is launched."""
+    """Returns the type that each kernel computes in (``Precision.arithmetic``); "" for kernels that launch nothing."""
     return tuple(
         precision.arithmetic(kernel.kind, _dtype(own[0]), machine) if own and (kernel.flops or kernel.bytes) else ""
         for kernel, own in zip(program.kernels, nodes, strict=True)
     )
 
 
+def _rate(machine: Machine, dtype: str) -> int:
+    if not machine.flops_per_s.get(dtype):
+        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+    return machine.flops_per_s[dtype]
+
+
 def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:
-    """Seconds of all passes of a convolution."""
+    """Seconds that all passes of a convolution take."""
     found = convolution_of(node)
     if found is None:  # grouped, transposed, 1-D or 3-D: as it moves its operands once, without tensor cores
         return max(kernel.flops / (rate * times.conv_float32), kernel.bytes / (bandwidth * times.conv_bandwidth))
@@ -142,15 +165,15 @@ def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, b
     nhwc = _channels_last(node)
     seconds = 0.0
     for what in passes:
-        arithmetic, traffic, converted = _pass(convolution, what, times, dtype in TENSOR_CORES)
+        arithmetic, traffic, converted = _pass(convolution, what, times, dtype in TENSOR_CORES, nhwc)
         seconds += max(arithmetic / rate, traffic / (bandwidth * times.conv_bandwidth))
         if not nhwc:
             seconds += converted / (bandwidth * times.conv_bandwidth)
     return seconds
 
 
-def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool) -> tuple[float, int, int]:
-    """FLOPs over the share of the rate at which they run, bytes of operands, and of conversions of their layout."""
+def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool, nhwc: bool) -> tuple[float, int, int]:
+    """Returns a pass's FLOPs divided by their share of the rate, its operands' bytes, and its layout conversions'."""
     images = c.itemsize * c.batch * c.channels * prod(c.image)
     outputs = c.itemsize * c.batch * c.filters * prod(c.output)
     filters = c.itemsize * c.channels * c.filters * prod(c.filter)
@@ -166,22 +189,94 @@ def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool) ->
         converted = what == "filters" and c.channels > c.filters
         return flops / share, traffic, 2 * (images + outputs) * converted
     share = times.conv if forward else times.conv_backward
-    idle = 1 + times.conv_channels / min(c.channels, c.filters)
+    narrow = min(c.channels, c.filters)
+    if times.unaligned and nhwc and c.itemsize * narrow % ALIGNMENT:  # conversions pad the channels
+        share, narrow = share * times.unaligned, max(c.channels, c.filters)
+    idle = 1 + times.conv_channels / narrow
     return flops / share * idle, traffic, 2 * (images + outputs)
 
 
-def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, backward: bool) -> float:
-    """Bytes over the share of the bandwidth at which they pass."""
+def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, backward: bool) -> float:
+    """Seconds that a normalisation takes."""
+    if "batch_norm" not in str(node.target):
+        return _row_passes(kernel, node, times, bandwidth, 5 if backward else 2, _normalised_length(node))
     meta = _largest(node)
     nbytes = prod(meta.shape) * meta.dtype.itemsize
-    batch_norm = "batch_norm" in str(node.target)
-    moved = max(nbytes * ((5 if backward else 3) if batch_norm else (5 if backward else 2)), kernel.bytes)
-    blocks = meta.shape[1] / times.multiprocessors if batch_norm and len(meta.shape) > 1 else float("inf")
-    return moved / (times.norm * (1 - exp(-blocks / times.norm_channels)))
+    if times.columns and meta.dtype == torch.bfloat16 and _channels_last(node):  # not cuDNN's kernels, but PyTorch's
+        summed, mapped = (2, 3) if backward else (WELFORD, 2)
+        return nbytes / bandwidth * (summed / times.columns + mapped / times.elementwise)
+    moved = max(nbytes * (5 if backward else 3), kernel.bytes)
+    blocks = meta.shape[1] / times.multiprocessors if len(meta.shape) > 1 else float("inf")
+    return moved / (bandwidth * times.norm * (1 - exp(-blocks / times.norm_channels)))
+
+
+def _row_passes(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, passes: int, length: int) -> float:
+    """Seconds that ``passes`` over a tensor take, one block of threads per row of ``length`` elements (0: no rows)."""
+    meta = _largest(node)
+    elements = prod(meta.shape)
+    moved = max(passes * elements * meta.dtype.itemsize, kernel.bytes)
+    rows = elements // length if length else 0
+    return max(moved / (bandwidth * times.norm), passes * rows * times.row_ns / times.multiprocessors * 1e-9)
+
+
+def _normalised_length(node: fx.Node) -> int:
+    """Elements of a row of layer norm or RMS norm; 0 for other normalisations."""
+    sizes = _given(node).get("normalized_shape", ())
+    return prod(sizes) if sizes and all(isinstance(size, int) for size in sizes) else 0
+
+
+def _softmax_length(node: fx.Node) -> int:
+    """Elements of a row of softmax; 0 if it is not over the last dimension."""
+    shape, dim = _largest(node).shape, _given(node)["dim"]
+    return shape[-1] if shape and dim % len(shape) == len(shape) - 1 else 0
+
+
+def _keeps_contiguous(node: fx.Node) -> bool:
+    """Whether a reduction keeps the dimension in which its input is contiguous."""
+    source, dims = _metas(node)[0], _given(node).get("dim")
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    reduced = {dim % len(source.shape) for dim in dims}
+    sizes = enumerate(zip(source.shape, source.stride, strict=True))
+    return any(stride == 1 and size > 1 and i not in reduced for i, (size, stride) in sizes)
+
+
+def _vectorised(node: fx.Node) -> bool:
+    """Whether an element-wise kernel loads several elements per instruction.
+
+    PyTorch does so for dense tensors of one layout and one type, and for the conversion from float32 to half precision.
+    """
+    metas = [meta for meta in _metas(node) + _results(node) if prod(meta.shape) > 1]
+    name = node.target._overloadpacket.__name__  # type: ignore[union-attr]
+    if name in JOINS:
+        return all(map(_contiguous, metas))
+    if not all(map(_dense, metas)):
+        return False
+    layouts = {tuple((n, s) for n, s in zip(m.shape, m.stride, strict=True) if n > 1) for m in metas}
+    floats = {meta.dtype for meta in metas if meta.dtype.is_floating_point}
+    narrowed = name in COPIES and _metas(node)[-1].dtype == torch.float32 and torch.float64 not in floats
+    return len(layouts) <= 1 and (len(floats) <= 1 or narrowed)
+
+
+def _dense(meta: Any) -> bool:
+    """Whether a tensor's elements fill a range of memory."""
+    return sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) + 1 == prod(meta.shape)
+
+
+def _contiguous(meta: Any) -> bool:
+    """Whether a tensor is dense, its last dimension the fastest."""
+    strides = [stride for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1]
+    return _dense(meta) and strides == sorted(strides, reverse=True)
+
+
+def _rows_aligned(node: fx.Node) -> bool:
+    """Whether the rows of a product's operands and result begin at multiples of ALIGNMENT."""
+    strides = ((stride, meta.dtype.itemsize) for meta in _metas(node) + _results(node) for stride in meta.stride)
+    return all(stride * itemsize % ALIGNMENT == 0 for stride, itemsize in strides if stride > 1)
 
 
 def _occupied(node: fx.Node, times: KernelTimes, tile: int) -> float:
-    """The share of the multiprocessors that a matrix product has tiles for."""
+    """Share of the multiprocessors that a matrix product has tiles for."""
     *batch, m, n = node.meta["tensor_meta"].shape
     return min(1.0, prod(batch) * ceil(m / tile) * ceil(n / tile) / times.multiprocessors)
 
@@ -191,25 +286,29 @@ def _given(node: fx.Node) -> dict[str, Any]:
 
 
 def _metas(node: fx.Node) -> list[Any]:
-    """Of its arguments, lists of them included."""
+    """Metadata of the tensors among its arguments, lists included."""
     found = (n.meta.get("tensor_meta") for n in node.all_input_nodes)
     return [meta for meta in found if hasattr(meta, "dtype")]
 
 
+def _results(node: fx.Node) -> list[Any]:
+    """Metadata of its result, if that is one tensor."""
+    return [meta] if hasattr(meta := node.meta.get("tensor_meta"), "dtype") else []
+
+
 def _largest(node: fx.Node) -> Any:
-    """The largest of its arguments and result."""
-    own = [meta] if hasattr(meta := node.meta.get("tensor_meta"), "dtype") else []
-    return max(_metas(node) + own, key=lambda meta: prod(meta.shape))
+    """Metadata of the largest tensor among its arguments and result."""
+    return max(_metas(node) + _results(node), key=lambda meta: prod(meta.shape))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """The type of its first argument of floating-point numbers."""
-    own = [meta] if hasattr(meta := node.meta.get("tensor_meta"), "dtype") else []
-    return next((m.dtype for m in _metas(node) + own if m.dtype.is_floating_point), torch.float32)
+    """Type of its first floating-point argument."""
+    metas = _metas(node) + _results(node)
+    return next((meta.dtype for meta in metas if meta.dtype.is_floating_point), torch.float32)
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Of its result, or the first of its results."""
+    """Bytes of its (first) result."""
     meta = node.meta.get("tensor_meta")
     meta = meta[0] if isinstance(meta, (list, tuple)) and not hasattr(meta, "dtype") else meta
     return prod(meta.shape) * meta.dtype.itemsize if hasattr(meta, "dtype") else 0

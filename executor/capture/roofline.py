@@ -10,14 +10,14 @@ from simulator.program import Program
 def with_roofline(
     program: Program, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None
 ) -> Program:
-    """The program with durations ``Machine.kernel_ns`` of each kernel's FLOPs and bytes, for who has no more than a
-    program; of a capture, ``Captured.on`` knows more.
+    """Returns the program with the roofline's duration (``Machine.kernel_ns``) for each kernel.
 
-    A kernel that touches no memory (an allocation, a marker) launches nothing and lasts 0 ns.
+    For a program without its capture; ``Captured.on`` also uses shapes and layouts. A kernel that touches no memory
+    (an allocation, a marker) launches nothing and lasts 0 ns.
 
     Args:
-        dtype: whose peak FLOP rate to use.
-        iteration_ns: see ``scaled``.
+        dtype: type whose peak FLOP rate is used.
+        iteration_ns: ns of an iteration to scale to (``scaled``).
 
     Raises:
         ValueError: ``iteration_ns`` is not positive, or no kernel takes time.

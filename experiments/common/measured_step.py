@@ -1,16 +1,15 @@
-"""A measured step as JSON (``measured/1``): each kernel's time, with its operator and what that was called with.
+"""Measured steps as JSON (``measured/1``): each kernel's time, operator and arguments.
 
-Arguments have shapes, strides and types, no content, so that ``modelled`` can say what the model of time gives for the
-same calls under any coefficients. Names of modules, tensors, files and hosts are not written.
+Arguments have shapes, strides and types, no content: enough for ``modelled`` to predict the same calls with any
+coefficients. Names of modules, tensors, files and hosts are not written.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -34,13 +33,13 @@ Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a truth value
 
 @dataclass(frozen=True)
 class Operator:
-    """What a kernel runs.
+    """Operator of a kernel.
 
     Attributes:
-        name: as in "aten.convolution.default".
-        arguments, named: what it was called with. What is no tensor, number, truth value or list of them is None.
-        result: its tensor; None where it has several.
-        flops, bytes: of one call, as the program has them.
+        name: for example "aten.convolution.default".
+        arguments, named: positional and keyword arguments; None for anything but tensors, numbers, booleans and lists.
+        result: its tensor; None if it has several.
+        flops, bytes: of one call, as in the program.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step; None stands for what was not measured.
+    """A measured step; None stands for a figure that was not measured.
 
     Attributes:
         source: who measured it, or where it is published; ``licence``: under which it may be passed on.
@@ -89,7 +88,7 @@ class MeasuredStep:
     kernels: list[tuple[int, Phase, int, int | None]]
 
     def to_json(self) -> str:
-        """The file's text, an operator per line."""
+        """Returns the file's text, one operator per line."""
         text = json.dumps({"format": FORMAT, **vars(self)}, separators=(",", ":"), default=vars)
         return text.replace('{"name"', '\n{"name"') + "\n"
 
@@ -108,7 +107,7 @@ class MeasuredStep:
 
 
 def measured_step(captured: Captured, profile: Profile, rates: Machine | None = None, **entries: Any) -> MeasuredStep:
-    """The step that a profile was measured of.
+    """Returns the measured step of a profile.
 
     Args:
         rates: as ``executor.calibrate`` measured the machine.
@@ -151,7 +150,7 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
 
 
 def written(value: object) -> Value:
-    """An argument of a node, or a node's result, as ``Operator`` has it."""
+    """Returns a node's argument or result in the form of ``Operator``."""
     if isinstance(value, fx.Node):
         meta = value.meta.get("tensor_meta")
         if not isinstance(meta, TensorMetadata):
@@ -162,24 +161,38 @@ def written(value: object) -> Value:
     return value if isinstance(value, (bool, int, float)) and isfinite(value) else None
 
 
-def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
-    """What the model of time gives for each kernel, in ns; None for an operator that this PyTorch does not have."""
+class Call(NamedTuple):
+    """A kernel of a measured step and its operator, as ``kernel_ns`` takes them."""
 
-    @cache
-    def ns_of(which: int, phase: Phase) -> int | None:
+    kernel: Kernel
+    node: fx.Node
+    multi_tensor: bool
+
+    def ns(self, machine: Machine, precision: Precision) -> int:
+        """Returns the modelled duration in ns."""
+        return kernel_ns(self.kernel, (self.node,), machine, precision, self.multi_tensor)
+
+
+def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
+    """Returns a call for each operator and phase of the step, except operators that this PyTorch does not have."""
+    found = {}
+    for which, phase in dict.fromkeys((which, phase) for which, phase, _, _ in measured.kernels):
         operator = measured.operators[which]
-        node = _node(operator)
-        if node is None:
-            return None
-        kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
-        many = any(part in operator.name for part in MANY)
-        return kernel_ns(kernel, (node,), machine, measured.precision, many)
+        if (node := _node(operator)) is not None:
+            kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
+            many = phase == "optimizer" and any(part in operator.name for part in MANY)
+            found[which, phase] = Call(kernel, node, many)
+    return found
 
-    return [ns_of(which, phase) for which, phase, _, _ in measured.kernels]
+
+def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
+    """Returns each kernel's modelled duration in ns; None for an operator that this PyTorch does not have."""
+    known = {key: call.ns(machine, measured.precision) for key, call in calls(measured).items()}
+    return [known.get((which, phase)) for which, phase, _, _ in measured.kernels]
 
 
 def _node(operator: Operator) -> fx.Node | None:
-    """A call of the operator; None if PyTorch has no such operator."""
+    """Returns a call of the operator; None if this PyTorch has no such operator."""
     namespace, name, overload = operator.name.split(".")
     target = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if target is None:

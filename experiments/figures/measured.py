@@ -1,4 +1,4 @@
-"""What we say beside what was measured on real GPUs: times of kernels and of whole steps, and peaks."""
+"""Compares predictions with measurements of real GPUs: times of kernels and of whole steps, and peaks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
 WHOLE = "steps.csv"  # of steps of which only the time is published
 PEAKS = "xmem_points.csv"
 PARTS = ("steps", "fit", "peaks", "plans")
-STEP_BAR, KERNEL_BAR, PEAK_BAR = 0.1, 0.15, 0.042
+STEP_BAR, KERNEL_BAR, PEAK_BAR, LEFT_OUT_BAR = 0.1, 0.15, 0.042, 0.12
 PLAN_BAR = 0.03  # of the ideal time: points of overhead
 MODEL, ROOFLINE = "model", "roofline"  # times of experiments/measured/plans.py
 ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 LEAST_US = 20.0
-FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv")  # what coefficients are fitted to
-GPUS = {"h100": "H100", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
+FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv", *(
+    f"nvidia_h200-{network}.json" for network in ("gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16")
+))  # fmt: skip
+GPUS = {"h100": "H100", "h200": "H200", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
 
 
 def tasks(settings: DictConfig) -> list[Row]:
@@ -62,8 +64,11 @@ def _digest(path: Path) -> str:
 
 
 def run(task: Row, machine: Machine) -> Row:
-    """Rows [name, kind, measured, ours, control], in us for kernels and kinds, in ms for whole steps; or the fit; or a
-    peak."""
+    """Returns a task's row.
+
+    For "steps", ``rows`` has [name, kind, measured, ours, control] per kernel or kind (us) or per whole step (ms); for
+    "fit" the model's errors on what it was not fitted to; for "peaks" and "plans" one comparison.
+    """
     if task["part"] == "plans":
         from experiments.measured import plans
 
@@ -80,7 +85,8 @@ def run(task: Row, machine: Machine) -> Row:
         assert found.held_out is not None
         held = found.held_out
         return {"error": found.error, "middle": found.middle,
-                "held_out": {"kernels": held.kernels, "middle": held.middle, "spread": held.spread}}  # fmt: skip
+                "held_out": {"kernels": held.kernels, "middle": held.middle, "spread": held.spread},
+                "networks": [one._asdict() for one in fit.h200().networks]}  # fmt: skip
     path = DATA / task["file"]
     if path.name == WHOLE:
         return {"kind": "whole", "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control]
@@ -204,7 +210,7 @@ def of_peaks(name: str, mean: Row) -> Row:
 
 
 def numbers(rows: list[Row]) -> Row:
-    """Every comparison and its bar; where we are off, and what has not been compared."""
+    """Returns every comparison with its bar, and the largest errors."""
     steps, points = all_steps(rows), _of(rows, "peaks")
     unseen = [step for step in steps if not step.fitted]
     errors, old = ([abs(getattr(step, key)) for step in unseen] for key in ("error", "old"))
@@ -214,6 +220,8 @@ def numbers(rows: list[Row]) -> Row:
                    "fit": "(fitted to it)" if step.fitted else None} for step in steps],
         "kernels": [of_kernels(row, large) for row, large in kernels(rows)],
         "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in _of(rows, "fit")],
+        "left_out": [{**one, "name": _named(f"h200: {one['workload']}"), "bar": bar(abs(one["left_out"]), LEFT_OUT_BAR)}
+                     for row in _of(rows, "fit") for one in row["networks"]],
         "peaks": [of_peaks(name, mean) for name, mean in means(points).items()],
         "plans": [of_plans(row) for row in sorted(_of(rows, "plans"), key=lambda row: -row["limit"])],
         "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in (errors, old)],

@@ -1,12 +1,12 @@
-"""What GPUs were measured to take, beside what we say.
+"""Fits the model of kernel times, and measures a network's step on your GPU.
 
     python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
     python -m experiments.measured replays                    # plans that an H200 replayed: predicted and measured
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
     python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
 
-`profile` measures a network's step on your GPU and writes the device, the software, and each kernel's time with shapes
-and types; no names of modules, paths or hosts. figure=measured shows every such file in tests/data/measured.
+`profile` writes the device, the software, and each kernel's time with shapes and types; no names of modules, paths or
+hosts. figure=measured shows every such file in tests/data/measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simulator.files import FormatError, write_text
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Returns the command line's parser."""
     out = argparse.ArgumentParser(
         "experiments.measured", description=str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     options = parser().parse_args(words)
     from executor import CaptureError
     from executor.capture.profile import ProfileError
@@ -69,7 +69,7 @@ def _fit(options: argparse.Namespace) -> None:
     from experiments.measured import fit
 
     console = report.console()
-    for found in (fit.h100(), fit.of_v100()):
+    for found in (fit.h100(), fit.of_v100(), fit.h200()):
         heads, lines = fit.table(found)
         table = Table(*heads, title=found.machine, title_justify="left")
         for line in lines:
@@ -81,8 +81,11 @@ def _fit(options: argparse.Namespace) -> None:
             print(f"kernels of at least 20 us: median {found.middle:.1%}")
         if found.held_out:
             h = found.held_out
-            print(f"by coefficients fitted to other shapes: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
+            print(f"by coefficients not fitted to them: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
                   f"{h.kernels} kernels")  # fmt: skip
+        for one in found.networks:
+            print(f"{one.workload}: sum {one.fitted:+.1%}, left out {one.left_out:+.1%}; median {one.middle:.1%}, "
+                  f"left out {one.left_middle:.1%}")  # fmt: skip
 
 
 def _replays(options: argparse.Namespace) -> None:

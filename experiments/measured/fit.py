@@ -1,18 +1,19 @@
-"""The coefficients of the model of time (executor/capture/kernel_times.py), fitted to published measurements.
+"""Fits the coefficients of the model of kernel times (executor/capture/kernel_times.py) to measurements.
 
-1. *H100*: least squares of ln(modelled / measured) over the operators of a trace of at least LEAST_US, a group of
-   coefficients after the other; outliers count less (soft l1). The better of those that begin at STARTS, whatever the
-   machine's file has: from one alone it can end where no small change is better, and on which computer it does differs.
-2. *V100*: only sums over kinds of kernels are published; each coefficient is that with which its kinds' sum is right.
+1. *H100*: least squares of ln(modelled / measured) over the operators of a trace of at least LEAST_US, one group of
+   coefficients after the other, with a soft-l1 loss. The better of two fits, from each of STARTS.
+2. *V100*: only sums over kinds of kernels are published. Each coefficient makes the sum of its kinds exact.
+3. *H200*: the same residuals over all kernels of three profiled steps at once, each weighted by its part of its step.
+   Each network is also left out in turn. Coefficients on which no kernel depends stay as the H100's.
 
-What neither has (attention, matrix products on tensor cores, the V100's tensor cores) stays as the machine's file has
-it, which says where that is from.
+Coefficients that no measurement determines stay as in the machine's file, which names their source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,11 @@ from scipy.optimize import brentq, least_squares
 
 from executor.capture.captured import Captured
 from executor.capture.kernel_times import kernel_ns
-from experiments.common.measured_step import written
+from experiments.common.measured_step import MeasuredStep, calls, written
 from experiments.measured import traces
 from experiments.measured.steps import LEAST_US, Trace, v100
 from experiments.measured.traces import Operator
+from simulator.files import load_json
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
 
@@ -31,6 +33,15 @@ STARTS = (0.4, 8.0), (0.7, 20.0)  # of shares, and of the two counts of channels
 CHANNELS = ("norm_channels", "conv_channels")
 OUTLIER = 0.1  # of ln(modelled / measured): from here on an error counts less
 PLACES = 3  # decimals in a machine's file
+# Coefficients fitted to profiled steps of an H200, with their initial values; None: the H100's.
+STEP_STARTS: dict[str, float | None] = {
+    **dict.fromkeys((
+        "launch_ns", "elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
+        "conv_1x1_backward", "conv_bandwidth", "conv_channels", "matmul", "attention",
+    )),
+    "attention_backward": 0.4, "unaligned": 0.3, "columns": 0.5, "row_ns": 300.0, "element_flops": 150.0,
+}  # fmt: skip
+UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # no shares of a peak
 Which = Callable[[Operator], bool]
 
 
@@ -38,7 +49,7 @@ def _named(*parts: str) -> Which:
     return lambda row: any(part in row.name for part in parts)
 
 
-# What is fitted together, and to which operators; in this order, as pooling needs the elementwise share.
+# Groups of coefficients and the operators that they are fitted to, in this order: pooling needs the elementwise share.
 GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     "elementwise": (
         ("elementwise",),
@@ -55,7 +66,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     ),
 }
 
-# Coefficient -> the kinds whose sum makes it.
+# Coefficient -> the kinds whose sum determines it.
 KINDS = {
     "elementwise": ("relu fwd", "relu bwd", "residual add fwd", "gradient add"), "norm": ("bn fwd", "bn bwd"),
     "pool": ("maxpool fwd",), "pool_backward": ("maxpool bwd",), "conv_float32": ("conv fwd",),
@@ -68,11 +79,11 @@ class Group:
     """Coefficients that were fitted together.
 
     Attributes:
-        found, written: by the fit, and in the machine's file.
-        kernels: how many they were fitted to.
-        middle, spread: of |modelled / measured − 1| the median, of ln(modelled / measured) the standard deviation;
-            None where only a sum is published.
-        total: the sum modelled over that measured, less 1.
+        found, written: values of the fit, and of the machine's file.
+        kernels: number of kernels that they were fitted to.
+        middle: median of |modelled / measured - 1|; None if only a sum is published.
+        spread: standard deviation of ln(modelled / measured); None likewise.
+        total: sum modelled over sum measured, less 1.
     """
 
     name: str
@@ -86,8 +97,10 @@ class Group:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Kernels by coefficients that were fitted to others: every second shape of a group by its other shapes, of groups
-    with shapes enough. Figures as of ``Group``."""
+    """Errors of kernels that were not fitted to; figures as in ``Group``.
+
+    H100: every second shape of each group with more shapes than coefficients. H200: each network.
+    """
 
     kernels: int
     middle: float
@@ -95,14 +108,31 @@ class HeldOut:
     total: float
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What was fitted of a machine; ``groups``, then over all kernels: see ``Group``.
+class LeftOut(NamedTuple):
+    """A profiled step: errors with it among the steps that are fitted to, and with it left out.
 
     Attributes:
-        error: ``spread`` over all kernels of at least LEAST_US; None where only sums are published.
-        step: the sum of all modelled over that of all measured, less 1.
-        held_out: the control.
+        workload: the step's network.
+        fitted, left_out: sum modelled over sum measured, less 1.
+        middle, left_middle: median of |modelled / measured - 1| over kernels of at least LEAST_US.
+    """
+
+    workload: str
+    fitted: float
+    left_out: float
+    middle: float
+    left_middle: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fit of one machine: its groups, then figures over all kernels (see ``Group``).
+
+    Attributes:
+        error: ``spread`` over all kernels of at least LEAST_US; None if only sums are published.
+        step: sum modelled over sum measured, less 1.
+        held_out: the same figures for kernels that were not fitted to.
+        networks: one entry per profiled step.
     """
 
     machine: str
@@ -111,13 +141,14 @@ class Fit:
     middle: float | None
     step: float
     held_out: HeldOut | None = None
+    networks: tuple[LeftOut, ...] = ()
 
 
 Pair = tuple[Operator, list[int]]
 
 
 class _Model:
-    """What the model says of a trace's operators, by its coefficients. Equal kernels are computed once."""
+    """Modelled times of a trace's operators as a function of the coefficients; computes equal kernels once."""
 
     def __init__(self, captured: Captured, machine: Machine):
         self.captured, self.machine = captured, machine
@@ -125,11 +156,11 @@ class _Model:
         self.keys = [str((n[0].target, [written(a) for a in n[0].args]) if n else ()) for n in nodes]
 
     def key(self, pair: Pair) -> str:
-        """Equal for operators that the model cannot tell apart."""
+        """Returns a key that is equal for operators which the model cannot tell apart."""
         return str([self.keys[k] for k in pair[1]])
 
     def us(self, times: KernelTimes, rows: Sequence[Pair]) -> NDArray[np.float64]:
-        """Of the operators, float64[n]."""
+        """Returns the operators' modelled microseconds, float64[n]."""
         on, known = replace(self.machine, kernel_times=times), dict[str, int]()
         for k in (k for _, mine in rows for k in mine):
             if self.keys[k] not in known:
@@ -140,13 +171,13 @@ class _Model:
         return np.array([sum(known[self.keys[k]] for k in mine) / 1e3 for _, mine in rows])
 
     def fitted(self, times: KernelTimes, name: str, rows: Sequence[Pair]) -> KernelTimes:
-        """``times`` with the coefficients of a group that are best for ``rows``."""
+        """Returns ``times`` with a group's coefficients fitted to ``rows``."""
         us = np.array([row.us for row, _ in rows])
         return _fitted(times, GROUPS[name][0], lambda t: np.log(self.us(t, rows) / us))
 
 
 def h100() -> Fit:
-    """The fit to TrioSim's trace of ResNet-50."""
+    """Fits to TrioSim's trace of ResNet-50."""
     trace = Trace.load(traces.DATA / "h100_resnet50.csv")
     captured, machine = trace.captured(), Machine.load("h100")
     pairs = traces.paired(captured, trace.operators)
@@ -165,22 +196,20 @@ def h100() -> Fit:
         us = np.array([row.us for row, _ in rows])
         ratio = model.us(times, rows) / us
         groups.append(Group(
-            name, _only(times, keys), _only(in_file, keys), len(rows), float(np.median(abs(ratio - 1))),
-            float(np.std(np.log(ratio))), float((ratio * us).sum() / us.sum() - 1),
+            name, _only(times, keys), _only(in_file, keys), len(rows), _middle(ratio), _spread(ratio),
+            float((ratio * us).sum() / us.sum() - 1),
         ))  # fmt: skip
     us, ours = np.array([row.us for row, _ in pairs]), model.us(times, pairs)
     ratio = (ours / us)[us >= LEAST_US]
     unseen = np.array(held[0]) / np.array(held[1])
-    return Fit("h100", tuple(groups), float(np.std(np.log(ratio))), float(np.median(abs(ratio - 1))),
-               float(ours.sum() / us.sum() - 1), HeldOut(
-                   len(unseen), float(np.median(abs(unseen - 1))), float(np.std(np.log(unseen))),
-                   float(sum(held[0]) / sum(held[1]) - 1)))  # fmt: skip
+    held_out = HeldOut(len(unseen), _middle(unseen), _spread(unseen), float(sum(held[0]) / sum(held[1]) - 1))
+    return Fit("h100", tuple(groups), _spread(ratio), _middle(ratio), float(ours.sum() / us.sum() - 1), held_out)
 
 
 def _fitted(
     times: KernelTimes, keys: Sequence[str], errors: Callable[[KernelTimes], NDArray[np.float64]]
 ) -> KernelTimes:
-    """``times`` with the best ``keys``."""
+    """Returns ``times`` with the coefficients ``keys`` fitted by least squares."""
 
     def changed(values: Sequence[float]) -> KernelTimes:
         return replace(times, **dict(zip(keys, map(float, values), strict=True)))
@@ -193,14 +222,98 @@ def _fitted(
     return changed(min(found, key=lambda one: float(one.cost)).x)
 
 
+class _Step:
+    """A profiled step, each operator once.
+
+    Attributes:
+        ns: measured mean per operator, float64[n].
+        counts: kernels per operator, float64[n].
+    """
+
+    def __init__(self, measured: MeasuredStep, machine: Machine):
+        found = calls(measured)
+        self.measured, self.machine, self.calls = measured, machine, list(found.values())
+        times: dict[tuple[int, str], list[int]] = {key: [] for key in found}
+        for which, phase, ns, _ in measured.kernels:
+            if (which, phase) in times:
+                times[which, phase].append(ns)
+        self.ns = np.array([np.mean(one) for one in times.values()])
+        self.counts = np.array([float(len(one)) for one in times.values()])
+
+    def modelled(self, times: KernelTimes) -> NDArray[np.float64]:
+        """Modelled ns per operator, float64[n]."""
+        on = replace(self.machine, kernel_times=times)
+        return np.array([float(call.ns(on, self.measured.precision)) for call in self.calls])
+
+    def residuals(self, times: KernelTimes) -> NDArray[np.float64]:
+        """Residuals whose squares are the soft-l1 loss of each operator, times its part of the step's time."""
+        here = self.ns > 0
+        logs = np.log(self.modelled(times)[here] / self.ns[here])
+        weights = (self.counts * self.ns / (self.counts @ self.ns))[here]
+        return np.sign(logs) * OUTLIER * np.sqrt(2 * weights * (np.sqrt(1 + (logs / OUTLIER) ** 2) - 1))
+
+    def sums(self, times: KernelTimes) -> NDArray[np.float64]:
+        """Sums over the step's kernels in ns, float64[2]: modelled, measured."""
+        return np.array([self.counts @ self.modelled(times), self.counts @ self.ns])
+
+    def ratios(self, times: KernelTimes) -> NDArray[np.float64]:
+        """Modelled / measured of each kernel of at least LEAST_US."""
+        large = self.ns >= 1e3 * LEAST_US
+        return np.repeat((self.modelled(times) / self.ns.clip(1))[large], self.counts[large].astype(int))
+
+
+def h200() -> Fit:
+    """Fits to the profiled steps of an H200, then to all but each in turn."""
+    machine, files = Machine.load("h200"), sorted(traces.DATA.glob("nvidia_h200-*.json"))
+    steps = [_Step(load_json(path, MeasuredStep.from_dict), machine) for path in files]
+    times = _fitted_to_steps(steps)
+    others = [_fitted_to_steps([other for other in steps if other is not step]) for step in steps]
+    sums, left_sums = (np.array([step.sums(one) for step, one in zip(steps, fitted, strict=True)])
+                       for fitted in ([times] * len(steps), others))  # fmt: skip
+    ratios = [(step.ratios(times), step.ratios(one)) for step, one in zip(steps, others, strict=True)]
+    networks = tuple(
+        LeftOut(step.measured.workload, _total(sums[i]), _total(left_sums[i]), *map(_middle, ratios[i]))
+        for i, step in enumerate(steps)
+    )
+    ratio, unseen = (np.concatenate(one) for one in zip(*ratios, strict=True))
+    keys, total = tuple(STEP_STARTS), _total(sums.sum(axis=0))
+    group = Group(
+        "all", _only(times, keys), _only(_times(machine), keys), len(ratio), _middle(ratio), _spread(ratio), total
+    )
+    held = HeldOut(len(unseen), _middle(unseen), _spread(unseen), _total(left_sums.sum(axis=0)))
+    return Fit("h200", (group,), _spread(ratio), _middle(ratio), total, held, networks)
+
+
+def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
+    """The H100's coefficients, with those that the steps' kernels depend on fitted to them."""
+    base = _times(Machine.load("h100"))
+    base = replace(base, **{key: value for key, value in STEP_STARTS.items() if value is not None})  # type: ignore[arg-type]
+
+    def residuals(values: dict[str, float]) -> NDArray[np.float64]:
+        times = replace(base, **values)  # type: ignore[arg-type]
+        return np.concatenate([step.residuals(times) for step in steps])
+
+    starts = _only(base, tuple(STEP_STARTS))
+    known = residuals({})
+    starts = {key: value for key, value in starts.items() if (residuals({key: 0.8 * value}) != known).any()}
+    scale = np.array(list(starts.values()))
+    most = np.array([np.inf if key in UNBOUNDED else 1 / value for key, value in starts.items()])
+    found = least_squares(
+        lambda values: residuals(dict(zip(starts, map(float, values * scale), strict=True))), np.ones(len(starts)),
+        bounds=(np.full(len(starts), 0.01), most), diff_step=1e-2, xtol=1e-6,
+    ).x * scale  # fmt: skip
+    fitted = dict(zip(starts, map(float, found), strict=True))
+    return replace(base, **{**fitted, "launch_ns": round(fitted["launch_ns"])})  # type: ignore[arg-type]
+
+
 def of_v100() -> Fit:
-    """The fit to Kineto's sums by kind."""
+    """Fits to Kineto's sums by kind."""
     captured, kinds, measured = v100()
     machine = Machine.load("v100")
     in_file = times = _times(machine)
 
     def said(times: KernelTimes, chosen: Sequence[str]) -> float:
-        """us of all kernels of some kinds; that PyTorch updated each parameter by itself."""
+        """Modelled us of all kernels of some kinds; this PyTorch updated each parameter by itself."""
         on = replace(machine, kernel_times=times)
         mine = [k for kind in chosen for k in kinds.get(kind, ())]
         return (
@@ -224,12 +337,24 @@ def _times(machine: Machine) -> KernelTimes:
     return machine.kernel_times
 
 
+def _total(sums: NDArray[np.float64]) -> float:
+    return float(sums[0] / sums[1] - 1)
+
+
+def _middle(ratios: NDArray[np.float64]) -> float:
+    return float(np.median(abs(ratios - 1)))
+
+
+def _spread(ratios: NDArray[np.float64]) -> float:
+    return float(np.std(np.log(ratios)))
+
+
 def _only(times: KernelTimes, keys: Sequence[str]) -> dict[str, float]:
     return {key: getattr(times, key) for key in keys}
 
 
 def table(found: Fit) -> tuple[list[str], list[list[str]]]:
-    """Heads, and a line for each coefficient."""
+    """Returns the table's heads and a line per coefficient."""
     heads = ["coefficient", "fitted", "in the file", "kernels", "median error", "sd of ln", "sum"]
     lines = []
     for group in found.groups:

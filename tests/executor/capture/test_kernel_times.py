@@ -164,7 +164,146 @@ def test_a_type_without_a_figure_is_emulated_in_float32():
         captured.on(replace(GPU, flops_per_s={}))
 
 
-@pytest.mark.parametrize(("key", "value"), [("conv", 0), ("elementwise", 1.5), ("source", 3), ("launch_ns", 1.5)])
+# --------------------------------------------------------------------- rules that need an optional coefficient
+
+MEASURED = replace(GPU, kernel_times=replace(
+    TIMES, attention_backward=0.1, unaligned=0.25, columns=0.125, row_ns=10**5, element_flops=200.0
+))  # fmt: skip
+HALF = torch.bfloat16
+
+
+class Calls(nn.Module):
+    """Calls ``function`` on the scaled input, so that a gradient flows back through it."""
+
+    def __init__(self, function, dtype=torch.float32):
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.ones((), dtype=dtype, device="meta"))
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+
+def calls(function, x, *, machine=MEASURED, backward=False):
+    """Durations in seconds by operator of a call on ``x``, with its backward pass if asked."""
+    model = Calls(function, x.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if backward else None
+    with torch.device("meta"):
+        batch = x, torch.empty(())
+    captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=machine)
+    return {k.name.split(".")[1]: k.duration_ns / 1e9 for k in captured.program.kernels if "." in k.name}
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(("columns", "share"), [(1000, 0.5), (1001, 0.5 * 0.25)])
+def test_products_with_unaligned_rows_are_slower(columns, share):
+    """Rows of 1,000 bfloat16 are 125 times 16 bytes, rows of 1,001 are no multiple."""
+    with torch.device("meta"):
+        model = nn.Linear(4096, columns, bias=False, dtype=HALF)
+    found = calls(model, meta(4096, 4096, dtype=HALF))["mm"]
+    assert found == pytest.approx(2 * 4096 * 4096 * columns / (share * 2e14), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("channels", "layout", "share"),
+    [(8, torch.channels_last, 0.5), (3, torch.channels_last, 0.5 * 0.25), (3, torch.contiguous_format, 0.5)],
+)
+def test_convolutions_with_unaligned_channels_are_slower(channels, layout, share):
+    """Unless they are converted from NCHW, which pads the channels."""
+    with torch.device("meta"):
+        model = nn.Conv2d(channels, 512, 7, padding=3, bias=False, dtype=HALF).to(memory_format=layout)
+    x = meta(16, channels, 32, 32, dtype=HALF).to(memory_format=layout)
+    found, outputs = calls(model, x)["convolution"], 16 * 512 * 32**2
+    converted = 2 * 2 * (x.numel() + outputs) / BW if layout == torch.contiguous_format else 0
+    assert found == pytest.approx(2 * outputs * channels * 49 / (share * 2e14) + converted, rel=1e-3)
+
+
+def test_attention_has_a_rate_per_direction():
+    def attend(x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    x, forward = meta(2, 8, 1024, 64, dtype=HALF), 4 * 16 * 1024**2 * 64
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    for machine, share in ((MEASURED, 0.1), (GPU, 0.2)):
+        found = calls(attend, x, machine=machine, backward=True)
+        assert found[name] == pytest.approx(forward / (0.2 * 2e14), rel=1e-4)
+        assert found[f"{name}_backward"] == pytest.approx(2.5 * forward / (share * 2e14), rel=1e-4)
+
+
+@pytest.mark.parametrize(("dim", "share"), [(0, 0.125), (1, 1.0), ((0, 1), 1.0)])
+def test_reductions_that_keep_the_contiguous_dimension_are_slower(dim, share):
+    found = calls(lambda x: x.mean(dim), meta(1000, 1000))["mean"]
+    assert found == pytest.approx(4e6 / (share * BW), rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_channels_last_batch_norm_sums_columns(dtype):
+    """In bfloat16, which cuDNN's batch norm does not take: Welford's three values forward, two sums backward."""
+    model = nn.BatchNorm2d(100, device="meta")
+    x = meta(16, 100, 32, 32, dtype=dtype).to(memory_format=torch.channels_last)
+    found, nbytes = calls(model, x, backward=True), x.numel() * x.itemsize
+    forward, backward = 3 / 0.125 + 2, 2 / 0.125 + 3
+    if dtype == torch.float32:
+        forward, backward = (passes / (0.5 * (1 - exp(-1))) for passes in (3, 5))
+    assert found["native_batch_norm"] == pytest.approx(forward * nbytes / BW, rel=1e-4)
+    assert found["native_batch_norm_backward"] == pytest.approx(backward * nbytes / BW, rel=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1000, 2048), (1000, 200_000)])
+def test_row_normalisations_take_a_time_per_row(rows, length):
+    """The longer of 1 us per row and pass (100 us on each of 100 multiprocessors) and the bytes of a pass."""
+    norm = nn.LayerNorm(length, device="meta")
+    found = calls(lambda x: norm(x).log_softmax(-1), meta(rows, length), backward=True)
+    each = max(rows * 1e-6, 4 * rows * length / (0.5 * BW))
+    norms, softmaxes = (
+        ("native_layer_norm", "native_layer_norm_backward"),
+        ("_log_softmax", "_log_softmax_backward_data"),
+    )
+    for name, passes in zip(norms + softmaxes, (2, 5, 3, 4), strict=True):
+        assert found[name] == pytest.approx(passes * each, rel=2e-3), name
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(-1, (1000, 1024)), (0, (4096, 1000))])
+def test_softmax_of_short_rows_or_of_columns_takes_no_time_per_row(dim, shape):
+    found = calls(lambda x: x.softmax(dim), meta(*shape))["_softmax"]
+    assert found == pytest.approx(8 * shape[0] * shape[1] / BW, rel=1e-4)
+
+
+def test_group_norm_takes_no_time_per_row():
+    norm = nn.GroupNorm(2, 4, device="meta")
+    found = calls(norm, meta(1000, 4, 8, 2))["native_group_norm"]
+    assert found == pytest.approx(2 * 4 * 64_000 / (0.5 * BW), rel=0.05)  # besides its means
+
+
+def test_a_machine_without_a_float32_rate_is_refused():
+    machine = replace(MEASURED, flops_per_s={"bfloat16": 10**12})
+    with pytest.raises(FormatError, match=r"machine\.flops_per_s: round has no figure for float32"):
+        calls(lambda x: x.t().contiguous(), meta(10, 10), machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "vectorised"),
+    [(lambda x: x + x, "add", True), (lambda x: x.t().contiguous(), "clone", False), (lambda x: x + x[0], "add", False),
+     (lambda x: x.to(HALF), "_to_copy", True), (lambda x: x.to(HALF).float(), "_to_copy", False),
+     (lambda x: x.new_empty(x.shape, dtype=HALF).copy_(x), "copy_", True), (lambda x: x.double(), "_to_copy", False),
+     (lambda x: torch.cat([x, x]), "cat", True), (lambda x: torch.cat([x.t(), x.t()]), "cat", False),
+     (lambda x: x[:, ::2].neg(), "neg", False), (lambda x: x.t() + x.t(), "add", True)],
+)  # fmt: skip
+def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name, vectorised):
+    """200 FLOPs at 1e13 per second are 20 ns per 1,000 elements: more than their bytes take."""
+    x = meta(1000, 1000)
+    with torch.device("meta"):
+        elements = function(x).numel()
+    found, without = (calls(function, x, machine=machine)[name] for machine in (MEASURED, GPU))
+    longer = max(without, elements * 2e-11)
+    assert found == pytest.approx(without if vectorised else longer, rel=1e-4)
+    assert vectorised or found > without
+
+
+@pytest.mark.parametrize(("key", "value"), [("conv", 0), ("elementwise", 1.5), ("source", 3), ("launch_ns", 1.5),
+                                            ("unaligned", 2), ("row_ns", -1)])  # fmt: skip
 def test_bad_coefficients_are_refused(key, value):
     data = GPU.to_dict()
     assert Machine.from_dict(data) == GPU

@@ -106,15 +106,16 @@ def test_a_trace_that_is_wrong_is_refused(tmp_path, name, old, new, named):
 
 
 def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
-    h100, v100 = fit.h100(), fit.of_v100()
-    values = [(key, value, group.written[key]) for found in (h100, v100) for group in found.groups
+    h100, v100, h200 = fit.h100(), fit.of_v100(), fit.h200()
+    values = [(key, value, group.written[key], found is h200) for found in (h100, v100, h200) for group in found.groups
               for key, value in group.found.items()]  # fmt: skip
-    assert len(values) == 13 + len(fit.KINDS)
-    for key, fitted, written in values:
+    assert len(values) == 13 + len(fit.KINDS) + len(fit.STEP_STARTS)
+    for key, fitted, written, steps_of_h200 in values:
         if key in BETWEEN:
             assert fitted < written < 1.15 * fitted, key
-        else:
-            assert written == pytest.approx(fitted, rel=0.01 if key in fit.CHANNELS else 0.003), key
+        else:  # the optimum of the H200's is flatter
+            tolerance = 0.02 if steps_of_h200 else 0.01 if key in fit.CHANNELS else 0.003
+            assert written == pytest.approx(fitted, rel=tolerance), key
     assert 0.13 < h100.error <= 0.14 and h100.middle < 0.07 and abs(h100.step) < 0.02 and abs(v100.step) < 0.02
     assert all(group.total == pytest.approx(0, abs=1e-3) for group in v100.groups)
     assert all(group.middle < 0.15 and abs(group.total) < 0.05 for group in h100.groups)
@@ -122,7 +123,17 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
     assert held.kernels > 250 and h100.middle < held.middle < 0.15 and h100.error < held.spread < 0.15
     assert held.spread < Machine.load("h100").kernel_times.error < held.spread + 0.06
 
+    times = Machine.load("h200").kernel_times
+    assert [step.workload for step in h200.networks] == ["gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16"]
+    for step in h200.networks:  # the bars; without the H200's own coefficients 34, 1 and 19 %, medians of 24 to 28 %
+        assert abs(step.fitted) < 0.05 and abs(step.left_out) < 0.12, step
+        assert step.middle < 0.12 and step.left_middle < 0.2, step
+    assert times.step_error == pytest.approx(max(abs(step.left_out) for step in h200.networks), abs=0.005)
+    assert times.error == pytest.approx(h200.held_out.spread, abs=0.005)
+
     monkeypatch.setattr(fit, "h100", lambda: h100)
     monkeypatch.setattr(fit, "of_v100", lambda: v100)
+    monkeypatch.setattr(fit, "h200", lambda: h200)
     assert main(["fit"]) == 0
-    assert "conv_bandwidth" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "conv_bandwidth" in printed and "element_flops" in printed and "llama_bf16: sum" in printed
