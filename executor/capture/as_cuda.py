@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.library import _scoped_library
 
+from executor.capture import cuda_autocast
 from executor.capture.cuda_attention import attention
 
 aten = torch.ops.aten
 MOST_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
 MOST_IMAGES = 880_801, 65_535  # that cuDNN's batch norm takes, in training and in evaluation
-
-
-def differs(kernel: str) -> bool:
-    """Whether a captured kernel of this name is the CPU's, and CUDA may have another."""
-    return any(part in kernel for part in ("bernoulli", "flash_attention_for_cpu"))
 
 
 @contextmanager
@@ -48,7 +46,8 @@ def operators_of_cuda(capability: str) -> Iterator[None]:
         for name, kernel in composite.items():
             library.impl(name, kernel, "AutogradCPU")
         # PyTorch takes the fused operator where the device has a kernel for it. Fake tensors never call the kernel.
-        library.impl("_fused_rms_norm", aten._fused_rms_norm.default.decompose, "CPU")
+        library.impl("_fused_rms_norm", partial(_composite, aten._fused_rms_norm.default), "CPU")
+        stack.enter_context(cuda_autocast.of_cuda(library))
         yield
 
 
@@ -56,8 +55,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """One kernel, which keeps a byte per element; the CPU's keeps the factors."""
     if train and 0 < p < 1 and x.numel():
         return torch.native_dropout(x, p, True)[0]
-    out: Tensor = aten.dropout.default.decompose(x, p, train)
-    return out
+    return _composite(aten.dropout.default, x, p, train)  # type: ignore[no-any-return]
 
 
 def _batch_norm(
@@ -77,7 +75,10 @@ def _batch_norm(
         parts = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
         out: Any = aten.cudnn_batch_norm(x.contiguous(memory_format=layout), *parts, training, momentum, eps)
         return out[0]  # type: ignore[no-any-return]
-    found: Tensor = aten.batch_norm.default.decompose(
-        x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
-    )
-    return found
+    given = x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
+    return _composite(aten.batch_norm.default, *given)  # type: ignore[no-any-return]
+
+
+def _composite(op: OpOverload, *args: Any) -> Any:
+    """What PyTorch's own kernel does; ``OpOverload.decompose`` prefers Python's, which may copy an input."""
+    return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args)

@@ -101,7 +101,8 @@ def capture(
         clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``; what that returns
             is ``PlannedStep.grad_norm``.
         keep_grads: gradients are there after the step, until the next one begins (``zero_grad`` comes first).
-        as_cuda: of a model on the CPU, the operators that a GPU would run (as_cuda.py); to be planned, not executed.
+        as_cuda: of a model on the CPU, the operators that the machine's GPU would run (as_cuda.py); to be planned, not
+            executed.
         check: run the step and its capture on few examples of the batch, and refuse it where they differ
             (executor/training/check.py); not of a model or a batch on the meta device, and not with ``as_cuda``.
 

@@ -10,7 +10,8 @@ measured for its kind (``Machine.kernel_times``; a machine without them has one 
 3. Matrix products run in tiles; fewer tiles than multiprocessors leave the others idle.
 4. Batch norm passes over its tensors three times forward and five times backward, a block of threads per channel.
 5. Pooling takes a time per element of its windows; lookups touch the rows that they look up.
-6. Updates by ``torch.optim`` are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False.
+6. Updates by ``torch.optim`` are multi-tensor kernels, as on a GPU, unless ``foreach`` is False; one that was captured
+   for a single parameter is timed as a part of one, without a launch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def kernel_ns(
 
     Args:
         nodes: its operator first.
-        multi_tensor: it is part of a kernel that updates many parameters.
+        multi_tensor: it is a kernel that updates many parameters, or a part of one.
 
     Raises:
         FormatError: the machine has no figure for float32.
@@ -79,9 +80,10 @@ def kernel_ns(
     if times is None:
         return machine.kernel_ns(kernel.kind, kernel.flops, kernel.bytes, dtype)
     bandwidth = machine.memory_bytes_per_s
-    if multi_tensor:
-        return round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     name = nodes[0].target._overloadpacket.__name__  # type: ignore[union-attr]
+    if multi_tensor:
+        launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
+        return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     backward = "backward" in name
     rate = machine.flops_per_s.get(dtype, 0)
     if kernel.flops and not rate:

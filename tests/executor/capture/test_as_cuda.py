@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
 from executor.capture.cuda_attention import Attention, backend
+from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.reach import CaptureError
-from executor.training.planned_steps import BUCKET_BYTES
 from experiments.validate_gpu.networks import build
 from simulator.machine import Machine
 from simulator.program import Program
@@ -203,6 +203,8 @@ def test_attention_needs_the_capability_of_the_gpu() -> None:
         (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4), "native_batch_norm",
          torch.backends.cudnn.flags(enabled=False)),
         (lambda: nn.RMSNorm(8), torch.empty(2, 8), "_fused_rms_norm", nullcontext()),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Dropout(0.5).eval()), torch.empty(2, 8), "addmm",
+         nullcontext()),
         (lambda: nn.RMSNorm(8).bfloat16(), torch.empty(2, 8), "rsqrt", nullcontext()),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), torch.empty(2, 8), "native_dropout", nullcontext()),
     ],
@@ -214,6 +216,7 @@ def test_operators_have_the_choice_of_cuda(
         found = names(captured(model(), x.to("meta")))
     assert has in found
     assert not found & {"bernoulli_", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert ("native_dropout" in found) == (has == "native_dropout") and not (has == "addmm" and "clone" in found)
     assert (has == "cudnn_batch_norm") == ("cudnn_batch_norm_backward" in found)
 
 
@@ -256,6 +259,44 @@ def test_statistics_of_layer_norm_are_float32() -> None:
         assert [program.tensors[t].nbytes for t in forward.outputs[1:]] == [32 * item, 32 * item]
         assert forward.bytes == 2 * (2 * 32 * 64 + 2 * 64) + 2 * 32 * item
         assert (backward.bytes - 2 * 32 * item) % (2 * 64) == 0
+
+
+class Normed(nn.Module):
+    """A layer norm, a softmax and a power, which CUDA's autocast runs in float32, and padding, which the CPU's does."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm, self.device = nn.Linear(64, 64), nn.LayerNorm(64), device
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16) if self.device else nullcontext():
+            x = self.linear(x)
+            x = F.pad(x[None], (1, 1), "reflect")[0, :, :64]
+            out: Tensor = self.linear(self.norm(x)).softmax(-1).pow(2)
+        return out
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_autocast_has_cudas_lists(device: str | None) -> None:
+    model, x = Normed(device).to("meta"), torch.empty(32, 64, device="meta")
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def items(as_cuda: bool) -> dict[str, int]:
+        """Bytes of a number of each operator's first result."""
+        found = capture(
+            model, lambda out, _: out.sum(), made, (x, x), machine=H200, as_cuda=as_cuda,
+            autocast=None if device else torch.bfloat16,
+        ).program  # fmt: skip
+        return {
+            k.name.split(".")[1]: found.tensors[k.outputs[0]].nbytes // (32 * 64) for k in found.kernels if k.outputs
+        }
+
+    of_cuda = items(True)
+    assert of_cuda["addmm"] == 2 and of_cuda["reflection_pad1d"] == 2
+    assert of_cuda["native_layer_norm"] == of_cuda["_softmax"] == of_cuda["pow"] == 4
+    if device != "cuda":  # which PyTorch turns off on the CPU
+        of_cpu = items(False)
+        assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
 
 
 def test_updates_take_the_form_of_the_gpu() -> None:
