@@ -90,9 +90,9 @@ def backend(given: Attention) -> SDPBackend:
         RuntimeError: none does, as on the GPU.
     """
     order = [SDPBackend(i) for i in torch._C._get_sdp_priority_order()]
-    # The order of a build without CUDA, unless the user gave one (torch.nn.attention.sdpa_kernel).
-    if order[:3] == DEFAULT_ORDER and given.capability[0] in (9, 10):
-        order = CUDNN_FIRST
+    if order[:3] == DEFAULT_ORDER or order[:4] == CUDNN_FIRST:  # the user gave none (torch.nn.attention.sdpa_kernel)
+        hopper = given.capability[0] in (9, 10)
+        order = CUDNN_FIRST if hopper else [*DEFAULT_ORDER, SDPBackend.CUDNN_ATTENTION]
     for kernel in order:
         if kernel in _SUPPORTED and _ENABLED[kernel]() and _SUPPORTED[kernel](given):
             return kernel

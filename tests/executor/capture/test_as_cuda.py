@@ -131,6 +131,10 @@ def test_the_users_choice_of_a_kernel_counts() -> None:
         assert backend(given((9, 0), BF16)) == FLASH
     with sdpa_kernel([MATH, FLASH], set_priority=True):
         assert backend(given((9, 0), BF16)) == MATH
+    with sdpa_kernel(CUDNN):
+        assert backend(given((8, 0), BF16)) == CUDNN
+    with sdpa_kernel([CUDNN, FLASH, EFFICIENT, MATH], set_priority=True):  # as a GPU that is here may have set it
+        assert backend(given((8, 0), BF16)) == FLASH
     with sdpa_kernel(FLASH), pytest.raises(RuntimeError, match="No available kernel"):
         backend(given((9, 0), FLOAT))
 
