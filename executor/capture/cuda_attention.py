@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from executor.capture.reach import CaptureError
+
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 NEWEST = (12, 1)  # compute capability that the fused kernels support
@@ -50,11 +52,11 @@ def attention(
         capability: of the GPU, such as "9.0".
 
     Raises:
-        NotImplementedError: the capability is not known.
+        CaptureError: the capability is not known.
     """
     if not capability:
-        raise NotImplementedError(
-            'the kernel of attention depends on the GPU: give machine.capability, such as "9.0" (as_cuda)'
+        raise CaptureError(
+            'machine.capability: missing, and the kernel of attention depends on it: give it, such as "9.0"'
         )
     major, minor = map(int, capability.split("."))
     given = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, (major, minor))
