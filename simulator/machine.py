@@ -5,6 +5,7 @@ Presets are data (``configs/machine/*.yaml``), each figure with its source besid
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields as dataclass_fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Machine:
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
     kernel_times: KernelTimes | None = None  # of captured kernels; None: the roofline's
+    capability: str = ""  # CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": not known
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,6 +89,8 @@ class Machine:
                      "cublas_workspace_bytes"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
+        if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
+            raise FormatError(f'machine.capability: expected a version such as "9.0", got {self.capability!r}')
         if self.copy_engines not in (1, 2):
             raise FormatError(f"machine.copy_engines: expected 1 or 2, got {self.copy_engines}")
         if not 0 < self.concurrency <= 1024:

@@ -1,81 +1,84 @@
-"""What PyTorch runs on CUDA in the place of the CPU's operators, for a capture on the CPU of a step that is to run on a
-GPU. The graph has then operators that no CPU runs: it can be planned, not executed.
+"""The operators that PyTorch runs on a GPU, for a step that is captured on the CPU.
 
-- Dropout is one kernel that keeps a byte per element (``native_dropout``); the CPU's keeps the factors
-  (``is_fused_kernel_acceptable`` in aten/src/ATen/native/Dropout.cpp).
-- Attention is a fused kernel whether it has dropout and a mask or not (aten/src/ATen/native/transformers/cuda/
-  sdp_utils.cpp); the CPU's with dropout forms every product. Grouped queries and inputs that are not
-  ``[batch, heads, length, width]`` are left as they are.
+PyTorch's composite operators choose the operators that they call by the device of their tensors. While
+``operators_of_cuda`` is entered, those below choose for CPU tensors as for CUDA tensors, in the forward pass and in
+what the backward pass recomputes. The resulting graph has operators that no CPU runs: it can be planned, not executed.
 
-Batch norm, pooling, losses and convolutions keep the same tensors on both.
+Sources, in aten/src/ATen/native: Dropout.cpp (``is_fused_kernel_acceptable``), Normalization.cpp
+(``_select_batch_norm_backend``), layer_norm.cpp (``rms_norm_symint``), transformers (cuda_attention.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.library import _scoped_library
 
+from executor.capture import cuda_autocast
+from executor.capture.cuda_attention import attention
 
-def differs(kernel: str) -> bool:
-    """Whether a kernel of this name is the CPU's where CUDA may have another: of dropout or attention."""
-    return any(part in kernel for part in ("bernoulli", "flash_attention_for_cpu"))
+aten = torch.ops.aten
+MOST_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
+MOST_IMAGES = 880_801, 65_535  # that cuDNN's batch norm takes, in training and in evaluation
 
 
 @contextmanager
-def operators_of_cuda() -> Iterator[None]:
-    """While it is entered, tensors of the CPU take CUDA's operators, in what a backward pass recomputes, too."""
-    original = torch.autograd._engine_run_backward
+def operators_of_cuda(capability: str) -> Iterator[None]:
+    """Makes operators on CPU tensors choose as they do on a GPU, while it is entered.
 
-    def backward(*args: Any, **kwargs: Any) -> Any:  # ``Tensor.backward`` runs with the mode turned off
-        with _OperatorsOfCuda():
-            return original(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = backward
-    try:
-        with _OperatorsOfCuda():
-            yield
-    finally:
-        torch.autograd._engine_run_backward = original
-
-
-class _OperatorsOfCuda(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+    Args:
+        capability: the GPU's CUDA compute capability, such as "9.0"; "" refuses fused attention, which depends on it.
+    """
+    composite = {
+        "batch_norm": _batch_norm,
+        "dropout": _dropout,
+        "scaled_dot_product_attention": partial(attention, capability),
+    }
+    with ExitStack() as stack:
+        library = stack.enter_context(_scoped_library("aten", "IMPL"))
+        for name, kernel in composite.items():
+            library.impl(name, kernel, "AutogradCPU")
+        # PyTorch takes the fused operator where the device has a kernel for it. Fake tensors never call the kernel.
+        library.impl("_fused_rms_norm", partial(_composite, aten._fused_rms_norm.default), "CPU")
+        stack.enter_context(cuda_autocast.of_cuda(library))
+        yield
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if training and not inplace and 0 < p < 1:
-        return torch.native_dropout(input, p, True)[0]
-    return F.dropout(input, p, training, inplace)
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel, which keeps a byte per element; the CPU's keeps the factors."""
+    if train and 0 < p < 1 and x.numel():
+        return torch.native_dropout(x, p, True)[0]
+    return _composite(aten.dropout.default, x, p, train)  # type: ignore[no-any-return]
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None,
+    training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Tensor:  # fmt: skip
-    if enable_gqa or query.dim() != 4:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # what is added is of the type of the queries
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        shape = (*query.shape[:3], key.shape[2])
-        attn_mask = attn_mask.expand(shape)
-    needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, attn_mask) if t is not None)
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    out: Tensor = kernel(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
-    return out
+    """cuDNN's, where it has one: of floats, with weights in float32."""
+    both = mean is not None and variance is not None
+    statistics = both or (training and mean is None and variance is None)
+    if (
+        cudnn_enabled and torch.backends.cudnn.enabled and weight is not None and bias is not None and statistics
+        and torch.bfloat16 not in (x.dtype, weight.dtype)
+        and (x.dtype != torch.float16 or weight.dtype == torch.float32)
+        and x.dim() >= 3 and len(x) <= MOST_IMAGES[not training] and x.numel() < MOST_ELEMENTS
+    ):  # fmt: skip
+        layout = torch._prims_common.suggest_memory_format(x)
+        parts = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
+        out: Any = aten.cudnn_batch_norm(x.contiguous(memory_format=layout), *parts, training, momentum, eps)
+        return out[0]  # type: ignore[no-any-return]
+    given = x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
+    return _composite(aten.batch_norm.default, *given)  # type: ignore[no-any-return]
+
+
+def _composite(op: OpOverload, *args: Any) -> Any:
+    """What PyTorch's own kernel does; ``OpOverload.decompose`` prefers Python's, which may copy an input."""
+    return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args)

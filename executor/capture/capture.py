@@ -101,7 +101,8 @@ def capture(
         clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``; what that returns
             is ``PlannedStep.grad_norm``.
         keep_grads: gradients are there after the step, until the next one begins (``zero_grad`` comes first).
-        as_cuda: of a model on the CPU, the operators that a GPU would run (as_cuda.py); to be planned, not executed.
+        as_cuda: of a model on the CPU, the operators that the machine's GPU would run (as_cuda.py); to be planned, not
+            executed.
         check: run the step and its capture on few examples of the batch, and refuse it where they differ
             (executor/training/check.py); not of a model or a batch on the meta device, and not with ``as_cuda``.
 
@@ -239,7 +240,8 @@ def _capture(
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
-    state = StepState(mode, as_capturable)
+    machine = machine or Machine.load("gtx1080ti")
+    state = StepState(mode, as_capturable, as_cuda)
     weights_cast_once = torch.is_autocast_cache_enabled()
     groups: dict[Optimizer, tuple[dict[str, Any], ...]] = {}
 
@@ -247,7 +249,7 @@ def _capture(
         """Runs the step's Python once, on fake tensors."""
         assert mode.shape_env is not None
         numbers = Numbers(mode.shape_env)
-        recorder = Recorder(numbers)
+        recorder = Recorder(numbers, as_cuda)
         found: list[tuple[Returned, Effects]] = []
 
         def traced(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -256,7 +258,7 @@ def _capture(
             example = {id(e.fake): e.real for e in state.entries if e.kind == "input" and e.real is not None}
             recorder.begin(flat, places, example)
             torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
-            with recorder, operators_of_cuda() if as_cuda else nullcontext():
+            with recorder, operators_of_cuda(machine.capability) if as_cuda else nullcontext():
                 result = step(*batch)
                 if several:
                     result = _parts(result, recorder)
@@ -344,7 +346,7 @@ def _capture(
         returned=made.returned,
         source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),
     )
-    return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
+    return captured.on(machine, algorithms=algorithms)
 
 
 class _Trace(NamedTuple):

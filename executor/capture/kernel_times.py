@@ -8,7 +8,8 @@ was fitted for its kind (``Machine.kernel_times``; a machine without them has on
 2. Float32 convolutions need no conversion. 3x3 filters of stride 1 use Winograd's algorithm.
 3. Matrix products run in tiles. Unaligned rows are loaded element by element.
 4. Normalisations, softmax and sums pass over their tensors; executor/capture/README.md has the number of passes.
-5. ``torch.optim`` updates are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False.
+5. ``torch.optim`` updates are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False. A part that was
+   captured for a single parameter has no launch.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def kernel_ns(
 
     Args:
         nodes: the kernel's operator, then the getitems of it.
-        multi_tensor: whether the kernel is part of one that updates many parameters.
+        multi_tensor: whether the kernel updates many parameters, or is a part of one that does.
 
     Raises:
         FormatError: the machine has no rate for float32.
@@ -88,9 +89,10 @@ def kernel_ns(
     if times is None:
         return machine.kernel_ns(kernel.kind, kernel.flops, kernel.bytes, dtype)
     bandwidth = machine.memory_bytes_per_s
-    if multi_tensor:
-        return round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     name = nodes[0].target._overloadpacket.__name__  # type: ignore[union-attr]
+    if multi_tensor:
+        launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
+        return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     backward = "backward" in name
     rate = _rate(machine, dtype) if kernel.flops else 0
     if kernel.kind == "conv":

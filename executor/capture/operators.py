@@ -129,9 +129,9 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
     return [given[key] for key in ("running_mean", "running_var") if isinstance(given.get(key), Tensor)]
 
 
-def half_statistics(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Which results are float32 although fake tensors say that they are half: a norm's statistics on the CPU, of half
-    inputs with float32 weights or running statistics."""
+def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> tuple[int, ...]:
+    """Which results are float32 although fake CPU tensors say that they are half: a norm's statistics of half inputs,
+    on the CPU if weights or running statistics are float32, on CUDA always but for group norm."""
     name = func._overloadpacket.__name__
     if "backward" in name or not any(f"native_{norm}_norm" in name for norm in ("batch", "layer", "group")):
         return ()
@@ -140,7 +140,7 @@ def half_statistics(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]
     others = [given.get(k) for k in ("weight", "bias", "running_mean", "running_var")]
     mixed = any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in others)
     half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
-    return (1, 2) if mixed and half else ()
+    return (1, 2) if half and (mixed or (as_cuda and "group" not in name)) else ()
 
 
 def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:

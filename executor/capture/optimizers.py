@@ -15,6 +15,8 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from executor.capture.hyperparameters import is_number
 from executor.capture.python_values import is_scalar
 
+BUCKET_BYTES = 64 * 2**20  # of parameters that one update takes, in steps that are planned
+
 
 def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
     """Whether an optimizer whose ``foreach`` is None takes it for this group where its parameters are, or would if they

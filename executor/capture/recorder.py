@@ -85,9 +85,11 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 class Recorder(TorchDispatchMode):
     """The mode; executor/capture/README.md has the reasons."""
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Numbers, as_cuda: bool = False) -> None:
         super().__init__()
         self.numbers = numbers
+        self.as_cuda = as_cuda
+        self._widened: set[int] = set()  # storages of float32, whose fakes are half
         self.ops: list[_Op] = []
         self.values: dict[fx.Node, int] = {}
         self.nbytes: list[int] = []
@@ -147,6 +149,10 @@ class Recorder(TorchDispatchMode):
             del self._live[s]
         return s
 
+    def _touched(self, tensor: Tensor) -> int:
+        """``touched_bytes``, of the tensor that the fake one stands for."""
+        return touched_bytes(tensor) << (self._storage(tensor) in self._widened)
+
     def _phase(self, func: OpOverload) -> Phase:
         root_gradient = func is torch.ops.aten.ones_like.default and caller() == "_make_grads"
         if torch._C._current_graph_task_id() != -1 or root_gradient:
@@ -183,8 +189,10 @@ class Recorder(TorchDispatchMode):
         before = len(self.graph.nodes)
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        for i in half_statistics(func, args, kwargs):  # the fake ones are half as large
-            self.nbytes[self._storage(out[i])] *= 2
+        wide = half_statistics(func, args, kwargs, self.as_cuda)
+        for i in wide:  # the fake ones are half as large
+            self._widened.add(s := self._storage(out[i]))
+            self.nbytes[s] *= 2
         statistics = [self._storage(x) for x in running_statistics(func, args, kwargs)]
         reads = [s for s in reads if s not in statistics]
         writes = [self._storage(x) for x in mutated(func, args, kwargs) + outs] + statistics
@@ -197,7 +205,7 @@ class Recorder(TorchDispatchMode):
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
         for node in nodes:
-            if node.target is operator.getitem and node.args[1] in half_statistics(func, args, kwargs):
+            if node.target is operator.getitem and node.args[1] in wide:
                 node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
         if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
             self.numbers.connect(nodes[0], args[0][0])
@@ -210,11 +218,11 @@ class Recorder(TorchDispatchMode):
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
         # What an update in place writes is among its results, but where it has none (foreach, fused).
         updated = [] if outs else mutated(func, args, kwargs)
-        moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs + updated))
+        touched = [] if func._overloadpacket in ALLOCATIONS else tensors + outs + updated
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
             _Op(launched, phase, place, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
-                flops_of(func, args, kwargs, out), moved, sums, self._optional,
+                flops_of(func, args, kwargs, out), sum(map(self._touched, touched)), sums, self._optional,
                 not view and any(self.nbytes[s] for s in reads + writes))
         )  # fmt: skip
         return out

@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec
 from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
 from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
+from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.python_values import is_scalar
 from executor.capture.reach import check_dense
 from executor.training import check as _check  # noqa: F401  (captures are checked)
@@ -36,7 +37,6 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-BUCKET_BYTES = 64 * 2**20
 Form = Hashable  # of a (micro-)batch
 _IN_STEP = {"loss_fn": None, "optimizer": None, "accumulate": 1, "average": True, "clip_norm": None, "autocast": None,
             "scaler": None}  # what a step of one's own does itself  # fmt: skip

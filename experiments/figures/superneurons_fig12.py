@@ -77,7 +77,7 @@ def chart(rows: list[Row]) -> Chart:
          [f"{one['share']:.0%} of all workspaces" for one in found]),
     ]  # fmt: skip
     names = [f"batch {one['batch_size']}, {one['pool'] / GB:.2f} GB" for one in found]
-    panel = Panel("", groups(series, across=True), Axis("images per second", room=1.4), Axis(names=names))
+    panel = Panel("", groups(series, across=True), Axis("images per second", room=1.55), Axis(names=names))
     return Chart("AlexNet on a K40c: simulated speed with workspaces", [panel], size=(6.5, 0.55 * len(found) + 1.0))
 
 

@@ -1,13 +1,13 @@
 """Captures of the workload that ``experiments.plan`` plans: at its own batch, at twice it, and at the largest found.
 
-The first capture imports PyTorch.
+Each is the program that the machine's GPU runs, with updates in the buckets that ``fit`` makes. The first capture
+imports PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.plan.max_batch import BatchError, Batches, on_its_scale
@@ -52,10 +52,10 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
 
     from experiments import workloads
 
-    captured = workloads.load(workload, machine)
+    captured = workloads.load(workload, machine, as_cuda=True)
     model = captured.modules[0][0] if captured.modules else nn.Module()
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
-    card = _card(captured, workload, machine, memory_bytes)
+    card = _card(captured, machine, memory_bytes)
     return Step(
         captured.program, captured.origins, card, captured.arithmetic(machine), captured.types(machine), modules
     )
@@ -78,8 +78,8 @@ def batches(
 
     with _batch_errors():
         own = workloads.batch_of(workload, workloads.build(workload))
-        captured = workloads.load(workload, machine, 2 * own)
-        card = None if memory_bytes is None else _card(captured, workload, machine, memory_bytes, 2 * own)
+        captured = workloads.load(workload, machine, 2 * own, as_cuda=True)
+        card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     more = card.beside if card is not None else 0
     return Batches(own, program, 2 * own, on_its_scale(captured.program, program), (beside, more))
 
@@ -89,7 +89,7 @@ def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes:
     from experiments import workloads
 
     with _batch_errors():
-        found = workloads.load(workload, machine, batch).program.peak_bytes
+        found = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
     if found != peak_bytes:
         raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
 
@@ -106,24 +106,15 @@ def _batch_errors() -> Iterator[None]:
         raise BatchError(str(error)) from error
 
 
-def _card(
-    captured: Captured, workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None,
-    batch: int | None = None,
-) -> CardPeak | None:  # fmt: skip
-    """The card's peak; where the CPU's operators are not CUDA's, what CUDA's take more or less is in ``loop``. None
-    where it cannot be followed, and no memory was asked about; else that is a WorkloadError."""
-    from executor.capture.as_cuda import differs
+def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> CardPeak | None:
+    """The card's peak. None where it cannot be followed, and no memory was asked about; else that is a
+    WorkloadError."""
     from executor.card import card_peak
-    from experiments import workloads
+    from experiments.workloads import WorkloadError
 
-    on_cuda = captured
-    if any(differs(kernel.name) for kernel in captured.program.kernels):
-        on_cuda = workloads.load(workload, machine, batch, as_cuda=True)
     try:
-        card = card_peak(on_cuda, machine, memory_bytes=memory_bytes)
+        return card_peak(captured, machine, memory_bytes=memory_bytes)
     except ValueError as error:
         if memory_bytes is None:
             return None
-        raise workloads.WorkloadError(f"memory: what the card counts is not known: {error}") from error
-    more = card.tensors - captured.program.peak_bytes
-    return replace(card, tensors=captured.program.peak_bytes, loop=card.loop + more)
+        raise WorkloadError(f"memory: what the card counts is not known: {error}") from error

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import agents
 from executor.capture.capture import Captured, capture
+from executor.capture.optimizers import BUCKET_BYTES
 from executor.memory.pinned import CUDA, available
 from experiments.workloads import llama, resnet, transformers, vgg
 from simulator.machine import Machine
@@ -38,7 +39,7 @@ class Network:
         """Its step as a program, with durations for a machine; raises CaptureError."""
         return capture(
             self.model, self.loss_fn, self.optimizer, self.batch,
-            machine=machine, name=self.name, bucket_bytes=64 * MIB,
+            machine=machine, name=self.name, bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:

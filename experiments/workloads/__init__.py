@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from executor.capture.batches import arguments
 from executor.capture.capture import Captured, capture, capture_step
+from executor.capture.optimizers import BUCKET_BYTES
 from experiments import ctrl_c_waits
 from experiments.workloads import (
     convnext,
@@ -70,7 +71,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
 
     Args:
         batch: examples of a batch, in the place of the workload's own; durations are then the roofline's.
-        as_cuda: as in ``capture``.
+        as_cuda: as in ``capture``, with updates of several parameters in buckets, as ``fit`` captures them.
 
     Raises:
         WorkloadError: the configuration is wrong.
@@ -90,7 +91,8 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     name = str(workload.get("name") or type(parts[0]).__name__)
-    options = {"as_cuda": as_cuda, "check": False}  # it is planned, not trained
+    buckets = BUCKET_BYTES if as_cuda else None
+    options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # it is planned, not trained
     with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
         if len(parts) == 2:
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)

@@ -159,20 +159,3 @@ def test_copies_of_a_convolution_are_image_result_and_filters() -> None:
     assert without.workspaces == 0
     copies = 2 * x.nbytes + 64 * 64 * 9 * 4  # 4 bytes a number
     assert round(copies / 1e7) == 1315 and copies - 8 <= with_copies.workspaces <= copies  # the loss comes later
-
-
-class Attention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1) + F.dropout(x, 0.1)
-
-
-def test_as_cuda_has_its_operators() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64), Attention())
-        made = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.empty(2, 4, 128, 64)
-    plain, cuda = (capture(model, F.mse_loss, made, (x, x), as_cuda=c).program for c in (False, True))
-    names = {kernel.name for kernel in cuda.kernels}
-    assert "aten._scaled_dot_product_efficient_attention.default" in names and "aten.native_dropout.default" in names
-    assert not any("bernoulli" in name or "softmax" in name for name in names)
-    assert any("bernoulli" in kernel.name for kernel in plain.kernels) and cuda.peak_bytes < plain.peak_bytes

@@ -81,7 +81,7 @@ def mlp() -> Batches:
 
 def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
     assert (mlp.own, mlp.other) == (2048, 4096)
-    other = workloads.load({**MLP, "iteration_ms": {"h100": 8}}, MACHINE, 9633).program
+    other = workloads.load({**MLP, "iteration_ms": {"h100": 8}}, MACHINE, 9633, as_cuda=True).program
     assert mlp.at(9633).tensors == other.tensors
     assert mlp.peak_bytes(9633) == other.peak_bytes == mlp.at(9633).peak_bytes
     assert mlp.largest(other.peak_bytes) == 9633 == mlp.largest(mlp.peak_bytes(9634) - 1)

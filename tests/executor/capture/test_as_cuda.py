@@ -1,0 +1,323 @@
+"""Captures on the CPU of what a GPU runs: equal to programs that an H200 captured, and each choice on its own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from executor.capture.capture import capture
+from executor.capture.captured import Captured
+from executor.capture.cuda_attention import Attention, backend
+from executor.capture.optimizers import BUCKET_BYTES
+from executor.capture.reach import CaptureError
+from experiments.validate_gpu.networks import build
+from simulator.machine import Machine
+from simulator.program import Program
+
+ROOT = Path(__file__).parents[3]
+H200 = Machine.load("h200")
+NETWORKS = ["llama_bf16", "resnet50_imagenet_bf16", "gpt2_medium_bf16"]
+
+
+def one_now(network: str) -> pytest.MarkDecorator:
+    """Parameters: one of the networks in every run of the tests, the others in the nightly ones."""
+    marks = [pytest.param(n, marks=() if n == network else pytest.mark.nightly) for n in NETWORKS]
+    return pytest.mark.parametrize("network", marks)
+
+
+def untimed(program: Program) -> dict[str, Any]:
+    """All of a program but durations and workspaces, which are measured on the GPU."""
+    data = program.to_dict()
+    for kernel in data["kernels"]:
+        del kernel["duration_ns"], kernel["workspace"]
+    return data
+
+
+@one_now("llama_bf16")
+def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
+    """Kernels, what they read and write, every tensor's bytes, traffic and FLOPs (PyTorch 2.11 on the GPU)."""
+    path = ROOT / "experiments" / "results" / "gpu_h200" / "graphs" / f"program-{network}.json.gz"
+    measured = Program.from_dict(json.loads(gzip.decompress(path.read_bytes())))
+    n = build(network, "meta", capturable=True)
+    ours = capture(
+        n.model, n.loss_fn, n.optimizer, n.batch, machine=H200, name=network, bucket_bytes=BUCKET_BYTES, as_cuda=True
+    ).program
+    assert [k.name for k in ours.kernels] == [k.name for k in measured.kernels]
+    assert ours.peak_bytes == measured.peak_bytes
+    assert untimed(ours) == untimed(measured)
+
+
+@one_now("resnet50_imagenet_bf16")
+def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
+    """With one update per parameter, as the first profiles were made."""
+    profile = json.loads((ROOT / "tests" / "data" / "measured" / f"nvidia_h200-{network}.json").read_text())
+    measured = [profile["operators"][k[0]]["name"] for k in profile["kernels"]]
+    n = build(network, "meta")
+    for group in n.optimizer.param_groups:
+        group["foreach"] = False
+    ours = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=H200, as_cuda=True).program
+    assert [k.name for k in ours.kernels if k.name != "marker"] == measured
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+
+
+def given(capability: tuple[int, int], dtype: torch.dtype, width: int = 64, **changes: Any) -> Attention:
+    """Attention of two sequences of 32 with eight heads, in training."""
+    q, k, v = (torch.empty(2, 8, 32, width, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
+    return Attention(q, k, v, None, 0.0, True, False, capability)._replace(**changes)
+
+
+MASK = torch.empty(2, 1, 32, 32, dtype=torch.bool, device="meta")
+FEW = {name: torch.empty(2, 2, 32, 64, dtype=BF16, device="meta") for name in ("key", "value")}
+FEW_FLOAT = {name: t.float() for name, t in FEW.items()}
+LONGER = {name: torch.empty(2, 8, 48, 64, dtype=BF16, device="meta") for name in ("key", "value")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (given((9, 0), BF16), CUDNN),  # what the H200 ran
+        (given((10, 0), HALF), CUDNN),
+        (given((8, 0), BF16), FLASH),
+        (given((12, 0), BF16), FLASH),
+        (given((7, 5), HALF), EFFICIENT),
+        (given((7, 0), BF16), MATH),
+        (given((9, 0), FLOAT), EFFICIENT),
+        (given((6, 1), FLOAT, 20), EFFICIENT),
+        (given((3, 5), FLOAT), MATH),
+        (given((9, 0), torch.float64), MATH),
+        (given((9, 0), BF16, mask=MASK, causal=False), CUDNN),
+        (given((8, 6), BF16, mask=MASK, causal=False), EFFICIENT),
+        (given((9, 0), BF16, mask=MASK.float().requires_grad_(), causal=False), EFFICIENT),
+        (given((9, 0), BF16, dropout=0.125), CUDNN),
+        (given((9, 0), BF16, dropout=0.1), FLASH),  # cuDNN's has sixteenths
+        (given((9, 0), BF16, 20), FLASH),
+        (given((9, 0), FLOAT, 20), EFFICIENT),
+        (given((9, 0), FLOAT, 18), MATH),
+        (given((9, 0), BF16, 256), CUDNN),
+        (given((10, 0), BF16, 256), FLASH),
+        (given((8, 9), BF16, 256, dropout=0.1), EFFICIENT),
+        (given((9, 0), BF16, 264), EFFICIENT),
+        (given((9, 0), BF16, grouped=True, **FEW), CUDNN),
+        (given((8, 0), BF16, grouped=True, **FEW), FLASH),
+        (given((8, 0), FLOAT, grouped=True, **FEW_FLOAT), MATH),
+        (given((8, 0), BF16, **LONGER), EFFICIENT),  # causal, of other lengths
+        (given((8, 0), BF16, **LONGER, causal=False), FLASH),
+        (given((9, 0), BF16, query=torch.empty(8, 32, 64, dtype=BF16)), MATH),
+    ],
+)
+def test_the_kernel_of_attention(asked: Attention, expected: SDPBackend) -> None:
+    assert backend(asked) == expected
+
+
+def test_the_users_choice_of_a_kernel_counts() -> None:
+    with sdpa_kernel([MATH, FLASH]):
+        assert backend(given((9, 0), BF16)) == FLASH
+    with sdpa_kernel([MATH, FLASH], set_priority=True):
+        assert backend(given((9, 0), BF16)) == MATH
+    with sdpa_kernel(CUDNN):
+        assert backend(given((8, 0), BF16)) == CUDNN
+    with sdpa_kernel([CUDNN, FLASH, EFFICIENT, MATH], set_priority=True):  # as a GPU that is here may have set it
+        assert backend(given((8, 0), BF16)) == FLASH
+    with sdpa_kernel(FLASH), pytest.raises(RuntimeError, match="No available kernel"):
+        backend(given((9, 0), FLOAT))
+
+
+# ------------------------------------------------------------------------------------------- captures
+
+
+def captured(model: nn.Module, x: Tensor, machine: Machine = H200, as_cuda: bool = True) -> Captured:
+    """A step of SGD that makes the model's result small."""
+    model = model.to("meta")
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    return capture(model, lambda out, _: out.float().sum(), made, (x, x), machine=machine, as_cuda=as_cuda)
+
+
+def names(found: Captured) -> set[str]:
+    return {kernel.name.removeprefix("aten.").partition(".")[0] for kernel in found.program.kernels}
+
+
+class Attends(nn.Module):
+    def __init__(self, width: int, masked: bool = False) -> None:
+        super().__init__()
+        self.linear, self.masked = nn.Linear(width, width), masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.new_ones(x.shape[2], x.shape[2]).tril().bool() if self.masked else None
+        q = self.linear(x)
+        return F.scaled_dot_product_attention(q, q, q, mask, is_causal=not self.masked)
+
+
+@pytest.mark.parametrize(
+    ("machine", "width", "masked", "has"),
+    [
+        ("h200", 64, False, {"_scaled_dot_product_cudnn_attention"}),
+        ("h200", 24, True, {"_scaled_dot_product_cudnn_attention", "where"}),
+        ("a100_40gb", 64, False, {"_scaled_dot_product_flash_attention"}),
+        ("a100_40gb", 20, False, {"_scaled_dot_product_flash_attention", "constant_pad_nd"}),  # to a width of 24
+        ("a100_40gb", 24, True, {"_scaled_dot_product_efficient_attention", "where", "constant_pad_nd"}),
+        ("rtx2080ti", 64, False, {"_scaled_dot_product_efficient_attention"}),
+    ],
+)
+def test_every_kernel_of_attention_can_be_captured(machine: str, width: int, masked: bool, has: set[str]) -> None:
+    found = captured(Attends(width, masked).half(), torch.empty(2, 4, 30, width).half(), Machine.load(machine))
+    assert has <= names(found) and ("constant_pad_nd" in names(found)) == ("constant_pad_nd" in has)
+    forward, backward = (k for k in found.program.kernels if "attention" in k.name)
+    assert backward.name == forward.name.replace(".default", "_backward.default")
+    rows, wide = 2 * 4 * 30, width + -width % 8
+    nbytes = [found.program.tensors[t].nbytes for t in forward.outputs]
+    # Of each row of the result the logarithm of its sum is kept, in float32; efficient attention's in lots of 32 rows.
+    assert nbytes[:2] == [rows * wide * 2, (2 * 4 * 32 if "efficient" in forward.name else rows) * 4]
+
+
+def test_a_gpu_without_fused_attention_forms_the_products() -> None:
+    found = names(captured(Attends(64).half(), torch.empty(2, 4, 30, 64).half(), Machine.load("k40c")))
+    assert {"bmm", "_safe_softmax"} <= found and not any("attention" in name for name in found)
+
+
+def test_attention_needs_the_capability_of_the_gpu() -> None:
+    with pytest.raises(CaptureError, match=r"machine\.capability"):
+        captured(Attends(64), torch.empty(2, 4, 30, 64), replace(H200, capability=""))
+    captured(nn.Linear(8, 8), torch.empty(2, 8), replace(H200, capability=""))  # nothing else depends on it
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "has", "context"),
+    [
+        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4), "cudnn_batch_norm", nullcontext()),
+        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4).half(), "cudnn_batch_norm", nullcontext()),
+        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4).bfloat16(), "native_batch_norm", nullcontext()),
+        (lambda: nn.BatchNorm1d(8), torch.empty(2, 8), "native_batch_norm", nullcontext()),
+        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4), "native_batch_norm",
+         torch.backends.cudnn.flags(enabled=False)),
+        (lambda: nn.RMSNorm(8), torch.empty(2, 8), "_fused_rms_norm", nullcontext()),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Dropout(0.5).eval()), torch.empty(2, 8), "addmm",
+         nullcontext()),
+        (lambda: nn.RMSNorm(8).bfloat16(), torch.empty(2, 8), "rsqrt", nullcontext()),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), torch.empty(2, 8), "native_dropout", nullcontext()),
+    ],
+)  # fmt: skip
+def test_operators_have_the_choice_of_cuda(
+    model: Callable[[], nn.Module], x: Tensor, has: str, context: AbstractContextManager[object]
+) -> None:
+    with context:
+        found = names(captured(model(), x.to("meta")))
+    assert has in found
+    assert not found & {"bernoulli_", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert ("native_dropout" in found) == (has == "native_dropout") and not (has == "addmm" and "clone" in found)
+    assert (has == "cudnn_batch_norm") == ("cudnn_batch_norm_backward" in found)
+
+
+class Encoder(nn.Module):
+    """PyTorch's own layer, which calls dropout and attention from inside ``torch.nn.functional``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def test_layers_of_pytorch_have_cudas_operators_too() -> None:
+    found = names(captured(Encoder(), torch.empty(2, 8, 16, device="meta")))
+    assert {"_scaled_dot_product_efficient_attention", "native_dropout"} <= found and "bernoulli_" not in found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_the_backward_pass_recomputes_has_them_too(reentrant: bool) -> None:
+    class Checkpointed(Encoder):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=reentrant)
+            return out
+
+    model = nn.Sequential(nn.Linear(16, 16), Checkpointed())
+    kernels = captured(model, torch.empty(2, 8, 16, device="meta")).program.kernels
+    again = [k.name for k in kernels if k.name == "aten.native_dropout.default"]
+    assert len(again) == 2 * 3 and not any("bernoulli" in k.name for k in kernels)
+
+
+def test_statistics_of_layer_norm_are_float32() -> None:
+    model, x = nn.LayerNorm(64).bfloat16(), torch.empty(32, 64, device="meta").bfloat16()
+    for as_cuda, item in ((False, 2), (True, 4)):
+        program = captured(model, x, as_cuda=as_cuda).program
+        forward, backward = (next(k for k in program.kernels if f"layer_norm{part}." in k.name)
+                             for part in ("", "_backward"))  # fmt: skip
+        assert [program.tensors[t].nbytes for t in forward.outputs[1:]] == [32 * item, 32 * item]
+        assert forward.bytes == 2 * (2 * 32 * 64 + 2 * 64) + 2 * 32 * item
+        assert (backward.bytes - 2 * 32 * item) % (2 * 64) == 0
+
+
+class Normed(nn.Module):
+    """A layer norm, a softmax and a power, which CUDA's autocast runs in float32, and padding, which the CPU's does."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm, self.device = nn.Linear(64, 64), nn.LayerNorm(64), device
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16) if self.device else nullcontext():
+            x = self.linear(x)
+            x = F.pad(x[None], (1, 1), "reflect")[0, :, :64]
+            out: Tensor = self.linear(self.norm(x)).softmax(-1).pow(2)
+        return out
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_autocast_has_cudas_lists(device: str | None) -> None:
+    model, x = Normed(device).to("meta"), torch.empty(32, 64, device="meta")
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def items(as_cuda: bool) -> dict[str, int]:
+        """Bytes of a number of each operator's first result."""
+        found = capture(
+            model, lambda out, _: out.sum(), made, (x, x), machine=H200, as_cuda=as_cuda,
+            autocast=None if device else torch.bfloat16,
+        ).program  # fmt: skip
+        return {
+            k.name.split(".")[1]: found.tensors[k.outputs[0]].nbytes // (32 * 64) for k in found.kernels if k.outputs
+        }
+
+    of_cuda = items(True)
+    assert of_cuda["addmm"] == 2 and of_cuda["reflection_pad1d"] == 2
+    assert of_cuda["native_layer_norm"] == of_cuda["_softmax"] == of_cuda["pow"] == 4
+    if device != "cuda":  # which PyTorch turns off on the CPU
+        of_cpu = items(False)
+        assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
+
+
+def test_updates_take_the_form_of_the_gpu() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert any("_foreach" in name for name in names(captured(model, torch.empty(2, 8))))
+    assert not any("_foreach" in name for name in names(captured(model, torch.empty(2, 8), as_cuda=False)))
+
+
+def test_captures_for_the_cpu_are_what_they_were() -> None:
+    """The operators of PyTorch choose as before, after a capture and after one that failed."""
+    model, x = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1)), torch.empty(2, 8, 16)
+    before = names(captured(model, x, as_cuda=False))
+    captured(model, x)
+    with pytest.raises(CaptureError):
+        captured(nn.Sequential(model, nn.Linear(5, 5)), x)
+    assert names(captured(model, x, as_cuda=False)) == before
+    real = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1))
+    out = real(torch.ones(2, 16, requires_grad=True))
+    out.sum().backward()
+    assert "NativeDropout" not in type(out.grad_fn).__name__
