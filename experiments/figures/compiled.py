@@ -304,7 +304,7 @@ def _seconds() -> float:
     return t.user + t.system + t.children_user + t.children_system
 
 
-FIGURE = Figure("compiled", tasks, run, numbers, chart, alone=True, on_demand=True)
+FIGURE = Figure("compiled", tasks, run, numbers, chart, alone=True, on_demand=True, simulated=False)
 
 if __name__ == "__main__":
     print(json.dumps(measured(json.loads(sys.argv[1]))))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class Figure:
         alone: a task needs all cores to itself.
         on_demand: ``figure=all`` leaves it out.
         text: Markdown in the place of NAME.md.
+        simulated: whether the picture's title says so; False for what was measured.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Figure:
     alone: bool = False
     on_demand: bool = False
     text: str | None = None
+    simulated: bool = True
 
     @property
     def _parts(self) -> tuple[str, list[list[str]], list[str]]:
@@ -90,7 +92,10 @@ class Figure:
         """The picture as PNG."""
         from experiments.plotting import charts  # Matplotlib takes long to import
 
-        charts.draw(path, self.chart(rows))
+        chart = self.chart(rows)
+        if self.simulated and "imulated" not in chart.title:
+            chart = replace(chart, title=f"{chart.title} (simulated)")
+        charts.draw(path, chart)
 
 
 class Range:

@@ -192,4 +192,4 @@ def chart(rows: list[Row]) -> Chart:
     return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
 
 
-FIGURE = Figure("learning", tasks, run, numbers, chart, on_demand=True)
+FIGURE = Figure("learning", tasks, run, numbers, chart, on_demand=True, simulated=False)

@@ -316,4 +316,4 @@ def planned(rows: list[Row]) -> Panel:
     return Panel("Plans under measured times: H100, ResNet-50", marks, limits, Axis("overhead", "%"))
 
 
-FIGURE = Figure("measured", tasks, run, numbers, chart)
+FIGURE = Figure("measured", tasks, run, numbers, chart, simulated=False)

@@ -100,4 +100,4 @@ def chart(rows: list[Row]) -> Chart:
     return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
 
 
-FIGURE = Figure("tensile_times", tasks, run, numbers, chart, alone=True)
+FIGURE = Figure("tensile_times", tasks, run, numbers, chart, alone=True, simulated=False)
