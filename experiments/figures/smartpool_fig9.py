@@ -21,6 +21,7 @@ SCORES = tuple(f"autoswap_{score}" for score in BASIC)
 FREE = 447  # MB: the limit down to which the paper's overhead is zero
 EVERY = 3  # of so many limits one is in the table; the picture has all
 CLOSE, HIGHEST = 0.03, 0.2  # claimed: the scores differ by less, all are below
+DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # of SCORES
 
 
 def tasks(settings: DictConfig) -> list[Row]:
@@ -102,9 +103,10 @@ def chart(rows: list[Row]) -> Chart:
     x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
     marks: list[Mark] = [floor_area(x, y, -0.003, step=True),
                          Rule(FREE, colour=FAINT, text="the paper's limit\nof no overhead")]  # fmt: skip
-    for name, overheads in zip(SCORES, lines.scores, strict=True):
-        label, ink, marker = look(name)
-        marks.append(Line(lines.paper, overheads, ink, "", marker, end=f"{label.split()[-1]} {overheads[-1]:.0%}"))
+    for name, overheads, dash, ink in zip(SCORES, lines.scores, DASHES, INKS, strict=True):
+        label, _, marker = look(name)
+        end = f"{label.split()[-1]} {overheads[-1]:.0%}"
+        marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))
     marks.append(Line(lines.paper, bo, look("autoswap_bo").colour, "BO, median and range of the seeds", width=2.6,
                       band=(lines.bo.min(axis=0), lines.bo.max(axis=0)), end=f"BO {bo[-1]:.0%}", front=4))  # fmt: skip
     shift = lines.paper[0] - lines.ours[0] / MB

@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from experiments.common.bisection import largest
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
-from experiments.plotting.palette import Look
+from experiments.plotting.palette import INK, Look
 
 Ratios = tuple[float, float, float]  # MSR, EOR, CBR
+MOST = 5.0  # of the cost-benefit ratio in a picture
 Plans = TypeVar("Plans")
 
 
@@ -43,25 +44,31 @@ def chart(
     title: str, rows: Mapping[str, tuple[Mapping[str, Ratios | None], Mapping[str, Ratios]]],
     looks: Mapping[str, Look], hollow: Sequence[str] = (),
 ) -> Chart:  # fmt: skip
-    """Two panels of a row per label: memory saved, time lost; a bar for each method, the paper's as diamonds.
+    """Makes three panels of a row per label: memory saved, time lost, and their ratio; the paper's as diamonds.
 
     Args:
         rows: of each label our ratios by method (None: no plan), and the paper's.
         hollow: methods whose bars are not filled.
     """
     panels, high = [], 0.72 / len(looks)
-    titles = (("Memory saved (MSR)", "of the peak without a plan"), ("Time lost (EOR)", "of the time without a plan"))
-    for i, (name, axis) in enumerate(titles):
+    titles = (
+        ("Memory saved (MSR)", "of the peak without a plan", "%", 1.0),
+        ("Time lost (EOR)", "of the time without a plan", "%", 1.0),
+        ("Cost-benefit ratio (CBR)", f"MSR / EOR, up to {MOST:g}", "{:g}", MOST),
+    )
+    for i, (name, axis, form, most) in enumerate(titles):
         marks: list[Mark] = []
         for m, (method, look) in enumerate(looks.items()):
             at = [y + (m - (len(looks) - 1) / 2) * high for y in range(len(rows))]
-            ours = [found[method] and found[method][i] for found, _ in rows.values()]
+            ours = [(one := found[method]) and one[i] for found, _ in rows.values()]
             theirs = [paper[method][i] if method in paper else None for _, paper in rows.values()]
-            texts = [f"{a:.1%}" if a is not None and b is None else "" for a, b in zip(ours, theirs, strict=True)]
+            texts = ["" if a is None else f"{a:.1%}" if form == "%" else f"{a:.3g}" for a in ours]
+            ours = [a if a is None or form == "%" else min(a, most) for a in ours]
             marks.append(
                 Bars(at, ours, look.colour, f"{method}, ours", 0.9 * high, hollow=method in hollow, texts=texts)
             )
             if any(value is not None for value in theirs):
-                marks.append(Line(theirs, at, look.colour, f"{method}, paper", "D", "", size=7, hollow=True, front=5))
-        panels.append(Panel(name, marks, Axis(axis, "%", (0, None), room=1.08), Axis(names=list(rows))))
-    return Chart(title, panels, 2, (6.0, 0.6 + 0.95 * len(rows)))
+                marks.append(Line(theirs, at, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
+        limits = (0, None) if form == "%" else (0, 1.25 * MOST)
+        panels.append(Panel(name, marks, Axis(axis, form, limits, room=1.15), Axis(names=list(rows))))
+    return Chart(title, panels, 3, (5.2, 0.6 + 0.95 * len(rows)))
