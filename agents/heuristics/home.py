@@ -26,6 +26,7 @@ from simulator.plan import Plan
 from simulator.program import Gap, Program
 
 RETAINED = STAYS
+UPDATES = ("tensors", "whole")
 
 Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
 Costs = NDArray[np.int64]  # (particles, 2): bytes over the limit, iteration_ns; compared in this order
@@ -52,6 +53,7 @@ class HOME:
         jobs: threads that share the simulator calls of an update; None: one per core, or one within a worker process
             of the caller's. The plan does not depend on it.
         min_bytes: tensors below this size stay.
+        update: "tensors": Algorithm 3 as printed; "whole": one evaluation per particle and iteration (choice 11).
 
     Attributes:
         history: an ``Iteration`` for each that the last ``plan`` ran.
@@ -72,12 +74,16 @@ class HOME:
         jobs: int | None = None,
         min_bytes: int = MIB,
         seed: int = 0,
+        update: str = "tensors",
     ) -> None:
         for option, value, least in (
             ("particles", particles, 1), ("iterations", iterations, 1), ("calls", calls, 2), ("jobs", jobs, 1)
         ):  # fmt: skip
             if value is not None and value < least:
                 raise ValueError(f"{option}: expected at least {least}, got {value}")
+        if update not in UPDATES:
+            raise ValueError(f"update: expected {' or '.join(map(repr, UPDATES))}, got {update!r}")
+        self.update = update
         self.particles, self.iterations, self.mode, self.jobs = particles, iterations, check_mode(mode), jobs
         self.calls = calls
         self.min_bytes, self.seed = min_bytes, seed
@@ -123,9 +129,16 @@ class HOME:
             self.history.append(statistics(cost))
             if len(self.history) == self.iterations or len(todo):
                 break
+            leader = np.broadcast_to(x[lowest(cost)], x.shape)
+            if self.update == "whole":
+                count = int(min(len(x), budget - evaluator.engine.calls))
+                todo = np.arange(count, len(x))
+                x = np.concatenate([moved(rng, x, leader, own)[:count], x[count:]])
+                cost = np.concatenate([evaluator.evaluate(x[:count]), cost[count:]])
+                own, own_cost = bettered(x, cost, own, own_cost)
+                continue
             # Equal particles with the same history are updated once.
             _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
-            leader = np.broadcast_to(x[lowest(cost)], x.shape)
             new, new_cost, todo = x[first], cost[first], np.argsort(first)
             at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # calls of an update
             while count := int(np.searchsorted(at_most[todo].cumsum(), budget - evaluator.engine.calls, side="right")):
@@ -135,8 +148,7 @@ class HOME:
             if np.array_equal(new[which], x):
                 break
             x, cost = new[which], new_cost[which]
-            better = less(cost, own_cost)[:, None]
-            own, own_cost = np.where(better, x, own), np.where(better, cost, own_cost)
+            own, own_cost = bettered(x, cost, own, own_cost)
         best = lowest(own_cost)
         return own[best], tuple(own_cost[best].tolist())
 
@@ -201,6 +213,18 @@ class Evaluator:
         if len(rest):
             cost[rest] = self.evaluate(x[rest])
         return x, cost
+
+
+def moved(rng: np.random.Generator, x: Placements, leader: Placements, own: Placements) -> Placements:
+    """Particles in which each placement stays, or becomes P_1's or P_2's: with probability 1/2, 1/4 and 1/4."""
+    target = np.where(rng.random(x.shape) < 0.5, leader, own)
+    return np.where(rng.random(x.shape) < 0.5, x, target)
+
+
+def bettered(x: Placements, cost: Costs, own: Placements, own_cost: Costs) -> tuple[Placements, Costs]:
+    """Each particle's own best and its cost, after it has become ``x``."""
+    better = less(cost, own_cost)[:, None]
+    return np.where(better, x, own), np.where(better, cost, own_cost)
 
 
 def less(cost: Costs, other: Costs) -> NDArray[np.bool_]:
