@@ -92,7 +92,8 @@ class Calibration:
             "memory_bytes": "as the device says",
             "h2d_bytes_per_s": fit,
             "d2h_bytes_per_s": fit,
-            "copy_latency_ns": f"{fit}; from the end of the kernel",
+            "d2h_latency_ns": f"{fit}; from the end of the kernel",
+            "h2d_latency_ns": f"{fit}; from the end of the kernel",
             "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
             **{f"duplex_{d}_bytes_per_s": beside.format(self.share[d], self.share_error) for d in DIRECTIONS},
             "issue_ns": "measured: the host's time for a kernel and its event, as replays issue them",
@@ -172,7 +173,8 @@ def calibrate(
     }
     machine = replace(
         base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
-        d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), issue_ns=round(issue),
+        d2h_bytes_per_s=rates["d2h"], d2h_latency_ns=latency, h2d_latency_ns=latency,
+        launch_ns=round(launch), issue_ns=round(issue),
         wait_ns=max(0, round(wait)), copy_contention=_taken(contention, contention_error),
         copy_engines=engines, duplex_h2d_bytes_per_s=beside["h2d"], duplex_d2h_bytes_per_s=beside["d2h"],
     )  # fmt: skip
@@ -310,7 +312,8 @@ def beside(machine: Machine, other: Machine) -> list[str]:
     """What is measured in both, a line for each figure, and how they differ."""
     lines = [f"{'':26}{'this':>16}{'other':>16}"]
     for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
-                "copy_engines", "copy_latency_ns", "launch_ns", "issue_ns", "wait_ns", "copy_contention"):  # fmt: skip
+                "copy_engines", "d2h_latency_ns",
+                "h2d_latency_ns", "launch_ns", "issue_ns", "wait_ns", "copy_contention"):  # fmt: skip
         mine, its = getattr(machine, key), getattr(other, key)
         lines.append(f"{key:26}{mine:16,}{its:16,}" + (f"  {mine / its - 1:+.1%}" if its else ""))
     return lines

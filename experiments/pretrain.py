@@ -285,9 +285,10 @@ def random_machine(rng: random.Random) -> Machine:
     flops, link = between(4e12, 2e14), between(4e9, 6e10)
     kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
     h2d, (h2d_share, d2h_share) = link * rng.uniform(0.85, 1.1), rng.choice(SHARES)
+    latency_ns = rng.choice([5_000, 10_000, 20_000])
     return Machine(
         name="random", memory_bytes=2**50, d2h_bytes_per_s=int(link), h2d_bytes_per_s=int(h2d),
-        copy_latency_ns=rng.choice([5_000, 10_000, 20_000]), copy_engines=1 if rng.random() < 0.1 else 2,
+        d2h_latency_ns=latency_ns, h2d_latency_ns=latency_ns, copy_engines=1 if rng.random() < 0.1 else 2,
         duplex_h2d_bytes_per_s=int(h2d_share * h2d), duplex_d2h_bytes_per_s=int(d2h_share * link),
         host_bytes=2**50, flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
         memory_bytes_per_s=int(flops * between(0.03, 0.12)), launch_ns=int(between(1_500, 8_000)),

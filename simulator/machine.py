@@ -17,6 +17,8 @@ from simulator.limits import size_bytes
 
 ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.h2d_share and d2h_share
 SIZES = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # in files also as 24GiB
+LATENCIES = ("d2h_latency_ns", "h2d_latency_ns")
+LATENCY = "copy_latency_ns"  # of files: of both directions
 DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
 TOGETHER = "duplex_bytes_per_s"  # of files: both directions together (Machine.with_shared_link)
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
@@ -37,7 +39,8 @@ class Machine:
     memory_bytes: int
     h2d_bytes_per_s: int
     d2h_bytes_per_s: int
-    copy_latency_ns: int = 10_000
+    d2h_latency_ns: int = 10_000
+    h2d_latency_ns: int = 10_000
     copy_engines: int = 2  # 2: full duplex; 1: one transfer at a time
     duplex_h2d_bytes_per_s: int = 0  # what the way in carries while the way out is busy, too; 0: as much as alone
     duplex_d2h_bytes_per_s: int = 0  # what the way out carries while the way in is busy, too; 0: as much as alone
@@ -45,9 +48,12 @@ class Machine:
     alignment: int = 512  # of addresses; the ledger counts exact bytes
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
     memory_bytes_per_s: int = 1
-    launch_ns: int = 5_000
-    issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (RULES.md, choice i)
-    wait_ns: int = 0  # of the compute stream, for the event of a swap-in (RULES.md, choice j)
+    launch_ns: int = 5_000  # pause between two kernels of one stream
+    graph_launch_ns: int = 0  # pause between two kernel nodes of a CUDA graph
+    issue_ns: int = 0  # host time to issue one kernel or copy (RULES.md, choice i)
+    queue_depth: int = 1024  # kernels that the host may have issued and that are not over (choice i)
+    wait_ns: int = 0  # time that the compute stream takes to wait for the event of a swap-in (choice j)
+    event_ns: int = 0  # time that an event takes on the compute stream for which a copy waits (choice j)
     copy_contention: float = 0.0  # of a memory-bound kernel's speed, what each copy beside it takes (choice k)
     # What the card counts besides what PyTorch reserves: the CUDA context, kernels and handles of libraries.
     context_bytes: int = 0
@@ -66,11 +72,18 @@ class Machine:
     kernel_times: KernelTimes | None = None  # of captured kernels; None: the roofline's
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
+        for name in (
+            "memory_bytes",
+            "h2d_bytes_per_s",
+            "d2h_bytes_per_s",
+            "memory_bytes_per_s",
+            "alignment",
+            "queue_depth",
+        ):
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
-        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "wait_ns", "malloc_ns", "free_ns",
-                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
+        for name in (*LATENCIES, "host_bytes", "launch_ns", "graph_launch_ns", "issue_ns", "wait_ns", "event_ns",
+                     "malloc_ns", "free_ns", "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
                      "cublas_workspace_bytes"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
@@ -89,11 +102,11 @@ class Machine:
 
     def d2h_ns(self, nbytes: int) -> int:
         """Duration of a swap-out: latency + nbytes / bandwidth, rounded up."""
-        return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.d2h_bytes_per_s)
+        return self.d2h_latency_ns - (-nbytes * 1_000_000_000 // self.d2h_bytes_per_s)
 
     def h2d_ns(self, nbytes: int) -> int:
         """Duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
-        return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
+        return self.h2d_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
 
     @property
     def h2d_share(self) -> int:
@@ -168,7 +181,8 @@ class Machine:
     def from_dict(cls, data: object) -> Machine:
         """Reads a dictionary of fields; those with a default may be left out.
 
-        ``duplex_bytes_per_s`` may stand for the two figures of the directions (``with_shared_link``), not beside them.
+        ``duplex_bytes_per_s`` may stand for the two figures of the directions (``with_shared_link``), and
+        ``copy_latency_ns`` for the two latencies; neither beside them.
 
         Raises:
             FormatError: naming the first malformed entry.
@@ -185,17 +199,20 @@ class Machine:
         if isinstance(data, dict):
             data = {key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
                     for key, value in data.items()}  # fmt: skip
-        values = fields(data, "machine", required, {**optional, TOGETHER: (int, 0)})
+            for both, each in ((TOGETHER, DUPLEX), (LATENCY, LATENCIES)):
+                beside = [key for key in each if key in data]
+                if both in data and beside:
+                    raise FormatError(f"machine: `{both}` and `{beside[0]}` are mutually exclusive")
+        values = fields(data, "machine", required, {**optional, TOGETHER: (int, 0), LATENCY: (int, 0)})
+        together, latency = values.pop(TOGETHER), values.pop(LATENCY)
+        if latency < 0:
+            raise FormatError(f"machine.{LATENCY}: expected an integer of at least 0, got {latency}")
+        if isinstance(data, dict) and LATENCY in data:
+            values |= dict.fromkeys(LATENCIES, latency)
         if values["kernel_times"] is not None:
             values["kernel_times"] = KernelTimes.from_dict(values["kernel_times"])
-        together = values.pop(TOGETHER)
         machine = cls(**values)
-        if isinstance(data, dict) and TOGETHER in data:
-            beside = [key for key in DUPLEX if key in data]
-            if beside:
-                raise FormatError(f"machine.{TOGETHER}: expected this or {beside[0]}, got both")
-            machine = machine.with_shared_link(together)
-        return machine
+        return machine.with_shared_link(together) if isinstance(data, dict) and TOGETHER in data else machine
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:

@@ -31,7 +31,7 @@ RECOMPUTE_PLAN drops a1 and runs f1 again (10 ns) for b2; nothing waits. Every p
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
 
-MACHINE = Machine("tiny", 1000, 10**9, 10**9, copy_latency_ns=0, copy_engines=2)
+MACHINE = Machine("tiny", 1000, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, copy_engines=2)
 
 W, A1, A2, A3, A4, G4, G3, G2 = range(8)
 PROGRAM = Program(

@@ -109,10 +109,11 @@ class HostBackend(Backend):
         self.check_range(host, nbytes, len(self.host), "host buffer")
         source, target = (on_device, on_host) if stream == "d2h" else (on_host, on_device)
         ns = self.machine.d2h_ns(nbytes) if stream == "d2h" else self.machine.h2d_ns(nbytes)
-        self._put(stream, lambda ready: self._copy(source, target, ready, ns))
+        latency = self.machine.d2h_latency_ns if stream == "d2h" else self.machine.h2d_latency_ns
+        self._put(stream, lambda ready: self._copy(source, target, ready, ns, latency))
 
-    def _copy(self, source: Bytes, target: Bytes, ready: int, ns: int) -> int:
-        nbytes, latency = len(source), self.machine.copy_latency_ns
+    def _copy(self, source: Bytes, target: Bytes, ready: int, ns: int, latency: int) -> int:
+        nbytes = len(source)
         parts = min(PARTS, max(1, nbytes // PART_BYTES))
         for i in range(parts):
             self._sleep_until(ready + latency + (ns - latency) * (i + 1) // parts)

@@ -26,7 +26,7 @@ from simulator.program import Kernel, KernelKind, Phase
 FORMAT = "measured/1"
 # Measured rates of a machine, as its file names them.
 RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
-         "copy_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
+         "d2h_latency_ns", "h2d_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
 MANY = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
 
 Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a truth value, None, or a list of these

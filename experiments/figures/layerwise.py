@@ -32,7 +32,7 @@ FLOAT = 4
 STEP_NS = 1000  # of every kernel: the accounting has no clock
 IN_PLACE: tuple[KernelKind, ...] = ("activation", "lrn")
 Part = tuple[str, KernelKind, int]  # name, kind, numbers in the output for one image
-FREE = Machine("copies that take no time", 2**60, 10**18, 10**18, copy_latency_ns=0, host_bytes=2**60)
+FREE = Machine("copies that take no time", 2**60, 10**18, 10**18, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=2**60)
 
 
 class Layer(NamedTuple):

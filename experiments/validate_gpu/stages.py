@@ -60,7 +60,7 @@ LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
         "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}
 # The host as a GPU: transfers slow enough for threads.
-HOST = Machine("host", 2**30, 50_000_000, 50_000_000, copy_latency_ns=200_000, host_bytes=2**30,
+HOST = Machine("host", 2**30, 50_000_000, 50_000_000, d2h_latency_ns=200_000, h2d_latency_ns=200_000, host_bytes=2**30,
                flops_per_s={"float32": 10**10}, memory_bytes_per_s=10**10)  # fmt: skip
 HOST_ITERATION_NS, HOST_KERNEL_NS = 40_000_000, 150_000  # about, and at least
 AIMS = (1.0, 0.985, 0.97)  # of a limit: what the plans of ``compare`` are made for; what is measured may be above it

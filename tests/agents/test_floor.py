@@ -23,7 +23,7 @@ from tests.random_cases import case
 from tests.strategies import machines, networks, plans, programs
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def sandwich(persistent: bool = False, recomputable: bool = True) -> Program:
@@ -74,7 +74,7 @@ HIDDEN = steps([100], ((), (0,), 10), ((), (), 40), ((), (), 30, 100), ((), (), 
 # a and then b are away beside a workspace of 100: the host needs 100 bytes at one time, 200 in all.
 IN_TURN = steps([100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
                 ((1,), (), 10))  # fmt: skip
-SLOW = replace(MACHINE, copy_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
+SLOW = replace(MACHINE, d2h_latency_ns=7, h2d_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
 
 
 def beside(engines: int, back: int, out: int) -> Machine:

@@ -16,7 +16,7 @@ from simulator import Machine, Plan, Program, Timeline, simulate
 from tests.executor.networks import CLASSES, GPT2, adamw, images, sgd, small, words
 
 # Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
-GPU = Machine("test", 2**34, 10**9, 10**9, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)
+GPU = Machine("test", 2**34, 10**9, 10**9, 1000, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)
 Parts = tuple[nn.Module, nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]
 
 

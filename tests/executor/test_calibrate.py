@@ -12,8 +12,8 @@ from simulator.files import read_json
 from tests.executor.replay.conftest import Virtual
 
 # The largest copy of these tests, 4 MiB, takes 9.4 ms in and 17.8 ms out, of which 1 ms is latency.
-MACHINE = Machine("given", 2**28, 500_000_000, 250_000_000, copy_latency_ns=1_000_000, alignment=256,
-                  flops_per_s={"float32": 10**13}, efficiency={"default": 0.75})  # fmt: skip
+MACHINE = Machine("given", 2**28, 500_000_000, 250_000_000, d2h_latency_ns=1_000_000, h2d_latency_ns=1_000_000,
+                  alignment=256, flops_per_s={"float32": 10**13}, efficiency={"default": 0.75})  # fmt: skip
 
 
 class Device(Virtual):
@@ -40,7 +40,7 @@ def test_the_figures_are_found_back(tmp_path):
     machine = found.machine
     assert machine.h2d_bytes_per_s == pytest.approx(MACHINE.h2d_bytes_per_s, rel=1e-5)
     assert machine.d2h_bytes_per_s == pytest.approx(MACHINE.d2h_bytes_per_s, rel=1e-5)
-    assert machine.copy_latency_ns == pytest.approx(MACHINE.copy_latency_ns, rel=1e-5)
+    assert machine.d2h_latency_ns == machine.h2d_latency_ns == pytest.approx(MACHINE.d2h_latency_ns, rel=1e-5)
     assert (machine.copy_engines, machine.memory_bytes) == (2, 2**28)
     assert (machine.launch_ns, machine.wait_ns) == (0, 0) and machine.issue_ns > 0
     assert found.duplex == {"h2d": 1.0, "d2h": 1.0} and found.contention == {"h2d": 0.0, "d2h": 0.0}
@@ -51,7 +51,7 @@ def test_the_figures_are_found_back(tmp_path):
     # What is not measured is given.
     assert (machine.name, machine.alignment, machine.efficiency) == ("found", 256, {"default": 0.75})
     text = path.read_text()
-    assert "copy_latency_ns: " in text and "worst error" in text and "4 MiB" in text and "not measured" in text
+    assert "d2h_latency_ns: " in text and "worst error" in text and "4 MiB" in text and "not measured" in text
     data = read_json(tmp_path / "machine.json")
     assert data["format"] == "calibration/2" and data["duplex"] == found.duplex
     assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]

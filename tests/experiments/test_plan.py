@@ -274,7 +274,10 @@ def test_where_no_plan_is_served_less_memory_is_planned_with() -> None:
         *(Kernel(f"k{i}", "other", "forward", (i - 1,) if i > 1 else (), (i,), 10**6) for i in range(1, 5)),
         Kernel("last", "other", "backward", (0, 4), (), 10**6),
     )
-    step, gpu = Program("waits", tensors, kernels), Machine("g", 2**34, 10**12, 10**12, copy_latency_ns=0)
+    step, gpu = (
+        Program("waits", tensors, kernels),
+        Machine("g", 2**34, 10**12, 10**12, d2h_latency_ns=0, h2d_latency_ns=0),
+    )
     plan = Plan((Swap(0, 0, 5),))
     timeline = simulate(step, plan, gpu, step.peak_bytes)
 

@@ -42,4 +42,5 @@ def beside_each_other(machine: Machine) -> dict[str, int]:
 def copy_ns(machine: Machine, stream: str, nbytes: int) -> int:
     """How long a copy takes alone."""
     whole, rest = divmod(nbytes * 10**9, machine.d2h_bytes_per_s if stream == "d2h" else machine.h2d_bytes_per_s)
-    return machine.copy_latency_ns + whole + (rest > 0)
+    latency = machine.d2h_latency_ns if stream == "d2h" else machine.h2d_latency_ns
+    return latency + whole + (rest > 0)

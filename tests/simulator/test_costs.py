@@ -21,7 +21,7 @@ from tests.strategies import RANDOM, machines, plans, programs
 
 ISSUES, WAITS = replace(tiny.MACHINE, issue_ns=20), replace(tiny.MACHINE, wait_ns=7)
 # 1 byte a ns over the link and 100 in the GPU's memory: kernels of 1000 ns that move 100,000 bytes are memory-bound.
-CONTENDS = Machine("m", 10**6, 10**9, 10**9, 0, memory_bytes_per_s=100 * 10**9, copy_contention=0.25)
+CONTENDS = Machine("m", 10**6, 10**9, 10**9, 0, 0, memory_bytes_per_s=100 * 10**9, copy_contention=0.25)
 
 
 def program_of(*uses: tuple[int, ...], nbytes: int = 0) -> Program:
@@ -86,7 +86,7 @@ def test_kernels_wait_for_events_of_swap_ins(simulate):
     """Two tensors are back long before kernel 3 begins, which waits for both events; others for none."""
     tensors = tuple(Tensor(name, 10, "parameter", True) for name in "xy")
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (0, 1) if i % 2 else (), (), 1000) for i in range(4))
-    program, machine = Program("waits", tensors, kernels), Machine("m", 100, 10**9, 10**9, 1, wait_ns=7)
+    program, machine = Program("waits", tensors, kernels), Machine("m", 100, 10**9, 10**9, 1, 1, wait_ns=7)
     timeline = simulate(program, Plan((Swap(0, 1, 3), Swap(1, 1, 3))), machine, 20)
     assert timeline.iteration_ns == 4014 and timeline.breakdown.compute_ns == 4014 and timeline.ideal_ns == 4000
     assert lasts(timeline) == 2 * [1000, 1000, 1000, 1014]

@@ -18,7 +18,7 @@ from tests.programs import activations, parameter, straight
 from tests.random_cases import jobs_case
 from tests.strategies import jobs_machines, networks, plans, programs, with_algorithms
 
-MACHINE = Machine("a byte per ns", 1000, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("a byte per ns", 1000, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 GROWS = straight(activations(40, 30), ((), (0,), 10), ((0,), (1,), 10))

@@ -130,10 +130,11 @@ MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
         ("memory", [1], "machine: unknown key 'memory'"),
         ("memory_bytes", [1.5, True, "11G", 0], "machine.memory_bytes: "),
         *((key, [0, -1, NAN], f"machine.{key}: ") for key in ("h2d_bytes_per_s", "d2h_bytes_per_s",
-                                                              "memory_bytes_per_s", "alignment")),
+                                                              "memory_bytes_per_s", "alignment", "queue_depth")),
         *((key, [-1, 0.5], f"machine.{key}: ") for key in (
-            "copy_latency_ns", "host_bytes", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s", "duplex_bytes_per_s",
-            "malloc_bytes_per_s", "wait_ns", "issue_ns", "switch_ns")),
+            "copy_latency_ns", "d2h_latency_ns", "h2d_latency_ns", "host_bytes", "duplex_h2d_bytes_per_s",
+            "duplex_d2h_bytes_per_s", "duplex_bytes_per_s",
+            "malloc_bytes_per_s", "wait_ns", "event_ns", "issue_ns", "graph_launch_ns", "switch_ns")),
         ("copy_contention", [-0.1, 0.5, NAN], "machine.copy_contention: "),
         ("concurrency", [0, 1025, NAN], "machine.concurrency: "),
         ("copy_engines", [3], "machine.copy_engines: "),
@@ -181,8 +182,12 @@ def test_the_good_ones_are_read(name: str) -> None:
 
 
 def test_two_keys_of_one_meaning() -> None:
-    with pytest.raises(FormatError, match=r"^machine\.duplex_bytes_per_s: expected this or duplex_d2h_bytes_per_s"):
+    with pytest.raises(FormatError, match=r"^machine: `duplex_bytes_per_s` and `duplex_d2h_bytes_per_s` are mutually"):
         Machine.from_dict({**GOOD["machine"], "duplex_bytes_per_s": 7, "duplex_d2h_bytes_per_s": 0})
+    with pytest.raises(FormatError, match=r"^machine: `copy_latency_ns` and `h2d_latency_ns` are mutually exclusive"):
+        Machine.from_dict({**GOOD["machine"], "copy_latency_ns": 7, "h2d_latency_ns": 0})
+    read = Machine.from_dict({**GOOD["machine"], "copy_latency_ns": 7})
+    assert (read.d2h_latency_ns, read.h2d_latency_ns) == (7, 7)
 
 
 HEADER, BIG = "id,lower,upper,size\n", 2**43 + 1

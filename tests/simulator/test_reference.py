@@ -67,7 +67,7 @@ def test_compute_waits_for_a_swap_out(simulate):
 
 def test_a_transfer_takes_latency_and_bytes_over_bandwidth_rounded_up(simulate):
     # 10 bytes at 3 bytes/ns: 3.33 -> 4, at 4 bytes/ns: 2.5 -> 3; both after 2 ns.
-    machine = Machine("m", 100, 4 * 10**9, 3 * 10**9, copy_latency_ns=2)
+    machine = Machine("m", 100, 4 * 10**9, 3 * 10**9, d2h_latency_ns=2, h2d_latency_ns=2)
     program = straight(activations(10), ((), (0,), 10), ((), (), 50), ((0,), (), 10))
     timeline = simulate(program, Plan((Swap(0, 0, 2),)), machine, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(0, 10, 16)] and work(timeline, "swap_in") == [(0, 16, 21)]

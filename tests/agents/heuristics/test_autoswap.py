@@ -16,7 +16,7 @@ from agents.heuristics.autoswap import (
 from agents.planner import Candidates
 from simulator import Gap, Kernel, Machine, Program, Swap, Tensor
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def straight(gaps: list[tuple[int, int]], sizes: list[int], durations: list[int], workspaces: list[int]) -> Program:

@@ -17,7 +17,7 @@ import agents
 from agents.heuristics.memonger import Stages, splits
 from simulator import Kernel, Machine, Program, Recompute, Tensor, simulate
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def chain(n: int) -> Program:

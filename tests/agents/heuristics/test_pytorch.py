@@ -19,7 +19,7 @@ from agents.heuristics.pytorch import Checkpoint, Partitioner, layer_ends
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
 from tests import tiny
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def chain(

@@ -7,7 +7,7 @@ from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segme
 from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
 from simulator.modes import RECOMPUTED, SWAPPED
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Program:

@@ -10,7 +10,7 @@ from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulat
 from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
-BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list[int], peak: int) -> Program:
@@ -130,7 +130,7 @@ def test_max_swap_ratio() -> None:
 
 
 def test_no_more_is_swapped_than_the_host_holds() -> None:
-    small = Machine("small host", 10**6, 10**9, 10**9, copy_latency_ns=0, host_bytes=29)
+    small = Machine("small host", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=29)
     with pytest.raises(agents.Infeasible, match="80 bytes"):  # b alone
         agents.make("tensile", min_bytes=1).plan(TWO, small, 70)
 
@@ -165,6 +165,6 @@ def test_the_jobs_share_the_channel() -> None:
 
 
 def test_all_jobs_share_the_host() -> None:
-    small = Machine("small host", 10**6, 10**9, 10**9, copy_latency_ns=0, host_bytes=59)
+    small = Machine("small host", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=59)
     first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], small, 150)
     assert sorted(d.tensor for d in (*first.decisions, *second.decisions)) == [0, 1]  # 30 and 20 bytes

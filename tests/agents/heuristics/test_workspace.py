@@ -14,7 +14,7 @@ from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Pro
 from tests.agents.test_floor import in_the_long_run
 from tests.strategies import machines, plans, programs, with_algorithms
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0, alignment=1)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, alignment=1)
 
 # Two layers of 40 bytes. Bytes in use: 40 while a is written, 80 then. Algorithms are (duration, workspace).
 PAIR = Program(
@@ -66,7 +66,7 @@ EARLY = Program(
         Kernel("k3", "other", "backward", (0, 1), (), 10),
     ),
 )
-FAST = Machine("ten bytes per ns", 10**6, 10**10, 10**10, copy_latency_ns=0)
+FAST = Machine("ten bytes per ns", 10**6, 10**10, 10**10, d2h_latency_ns=0, h2d_latency_ns=0)
 RERUN, SWAPPED = Plan((Recompute(0, 1, 3),)), Plan((Swap(0, 0, 3),))
 FASTER = replace(SWAPPED, variants=((2, 0),))
 

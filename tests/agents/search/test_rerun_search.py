@@ -21,7 +21,7 @@ from tests.agents.search.test_search import pyramid
 from tests.oracle.enumeration import rerun_plans
 from tests.strategies import programs
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 DATA = Path(__file__).parents[2] / "data" / "checkmate"
 
 

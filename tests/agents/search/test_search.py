@@ -22,7 +22,7 @@ from tests import tiny
 from tests.agents.search.stepwise import anneal, ticking
 from tests.oracle import enumeration
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def pyramid(layers: int, seed: int) -> Program:

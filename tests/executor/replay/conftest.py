@@ -8,7 +8,7 @@ from executor.replay.backend import Backend
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
 
-LINK = Machine("link", 10**6, 5_000_000, 5_000_000, copy_latency_ns=0, alignment=16)
+LINK = Machine("link", 10**6, 5_000_000, 5_000_000, d2h_latency_ns=0, h2d_latency_ns=0, alignment=16)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.executor.replay.conftest import Watched
 
 MS = 1_000_000
 # 1 MB takes 10 ms out and 20 ms in; 1 ms of latency.
-MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, copy_latency_ns=MS, host_bytes=2**26)
+MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, d2h_latency_ns=MS, h2d_latency_ns=MS, host_bytes=2**26)
 
 
 @pytest.fixture(params=["host", "double", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -25,7 +25,7 @@ from simulator.pool import program_lifetimes, smartpool as pool
 MB = 2**20
 # A megabyte takes 1,000,000 ns each way.
 GPU = Machine.load("gtx1080ti")
-MACHINE = replace(GPU, h2d_bytes_per_s=1000 * MB, d2h_bytes_per_s=1000 * MB, copy_latency_ns=0)
+MACHINE = replace(GPU, h2d_bytes_per_s=1000 * MB, d2h_bytes_per_s=1000 * MB, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def chain(durations: tuple[int, ...], last_ms: int = 10) -> Program:
