@@ -200,7 +200,6 @@ def test_words():
         ("limits=a", "limits: .*'a'"),
         ("limits=1.5", "limits"),
         ("cache=warm", "cache: .*'warm'"),
-        ("pause_ns=-1", "pause_ns"),
         ("steps=0", "steps"),
         ("stages=plans", "'plans'"),
         ("stages=", "stages"),
