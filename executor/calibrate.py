@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from executor.memory.context import ContextError, context_bytes
+from executor.memory.context import ContextError, measure_context
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
 from simulator.files import FormatError, write_json, write_text
@@ -62,7 +62,8 @@ class Calibration:
         contention: direction -> what a copy takes of the speed of a kernel that streams.
         contention_error: the largest spread between quartiles, of its measurements and of that kernel's times alone.
         depth: whether the launch queue was seen to be full.
-        process: whether the machine's ``context_bytes`` and ``issue_ns`` are measured, too (``of_process``).
+        context: how the machine's ``context_bytes`` was measured; "" if it was not.
+        issue: whether its ``issue_ns`` was (``of_process`` measures both).
     """
 
     machine: Machine
@@ -75,7 +76,8 @@ class Calibration:
     contention: dict[str, float]
     contention_error: float
     depth: bool = True
-    process: bool = False
+    context: str = ""
+    issue: bool = False
 
     def to_yaml(self) -> str:
         """The machine as Machine.load reads it, with comments."""
@@ -101,8 +103,9 @@ class Calibration:
         }
         if self.depth:
             measured["queue_depth"] = "measured: launches behind a long kernel until the host waits"
-        if self.process:
-            measured["context_bytes"] = "measured: what a second process takes of the GPU besides tensors"
+        if self.context:
+            measured["context_bytes"] = f"measured: {self.context}"
+        if self.issue:
             measured["issue_ns"] = "measured: the host's time per kernel of a planned step, without a graph"
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
         for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
@@ -191,10 +194,11 @@ def of_process(found: Calibration, device: str) -> Calibration:
     Raises:
         ContextError: the context cannot be measured.
     """
-    figures = {"issue_ns": planned_issue_ns(device)}
+    machine, context = replace(found.machine, issue_ns=planned_issue_ns(device)), ""
     if device == "cuda":
-        figures["context_bytes"] = context_bytes()
-    return replace(found, machine=replace(found.machine, **figures), process=True)
+        nbytes, context = measure_context()
+        machine = replace(machine, context_bytes=nbytes)
+    return replace(found, machine=machine, context=context, issue=True)
 
 
 def planned_issue_ns(device: str) -> int:

@@ -433,20 +433,22 @@ def test_bytes_are_counted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu(tmp_path):
-    words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=150"]
-    words += ["pause_ns=10000", "graph=", "methods=eager"]  # launches between short spins are not the plan's
-    assert main([f"out={tmp_path}", *words]) == 0
+    """What is right or wrong without a clock: contents, bytes, losses. Times are what the command is for."""
+    words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=100"]
+    assert main([f"out={tmp_path}", *words, "graph=", "methods=eager"]) == 0
     found = read_json(tmp_path / "results.json")
-    assert found["summary"]["replay"]["time"]["worst"] < 0.05 and found["summary"]["replay"]["over_limit"] == 0
-    assert [r for r in found["rows"] if r["kind"] == "train" and "failed" not in r]
+    replays = [r for r in found["rows"] if r["kind"] == "replay" and "failed" not in r]
+    assert len(replays) == 2 and replays[0]["checks"] > 0 and found["summary"]["replay"]["over_limit"] == 0
+    (trained,) = (r for r in found["rows"] if r["kind"] == "train" and "failed" not in r)
+    assert trained["equal"] or not trained["eager_equal"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_side_by_side_on_a_gpu(tmp_path):
-    rows = record(tmp_path, 300)
-    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows)
+    rows = record(tmp_path, 60)
+    methods = ("ours", "checkpoint", "offload")
+    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows, methods)
     found = {r["method"]: r for r in rows.rows if "failed" not in r}
-    assert {"ours", "checkpoint", "offload", "save_on_cpu"} <= set(found)
-    assert found["offload"]["measured_ns"] < found["save_on_cpu"]["measured_ns"]
+    assert {"eager", *methods} == set(found)
     assert all(r["measured_peak"] <= r["limit"] for r in found.values())
