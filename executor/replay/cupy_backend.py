@@ -5,8 +5,7 @@ CuPy's is used. The streams have no barriers with the legacy default stream. Rea
 
 1. A spin reads the GPU's ``globaltimer`` and writes its begin and end to the log, so nothing has to be recorded beside
    it. A spin with bytes runs on all multiprocessors, which stream their share of the arena evenly over its duration.
-2. Patterns are written and checked 16 bytes at a time by all multiprocessors, unaligned ends byte by byte.
-3. Events have no timing, except those that calibration asks for; these have half a microsecond of resolution.
+2. Events have no timing, except those that calibration asks for; these have half a microsecond of resolution.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ except ImportError as error:
     raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
 
 ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # of the runtime, the driver, or the loader
-UNROLL = 4  # vectors of 16 bytes that a thread of ``stream`` has under way
 THREADS = 256
 AWAKE_NS = 500_000_000  # for which the GPU works before anything is measured: an idle one has low clocks
 
 SOURCE = r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
-#define UNROLL 4
 
 __device__ u64 now() { u64 ns; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)); return ns; }
 
@@ -50,27 +47,14 @@ __device__ void store(uint4* p, uint4 v) {
                  : "memory");
 }
 
-// Lasts ns and, of the arena's vectors, reads and writes ``count`` from ``first`` on and round; the addresses of a
-// round of all threads follow each other. The first begin and the last end of the threads go to the log.
+// Lasts ns and, of the arena's vectors, reads and writes ``count`` from ``first`` on and round, evenly over that time.
+// The first begin and the last end of the threads go to the log.
 extern "C" __global__ void spin(u64 ns, uint4* arena, u64 vectors, u64 first, u64 count, u64* begins, u64* ends) {
-    u64 begin = now(), end = begin;
-    u64 threads = gridDim.x * (u64)blockDim.x, me = blockIdx.x * (u64)blockDim.x + threadIdx.x;
-    u64 rounds = (count + UNROLL * threads - 1) / (UNROLL * threads);
-    for (u64 r = 0; r < rounds; r++) {
-        uint4 v[UNROLL];
-        u64 at[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            u64 i = (r * UNROLL + u) * threads + me;
-            at[u] = i < count ? first + i : first;
-            while (at[u] >= vectors) at[u] -= vectors;
-        }
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) v[u] = load(arena + at[u]);
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if ((r * UNROLL + u) * threads + me < count) store(arena + at[u], v[u]);
-        do end = now(); while (end < begin + ns * (r + 1) / rounds);
+    u64 begin = now(), end = begin, threads = gridDim.x * (u64)blockDim.x;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += threads) {
+        uint4* p = arena + (first + i) % vectors;
+        store(p, load(p));
+        do end = now(); while (end < begin + ns * (i + 1) / count);
     }
     while (end < begin + ns) end = now();
     if (begins) {
@@ -79,43 +63,17 @@ extern "C" __global__ void spin(u64 ns, uint4* arena, u64 vectors, u64 first, u6
     }
 }
 
-__device__ u32 word(u64 i, u32 seed) { return seed + (u32)i * 2654435761u; }
-__device__ unsigned char byte_at(u64 i, u32 seed) { return word(i >> 2, seed) >> (8 * (i & 3)); }
-
-// Byte i of the range is p[i]. The vectors are those of 16 bytes that lie in it and that start at a multiple of 4 of
-// it and of 16 in memory; where there are none (p is odd), all bytes are done singly.
-__device__ void parts(const unsigned char* p, u64 n, u64* begin, u64* end) {
-    u64 skip = (16 - ((u64)p & 15)) & 15;
-    *begin = (skip & 3) || skip > n ? n : skip;
-    *end = *begin + (n - *begin) / 16 * 16;
-}
+__device__ unsigned char byte_at(u64 i, u32 seed) { return (seed + (u32)(i >> 2) * 2654435761u) >> (8 * (i & 3)); }
 
 extern "C" __global__ void fill(unsigned char* p, u64 n, u32 seed) {
-    u64 begin, end, first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
-    parts(p, n, &begin, &end);
-    for (u64 at = begin + 16 * first; at < end; at += 16 * step) {
-        u64 w = at / 4;
-        *(uint4*)(p + at) = make_uint4(word(w, seed), word(w + 1, seed), word(w + 2, seed), word(w + 3, seed));
-    }
-    for (u64 at = first; at < begin; at += step) p[at] = byte_at(at, seed);
-    for (u64 at = end + first; at < n; at += step) p[at] = byte_at(at, seed);
-}
-
-__device__ void check(const unsigned char* p, u64 at, u32 seed, u64* wrong) {
-    if (p[at] != byte_at(at, seed)) atomicMin(wrong, at);
+    u64 step = gridDim.x * (u64)blockDim.x;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += step) p[i] = byte_at(i, seed);
 }
 
 extern "C" __global__ void verify(const unsigned char* p, u64 n, u32 seed, u64* wrong) {
-    u64 begin, end, first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
-    parts(p, n, &begin, &end);
-    for (u64 at = begin + 16 * first; at < end; at += 16 * step) {
-        u64 w = at / 4;
-        uint4 v = *(const uint4*)(p + at);
-        if (v.x != word(w, seed) || v.y != word(w + 1, seed) || v.z != word(w + 2, seed) || v.w != word(w + 3, seed))
-            for (int i = 0; i < 16; i++) check(p, at + i, seed, wrong);
-    }
-    for (u64 at = first; at < begin; at += step) check(p, at, seed, wrong);
-    for (u64 at = end + first; at < n; at += step) check(p, at, seed, wrong);
+    u64 step = gridDim.x * (u64)blockDim.x;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += step)
+        if (p[i] != byte_at(i, seed)) atomicMin(wrong, i);
 }
 """
 
@@ -137,12 +95,13 @@ class CupyBackend(Backend):
             kernels = cupy.RawModule(code=SOURCE)
             kernels.compile()
             self._spin, self._fill, self._verify = map(kernels.get_function, ("spin", "fill", "verify"))
-            self._blocks = 4 * int(properties["multiProcessorCount"])
+            self._blocks = 8 * int(properties["multiProcessorCount"])
             self.make_streams(lambda _: cupy.cuda.Stream(non_blocking=True), copy_engines)
         self._arena = self._log = 0  # addresses
         self._bytes = self._slots = self._taken = 0
         self._next = 0  # the vector of the arena at which the next kernel streams
         self._awake = False
+        self._captured: list[Any] | None = None  # events of the graph that is being captured, which must outlive that
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -222,7 +181,7 @@ class CupyBackend(Backend):
         count, vectors = nbytes // 32, self._bytes // 16  # each is read and written
         count = count if vectors else 0
         first, self._next = self._next, (self._next + count) % max(vectors, 1)
-        blocks, threads = (min(self._blocks, -(-count // (UNROLL * THREADS))), THREADS) if count else (1, 1)
+        blocks, threads = (self._grid(count), THREADS) if count else (1, 1)
         log = (0, 0) if slot is None else (self._log + 8 * slot, self._log + 8 * (2 * self._slots + slot))
         self._launch(self._spin, blocks, threads, stream, ns, self._arena, vectors, first, count, *log)
 
@@ -244,17 +203,18 @@ class CupyBackend(Backend):
 
     def _clear_log(self) -> None:
         """``begin`` and ``wrong`` become NEVER, ``end`` 0."""
-        stream = self.streams["compute"].ptr
-        runtime.memsetAsync(self._log, 0xFF, 16 * self._slots, stream)
-        runtime.memsetAsync(self._log + 16 * self._slots, 0, 8 * self._slots, stream)
+        if self._slots:
+            stream = self.streams["compute"].ptr
+            runtime.memsetAsync(self._log, 0xFF, 16 * self._slots, stream)
+            runtime.memsetAsync(self._log + 16 * self._slots, 0, 8 * self._slots, stream)
 
     def _launch(self, kernel: Any, blocks: int, threads: int, stream: Stream, *args: int | np.uint32) -> None:
         values = tuple(a if isinstance(a, np.uint32) else np.uint64(a) for a in args)
         with self._errors("a kernel cannot be launched"), self.streams[stream]:
             kernel((blocks,), (threads,), values)
 
-    def _grid(self, nbytes: int) -> int:
-        return min(self._blocks, -(-nbytes // (16 * THREADS)))
+    def _grid(self, items: int) -> int:
+        return min(self._blocks, -(-items // THREADS))
 
     def _address(self, offset: int, nbytes: int) -> int:
         self.check_range(offset, nbytes, self._bytes, "arena")
@@ -266,6 +226,8 @@ class CupyBackend(Backend):
         with self._errors("an event cannot be recorded"):
             event = cupy.cuda.Event(disable_timing=not timed)
             event.record(self.streams[stream])
+        if self._captured is not None:
+            self._captured.append(event)
         return event
 
     def wait(self, stream: Stream, event: Any) -> None:
@@ -275,11 +237,15 @@ class CupyBackend(Backend):
     def begin_capture(self) -> None:
         with self._errors("a graph cannot be captured"):
             self.streams["compute"].begin_capture()
+        self._captured = []
 
     def end_capture(self) -> Callable[[], None]:
         compute = self.streams["compute"]
-        with self._errors("a graph cannot be captured"):
-            graph = compute.end_capture()
+        try:
+            with self._errors("a graph cannot be captured"):
+                graph = compute.end_capture()
+        finally:
+            self._captured = None
 
         def launch() -> None:
             with self._errors("a graph cannot be launched"):

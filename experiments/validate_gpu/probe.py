@@ -402,7 +402,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def in_order(names: Sequence[str], out: Path, backend: str) -> int:
-    """Prints the sections, runs each in a process of its own, gathers probe.json. Time that is left goes to the next."""
+    """Prints the sections, runs each in a process of its own, gathers probe.json. The next gets time that is left."""
     for name in names:
         section = SECTIONS[name]
         print(f"{name:10}{section.seconds:4} s  {section.question}: {section.prediction}")

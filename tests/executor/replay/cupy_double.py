@@ -41,7 +41,6 @@ SHIM = r"""
 struct uint4 { unsigned x, y, z, w; };
 struct dim3 { unsigned x; };
 static dim3 gridDim, blockDim, blockIdx, threadIdx;
-static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline void atomicMax(unsigned long long* p, unsigned long long v) { if (v > *p) *p = v; }
 static inline void atomicMin(unsigned long long* p, unsigned long long v) { if (v < *p) *p = v; }
 static unsigned long long shim_ns;                        // a microsecond later at each look
