@@ -376,29 +376,16 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} GiB"
 
 
-def beside(machine: Machine, other: Machine) -> list[str]:
-    """What is measured in both, a line for each figure, and how they differ."""
-    lines = [f"{'':26}{'this':>16}{'other':>16}"]
-    for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
-                "copy_engines", "h2d_latency_ns", "d2h_latency_ns", "launch_ns", "graph_launch_ns", "issue_ns",
-                "queue_depth", "event_ns", "wait_ns", "copy_contention"):  # fmt: skip
-        mine, its = getattr(machine, key), getattr(other, key)
-        lines.append(f"{key:26}{mine:16,}{its:16,}" + (f"  {mine / its - 1:+.1%}" if its else ""))
-    return lines
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser("executor.calibrate", description="Measures transfers and launches of a GPU.")
     parser.add_argument("out", type=Path, help="YAML file of the machine; a JSON file of the same name beside it")
     parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--machine", default="h200", help="preset or YAML file that gives what is not measured")
-    parser.add_argument("--beside", type=Path, help="YAML file of another calibration, to compare the figures with")
     parser.add_argument("--max-bytes", type=int, default=LARGEST, help="of the largest copy")
     options = parser.parse_args(arguments)
     try:
         base = Machine.load(options.machine)
-        other = Machine.load(options.beside) if options.beside else None
         with open_backend(options.backend, base) as backend:
             found = calibrate(backend, base, options.max_bytes, options.out.stem)
         if options.backend == "cuda":
@@ -408,8 +395,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(found.to_yaml(), end="")
-    if other:
-        print("\n".join(beside(found.machine, other)))
     return 0
 
 

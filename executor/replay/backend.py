@@ -119,7 +119,7 @@ class Backend(ABC):
         try:
             fork = self.record("compute")
             for copies in ("d2h", "h2d"):
-                self.wait(copies, fork)  # type: ignore[arg-type]
+                self.wait(copies, fork)
             issue()
             for copies in ("d2h", "h2d"):
                 self.wait("compute", self.record(copies))  # type: ignore[arg-type]

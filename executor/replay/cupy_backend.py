@@ -174,8 +174,9 @@ class CupyBackend(Backend):
             if stream == "d2h"
             else (on_device, on_host, runtime.memcpyHostToDevice)
         )
-        with self._errors(f"a copy of {nbytes:,} bytes failed"):
-            runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
+        if nbytes:
+            with self._errors(f"a copy of {nbytes:,} bytes failed"):
+                runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
 
     def spin(self, ns: int, nbytes: int = 0, slot: int | None = None, stream: Stream = "compute") -> None:
         count, vectors = nbytes // 32, self._bytes // 16  # each is read and written

@@ -129,7 +129,7 @@ def costs(probe: Probe) -> None:
     base, cuda = probe.base, probe.backend == "cuda"
     with open_backend(probe.backend, base) as backend:
         found = calibrate(backend, base, 2**28 if cuda else 2**20, seconds=probe.left() / 3)
-        trips = {d: round_trip_ns(backend, found.machine, d) for d in ("d2h", "h2d")}  # type: ignore[arg-type]
+        trips = {d: round_trip_ns(backend, found.machine, d) for d in ("d2h", "h2d")}
     if cuda:
         found = replace(found, machine=replace(found.machine, host_bytes=min(base.host_bytes, host_bytes())))
     found = of_process(found, probe.device)
