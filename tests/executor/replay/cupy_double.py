@@ -109,7 +109,8 @@ class Stream:
         self.issued = self.done = self.ns = 0
 
     def put(self, work: Callable[[int], int]) -> None:
-        self.queue.append(work)
+        enqueued = self.device.host_ns  # nothing begins before
+        self.queue.append(lambda ns: work(max(ns, enqueued)))
         self.issued += 1
         while self.device.random and self.device.random.random() < 0.5:
             if not (busy := [stream for stream in self.device.streams if stream.queue]):
@@ -152,6 +153,7 @@ class Stream:
         if self.device.graph and self in self.device.graph.counts:
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
         self.run(self.issued)
+        self.device.host_ns = max(self.device.host_ns, self.ns)
         Clocks.join(self.device.clocks.clocks[HOST], self.device.clocks.of(self.name))
         if error := self.device.error:
             raise error
@@ -237,6 +239,7 @@ class Device:
         self.machine, self.random = machine, random.Random(seed) if seed is not None else None
         self.clocks, self.found, self.streams = Clocks(), list[str](), list[Stream]()
         self.current: list[Stream] = []
+        self.host_ns = 0  # when the host last waited for a stream
         self.graph: Graph | None = None  # that is captured now
         self.launched: list[Graph] = []
         self.memory: dict[int, np.ndarray] = {}

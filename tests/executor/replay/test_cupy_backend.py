@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
+from executor import calibrate
 from executor.replay.backend import BackendError, first_difference, pattern
 from executor.replay.replay import replay
 from executor.replay.streams import ReplayError
@@ -120,6 +122,23 @@ def test_a_wait_that_is_missing_is_found(monkeypatch):
         with contextlib.suppress(ReplayError):
             replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, mode="check")
     assert device.found
+
+
+def test_calibration_finds_what_the_double_plays(monkeypatch):
+    """Its copies take what the machine says, a kernel's clock goes on by 1 us at each look, its queue is endless."""
+    machine = replace(LINK, memory_bytes=2**28, d2h_bytes_per_s=4 * 10**9, h2d_bytes_per_s=5 * 10**9,
+                      d2h_latency_ns=9 * US, h2d_latency_ns=7 * US)  # fmt: skip
+    monkeypatch.setattr(calibrate, "MOST_LAUNCHES", 5)
+    monkeypatch.setattr(calibrate, "LAUNCHES", 20)
+    monkeypatch.setattr(calibrate, "NODES", 20)
+    with opened(machine) as (backend, device):
+        monkeypatch.setattr(backend, "host_ns", lambda: 0)
+        found = calibrate.calibrate(backend, machine, 2**18)
+        assert not device.found
+    for figure in ("d2h_latency_ns", "h2d_latency_ns", "d2h_bytes_per_s", "h2d_bytes_per_s"):
+        assert getattr(found.machine, figure) == pytest.approx(getattr(machine, figure), rel=0.01), figure
+    assert found.machine.launch_ns == found.machine.graph_launch_ns == US and not found.depth
+    assert found.machine.event_ns == found.machine.wait_ns == 0
 
 
 def test_a_capture_that_fails_ends_and_the_next_one_works():
