@@ -312,7 +312,7 @@ def replay(run: Run) -> None:
     pin_the_most(run, plans)
     checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
     with (
-        open_backend(settings.backend, HOST if settings.backend == "host" else machine) as backend,
+        open_backend(settings.backend, machine) as backend,
         watched(settings.device) as clocks,
     ):
         for case, plan in plans:

@@ -3,6 +3,7 @@
 import subprocess
 import time
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 from executor.replay.host_backend import HostBackend
 from experiments.validate_gpu import probe
-from experiments.validate_gpu.probe import COSTS, REHEARSAL, SECTIONS, Probe, main, round_trip_ns
+from experiments.validate_gpu.probe import COMMITTED, COSTS, REHEARSAL, SECTIONS, Probe, main, round_trip_ns
 from experiments.validate_gpu.stages import HOST
 from simulator import Machine
 from simulator.files import read_json
+from simulator.schedule import lower
 
 
 def run(tmp_path, section):
@@ -41,6 +43,17 @@ def test_costs_are_printed_beside_their_predictions_and_kept(tmp_path, capsys):
     for what in ("launch_ns", "graph_launch_ns", "queue_depth"):
         assert rows[what]["measured"] == getattr(machine, what) == getattr(HOST, what)
     assert "launch_ns: predicted 1,400, measured 1,400\n" in capsys.readouterr().out
+
+
+def test_the_committed_plans_are_for_the_committed_programs(tmp_path):
+    trial = Probe("replays", tmp_path, "cuda", time.monotonic() + 600)
+    found = list(islice(probe._plans(trial, Machine.load(COMMITTED / "machine.yaml")), 4))
+    assert [name for name, *_ in found] == [
+        "plan-gpt2_medium_bf16-0.7", "plan-llama_bf16-0.7", "plan-resnet50_imagenet_bf16-0.5",
+        "plan-resnet50_imagenet_bf16-0.7",
+    ]  # fmt: skip
+    for _, program, plan, limit in found:
+        assert plan.decisions and lower(program, plan).required_bytes <= limit < program.peak_bytes
 
 
 @pytest.mark.nightly
