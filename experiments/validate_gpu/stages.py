@@ -311,10 +311,7 @@ def replay(run: Run) -> None:
     give_back()
     pin_the_most(run, plans)
     checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
-    with (
-        open_backend(settings.backend, machine) as backend,
-        watched(settings.device) as clocks,
-    ):
+    with open_backend(settings.backend, machine) as backend, watched(settings.device) as clocks:
         for case, plan in plans:
             row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
             if not run.todo("replay", **row, **how):
