@@ -3,14 +3,11 @@
 Several rounds of the plan are captured as one graph: kernels are spins of their durations that write their begin and
 end to a log, copies are real, and edges are those of ``streams.py``. The arena is exactly as large as the footprint of
 the packing. The pause between two nodes (``Machine.graph_launch_ns``) is subtracted from the durations in advance, so
-a wait of the hardware is never hidden.
+a wait of the hardware is never hidden. Choices: executor/replay/README.md.
 
     with open_backend("cuda", machine) as backend:
         measured = replay(program, plan, machine, limit, backend)
     measured.iteration_ns, measured.error, measured.timeline.save("measured.json")
-
-``kernels="stream"``: kernels also read and write the bytes that the program gives them. ``mode="check"``: blocks are
-filled and compared. Choices: executor/replay/README.md.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ def replay(
     limit: int,
     backend: Backend,
     iterations: int = 5,
-    warmup: int = 1,
+    warmup: int = 2,
     mode: Mode = "time",
     kernels: Kernels = "spin",
     strict: bool = False,
@@ -110,7 +107,7 @@ def replay(
         warmup: iterations before them in the graph. The first begins with no copy under way, unlike the others.
         mode: "check": blocks are also filled with a pattern of their tensor and version and compared wherever they are
             read. A wrong byte is a ReplayError that names tensor and kernel; times are not the plan's.
-        kernels: "spin" or "stream" (see the module); in mode "check" they spin.
+        kernels: "stream": they also read and write as many bytes as the program says; in mode "check" they spin.
         strict: refuse a plan whose footprint is over the limit although its bytes are not. Otherwise the arena is as
             large as the footprint, and the result says so (``fits``).
         allocators, seconds: as ``executor.replay.streams.circle``.

@@ -104,7 +104,7 @@ def test_a_replay_is_right_whenever_copies_are_done(plan, seed):
 
 def test_the_timed_graph_has_kernels_copies_and_the_events_that_another_stream_waits_for():
     with opened(LINK) as (backend, device):
-        replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=3)
+        replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=3, warmup=1)
     timed, *_, traced = device.launched
     assert device.launched == [timed] * 3 + [traced]
     # Four iterations of a swap-out and a swap-in; each of the four waits of one has an event, of which that of the

@@ -71,13 +71,13 @@ class Watched(HostBackend):
 
 @pytest.mark.parametrize("kernels", ["spin", "stream"])
 def test_kernels_stream_the_bytes_of_the_program_if_asked(kernels):
-    """Of each kernel, in order, in six iterations of a timed graph and as many of a traced one."""
+    """Of each kernel, in order, in seven iterations of a timed graph and as many of a traced one."""
     moving = tuple(replace(k, bytes=100 + i) for i, k in enumerate(PROGRAM.kernels))
     program, device = replace(PROGRAM, kernels=moving), Watched(BYTES)
     measured = replay(program, Plan(SWAP_PLAN.decisions), BYTES, LIMIT, device, kernels=kernels)
     assert measured.kernels == kernels and measured.iteration_ns == 170
     own = [k.bytes if kernels == "stream" else 0 for k in program.kernels]
-    assert device.moved == 12 * own
+    assert device.moved == 14 * own
     slow = replace(BYTES, memory_bytes_per_s=4 * 10**9)  # f1 to f4 take 25 to 26 ns each, b4 to b1 26 to 27
     taken = replay(program, Plan(), slow, 1000, HostBackend(slow), kernels=kernels).iteration_ns
     assert taken == (120 if kernels == "spin" else 25 + 3 * 26 + 26 + 3 * 27)
