@@ -41,7 +41,6 @@ ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
 STEPS = 20  # of which the median is the host's time per kernel
 ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
 DUPLEX_ERROR = 0.02  # the least measuring error of the shares; a larger spread of the repeats counts
-MOST = 0.49  # that a copy can be said to take of a kernel's speed (Machine.copy_contention)
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -59,8 +58,6 @@ class Calibration:
         duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
         share: direction -> of its own speed while both are busy.
         share_error: the largest spread between the quartiles of their measurements, at least DUPLEX_ERROR.
-        contention: direction -> what a copy takes of the speed of a kernel that streams.
-        contention_error: the largest spread between quartiles, of its measurements and of that kernel's times alone.
         depth: whether the launch queue was seen to be full.
         context: how the machine's ``context_bytes`` was measured; "" if it was not.
         issue: whether its ``issue_ns`` was (``of_process`` measures both).
@@ -73,8 +70,6 @@ class Calibration:
     duplex: dict[str, float]
     share: dict[str, float]
     share_error: float
-    contention: dict[str, float]
-    contention_error: float
     depth: bool = True
     context: str = ""
     issue: bool = False
@@ -86,7 +81,6 @@ class Calibration:
         latency = f"measured: median over copies of at most {_size(LATENCY_UPTO)}, from the end of the kernel"
         beside = "measured: {:.1%} of alone, give or take {:.1%}; 0: as alone"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
-        taken = " and ".join(f"{d} {self.contention[d]:.1%}" for d in DIRECTIONS)
         measured = {
             "name": "",
             "memory_bytes": "as the device says",
@@ -98,8 +92,6 @@ class Calibration:
             "graph_launch_ns": f"measured: pause between {NODES} kernels of a graph",
             "event_ns": "measured: what an event behind each kernel, for which a copy stream waits, adds to the pause",
             "wait_ns": "measured: what a wait before each kernel, for an event that is pending when it is issued, adds",
-            "copy_contention": f"measured: a copy takes {taken} of a streaming kernel's speed, give or take "
-            f"{self.contention_error:.1%}",
         }
         if self.depth:
             measured["queue_depth"] = "measured: launches behind a long kernel until the host waits"
@@ -165,7 +157,6 @@ def calibrate(
                 transfers[d].append((n, round(median(single[d]))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
-        contention, contention_error = _contention(backend, alone, largest)
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
     at_once = median(max(times.values()) for times in both)
     fits = {d: _fit(transfers[d]) for d in DIRECTIONS}
@@ -173,7 +164,7 @@ def calibrate(
     share = {d: median(each) for d, each in shares.items()}
     share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *map(_spread, single.values()))
     engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
-    figures: dict[str, Any] = {"copy_engines": engines, "copy_contention": _taken(contention, contention_error)}
+    figures: dict[str, Any] = {"copy_engines": engines}
     for d, (latency, bytes_per_s, _) in fits.items():
         slower = engines == 2 and share[d] < 1 - share_error
         figures |= {f"{d}_bytes_per_s": bytes_per_s, f"{d}_latency_ns": latency,
@@ -185,7 +176,7 @@ def calibrate(
     )  # fmt: skip
     return Calibration(
         machine, backend.name, transfers, max(error for _, _, error in fits.values()), duplex, share, share_error,
-        contention, contention_error, depth is not None,
+        depth is not None,
     )  # fmt: skip
 
 
@@ -308,44 +299,6 @@ def _depth(backend: Backend) -> int | None:
             break
     backend.synchronize()
     return depth
-
-
-def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
-    """By direction, what a copy of ``nbytes`` (``copies`` ns alone) takes of the speed of a kernel that streams half
-    as long; the largest spread between quartiles, of these and of the kernel's times alone."""
-    aim, streamed = min(copies.values()) / 2, nbytes
-    for _ in range(2):  # the first of everything is slow
-        streamed = max(1024, round(streamed * aim / _streaming(backend, streamed)[0]))
-    alone = [_streaming(backend, streamed)[0] for _ in range(REPEATS)]
-    found, errors = {}, [_spread(alone)]
-    for d in DIRECTIONS:
-        beside = [_streaming(backend, streamed, d, nbytes) for _ in range(REPEATS)]
-        taken = [(took - median(alone)) / shared for took, shared in beside]
-        found[str(d)] = median(taken)
-        errors.append(_range(taken))
-    return found, max(errors)
-
-
-def _taken(contention: dict[str, float], error: float) -> float:
-    """``Machine.copy_contention``: the mean of both directions; 0 where it is no more than the measuring error."""
-    mean = sum(contention.values()) / len(contention)
-    return round(min(mean, MOST), 4) if mean > error else 0.0
-
-
-def _streaming(backend: Backend, streamed: int, direction: Direction | None = None, copied: int = 0) -> tuple[int, int]:
-    """ns of a kernel that moves so many bytes as fast as it can, and how much of it a copy was under way beside it."""
-    backend.task = f"a kernel over {streamed:,} bytes"
-    backend.spin(ISSUE_NS)
-    begin = backend.record("compute", timed=True)
-    if direction:
-        backend.wait(direction, begin)
-        backend.copy(direction, 0, 0, copied)
-        over = backend.record(direction, timed=True)
-    backend.spin(0, streamed)
-    end = backend.record("compute", timed=True)
-    backend.synchronize()
-    took = max(backend.elapsed_ns(begin, end), 1)
-    return took, max(1, min(took, backend.elapsed_ns(begin, over))) if direction else 0
 
 
 def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:

@@ -162,15 +162,8 @@ class Backend(ABC):
         """Copies ``nbytes`` between arena[device:] and host[host:] in the direction of ``stream`` (d2h or h2d)."""
 
     @abstractmethod
-    def spin(self, ns: int, nbytes: int = 0, slot: int | None = None, stream: Stream = "compute") -> None:
-        """Launches a kernel that keeps its stream busy.
-
-        Args:
-            ns: duration of the kernel, at least.
-            nbytes: half of them are read from the arena and half written back unchanged, evenly over the duration.
-                Bytes that a copy writes meanwhile may be overwritten.
-            slot: of the log, for the kernel's begin and end.
-        """
+    def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
+        """Launches a kernel that keeps its stream busy for ``ns`` and writes its begin and end to a slot of the log."""
 
     @abstractmethod
     def fill(self, device: int, nbytes: int, seed: int) -> None:

@@ -4,7 +4,7 @@ The arena is one cudaMalloc, the host buffer the pinned memory of the process (e
 CuPy's is used. The streams have no barriers with the legacy default stream. Reasons: executor/replay/README.md.
 
 1. A spin reads the GPU's ``globaltimer`` and writes its begin and end to the log, so nothing has to be recorded beside
-   it. A spin with bytes runs on all multiprocessors, which stream their share of the arena evenly over its duration.
+   it.
 2. Events have no timing, except those that calibration asks for; these have half a microsecond of resolution.
 """
 
@@ -36,26 +36,9 @@ typedef unsigned int u32;
 
 __device__ u64 now() { u64 ns; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)); return ns; }
 
-// Past the caches' usual ways, and never left out by the compiler.
-__device__ uint4 load(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-__device__ void store(uint4* p, uint4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
-// Lasts ns and, of the arena's vectors, reads and writes ``count`` from ``first`` on and round, evenly over that time.
-// The first begin and the last end of the threads go to the log.
-extern "C" __global__ void spin(u64 ns, uint4* arena, u64 vectors, u64 first, u64 count, u64* begins, u64* ends) {
-    u64 begin = now(), end = begin, threads = gridDim.x * (u64)blockDim.x;
-    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += threads) {
-        uint4* p = arena + (first + i) % vectors;
-        store(p, load(p));
-        do end = now(); while (end < begin + ns * (i + 1) / count);
-    }
+// Its begin and end go to the log; of several kernels of one slot, the first begin and the last end.
+extern "C" __global__ void spin(u64 ns, u64* begins, u64* ends) {
+    u64 begin = now(), end = begin;
     while (end < begin + ns) end = now();
     if (begins) {
         atomicMin(begins, begin);
@@ -99,7 +82,6 @@ class CupyBackend(Backend):
             self.make_streams(lambda _: cupy.cuda.Stream(non_blocking=True), copy_engines)
         self._arena = self._log = 0  # addresses
         self._bytes = self._slots = self._taken = 0
-        self._next = 0  # the vector of the arena at which the next kernel streams
         self._awake = False
         self._captured: list[Any] | None = None  # events of the graph that is being captured, which must outlive that
 
@@ -132,7 +114,7 @@ class CupyBackend(Backend):
                 self._bytes = device_bytes
                 self._clear_log()
                 if not self._awake:
-                    self.spin(AWAKE_NS, device_bytes)
+                    self.spin(AWAKE_NS)
                     self._awake = True
                 self.synchronize()
         except BaseException:
@@ -157,7 +139,7 @@ class CupyBackend(Backend):
                     runtime.free(address)
             except runtime.CUDARuntimeError:
                 pass  # as above
-        self._arena = self._log = self._bytes = self._slots = self._taken = self._next = 0
+        self._arena = self._log = self._bytes = self._slots = self._taken = 0
         self.task = ""
 
     def close(self) -> None:
@@ -178,13 +160,9 @@ class CupyBackend(Backend):
             with self._errors(f"a copy of {nbytes:,} bytes failed"):
                 runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
 
-    def spin(self, ns: int, nbytes: int = 0, slot: int | None = None, stream: Stream = "compute") -> None:
-        count, vectors = nbytes // 32, self._bytes // 16  # each is read and written
-        count = count if vectors else 0
-        first, self._next = self._next, (self._next + count) % max(vectors, 1)
-        blocks, threads = (self._grid(count), THREADS) if count else (1, 1)
+    def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
         log = (0, 0) if slot is None else (self._log + 8 * slot, self._log + 8 * (2 * self._slots + slot))
-        self._launch(self._spin, blocks, threads, stream, ns, self._arena, vectors, first, count, *log)
+        self._launch(self._spin, 1, 1, stream, ns, *log)
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
         if nbytes:

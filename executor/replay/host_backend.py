@@ -125,11 +125,10 @@ class HostBackend(Backend):
 
         self._enqueue(work)
 
-    def spin(self, ns: int, nbytes: int = 0, slot: int | None = None, stream: Stream = "compute") -> None:
+    def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
         def work() -> None:
             pause = self.machine.graph_launch_ns if self._launched else self.machine.launch_ns
-            moving = -(-nbytes * 10**9 // self.machine.memory_bytes_per_s)
-            begin, end = self._count(stream, max(ns, moving), pause if stream == "compute" else 0)
+            begin, end = self._count(stream, ns, pause if stream == "compute" else 0)
             if slot is not None:
                 log = Log(*self._log)
                 log.begin[slot], log.end[slot] = min(int(log.begin[slot]), begin), max(int(log.end[slot]), end)

@@ -30,7 +30,6 @@ from simulator.timeline import BlockEvent, Span, Timeline
 LAUNCHES = 3  # of the timed graph, of which the last counts: the first one uploads it
 
 Mode = Literal["time", "check"]
-Kernels = Literal["spin", "stream"]
 # Order of the events of memory: time; whether their cause begins then (at one instant frees first, rule 9, except those
 # of work without duration); number of the job; whether it frees.
 _Key = tuple[int, bool, int, bool]
@@ -50,7 +49,6 @@ class Measured:
         allocator: that packed.
         checks: number of comparisons, each of a whole block.
         device: in words.
-        kernels: whether they moved bytes of their own.
     """
 
     timeline: Timeline
@@ -64,7 +62,6 @@ class Measured:
     allocator: str
     checks: int
     device: str
-    kernels: Kernels = "spin"
 
     @property
     def iteration_ns(self) -> float:
@@ -92,7 +89,6 @@ def replay(
     iterations: int = 5,
     warmup: int = 2,
     mode: Mode = "time",
-    kernels: Kernels = "spin",
     strict: bool = False,
     allocators: Sequence[str] = ("smartpool", "optimal"),
     seconds: float = 5.0,
@@ -107,7 +103,6 @@ def replay(
         warmup: iterations before them in the graph. The first begins with no copy under way, unlike the others.
         mode: "check": blocks are also filled with a pattern of their tensor and version and compared wherever they are
             read. A wrong byte is a ReplayError that names tensor and kernel; times are not the plan's.
-        kernels: "stream": they also read and write as many bytes as the program says; in mode "check" they spin.
         strict: refuse a plan whose footprint is over the limit although its bytes are not. Otherwise the arena is as
             large as the footprint, and the result says so (``fits``).
         allocators, seconds: as ``executor.replay.streams.circle``.
@@ -121,10 +116,7 @@ def replay(
         raise ValueError(f"expected at least 2 iterations and 1 of warm-up, got {iterations} and {warmup}")
     if mode not in ("time", "check"):
         raise ValueError(f"mode: expected time or check, got {mode!r}")
-    if kernels not in ("spin", "stream"):
-        raise ValueError(f"kernels: expected spin or stream, got {kernels!r}")
-    check, stream = mode == "check", kernels == "stream" and mode == "time"
-    machine = replace(machine, issue_ns=0, copy_contention=machine.copy_contention if stream else 0.0)
+    check, machine = mode == "check", replace(machine, issue_ns=0, copy_contention=0.0)
     order = circle(program, plan, machine, limit, allocators, seconds)
     if strict and order.footprint > limit:
         raise ReplayError(
@@ -134,7 +126,7 @@ def replay(
     group = order.iterations
     skip, rounds = -(-warmup // group) * group, -(-warmup // group) - (-iterations // group)
     with backend.arena(order.footprint, order.host_bytes, slots(order, rounds, check)):
-        run = Run(order, backend, rounds, machine.graph_launch_ns, check, stream)
+        run = Run(order, backend, rounds, machine.graph_launch_ns, check)
         log = run.log(trace=check)
         traced = log if check else run.log(trace=True)
         device_bytes = backend.allocated_bytes
@@ -142,7 +134,7 @@ def replay(
     return Measured(
         run.read(traced, program, limit, skip), tuple(b - a for a, b in zip(ends, ends[1:], strict=False)),
         order.predicted, order.predicted.iteration_ns / group, group, limit, order.footprint, device_bytes,
-        order.allocator, len(run.checks), backend.name, kernels,
+        order.allocator, len(run.checks), backend.name,
     )  # fmt: skip
 
 
@@ -155,9 +147,9 @@ def slots(order: Circle, rounds: int, check: bool) -> int:
 class Run:
     """Captures rounds of a circle of jobs, launches them and reads the log."""
 
-    def __init__(self, order: Circle, backend: Backend, rounds: int, pause_ns: int, check: bool, stream: bool):
+    def __init__(self, order: Circle, backend: Backend, rounds: int, pause_ns: int, check: bool):
         self.order, self.backend, self.rounds, self.pause_ns = order, backend, rounds, pause_ns
-        self.check, self.stream, self.program = check, stream, order.program
+        self.check, self.program = check, order.program
         self.checks: list[tuple[Block, str]] = []
         self.awaited = {other for job in order.jobs for _, other in job.waits}
         self.kernels = len(order.program.kernels) // order.iterations  # of an iteration
@@ -200,26 +192,25 @@ class Run:
                     if i >= back:
                         backend.wait(stream, ends[i - back, other])
                 if stream == "compute":
-                    kernel = self.program.kernels[index]
-                    left += kernel.duration_ns - self.pause_ns
-                    self._kernel(job, i, max(left, 0), kernel.bytes if self.stream else 0, slot)
+                    left += self.program.kernels[index].duration_ns - self.pause_ns
+                    self._kernel(job, i, max(left, 0), slot)
                     left = min(left, 0)
                 elif job.block:
                     if trace:
-                        backend.spin(0, slot=slot, stream=stream)
+                        backend.spin(0, slot, stream)
                     backend.copy(stream, job.block.offset, self.order.host[index], job.block.nbytes)
                     if trace:
-                        backend.spin(0, slot=slot, stream=stream)
+                        backend.spin(0, slot, stream)
                 if j in self.awaited:
                     ends[i, j] = backend.record(stream)
 
-    def _kernel(self, job: Job, i: int, ns: int, nbytes: int, slot: int) -> None:
+    def _kernel(self, job: Job, i: int, ns: int, slot: int) -> None:
         """Enqueues a kernel; in mode "check" one that really writes and reads."""
         who = self.backend.task
         if self.check:
             self._compare(job.reads, i, f"before {who}")
             self._fill(job.fresh, i)
-        self.backend.spin(ns, nbytes, slot)
+        self.backend.spin(ns, slot)
         if self.check:
             self._compare(job.reads, i, f"during {who}")
             self._compare(job.fresh, i, f"after {who}")

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import agents
 from executor.capture.profile import Cache
-from executor.replay.replay import Kernels
 from experiments.validate_gpu.networks import NETWORKS
 from experiments.validate_gpu.pytorch_baselines import METHODS
 
@@ -41,7 +40,6 @@ class Settings:
         planners: which plan and replay.
         train: whose plans are trained under.
         graph: of these, whose are also trained under as a CUDA graph.
-        kernels: of replays: "spin", or "stream", which move their bytes, too.
         steps: measured training steps, in turns with as many eager ones.
         methods: of compare and largest.
         seconds: for all stages.
@@ -63,7 +61,6 @@ class Settings:
     planners: tuple[str, ...] = tuple(agents.untrained())
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
     graph: tuple[str, ...] = ("capuchin", "lp_round")
-    kernels: str = "spin"
     steps: int = 20
     methods: tuple[str, ...] = METHODS
     seconds: float = 540.0
@@ -114,9 +111,8 @@ def parse(words: Sequence[str]) -> Settings:
         for name in getattr(settings, key):
             if name not in known:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
-    for key, kind in (("cache", Cache), ("kernels", Kernels)):
-        if getattr(settings, key) not in get_args(kind):
-            raise UsageError(f"{key}: expected one of {', '.join(get_args(kind))}, got {getattr(settings, key)!r}")
+    if settings.cache not in get_args(Cache):
+        raise UsageError(f"cache: expected one of {', '.join(get_args(Cache))}, got {settings.cache!r}")
     if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
         raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
     if not settings.stages:

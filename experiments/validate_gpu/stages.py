@@ -307,20 +307,18 @@ def replay(run: Run) -> None:
     """Replays every plan; draws the one that moves most."""
     settings, machine, record = run.settings, run.machine, run.record
     plans, most = planned(run, first_those_trained(settings)), (0, None)
-    how = {"kernels": settings.kernels}
     give_back()
     pin_the_most(run, plans)
     checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
     with open_backend(settings.backend, machine) as backend, watched(settings.device) as clocks:
         for case, plan in plans:
             row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
-            if not run.todo("replay", **row, **how):
+            if not run.todo("replay", **row):
                 continue
 
             def measured(case: Case = case, plan: Plan = plan) -> dict[str, Any]:
                 nonlocal most
-                options = {**REPLAY[settings.backend], "kernels": settings.kernels}
-                found = replayed(case.program, plan, machine, case.limit, backend, **options)
+                found = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
                 checks = {}
                 if (case.workload, case.fraction) not in checked and plan.decisions:
                     checked.add((case.workload, case.fraction))
@@ -336,9 +334,9 @@ def replay(run: Run) -> None:
                     "device_bytes": found.device_bytes, "fits": found.fits, "device": found.device,
                 }  # fmt: skip
 
-            run.measured("replay", {**row, **how}, measured, ReplayError, BackendError, PlanError, OutOfMemory)
+            run.measured("replay", row, measured, ReplayError, BackendError, PlanError, OutOfMemory)
     if most[1]:
-        record.add("clocks", stage="replay", **how, clocks=clocks)
+        record.add("clocks", stage="replay", clocks=clocks)
         with suppress(ImportError):  # without Matplotlib there are no pictures
             from experiments.validate_gpu.plots import timelines
 

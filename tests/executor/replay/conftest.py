@@ -5,8 +5,7 @@ import pytest
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
 
-LINK = Machine("link", 10**6, 5_000_000, 5_000_000, d2h_latency_ns=0, h2d_latency_ns=0, launch_ns=0,
-               alignment=16, memory_bytes_per_s=10**12)  # fmt: skip
+LINK = Machine("link", 10**6, 5_000_000, 5_000_000, d2h_latency_ns=0, h2d_latency_ns=0, alignment=16)
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@
 All that is enqueued is done when something has to wait for it, or by chance (``seed``), in the order of its stream and
 after the events that this waits for. A graph keeps the calls of its capture and makes them again when it is launched.
 Time is made up: each stream has a clock, copies take what the machine says, kernels what ``now()`` in them says. Two
-uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of tests/executor. What
-spins with bytes read and write is nobody's content and not looked at.
+uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of tests/executor.
 """
 
 from __future__ import annotations
@@ -38,21 +37,15 @@ SHIM = r"""
 #include <stddef.h>
 #define __device__ static
 #define __global__
-struct uint4 { unsigned x, y, z, w; };
 struct dim3 { unsigned x; };
 static dim3 gridDim, blockDim, blockIdx, threadIdx;
 static inline void atomicMax(unsigned long long* p, unsigned long long v) { if (v > *p) *p = v; }
 static inline void atomicMin(unsigned long long* p, unsigned long long v) { if (v < *p) *p = v; }
 static unsigned long long shim_ns;                        // a microsecond later at each look
-extern "C" { uint4* shim_arena; unsigned *shim_loads, *shim_stores; }  // how often each vector was read and written
 static inline unsigned long long shim_now() { return shim_ns += 1000; }
-static inline uint4 shim_load(const uint4* p) { if (shim_loads) shim_loads[p - shim_arena]++; return *p; }
-static inline void shim_store(uint4* p, uint4 v) { if (shim_stores) shim_stores[p - shim_arena]++; *p = v; }
 """
 ASM = (  # the statements that only a GPU has, once each, and what is done here
     (r'asm volatile\("mov\.u64 %0, %globaltimer;"[^;]*;', "ns = shim_now();"),
-    (r'asm volatile\("ld\.global\.cs\.v4\.u32 [^;]*;"[^;]*;', "v = shim_load(p);"),
-    (r'asm volatile\("st\.global\.cs\.v4\.u32 [^;]*;"[^;]*;', "shim_store(p, v);"),
 )
 KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
 WIDTHS = {"u32": np.uint32}  # else 8 bytes: u64, addresses
@@ -322,9 +315,7 @@ class Device:
                 assert [type(a) for a in args] == kinds and 0 < blocks[0] < 2**31 and 0 < threads[0] <= 1024
                 values = [int(a) for a in args]
                 reads, writes = {
-                    "spin": lambda ns, arena, vectors, first, count, begins, ends: (
-                        ([], [(begins, 8), (ends, 8)]) if begins else ([], [])
-                    ),
+                    "spin": lambda ns, begins, ends: ([], [(begins, 8), (ends, 8)] if begins else []),
                     "fill": lambda at, n, word: ([], [(at, n)]),
                     "verify": lambda at, n, word, answer: ([(at, n)], [(answer, 8)]),
                 }[name](*values)

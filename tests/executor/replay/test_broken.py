@@ -101,7 +101,7 @@ def in_order(order):
 
 def checked(order, machine):
     with HostBackend(machine) as backend, backend.arena(order.footprint, order.host_bytes, slots(order, 3, True)):
-        Run(order, backend, 3, 0, True, False).log(trace=True)
+        Run(order, backend, 3, 0, True).log(trace=True)
 
 
 def test_every_wait_of_random_plans_that_protects_bytes_counts():

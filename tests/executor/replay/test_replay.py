@@ -60,29 +60,6 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
     assert measured.iteration_ns == measured.predicted_ns == 180
 
 
-class Watched(HostBackend):
-    """Notes the bytes that kernels of the compute stream are to move."""
-
-    def spin(self, ns, nbytes=0, slot=None, stream="compute"):
-        if stream == "compute":
-            self.moved = [*getattr(self, "moved", ()), nbytes]
-        super().spin(ns, nbytes, slot, stream)
-
-
-@pytest.mark.parametrize("kernels", ["spin", "stream"])
-def test_kernels_stream_the_bytes_of_the_program_if_asked(kernels):
-    """Of each kernel, in order, in seven iterations of a timed graph and as many of a traced one."""
-    moving = tuple(replace(k, bytes=100 + i) for i, k in enumerate(PROGRAM.kernels))
-    program, device = replace(PROGRAM, kernels=moving), Watched(BYTES)
-    measured = replay(program, Plan(SWAP_PLAN.decisions), BYTES, LIMIT, device, kernels=kernels)
-    assert measured.kernels == kernels and measured.iteration_ns == 170
-    own = [k.bytes if kernels == "stream" else 0 for k in program.kernels]
-    assert device.moved == 14 * own
-    slow = replace(BYTES, memory_bytes_per_s=4 * 10**9)  # f1 to f4 take 25 to 26 ns each, b4 to b1 26 to 27
-    taken = replay(program, Plan(), slow, 1000, HostBackend(slow), kernels=kernels).iteration_ns
-    assert taken == (120 if kernels == "spin" else 25 + 3 * 26 + 26 + 3 * 27)
-
-
 def test_the_pause_between_nodes_is_taken_off_in_advance_and_waits_stay_visible():
     """6 ns a node: kernels of 10 ns spin for 4. A node of 3 ns is 3 too long, which the next one makes up for. What the
     device waits for a copy, it waits on top."""
@@ -210,7 +187,7 @@ def test_no_plan_takes_longer_than_simulated():
         backend = HostBackend(machine)
         order = circle(program, plan, machine, limit, allocators=("smartpool",))
         with backend.arena(order.footprint, order.host_bytes, slots(order, 6, False)):
-            run = Run(order, backend, 6, 0, False, False)
+            run = Run(order, backend, 6, 0, False)
             log = run.log(trace=True)
             begin = int(log.begin.min())
             for i, end in enumerate(run.boundaries(log)):
@@ -245,7 +222,7 @@ def test_a_plan_that_does_not_fit_by_bytes_is_out_of_memory():
 @pytest.mark.parametrize(
     ("options", "match"),
     [({"iterations": 1}, "at least 2"), ({"warmup": 0}, "at least 2"), ({"mode": "fast"}, "time or check"),
-     ({"kernels": "real"}, "spin or stream"), ({"allocators": ("caching",)}, "one by one"),
+     ({"allocators": ("caching",)}, "one by one"),
      ({"allocators": ("best",)}, "no allocator"), ({"allocators": ()}, "at least one")],
 )  # fmt: skip
 def test_bad_options(options, match):
@@ -284,7 +261,7 @@ def test_patterns_are_right(host, plan, checks):
 
 
 def test_the_measured_timeline_is_of_the_simulators_type(host, tmp_path):
-    measured = replay(LARGE, LARGE_SWAP, LINK, 150_000, host, 2, 1, strict=True, kernels="stream")
+    measured = replay(LARGE, LARGE_SWAP, LINK, 150_000, host, 2, 1, strict=True)
     assert measured.timeline.peak_bytes <= measured.footprint <= 150_000
     path = tmp_path / "measured.json"
     measured.timeline.save(path)
@@ -319,12 +296,11 @@ def test_patterns_are_right_on_a_gpu():
 
 
 def test_copies_take_nothing_from_kernels_that_spin():
-    """Without noise, the prediction of kernels that move no bytes of their own is what happens."""
+    """The prediction of a replay is that of kernels that move no bytes of their own."""
     machine = replace(BYTES, copy_contention=0.25, memory_bytes_per_s=10**9)
     program = replace(PROGRAM, kernels=tuple(replace(k, bytes=10**6) for k in PROGRAM.kernels))
     plan = replace(SWAP_PLAN, fingerprint=program.fingerprint)
     found = replay(program, plan, machine, LIMIT, HostBackend(machine))
     assert found.predicted.iteration_ns == simulate(PROGRAM, SWAP_PLAN, BYTES, LIMIT).iteration_ns
-    streamed = replay(program, plan, machine, LIMIT, HostBackend(machine), kernels="stream")
-    lasts = [found.predicted.breakdown.compute_ns, streamed.predicted.breakdown.compute_ns]
-    assert lasts[0] == PROGRAM.ideal_ns < lasts[1]
+    assert simulate(program, plan, machine, LIMIT).breakdown.compute_ns > PROGRAM.ideal_ns
+    assert found.timeline.breakdown == found.predicted.breakdown and found.predicted.breakdown.compute_ns == 120
