@@ -8,7 +8,7 @@ SEED ?= fixed
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
-.PHONY: train test nightly check lint bench gpu-hour clean
+.PHONY: train test nightly check lint bench gpu clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
@@ -33,9 +33,11 @@ check: lint test nightly
 bench: $(STAMP)
 	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)
 
+# Fifteen minutes on a GPU: two commands, STEP=1 and STEP=2, each under seven minutes; ARGS=backend=host rehearses them.
 # Where there is a .venv, it is used; a GPU machine has its own Python.
-gpu-hour:
-	@PYTHON=$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) sh experiments/validate_gpu/gpu_hour.sh $(STEP)
+gpu:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m experiments.validate_gpu.probe \
+		$(if $(STEP),step=$(STEP)) $(ARGS)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

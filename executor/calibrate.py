@@ -4,14 +4,7 @@
 
 writes a Machine that ``Machine.load`` and every command's ``machine=machine.yaml`` read, each figure with how it was
 measured, and machine.json with every measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies,
-alignment, the driver's calls) is that of the machine given. How (reasons in executor/README.md):
-
-1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
-2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
-3. *Duplex*: the largest copy in both directions at once, beside each alone: what each carries beside the other.
-4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: the host's part of a replayed one.
-5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
-6. *Context* (CUDA): what a second process takes of the GPU besides tensors (executor/memory/context.py).
+alignment, the driver's calls) is that of the machine given. How each figure is measured: executor/README.md.
 """
 
 from __future__ import annotations
@@ -29,24 +22,25 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from executor.memory.context import ContextError, context_bytes
+from executor.memory.context import ContextError, measure_context
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
-from executor.replay.replay import Run
-from executor.replay.streams import circle
 from simulator.files import FormatError, write_json, write_text
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.program import Kernel, Program
 
-FORMAT = "calibration/2"
+FORMAT = "calibration/3"
 SMALLEST, LARGEST = 2**12, 2**30
+LATENCY_UPTO, RATE_FROM = 2**18, 2**24  # bytes of the copies that give latencies, and rates
 REPEATS = 7
-LAUNCHES = 500  # a stream takes about a thousand before the host must wait
+LAUNCHES, NODES = 300, 1000  # of a row on a stream, with an event or a wait for each, and in a graph
+SPIN_NS = 2000  # of each of them
+MOST_LAUNCHES = 5000  # that are tried to find the depth of the launch queue
+HELD_NS, STUCK_NS = 80_000_000, 2_000_000  # of the kernel before them; a launch that takes longer had to wait
 ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
+STEPS = 20  # of which the median is the host's time per kernel
 ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
 DUPLEX_ERROR = 0.02  # the least measuring error of the shares; a larger spread of the repeats counts
-MOST = 0.49  # that a copy can be said to take of a kernel's speed (Machine.copy_contention)
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -60,13 +54,13 @@ class Calibration:
         machine: with the measured figures.
         device: in words.
         transfers: direction -> (bytes, ns) by size.
-        fit_error: the largest relative error of latency + bytes / bandwidth.
+        fit_error: the largest relative error of latency + bytes / bandwidth over all copies.
         duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
         share: direction -> of its own speed while both are busy.
         share_error: the largest spread between the quartiles of their measurements, at least DUPLEX_ERROR.
-        contention: direction -> what a copy takes of the speed of a kernel that streams.
-        contention_error: the largest spread between quartiles, of its measurements and of that kernel's times alone.
-        context: the machine's ``context_bytes`` is measured, too (executor/memory/context.py).
+        depth: whether the launch queue was seen to be full.
+        context: how the machine's ``context_bytes`` was measured; "" if it was not.
+        issue: whether its ``issue_ns`` was (``of_process`` measures both).
     """
 
     machine: Machine
@@ -76,34 +70,35 @@ class Calibration:
     duplex: dict[str, float]
     share: dict[str, float]
     share_error: float
-    contention: dict[str, float]
-    contention_error: float
-    context: bool = False
+    depth: bool = True
+    context: str = ""
+    issue: bool = False
 
     def to_yaml(self) -> str:
         """The machine as Machine.load reads it, with comments."""
-        sizes = f"copies of {_size(self.transfers['h2d'][0][0])} to {_size(self.transfers['h2d'][-1][0])}"
-        fit = f"measured: least squares over {sizes}, worst error {self.fit_error:.1%}"
+        largest = _size(self.transfers["h2d"][-1][0])
+        rate = f"measured: copies from {_size(RATE_FROM)} on, up to {largest}; worst error of all {self.fit_error:.1%}"
+        latency = f"measured: median over copies of at most {_size(LATENCY_UPTO)}, from the end of the kernel"
         beside = "measured: {:.1%} of alone, give or take {:.1%}; 0: as alone"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
-        taken = " and ".join(f"{d} {self.contention[d]:.1%}" for d in DIRECTIONS)
         measured = {
             "name": "",
             "memory_bytes": "as the device says",
-            "h2d_bytes_per_s": fit,
-            "d2h_bytes_per_s": fit,
-            "d2h_latency_ns": f"{fit}; from the end of the kernel",
-            "h2d_latency_ns": f"{fit}; from the end of the kernel",
+            **{f"{d}_bytes_per_s": rate for d in DIRECTIONS},
+            **{f"{d}_latency_ns": latency for d in DIRECTIONS},
             "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
             **{f"duplex_{d}_bytes_per_s": beside.format(self.share[d], self.share_error) for d in DIRECTIONS},
-            "issue_ns": "measured: the host's time for a kernel and its event, as replays issue them",
-            "wait_ns": f"measured: mean of {LAUNCHES // 2} waits for events that are over, before empty kernels",
-            "copy_contention": f"measured: a copy takes {taken} of a streaming kernel's speed, give or take "
-            f"{self.contention_error:.1%}",
-            "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
+            "launch_ns": f"measured: pause between {LAUNCHES} kernels of one stream",
+            "graph_launch_ns": f"measured: pause between {NODES} kernels of a graph",
+            "event_ns": "measured: what an event behind each kernel, for which a copy stream waits, adds to the pause",
+            "wait_ns": "measured: what a wait before each kernel, for an event that is pending when it is issued, adds",
         }
+        if self.depth:
+            measured["queue_depth"] = "measured: launches behind a long kernel until the host waits"
         if self.context:
-            measured["context_bytes"] = "measured: what a second process takes of the GPU besides tensors"
+            measured["context_bytes"] = f"measured: {self.context}"
+        if self.issue:
+            measured["issue_ns"] = "measured: the host's time per kernel of a planned step, without a graph"
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
         for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
             lines.append(f"# {_size(nbytes):8}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
@@ -134,7 +129,7 @@ def calibrate(
         base: gives what is not measured.
         max_bytes: of the largest copy, at least 16 KiB.
         name: of the new machine; "" for that of ``base``.
-        seconds: when they are over, no larger size is begun. The two smallest are always measured.
+        seconds: after this time no larger size is begun. The two smallest are always measured.
 
     Raises:
         ValueError: there is room for one size only.
@@ -146,7 +141,12 @@ def calibrate(
         raise ValueError(f"copies of at most {room:,} bytes are too small; expected at least {4 * SMALLEST:,}")
     begin = time.monotonic()
     transfers: dict[str, list[tuple[int, int]]] = {str(d): [] for d in DIRECTIONS}
-    with backend.arena(2 * sizes[-1], 2 * sizes[-1]):
+    with backend.arena(2 * sizes[-1], 2 * sizes[-1], NODES):
+        launch, graph, event, wait = (
+            median(_pause(backend, kind) for _ in range(REPEATS)) for kind in ("stream", "graph", "event", "wait")
+        )
+        depths = [_depth(backend) for _ in range(3)]
+        depth = None if None in depths else sorted(depths)[1]  # type: ignore[type-var]
         for i, n in enumerate(sizes):
             if i >= 2 and time.monotonic() - begin > seconds:
                 break
@@ -156,31 +156,69 @@ def calibrate(
             for d in DIRECTIONS:
                 transfers[d].append((n, round(median(single[d]))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
-        launch = median(_launch(backend) for _ in range(REPEATS))
-        issue = median(_issue(backend, base) for _ in range(REPEATS))
-        wait = median(_launch(backend, LAUNCHES // 2, True) - _launch(backend, LAUNCHES // 2) for _ in range(REPEATS))
         alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
-        contention, contention_error = _contention(backend, alone, largest)
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
     at_once = median(max(times.values()) for times in both)
-    latency, rates, error = _fit(transfers)
+    fits = {d: _fit(transfers[d]) for d in DIRECTIONS}
     shares = {str(d): [_shares(alone, times)[d] for times in both] for d in DIRECTIONS}
     share = {d: median(each) for d, each in shares.items()}
     share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *map(_spread, single.values()))
     engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
-    beside = {
-        d: max(1, round(share[d] * rates[d])) if engines == 2 and share[d] < 1 - share_error else 0 for d in DIRECTIONS
-    }
+    figures: dict[str, Any] = {"copy_engines": engines}
+    for d, (latency, bytes_per_s, _) in fits.items():
+        slower = engines == 2 and share[d] < 1 - share_error
+        figures |= {f"{d}_bytes_per_s": bytes_per_s, f"{d}_latency_ns": latency,
+                    f"duplex_{d}_bytes_per_s": max(1, round(share[d] * bytes_per_s)) if slower else 0}  # fmt: skip
     machine = replace(
-        base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
-        d2h_bytes_per_s=rates["d2h"], d2h_latency_ns=latency, h2d_latency_ns=latency,
-        launch_ns=round(launch), issue_ns=round(issue),
-        wait_ns=max(0, round(wait)), copy_contention=_taken(contention, contention_error),
-        copy_engines=engines, duplex_h2d_bytes_per_s=beside["h2d"], duplex_d2h_bytes_per_s=beside["d2h"],
+        base, name=name or base.name, memory_bytes=backend.memory_bytes, launch_ns=round(launch),
+        graph_launch_ns=round(graph), event_ns=max(0, round(event - launch)), wait_ns=max(0, round(wait - launch)),
+        queue_depth=depth or base.queue_depth, **figures,
     )  # fmt: skip
     return Calibration(
-        machine, backend.name, transfers, error, duplex, share, share_error, contention, contention_error
-    )
+        machine, backend.name, transfers, max(error for _, _, error in fits.values()), duplex, share, share_error,
+        depth is not None,
+    )  # fmt: skip
+
+
+def of_process(found: Calibration, device: str) -> Calibration:
+    """Adds what needs PyTorch: bytes of a context (CUDA) and the host's time per kernel of a planned step.
+
+    Raises:
+        ContextError: the context cannot be measured.
+    """
+    machine, context = replace(found.machine, issue_ns=planned_issue_ns(device)), ""
+    if device == "cuda":
+        nbytes, context = measure_context()
+        import torch
+
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        machine = replace(machine, context_bytes=nbytes, capability=capability)
+    return replace(found, machine=machine, context=context, issue=True)
+
+
+def planned_issue_ns(device: str) -> int:
+    """Host time per kernel of a planned step that runs kernel by kernel: a chain of small layers, no plan, the median
+    over STEPS steps. On the CPU the kernels themselves are in it."""
+    import torch
+    from torch import nn
+
+    from executor.capture.capture import capture
+    from executor.training.planned_step import PlannedStep
+
+    layers = [layer for _ in range(32) for layer in (nn.Linear(4, 4), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device)
+    batch = torch.ones(2, 4, device=device), torch.ones(2, 4, device=device)
+    machine = Machine.load("h200")
+    captured = capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batch, machine=machine)
+    times = []
+    with PlannedStep(captured, Plan(()), machine, machine.memory_bytes, graph=False) as step:
+        for _ in range(2 * STEPS):
+            begin = time.perf_counter_ns()
+            step(*batch)
+            times.append(time.perf_counter_ns() - begin)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    return round(median(times[STEPS:]) / len(captured.program.kernels))
 
 
 def _shares(alone: dict[Direction, int], both: dict[str, int]) -> dict[str, float]:
@@ -210,94 +248,80 @@ def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> d
     """Copies in one or both directions at once; ns of each from the end of the kernel before them."""
     backend.task = f"copy {' and '.join(directions)} of {nbytes:,} bytes"
     backend.spin(ISSUE_NS)
-    begin = backend.record("compute")
+    begin = backend.record("compute", timed=True)
     ends = {}
     for i, direction in enumerate(directions):
         backend.wait(direction, begin)
         backend.copy(direction, i * nbytes, i * nbytes, nbytes)
-        ends[direction] = backend.record(direction)
+        ends[direction] = backend.record(direction, timed=True)
     backend.synchronize()
-    return {d: max(backend.time_ns(end) - backend.time_ns(begin), 1) for d, end in ends.items()}
+    return {d: max(backend.elapsed_ns(begin, end), 1) for d, end in ends.items()}
 
 
-def _launch(backend: Backend, count: int = LAUNCHES, waits: bool = False) -> float:
-    """ns per empty kernel; ``waits``: each waits for the event of a copy engine, which is over."""
-    backend.task = "empty kernels"
-    over = backend.record("h2d")
+def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) -> float:
+    """ns between two kernels in a row, which wait behind a long one until the host has issued them.
+
+    Args:
+        kind: "event": a copy stream waits for each kernel; "wait": each kernel waits for an event that is pending.
+    """
+    backend.task = f"kernels in a row, {kind}"
     backend.spin(20 * ISSUE_NS)
-    begin = backend.record("compute")
-    for _ in range(count):
-        if waits:
-            backend.wait("compute", over)
+    backend.wait("h2d", backend.record("compute"))
+    pending = backend.record("h2d")
+    count = NODES if kind == "graph" else LAUNCHES
+
+    def row() -> None:
+        for slot in range(count):
+            if kind == "wait":
+                backend.wait("compute", pending)
+            backend.spin(SPIN_NS, slot=slot)
+            if kind == "event":
+                backend.wait("d2h", backend.record("compute"))
+
+    if kind == "graph":
+        launch = backend.graph(row)
+        launch()  # the first one uploads it
+        launch()
+    else:
+        row()
+    backend.synchronize()
+    ends = backend.log().end[:count]
+    return int(ends[-1] - ends[0]) / (count - 1) - SPIN_NS
+
+
+def _depth(backend: Backend) -> int | None:
+    """Launches that may be pending on a stream; None if the host never had to wait."""
+    backend.task = "launches behind a long kernel"
+    backend.spin(HELD_NS)
+    depth = None
+    for i in range(MOST_LAUNCHES):
+        begin = backend.host_ns()
         backend.spin(0)
-    end = backend.record("compute")
+        if backend.host_ns() - begin > STUCK_NS:
+            depth = i + 1  # the long kernel and i others
+            break
     backend.synchronize()
-    return (backend.time_ns(end) - backend.time_ns(begin)) / count
+    return depth
 
 
-def _issue(backend: Backend, machine: Machine) -> float:
-    """ns of the host per kernel, as a replay issues it; the stream has room for all of them."""
-    kernels = tuple(Kernel("empty", "other", "forward", (), (), 1) for _ in range(LAUNCHES // 2))
-    run = Run(circle(Program("empty", (), kernels), Plan(()), machine, machine.memory_bytes), backend, False, False)
-    backend.spin(ISSUE_NS)
-    begin = time.perf_counter_ns()
-    run.issue(0)
-    ended = time.perf_counter_ns()
-    backend.synchronize()
-    return (ended - begin) / len(kernels)
+def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
+    """Latency (ns), bytes per second and largest relative error of latency + bytes / bandwidth, of one direction.
 
-
-def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
-    """By direction, what a copy of ``nbytes`` (``copies`` ns alone) takes of the speed of a kernel that streams half
-    as long; the largest spread between quartiles, of these and of the kernel's times alone."""
-    aim, streamed = min(copies.values()) / 2, nbytes
-    for _ in range(2):  # the first of everything is slow
-        streamed = max(1024, round(streamed * aim / _streaming(backend, streamed)[0]))
-    alone = [_streaming(backend, streamed)[0] for _ in range(REPEATS)]
-    found, errors = {}, [_spread(alone)]
-    for d in DIRECTIONS:
-        beside = [_streaming(backend, streamed, d, nbytes) for _ in range(REPEATS)]
-        taken = [(took - median(alone)) / shared for took, shared in beside]
-        found[str(d)] = median(taken)
-        errors.append(_range(taken))
-    return found, max(errors)
-
-
-def _taken(contention: dict[str, float], error: float) -> float:
-    """``Machine.copy_contention``: the mean of both directions; 0 where it is no more than the measuring error."""
-    mean = sum(contention.values()) / len(contention)
-    return round(min(mean, MOST), 4) if mean > error else 0.0
-
-
-def _streaming(backend: Backend, streamed: int, direction: Direction | None = None, copied: int = 0) -> tuple[int, int]:
-    """ns of a kernel that moves so many bytes as fast as it can, and how much of it a copy was under way beside it."""
-    backend.task = f"a kernel over {streamed:,} bytes"
-    backend.spin(ISSUE_NS)
-    begin = backend.record("compute")
-    if direction:
-        backend.wait(direction, begin)
-        backend.copy(direction, 0, 0, copied)
-        over = backend.record(direction)
-    backend.spin(0, streamed)
-    end = backend.record("compute")
-    backend.synchronize()
-    took = max(backend.time_ns(end) - backend.time_ns(begin), 1)
-    return took, max(1, min(took, backend.time_ns(over) - backend.time_ns(begin))) if direction else 0
-
-
-def _fit(transfers: dict[str, list[tuple[int, int]]]) -> tuple[int, dict[str, int], float]:
-    """Latency, bandwidths, and the largest relative error of latency + bytes / bandwidth."""
-    rows = [(1.0, *(n * (d == e) for e in DIRECTIONS), ns) for d in DIRECTIONS for n, ns in transfers[d]]
-    table = np.array(rows, np.float64)
-    table /= table[:, -1:]
-    terms, ones = table[:, :-1], table[:, -1]
-    latency, *per_byte = np.linalg.lstsq(terms, ones)[0].tolist()
-    if latency < 0:
-        latency, per_byte = 0.0, np.linalg.lstsq(terms[:, 1:], ones)[0].tolist()
-    if min(per_byte) <= 0:
-        raise BackendError(f"larger copies do not take longer: {transfers}")
-    error = float(np.abs(terms @ np.array([latency, *per_byte]) - 1).max())
-    return round(latency), {d: round(1e9 / x) for d, x in zip(DIRECTIONS, per_byte, strict=True)}, error
+    Args:
+        times: (bytes, ns) by ascending size, at least two. The rate is fitted to the sizes from RATE_FROM on (least
+            squares of the relative errors), or to the two largest; the latency is the median of what copies up to
+            LATENCY_UPTO take beyond that rate.
+    """
+    sizes, ns = np.array(times, np.float64).T
+    small, large = sizes <= max(LATENCY_UPTO, sizes[0]), sizes >= min(RATE_FROM, sizes[-2])
+    per_byte = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2])
+    for _ in range(3):  # each needs the other, and hardly depends on it
+        latency = max(0.0, float(np.median((ns - sizes * per_byte)[small])))
+        relative = sizes[large] / ns[large]
+        per_byte = float((relative * (1 - latency / ns[large])).sum() / (relative**2).sum())
+    if per_byte <= 0:
+        raise BackendError(f"larger copies do not take longer: {times}")
+    return round(latency), round(1e9 / per_byte), float(np.abs((latency + sizes * per_byte) / ns - 1).max())
 
 
 def _size(nbytes: int) -> str:
@@ -308,40 +332,25 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} GiB"
 
 
-def beside(machine: Machine, other: Machine) -> list[str]:
-    """What is measured in both, a line for each figure, and how they differ."""
-    lines = [f"{'':26}{'this':>16}{'other':>16}"]
-    for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
-                "copy_engines", "d2h_latency_ns",
-                "h2d_latency_ns", "launch_ns", "issue_ns", "wait_ns", "copy_contention"):  # fmt: skip
-        mine, its = getattr(machine, key), getattr(other, key)
-        lines.append(f"{key:26}{mine:16,}{its:16,}" + (f"  {mine / its - 1:+.1%}" if its else ""))
-    return lines
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser("executor.calibrate", description="Measures transfers and launches of a GPU.")
     parser.add_argument("out", type=Path, help="YAML file of the machine; a JSON file of the same name beside it")
     parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--machine", default="h200", help="preset or YAML file that gives what is not measured")
-    parser.add_argument("--beside", type=Path, help="YAML file of another calibration, to compare the figures with")
     parser.add_argument("--max-bytes", type=int, default=LARGEST, help="of the largest copy")
     options = parser.parse_args(arguments)
     try:
         base = Machine.load(options.machine)
-        other = Machine.load(options.beside) if options.beside else None
         with open_backend(options.backend, base) as backend:
             found = calibrate(backend, base, options.max_bytes, options.out.stem)
         if options.backend == "cuda":
-            found = replace(found, machine=replace(found.machine, context_bytes=context_bytes()), context=True)
+            found = of_process(found, "cuda")
         found.save(options.out)
     except (BackendError, ContextError, FormatError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(found.to_yaml(), end="")
-    if other:
-        print("\n".join(beside(found.machine, other)))
     return 0
 
 

@@ -1,10 +1,11 @@
-"""What a process takes of a GPU besides tensors, which PyTorch's allocator does not count: the CUDA context, kernels
-that were loaded, and the handles of libraries (``Machine.context_bytes``)."""
+"""Measures what a process takes of a GPU besides tensors, which PyTorch's allocator does not count: the CUDA context,
+loaded kernels, and the handles of libraries (``Machine.context_bytes``)."""
 
 from __future__ import annotations
 
 import multiprocessing
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +16,18 @@ class ContextError(RuntimeError):
     """It cannot be measured; the message is one sentence."""
 
 
-def context_bytes(device: str | torch.device = "cuda") -> int:
-    """Bytes that one process takes of a GPU besides tensors: by how much less is free once a second process has trained
-    a layer there, less what its allocator has reserved. Nothing else may take or give memory there meanwhile.
+class Context(NamedTuple):
+    """Bytes that one process takes of a GPU besides tensors, and how they were measured."""
+
+    nbytes: int
+    source: str
+
+
+def measure_context(device: str | torch.device = "cuda") -> Context:
+    """Trains a layer in a second process and asks NVML for the bytes of that process, less what its allocator reserved.
+
+    Without pynvml, or if NVML does not list the process (a container with process ids of its own), the bytes are by how
+    much less memory is free: then no other process may allocate or free memory there meanwhile, and ``source`` says so.
 
     Raises:
         ContextError: there is no CUDA GPU, or the second process failed.
@@ -34,7 +44,15 @@ def context_bytes(device: str | torch.device = "cuda") -> int:
     there.close()  # so that its end is seen here
     try:
         reserved = here.recv()
-        return int(before - torch.cuda.mem_get_info(index)[0] - reserved)
+        listed = nvml_bytes(str(torch.cuda.get_device_properties(index).uuid), process.pid)
+        if listed is not None:
+            return Context(listed - reserved, "NVML's bytes of a second process, besides tensors")
+        free = torch.cuda.mem_get_info(index)[0]
+        return Context(
+            before - free - reserved,
+            "by how much less is free with a second process, besides tensors; NVML was not to be had for that process, "
+            "so what others allocated meanwhile is in it",
+        )
     except EOFError:
         raise ContextError("the process that was to make a CUDA context failed") from None
     finally:
@@ -42,8 +60,23 @@ def context_bytes(device: str | torch.device = "cuda") -> int:
         process.join()
 
 
+def nvml_bytes(uuid: str, pid: int | None) -> int | None:
+    """Bytes of a GPU that a process takes by NVML's count; None without pynvml or if NVML does not list the process."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+        used = {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    except pynvml.NVMLError:
+        return None
+    return used.get(pid)
+
+
 def _hold(connection: Connection, index: int) -> None:
-    """Has cuDNN, cuBLAS and a context, says what is reserved besides, and waits until that was seen."""
+    """Creates cuDNN, cuBLAS and a context, sends what is reserved besides, and waits until that was read."""
     device = torch.device("cuda", index)
     layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 8)).to(device)
     layers(torch.ones(2, 3, 8, 8, device=device)).sum().backward()

@@ -4,10 +4,9 @@ from executor.replay.backend import Backend, BackendError
 from simulator.machine import Machine
 
 
-def open_backend(name: str, machine: Machine, pause_ns: int = 0) -> Backend:
-    """``cuda``: the first GPU; ``host``: this computer in its place. Both have the copy engines of ``machine``.
-
-    ``pause_ns``: of the GPU's kernels (``Backend.spin``); 0: they make up for no pause.
+def open_backend(name: str, machine: Machine) -> Backend:
+    """Opens ``cuda``, the first GPU, or ``host``, a GPU played in virtual time by the figures of ``machine``. Both have
+    its copy engines.
 
     Raises:
         BackendError: there is no such backend, no GPU, or CuPy is not installed.
@@ -15,7 +14,7 @@ def open_backend(name: str, machine: Machine, pause_ns: int = 0) -> Backend:
     if name == "cuda":
         from executor.replay.cupy_backend import CupyBackend
 
-        return CupyBackend(machine.copy_engines, pause_ns)
+        return CupyBackend(machine.copy_engines)
     if name == "host":
         from executor.replay.host_backend import HostBackend
 

@@ -1,38 +1,51 @@
-"""The device seam: one arena, three streams, events. Everything that replay and calibration ask of a device.
-
-``Backend`` is the interface; ``host_backend`` plays a GPU with threads, ``cupy_backend`` is one.
+"""Interface to a device: one arena, three streams, and graphs of the work on them.
 
 Offsets are bytes, into the arena (``device``) or into the pinned host buffer (``host``). A call enqueues work on a
-stream and returns; ``synchronize`` waits. Work on one stream runs in the order of the calls; between streams only
-``record`` and ``wait`` order anything. The streams are those of the simulator: ``compute``, ``d2h``, ``h2d``; on a
-machine with one copy engine the latter two are one.
+stream and returns; ``synchronize`` waits for it. Within ``graph`` the same calls become nodes and edges of a graph.
+Work on one stream runs in the order of the calls; between streams only ``record`` and ``wait`` order anything. The
+streams are those of the simulator: ``compute``, ``d2h``, ``h2d``; with one copy engine the latter two are one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Stream = Literal["compute", "d2h", "h2d"]
 Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.uint64]
 
 STEP = 2654435761  # odd, so that the words of a pattern differ for 2**32 words
 RAMP = (np.arange(2**16, dtype=np.uint64) * STEP).astype("<u4")
+NEVER = 2**64 - 1  # in a Log: no kernel began, no byte was wrong
 
 
 class BackendError(RuntimeError):
     """The device refused or failed; the message says what, and during which task."""
 
 
-def pattern(nbytes: int, seed: int, first_word: int = 0) -> Bytes:
-    """What ``fill`` writes: little-endian 32-bit words, word i is seed + i * STEP modulo 2**32. uint8[nbytes].
+class Log(NamedTuple):
+    """What kernels wrote into their slots.
 
-    Two patterns agree at no more than one distance: a tensor that lies elsewhere or holds another content is told.
+    Attributes:
+        begin, end: uint64[slots], ns of the device's clock: when the first kernel of a slot began, its last ended.
+        wrong: uint64[slots], the first wrong byte that a ``verify`` found, else NEVER.
+    """
+
+    begin: Numbers
+    wrong: Numbers
+    end: Numbers
+
+
+def pattern(nbytes: int, seed: int, first_word: int = 0) -> Bytes:
+    """Returns what ``fill`` writes: little-endian 32-bit words, word i is seed + i * STEP modulo 2**32. uint8[nbytes].
+
+    Two patterns agree at no more than one distance, so a tensor at a wrong address or of another version differs.
     """
     words = -(-nbytes // 4)
     if words <= len(RAMP):
@@ -43,7 +56,7 @@ def pattern(nbytes: int, seed: int, first_word: int = 0) -> Bytes:
 
 
 def first_difference(found: Bytes, seed: int) -> int | None:
-    """The first byte of uint8[n] that is not as ``pattern(n, seed)``; None where there is none."""
+    """Returns the first byte of uint8[n] that differs from ``pattern(n, seed)``, or None."""
     for at in pieces(len(found)):
         piece = found[at : at + 4 * len(RAMP)]
         wrong = piece != pattern(len(piece), seed, at // 4)
@@ -58,65 +71,86 @@ def pieces(nbytes: int) -> range:
 
 
 class Backend(ABC):
-    """One arena in device memory, one pinned buffer in host memory, work on streams.
+    """One arena in device memory, one pinned buffer in host memory, a log of numbered slots, work on streams.
 
     Attributes:
         name: of the device, in words.
         streams: what work is enqueued on; with one copy engine both directions have the same.
         memory_bytes: of the device in all.
-        pause_ns: kernels that begin so soon after the one before make up for the pause (``spin``).
-        host: uint8[host_bytes], the pinned buffer, while there is one. Touch it when nothing is under way there.
-        task: what the caller is doing, as ``str`` says it; errors of what is enqueued from now on begin with it.
+        host: uint8[host_bytes], the pinned buffer while an arena exists. Access it only after ``synchronize``.
+        task: what the caller enqueues now; errors of that work begin with it.
     """
 
     name: str
     streams: dict[Stream, Any]
     memory_bytes: int
-    pause_ns: int = 0
     host: Bytes
-    task: object = ""
+    task: str = ""
 
     def make_streams(self, make: Callable[[Stream], Any], copy_engines: int) -> None:
-        """``streams``, each made by ``make`` from its name."""
+        """Sets ``streams``, each made by ``make`` from its name."""
         self.streams = {"compute": make("compute"), "d2h": make("d2h")}
         self.streams["h2d"] = make("h2d") if copy_engines == 2 else self.streams["d2h"]
 
-    def check_range(self, offset: int, nbytes: int, total: int, of: str) -> None:
-        """Raises BackendError where some bytes of the arena, or of the host buffer, are not in it."""
+    def check_range(self, offset: int, nbytes: int, total: int, where: str) -> None:
+        """Raises BackendError if some bytes are outside the arena or the host buffer."""
         if not 0 <= offset <= offset + nbytes <= total:
-            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the {of}")
+            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the {where}")
 
     @contextmanager
-    def arena(self, device_bytes: int, host_bytes: int) -> Iterator[Backend]:
-        """``allocate``, and ``free`` whatever happens."""
-        self.allocate(device_bytes, host_bytes)
+    def arena(self, device_bytes: int, host_bytes: int, slots: int = 0) -> Iterator[Backend]:
+        """Calls ``allocate``, and ``free`` at the end."""
+        self.allocate(device_bytes, host_bytes, slots)
         try:
             yield self
         finally:
             self.free()
 
-    @abstractmethod
-    def allocate(self, device_bytes: int, host_bytes: int) -> None:
-        """Makes the arena, one allocation of exactly so many bytes, and the host buffer; the clock starts at 0.
+    def graph(self, issue: Callable[[], None]) -> Callable[[], None]:
+        """Captures what ``issue`` enqueues as one graph that begins and ends on the compute stream.
+
+        Returns:
+            A function that clears the log and launches the graph.
 
         Raises:
-            BackendError: there is not so much memory, it cannot be pinned, or there is an arena already.
+            BackendError: the device refused the capture.
         """
-
-    @abstractmethod
-    def free(self) -> None:
-        """Drains the streams and returns the arena and the host buffer, which stays pinned for who asks next
-        (executor/memory/pinned.py); work that has not begun may be dropped. Raises nothing."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """``free``, and gives back the streams. The backend cannot be used any more."""
+        self.begin_capture()
+        try:
+            fork = self.record("compute")
+            for copies in ("d2h", "h2d"):
+                self.wait(copies, fork)
+            issue()
+            for copies in ("d2h", "h2d"):
+                self.wait("compute", self.record(copies))  # type: ignore[arg-type]
+        except BaseException:
+            with suppress(BackendError):
+                self.end_capture()
+            raise
+        return self.end_capture()
 
     def __enter__(self) -> Backend:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @abstractmethod
+    def allocate(self, device_bytes: int, host_bytes: int, slots: int = 0) -> None:
+        """Allocates the arena (one allocation of exactly ``device_bytes``), the host buffer and an empty log.
+
+        Raises:
+            BackendError: device or host memory does not suffice, or an arena exists already.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Drains the streams and returns arena, host buffer and log; raises nothing. Pinned memory stays pinned for
+        the next user (executor/memory/pinned.py)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything, streams included. The backend cannot be used any more."""
 
     @property
     @abstractmethod
@@ -125,50 +159,52 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
-        """Copies ``nbytes`` between arena[device:] and host[host:]; ``stream``, d2h or h2d, is the direction."""
+        """Copies ``nbytes`` between arena[device:] and host[host:] in the direction of ``stream`` (d2h or h2d)."""
 
     @abstractmethod
-    def spin(self, ns: int, nbytes: int = 0) -> None:
-        """Keeps the compute stream busy for so long, and longer if its ``nbytes`` cannot be moved in that time.
-
-        Args:
-            ns: from its start; where that is at most ``pause_ns`` after the kernel before, from when that was due.
-            nbytes: half of them are read from the arena and half written to it as they were, evenly over the time.
-                What copies bring there meanwhile may be overwritten.
-        """
-
-    @abstractmethod
-    def absorbed_ns(self) -> int:
-        """After ``synchronize``: the pauses that kernels made up for, in all."""
+    def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
+        """Launches a kernel that keeps its stream busy for ``ns`` and writes its begin and end to a slot of the log."""
 
     @abstractmethod
     def fill(self, device: int, nbytes: int, seed: int) -> None:
         """Writes ``pattern(nbytes, seed)`` to arena[device:] on the compute stream."""
 
     @abstractmethod
-    def verify(self, device: int, nbytes: int, seed: int) -> int:
-        """Compares arena[device:] with ``pattern(nbytes, seed)`` on the compute stream; a number for the answer."""
+    def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
+        """Compares arena[device:] with ``pattern(nbytes, seed)`` on the compute stream; the answer goes to a slot."""
 
     @abstractmethod
-    def mismatches(self) -> dict[int, int]:
-        """After ``synchronize``: of each number of a ``verify`` that failed, the first byte that was wrong."""
-
-    @abstractmethod
-    def record(self, stream: Stream) -> Any:
-        """An event: happens when all that is enqueued on the stream so far is over."""
+    def record(self, stream: Stream, timed: bool = False) -> Any:
+        """Returns an event that happens when all work enqueued on the stream so far is over."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Any) -> None:
-        """What is enqueued on the stream from now on begins after the event, which has been recorded already."""
+        """Makes work enqueued on the stream from now on begin after an event."""
 
     @abstractmethod
-    def synchronize(self, event: Any = None) -> None:
-        """Returns when the event has happened (None: when all that is enqueued is over).
+    def begin_capture(self) -> None:
+        """Turns what is enqueued from now on into nodes of a graph; see ``graph``."""
+
+    @abstractmethod
+    def end_capture(self) -> Callable[[], None]:
+        """Returns the launch of what was captured."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits until all enqueued work is over.
 
         Raises:
-            BackendError: something that was enqueued failed; all that had not begun by then was dropped.
+            BackendError: some of it failed.
         """
 
     @abstractmethod
-    def time_ns(self, event: Any) -> int:
-        """When a past event happened, from ``allocate``."""
+    def log(self) -> Log:
+        """Returns the log; to be called after ``synchronize``."""
+
+    @abstractmethod
+    def elapsed_ns(self, first: Any, second: Any) -> int:
+        """Time from one past timed event to another."""
+
+    @abstractmethod
+    def host_ns(self) -> int:
+        """Time of the host that enqueues the work, in ns."""

@@ -1,25 +1,24 @@
 """A GPU behind ``executor.replay.backend``, with CuPy. The only file that imports it.
 
-The arena is one cudaMalloc a run, the host buffer the pinned memory of the process (executor/memory/pinned.py). No pool
-of CuPy's is used. Each stream is a CUDA stream
-without the legacy default stream's barriers. Reasons for these are in executor/replay/README.md:
+The arena is one cudaMalloc, the host buffer the pinned memory of the process (executor/memory/pinned.py); no pool of
+CuPy's is used. The streams have no barriers with the legacy default stream. Reasons: executor/replay/README.md.
 
-1. A spin reads the GPU's ``globaltimer``; it may make up for a pause of ``pause_ns`` before it (``Backend.spin``). One
-   with bytes runs on all multiprocessors, which stream their share of the arena evenly over its time.
-2. Patterns are written and checked 16 bytes at a time by all multiprocessors, unaligned ends byte by byte.
-3. Events have the resolution of cudaEventElapsedTime: half a microsecond.
+1. A spin reads the GPU's ``globaltimer`` and writes its begin and end to the log, so nothing has to be recorded beside
+   it.
+2. Events have no timing, except those that calibration asks for; these have half a microsecond of resolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from executor.memory.pinned import CUDA
-from executor.replay.backend import Backend, BackendError, Stream
+from executor.replay.backend import Backend, BackendError, Log, Stream
 
 try:
     import cupy
@@ -28,110 +27,36 @@ except ImportError as error:
     raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
 
 ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # of the runtime, the driver, or the loader
-UNROLL = 4  # vectors of 16 bytes that a thread of ``stream`` has under way
-CLOCK = 32  # bytes, of which 24 are used
-SLOTS = 4096  # of answers of checks, per allocation
 THREADS = 256
 AWAKE_NS = 500_000_000  # for which the GPU works before anything is measured: an idle one has low clocks
 
 SOURCE = r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
-#define UNROLL 4
 
 __device__ u64 now() { u64 ns; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)); return ns; }
 
-// last: when the kernel before was over, when it was due, and the pauses made up for so far; next: the same, of this
-// one. Two of them take turns.
-__device__ u64 begin_of(u64 begin, u64 pause, const u64* last) {
-    return pause && begin - last[0] <= pause ? last[1] : begin;
-}
-
-extern "C" __global__ void spin(u64 ns, u64 pause, const u64* last, u64* next) {
-    u64 begin = now(), from = begin_of(begin, pause, last), end = begin;
-    while (end < from + ns) end = now();
-    next[0] = end;
-    next[1] = from + ns;
-    next[2] = last[2] + (begin - from);
-}
-
-// Past the caches' usual ways, and never left out by the compiler.
-__device__ uint4 load(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-__device__ void store(uint4* p, uint4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
-// Reads and writes ``count`` vectors of the arena's, from ``first`` on and round; the addresses of a round of all
-// threads follow each other. Times grow, so what stands in next from two kernels ago is below what comes.
-extern "C" __global__ void stream(u64 ns, u64 pause, const u64* last, u64* next, uint4* arena, u64 vectors, u64 first,
-                                  u64 count) {
-    u64 begin = now(), from = begin_of(begin, pause, last), end = begin;
-    u64 threads = gridDim.x * (u64)blockDim.x, me = blockIdx.x * (u64)blockDim.x + threadIdx.x;
-    u64 rounds = (count + UNROLL * threads - 1) / (UNROLL * threads);
-    for (u64 r = 0; r < rounds; r++) {
-        uint4 v[UNROLL];
-        u64 at[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            u64 i = (r * UNROLL + u) * threads + me;
-            at[u] = i < count ? first + i : first;
-            while (at[u] >= vectors) at[u] -= vectors;
-        }
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) v[u] = load(arena + at[u]);
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if ((r * UNROLL + u) * threads + me < count) store(arena + at[u], v[u]);
-        u64 until = from + ns * (r + 1) / rounds;
-        do end = now(); while (end < until);
+// Its begin and end go to the log; of several kernels of one slot, the first begin and the last end.
+extern "C" __global__ void spin(u64 ns, u64* begins, u64* ends) {
+    u64 begin = now(), end = begin;
+    while (end < begin + ns) end = now();
+    if (begins) {
+        atomicMin(begins, begin);
+        atomicMax(ends, end);
     }
-    atomicMax(next, end);
-    atomicMax(next + 1, from + ns);
-    if (me == 0) next[2] = last[2] + (begin - from);
 }
 
-__device__ u32 word(u64 i, u32 seed) { return seed + (u32)i * 2654435761u; }
-__device__ unsigned char byte_at(u64 i, u32 seed) { return word(i >> 2, seed) >> (8 * (i & 3)); }
-
-// Byte i of the range is p[i]. The vectors are those of 16 bytes that lie in it and that start at a multiple of 4 of
-// it and of 16 in memory; where there are none (p is odd), all bytes are done singly.
-__device__ void parts(const unsigned char* p, u64 n, u64* begin, u64* end) {
-    u64 skip = (16 - ((u64)p & 15)) & 15;
-    *begin = (skip & 3) || skip > n ? n : skip;
-    *end = *begin + (n - *begin) / 16 * 16;
-}
+__device__ unsigned char byte_at(u64 i, u32 seed) { return (seed + (u32)(i >> 2) * 2654435761u) >> (8 * (i & 3)); }
 
 extern "C" __global__ void fill(unsigned char* p, u64 n, u32 seed) {
-    u64 begin, end, first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
-    parts(p, n, &begin, &end);
-    for (u64 at = begin + 16 * first; at < end; at += 16 * step) {
-        u64 w = at / 4;
-        *(uint4*)(p + at) = make_uint4(word(w, seed), word(w + 1, seed), word(w + 2, seed), word(w + 3, seed));
-    }
-    for (u64 at = first; at < begin; at += step) p[at] = byte_at(at, seed);
-    for (u64 at = end + first; at < n; at += step) p[at] = byte_at(at, seed);
-}
-
-__device__ void check(const unsigned char* p, u64 at, u32 seed, u64* wrong) {
-    if (p[at] != byte_at(at, seed)) atomicMin(wrong, at);
+    u64 step = gridDim.x * (u64)blockDim.x;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += step) p[i] = byte_at(i, seed);
 }
 
 extern "C" __global__ void verify(const unsigned char* p, u64 n, u32 seed, u64* wrong) {
-    u64 begin, end, first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
-    parts(p, n, &begin, &end);
-    for (u64 at = begin + 16 * first; at < end; at += 16 * step) {
-        u64 w = at / 4;
-        uint4 v = *(const uint4*)(p + at);
-        if (v.x != word(w, seed) || v.y != word(w + 1, seed) || v.z != word(w + 2, seed) || v.w != word(w + 3, seed))
-            for (int i = 0; i < 16; i++) check(p, at + i, seed, wrong);
-    }
-    for (u64 at = first; at < begin; at += step) check(p, at, seed, wrong);
-    for (u64 at = end + first; at < n; at += step) check(p, at, seed, wrong);
+    u64 step = gridDim.x * (u64)blockDim.x;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += step)
+        if (p[i] != byte_at(i, seed)) atomicMin(wrong, i);
 }
 """
 
@@ -143,9 +68,8 @@ class CupyBackend(Backend):
         BackendError: there is no such GPU.
     """
 
-    def __init__(self, copy_engines: int = 2, pause_ns: int = 0, device: int = 0):
-        self._device, self.pause_ns = device, pause_ns
-        with self._talk("no CUDA GPU can be used"):
+    def __init__(self, copy_engines: int = 2, device: int = 0):
+        with self._errors("no CUDA GPU can be used"):
             runtime.setDevice(device)
             properties = runtime.getDeviceProperties(device)
             self.memory_bytes = int(properties["totalGlobalMem"])
@@ -153,55 +77,46 @@ class CupyBackend(Backend):
             self.name = f"{properties['name'].decode()}, CUDA {major}.{minor}, CuPy {cupy.__version__}"
             kernels = cupy.RawModule(code=SOURCE)
             kernels.compile()
-            names = ("spin", "stream", "fill", "verify")
-            self._spin, self._stream, self._fill, self._verify = map(kernels.get_function, names)
-            self._blocks = 4 * int(properties["multiProcessorCount"])
+            self._spin, self._fill, self._verify = map(kernels.get_function, ("spin", "fill", "verify"))
+            self._blocks = 8 * int(properties["multiProcessorCount"])
             self.make_streams(lambda _: cupy.cuda.Stream(non_blocking=True), copy_engines)
-        self._arena = self._clock = 0  # addresses
-        self._bytes = self._taken = self._checks = 0
-        self._kernels = self._next = 0  # how many there were; the vector of the arena at which the next one streams
-        self._slots: list[int] = []  # addresses of uint64[SLOTS]
-        self._known: dict[Any, tuple[np.uint64, ...]] = {}  # arguments of spins
-        self._base: Any = None
+        self._arena = self._log = 0  # addresses
+        self._bytes = self._slots = self._taken = 0
         self._awake = False
+        self._captured: list[Any] | None = None  # events of the graph that is being captured, which must outlive that
 
     @contextmanager
-    def _talk(self, what: str) -> Iterator[None]:
+    def _errors(self, what: str) -> Iterator[None]:
         """Errors of CUDA become one sentence."""
         try:
             yield
         except BackendError:
             raise
-        except MemoryError as e:  # of pinned memory, which says it all
+        except MemoryError as e:  # of pinned memory; its message is complete
             raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
         except ERRORS as e:
-            raise self._said(what, e) from e
-
-    def _said(self, what: str, error: Exception) -> BackendError:
-        reason = f"{what} ({error})".splitlines()[0]
-        return BackendError(f"{self.task}: {reason}" if self.task else reason)
+            reason = f"{what} ({e})".splitlines()[0]
+            raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
 
     # ---------------------------------------------------------------------------------- memory
 
-    def allocate(self, device_bytes: int, host_bytes: int) -> None:
-        if self._clock:
+    def allocate(self, device_bytes: int, host_bytes: int, slots: int = 0) -> None:
+        if self._arena:
             raise BackendError("there is an arena already; free it first")
         try:
-            with self._talk(f"{host_bytes:,} bytes of host memory cannot be pinned"):
+            with self._errors(f"{host_bytes:,} bytes of host memory cannot be pinned"):
                 self.host = CUDA.take(host_bytes)
-            with self._talk(f"an arena of {device_bytes:,} bytes cannot be allocated"):
-                self._clock = runtime.malloc(2 * CLOCK)
+            with self._errors(f"an arena of {device_bytes:,} bytes cannot be allocated"):
+                self._log, self._slots = runtime.malloc(24 * max(slots, 1)), slots
                 free, _ = runtime.memGetInfo()
                 self._arena = runtime.malloc(max(device_bytes, 1))
                 self._taken = free - runtime.memGetInfo()[0]
-                runtime.memset(self._clock, 0, 2 * CLOCK)
-                runtime.deviceSynchronize()
                 self._bytes = device_bytes
+                self._clear_log()
                 if not self._awake:
-                    self.spin(AWAKE_NS, device_bytes)
-                    runtime.deviceSynchronize()
+                    self.spin(AWAKE_NS)
                     self._awake = True
-                self._base = self.record("compute")
+                self.synchronize()
         except BaseException:
             self.free()
             raise
@@ -218,14 +133,14 @@ class CupyBackend(Backend):
             pass  # after an error nothing runs any more, and the context gives back its memory with the process
         if hasattr(self, "host"):
             del self.host
-        for address in (self._arena, self._clock, *self._slots):
+        for address in (self._arena, self._log):
             try:
                 if address:
                     runtime.free(address)
             except runtime.CUDARuntimeError:
                 pass  # as above
-        self._arena = self._clock = self._bytes = self._taken = self._checks = self._kernels = self._next = 0
-        self._slots, self._known, self._base, self.task = [], {}, None, ""
+        self._arena = self._log = self._bytes = self._slots = self._taken = 0
+        self.task = ""
 
     def close(self) -> None:
         self.free()
@@ -241,67 +156,44 @@ class CupyBackend(Backend):
             if stream == "d2h"
             else (on_device, on_host, runtime.memcpyHostToDevice)
         )
-        with self._talk(f"a copy of {nbytes:,} bytes failed"):
-            runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
+        if nbytes:
+            with self._errors(f"a copy of {nbytes:,} bytes failed"):
+                runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
 
-    def spin(self, ns: int, nbytes: int = 0) -> None:
-        turn = self._kernels % 2
-        self._kernels += 1
-        args = self._known.get((ns, turn))
-        if args is None:
-            clocks = self._clock + CLOCK * turn, self._clock + CLOCK * (1 - turn)
-            args = self._known[ns, turn] = tuple(map(np.uint64, (ns, self.pause_ns, *clocks)))
-        count, vectors = nbytes // 32, self._bytes // 16  # each is read and written
-        if not count or not vectors:
-            self._launch(self._spin, 1, 1, *args)
-            return
-        first, self._next = self._next, (self._next + count) % vectors
-        blocks = min(self._blocks, -(-count // (UNROLL * THREADS)))
-        where = np.uint64(self._arena), np.uint64(vectors), np.uint64(first), np.uint64(count)
-        self._launch(self._stream, blocks, THREADS, *args, *where)
-
-    def absorbed_ns(self) -> int:
-        found = np.zeros(CLOCK // 8, np.uint64)
-        with self._talk("the clock of kernels cannot be read"):
-            at = self._clock + CLOCK * (self._kernels % 2)
-            runtime.memcpy(found.ctypes.data, at, CLOCK, runtime.memcpyDeviceToHost)
-        return int(found[2])
+    def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
+        log = (0, 0) if slot is None else (self._log + 8 * slot, self._log + 8 * (2 * self._slots + slot))
+        self._launch(self._spin, 1, 1, stream, ns, *log)
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
         if nbytes:
-            args = (np.uint64(self._address(device, nbytes)), np.uint64(nbytes), np.uint32(seed))
-            self._launch(self._fill, self._grid(nbytes), THREADS, *args)
+            at = self._address(device, nbytes)
+            self._launch(self._fill, self._grid(nbytes), THREADS, "compute", at, nbytes, np.uint32(seed))
 
-    def verify(self, device: int, nbytes: int, seed: int) -> int:
-        number, at = self._checks, self._checks % SLOTS
-        if at == 0:
-            with self._talk("the answers of checks cannot be allocated"):
-                self._slots.append(runtime.malloc(8 * SLOTS))
-                runtime.memsetAsync(self._slots[-1], 0xFF, 8 * SLOTS, self.streams["compute"].ptr)
-        self._checks += 1
+    def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
         if nbytes:
-            args = (np.uint64(self._address(device, nbytes)), np.uint64(nbytes), np.uint32(seed))
-            self._launch(self._verify, self._grid(nbytes), THREADS, *args, np.uint64(self._slots[-1] + 8 * at))
-        return number
+            at, answer = self._address(device, nbytes), self._log + 8 * (self._slots + slot)
+            self._launch(self._verify, self._grid(nbytes), THREADS, "compute", at, nbytes, np.uint32(seed), answer)
 
-    def mismatches(self) -> dict[int, int]:
-        wrong: dict[int, int] = {}
-        answers = np.empty(SLOTS, np.uint64)
-        for i, slots in enumerate(self._slots):
-            with self._talk("the answers of checks cannot be read"):
-                runtime.memcpy(answers.ctypes.data, slots, 8 * SLOTS, runtime.memcpyDeviceToHost)
-            wrong |= {SLOTS * i + int(j): int(answers[j]) for j in np.flatnonzero(answers != 2**64 - 1)}
-        return wrong
+    def log(self) -> Log:
+        found = np.empty((3, self._slots), np.uint64)
+        with self._errors("the log of kernels cannot be read"):
+            runtime.memcpy(found.ctypes.data, self._log, found.nbytes, runtime.memcpyDeviceToHost)
+        return Log(*found)
 
-    def _launch(self, kernel: Any, blocks: int, threads: int, *args: Any) -> None:
-        try:  # these are issued for every kernel of a replay, where a context manager would take as long as the rest
-            with self.streams["compute"]:
-                kernel((blocks,), (threads,), args)
-        except ERRORS as e:
-            raise self._said("a kernel cannot be launched", e) from e
+    def _clear_log(self) -> None:
+        """``begin`` and ``wrong`` become NEVER, ``end`` 0."""
+        if self._slots:
+            stream = self.streams["compute"].ptr
+            runtime.memsetAsync(self._log, 0xFF, 16 * self._slots, stream)
+            runtime.memsetAsync(self._log + 16 * self._slots, 0, 8 * self._slots, stream)
 
-    def _grid(self, nbytes: int) -> int:
-        return min(self._blocks, -(-nbytes // (16 * THREADS)))
+    def _launch(self, kernel: Any, blocks: int, threads: int, stream: Stream, *args: int | np.uint32) -> None:
+        values = tuple(a if isinstance(a, np.uint32) else np.uint64(a) for a in args)
+        with self._errors("a kernel cannot be launched"), self.streams[stream]:
+            kernel((blocks,), (threads,), values)
+
+    def _grid(self, items: int) -> int:
+        return min(self._blocks, -(-items // THREADS))
 
     def _address(self, offset: int, nbytes: int) -> int:
         self.check_range(offset, nbytes, self._bytes, "arena")
@@ -309,25 +201,46 @@ class CupyBackend(Backend):
 
     # ---------------------------------------------------------------------------------- order and time
 
-    def record(self, stream: Stream) -> Any:
-        try:
-            event = cupy.cuda.Event()
+    def record(self, stream: Stream, timed: bool = False) -> Any:
+        with self._errors("an event cannot be recorded"):
+            event = cupy.cuda.Event(disable_timing=not timed)
             event.record(self.streams[stream])
-        except ERRORS as e:
-            raise self._said("an event cannot be recorded", e) from e
+        if self._captured is not None:
+            self._captured.append(event)
         return event
 
     def wait(self, stream: Stream, event: Any) -> None:
-        try:
+        with self._errors("a stream cannot wait"):
             self.streams[stream].wait_event(event)
-        except ERRORS as e:
-            raise self._said("a stream cannot wait", e) from e
 
-    def synchronize(self, event: Any = None) -> None:
-        with self._talk("the GPU reports that earlier work failed"):
-            for each in [event] if event else list(self.streams.values()):
-                each.synchronize()
+    def begin_capture(self) -> None:
+        with self._errors("a graph cannot be captured"):
+            self.streams["compute"].begin_capture()
+        self._captured = []
 
-    def time_ns(self, event: Any) -> int:
-        with self._talk("an event has no time"):
-            return round(1e6 * float(cupy.cuda.get_elapsed_time(self._base, event)))
+    def end_capture(self) -> Callable[[], None]:
+        compute = self.streams["compute"]
+        try:
+            with self._errors("a graph cannot be captured"):
+                graph = compute.end_capture()
+        finally:
+            self._captured = None
+
+        def launch() -> None:
+            with self._errors("a graph cannot be launched"):
+                self._clear_log()
+                graph.launch(compute)
+
+        return launch
+
+    def synchronize(self) -> None:
+        with self._errors("the GPU reports that earlier work failed"):
+            for stream in self.streams.values():
+                stream.synchronize()
+
+    def elapsed_ns(self, first: Any, second: Any) -> int:
+        with self._errors("an event has no time"):
+            return round(1e6 * float(cupy.cuda.get_elapsed_time(first, second)))
+
+    def host_ns(self) -> int:
+        return time.perf_counter_ns()

@@ -1,234 +1,261 @@
-"""This computer behind ``executor.replay.backend``: a GPU played with what every computer has.
+"""A GPU played in virtual time: what ``executor.replay.backend`` enqueues is done at once, by the times of a Machine.
 
-The arena is a NumPy array, each stream is a thread that does its work in order, copies really move their bytes at the
-speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
-How it keeps time (executor/replay/README.md):
-
-1. A spin ends, and the last byte of a copy moves, when it is due, never before; a late thread delays nothing after it,
-   whatever ``pause_ns`` is. A kernel whose bytes take longer is late by that.
-2. A copy moves in up to PARTS pieces, each when it is due: who reads too early meets a copy that is half done.
-3. Filling and checking take as long as NumPy takes.
+1. *Time* is counted, not measured: a kernel begins ``launch_ns`` (in a graph ``graph_launch_ns``) after the one before,
+   a copy takes what the machine says, an event and a wait of the compute stream ``event_ns`` and ``wait_ns``; the host
+   takes ``issue_ns`` for each kernel or copy and waits while ``queue_depth`` of them are pending on a stream.
+2. *Bytes* are real, and move in the order of the calls.
+3. *Order* is checked by vector clocks: two uses of one byte, of which one writes, that no event orders are refused,
+   whatever their times. So a missing wait is found even if it would do no harm on this machine.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from executor.memory.engines import HostStream
 from executor.memory.pinned import HOST
-from executor.replay.backend import RAMP, Backend, BackendError, Bytes, Stream, first_difference, pattern, pieces
+from executor.replay.backend import (
+    NEVER,
+    RAMP,
+    Backend,
+    BackendError,
+    Bytes,
+    Log,
+    Stream,
+    first_difference,
+    pattern,
+    pieces,
+)
 from simulator.machine import Machine
 
-PARTS = 16  # of a copy
-PART_BYTES = 1024  # at least, of each part
+Space = Literal["arena", "host buffer"]
 
 
+@dataclass(eq=False)
+class _Queue:
+    """A stream: when it is idle, what precedes its next work, and the ends of the work that may be pending."""
+
+    name: str
+    ends: deque[int]
+    idle_ns: int = 0
+    clock: dict[str, int] = field(default_factory=dict)  # queue -> how many of its pieces of work are over
+
+
+@dataclass(eq=False)
 class _Event:
-    """When it happened, and whether it has."""
-
-    def __init__(self) -> None:
-        self.happened = threading.Event()
-        self.ns = 0
+    ns: int = 0
+    clock: dict[str, int] = field(default_factory=dict)
 
 
-class _Dropped(Exception):
-    """Work was called off while it ran."""
+class _Use(NamedTuple):
+    """Bytes that some work read or wrote."""
 
-
-_Work = Callable[[int], int]  # from when it could begin to when it was due to be over
+    begin: int
+    end: int
+    write: bool
+    queue: str
+    number: int  # of the work on its queue
+    task: str
 
 
 class HostBackend(Backend):
-    """This computer as a machine's GPU: its memory sizes, its copy engines, its transfer times."""
+    """This computer as a machine's GPU: its memory sizes, its copy engines, its times."""
+
+    streams: dict[Stream, _Queue]
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.name = f"host, as {machine.name}"
         self.memory_bytes = machine.memory_bytes
-        self._stop = threading.Event()  # what has not begun is dropped
-        self._error: tuple[str, BaseException] | None = None
+        self.make_streams(lambda name: _Queue(name, deque(maxlen=machine.queue_depth)), machine.copy_engines)
         self._arena: Bytes | None = None
-        self._mismatches: dict[int, int] = {}
-        self._checks = 0
-        self._base = self._absorbed = self._next = 0  # the last: where the next kernel streams
-        self._due: dict[str, int] = {}  # of each thread: when what it did last was due to be over
-        self.make_streams(lambda name: HostStream(name, partial(self._do, name)), machine.copy_engines)
+        self._log = np.zeros((3, 0), np.uint64)
+        self._uses: dict[Space, list[_Use]] = {"arena": [], "host buffer": []}
+        self._host_ns = 0
+        self._nodes: list[tuple[str, Callable[[], None]]] | None = None  # while a graph is captured
+        self._launched = False  # is a graph under way?
 
     # ---------------------------------------------------------------------------------- memory
 
-    def allocate(self, device_bytes: int, host_bytes: int) -> None:
+    def allocate(self, device_bytes: int, host_bytes: int, slots: int = 0) -> None:
         if self._arena is not None:
             raise BackendError("there is an arena already; free it first")
         if device_bytes > self.memory_bytes:
             raise BackendError(f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}")
-        self.host = self._pin(host_bytes)
-        try:
-            self._arena = np.zeros(device_bytes, np.uint8)
-        except MemoryError as error:
-            del self.host
-            raise BackendError(f"an arena of {device_bytes:,} bytes cannot be allocated ({error})") from None
-        self._absorbed = self._next = 0
-        self._base = time.perf_counter_ns()
-
-    def _pin(self, nbytes: int) -> Bytes:
-        if nbytes > self.machine.host_bytes:
+        if host_bytes > self.machine.host_bytes:
             name, most = self.machine.name, self.machine.host_bytes
-            raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned: {name} has {most:,}")
+            raise BackendError(f"{host_bytes:,} bytes of host memory cannot be pinned: {name} has {most:,}")
         try:
-            return HOST.take(nbytes)
+            self.host, self._arena = HOST.take(host_bytes), np.zeros(device_bytes, np.uint8)
         except MemoryError as error:
             raise BackendError(str(error)) from None
+        self._log = np.zeros((3, slots), np.uint64)
+        self._clear_log()
 
     @property
     def allocated_bytes(self) -> int:
         return 0 if self._arena is None else self._arena.nbytes
 
     def free(self) -> None:
-        self._stop.set()
-        for event in [self.record(stream) for stream in self.streams]:
-            event.happened.wait()
-        self._stop.clear()
-        self._error, self._arena, self._mismatches, self._checks, self.task = None, None, {}, 0, ""
+        self.synchronize()
+        self._arena, self._nodes, self.task = None, None, ""
         if hasattr(self, "host"):
             del self.host
 
     def close(self) -> None:
         self.free()
-        for stream in set(self.streams.values()):
-            stream.close()
 
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
-        on_device, on_host = self._range(device, nbytes), self.host[host : host + nbytes]
-        self.check_range(host, nbytes, len(self.host), "host buffer")
-        source, target = (on_device, on_host) if stream == "d2h" else (on_host, on_device)
-        ns = self.machine.d2h_ns(nbytes) if stream == "d2h" else self.machine.h2d_ns(nbytes)
-        latency = self.machine.d2h_latency_ns if stream == "d2h" else self.machine.h2d_latency_ns
-        self._put(stream, lambda ready: self._copy(source, target, ready, ns, latency))
+        out = stream == "d2h"
+        on_device, on_host = self._bytes("arena", device, nbytes), self._bytes("host buffer", host, nbytes)
+        lasts = self.machine.d2h_ns(nbytes) if out else self.machine.h2d_ns(nbytes)
 
-    def _copy(self, source: Bytes, target: Bytes, ready: int, ns: int, latency: int) -> int:
-        nbytes = len(source)
-        parts = min(PARTS, max(1, nbytes // PART_BYTES))
-        for i in range(parts):
-            self._sleep_until(ready + latency + (ns - latency) * (i + 1) // parts)
-            begin, end = nbytes * i // parts, nbytes * (i + 1) // parts
-            target[begin:end] = source[begin:end]
-        return ready + ns
+        def work() -> None:
+            self._count(stream, lasts)
+            self._use(stream, "arena", device, nbytes, write=not out)
+            self._use(stream, "host buffer", host, nbytes, write=out)
+            source, target = (on_device, on_host) if out else (on_host, on_device)
+            target[:] = source
 
-    def spin(self, ns: int, nbytes: int = 0) -> None:
-        arena, half = self._range(0, 0 if self._arena is None else len(self._arena)), nbytes // 2
-        parts = min(PARTS, max(1, half // PART_BYTES)) if half and len(arena) else 0
-        first, self._next = self._next, self._next + half
+        self._enqueue(work)
 
-        def work(ready: int) -> int:
-            self._absorbed += max(0, time.perf_counter_ns() - ready)
-            took = 0
-            for i in range(parts):
-                begin = time.perf_counter_ns()
-                self._stream(arena, first + half * i // parts, first + half * (i + 1) // parts)
-                took += time.perf_counter_ns() - begin
-                self._sleep_until(ready + ns * (i + 1) // parts)
-            return self._sleep_until(ready + max(ns, took))
+    def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
+        def work() -> None:
+            pause = self.machine.graph_launch_ns if self._launched else self.machine.launch_ns
+            begin, end = self._count(stream, ns, pause if stream == "compute" else 0)
+            if slot is not None:
+                log = Log(*self._log)
+                log.begin[slot], log.end[slot] = min(int(log.begin[slot]), begin), max(int(log.end[slot]), end)
 
-        self._put("compute", work)
-
-    @staticmethod
-    def _stream(arena: Bytes, begin: int, end: int) -> None:
-        """Reads and writes these bytes of the arena, which goes round."""
-        while begin < end:
-            at = begin % len(arena)
-            piece = arena[at : at + end - begin]
-            piece[:] = piece.copy()
-            begin += len(piece)
-
-    def absorbed_ns(self) -> int:
-        return self._absorbed
+        self._enqueue(work)
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
-        where = self._range(device, nbytes)
+        where = self._bytes("arena", device, nbytes)
 
-        def work(ready: int) -> int:
+        def work() -> None:
+            self._count("compute", 0)
+            self._use("compute", "arena", device, nbytes, write=True)
             for at in pieces(nbytes):
                 piece = where[at : at + 4 * len(RAMP)]
                 piece[:] = pattern(len(piece), seed, at // 4)
-            return time.perf_counter_ns()
 
-        self._put("compute", work)
+        self._enqueue(work)
 
-    def verify(self, device: int, nbytes: int, seed: int) -> int:
-        where, number = self._range(device, nbytes), self._checks
-        self._checks += 1
+    def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
+        where = self._bytes("arena", device, nbytes)
 
-        def work(ready: int) -> int:
-            wrong = first_difference(where, seed)
-            if wrong is not None:
-                self._mismatches[number] = wrong
-            return time.perf_counter_ns()
+        def work() -> None:
+            self._count("compute", 0)
+            self._use("compute", "arena", device, nbytes, write=False)
+            if (wrong := first_difference(where, seed)) is not None:
+                Log(*self._log).wrong[slot] = wrong
 
-        self._put("compute", work)
-        return number
+        self._enqueue(work)
 
-    def mismatches(self) -> dict[int, int]:
-        return dict(self._mismatches)
+    def log(self) -> Log:
+        return Log(*self._log.copy())
 
-    def _range(self, offset: int, nbytes: int) -> Bytes:
+    def _clear_log(self) -> None:
+        self._log[:2], self._log[2] = NEVER, 0
+
+    def _bytes(self, space: Space, offset: int, nbytes: int) -> Bytes:
         assert self._arena is not None, "there is no arena"
-        self.check_range(offset, nbytes, len(self._arena), "arena")
-        return self._arena[offset : offset + nbytes]
+        memory = self._arena if space == "arena" else self.host
+        self.check_range(offset, nbytes, len(memory), space)
+        return memory[offset : offset + nbytes]
+
+    # ---------------------------------------------------------------------------------- graphs
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        if self._nodes is None:
+            work()
+        else:
+            self._nodes.append((self.task, work))
+
+    def begin_capture(self) -> None:
+        self._nodes = []
+
+    def end_capture(self) -> Callable[[], None]:
+        nodes, self._nodes = self._nodes or [], None
+
+        def launch() -> None:
+            self._clear_log()
+            self._host_ns += self.machine.issue_ns
+            self._launched, before = True, self.task
+            try:
+                for self.task, work in nodes:
+                    work()
+            finally:
+                self._launched, self.task = False, before
+
+        return launch
 
     # ---------------------------------------------------------------------------------- order and time
 
-    def record(self, stream: Stream) -> _Event:
+    def record(self, stream: Stream, timed: bool = False) -> _Event:
         event = _Event()
-        self.streams[stream].put((time.perf_counter_ns(), self.task, event))
+
+        def work() -> None:
+            queue = self.streams[stream]
+            if stream == "compute" and not timed:
+                queue.idle_ns += self.machine.event_ns
+            event.ns, event.clock = queue.idle_ns, dict(queue.clock)
+
+        self._enqueue(work)
         return event
 
     def wait(self, stream: Stream, event: _Event) -> None:
-        def work(ready: int) -> int:
-            event.happened.wait()
-            return max(ready, event.ns)
+        def work() -> None:
+            queue = self.streams[stream]
+            queue.idle_ns = max(queue.idle_ns, event.ns) + (self.machine.wait_ns if stream == "compute" else 0)
+            for other, number in event.clock.items():
+                queue.clock[other] = max(queue.clock.get(other, 0), number)
 
-        self._put(stream, work)
+        self._enqueue(work)
 
-    def synchronize(self, event: _Event | None = None) -> None:
-        for each in [event] if event else [self.record(stream) for stream in self.streams]:
-            each.happened.wait()
-        if self._error:
-            task, error = self._error
-            raise BackendError(f"{task}: {error}" if task else str(error)) from error
+    def synchronize(self) -> None:
+        self._host_ns = max(self._host_ns, *(queue.idle_ns for queue in self.streams.values()))
+        for uses in self._uses.values():  # all that is enqueued from now on comes after them
+            uses.clear()
 
-    def time_ns(self, event: _Event) -> int:
-        return event.ns - self._base
+    def elapsed_ns(self, first: _Event, second: _Event) -> int:
+        return second.ns - first.ns
 
-    def _put(self, stream: Stream, work: _Work) -> None:
-        self.streams[stream].put((time.perf_counter_ns(), self.task, work))
+    def host_ns(self) -> int:
+        return self._host_ns
 
-    def _do(self, stream: str, item: tuple[int, str, _Work | _Event]) -> None:
-        """What a stream's thread does. Events happen even where work is dropped."""
-        enqueued, task, work = item
-        if isinstance(work, _Event):
-            work.ns = time.perf_counter_ns()
-            work.happened.set()
-        elif not self._stop.is_set():
-            try:
-                self._due[stream] = work(max(self._due.get(stream, 0), enqueued))
-            except _Dropped:
-                pass
-            except BaseException as error:  # whatever it is, nobody may wait for this thread in vain
-                self._error = self._error or (task, error)
-                self._stop.set()
+    def _count(self, stream: Stream, lasts: int, pause: int = 0) -> tuple[int, int]:
+        """Gives the stream a piece of work; returns its begin and end."""
+        queue = self.streams[stream]
+        queue.clock[queue.name] = queue.clock.get(queue.name, 0) + 1
+        if not self._launched:
+            full = len(queue.ends) == queue.ends.maxlen
+            self._host_ns = max(self._host_ns, queue.ends[0] if full else 0) + self.machine.issue_ns
+        begin = max(queue.idle_ns + pause, self._host_ns)
+        queue.idle_ns = begin + lasts
+        if not self._launched:
+            queue.ends.append(queue.idle_ns)
+        return begin, queue.idle_ns
 
-    def _sleep_until(self, due: int) -> int:
-        """Sleeps until then, the last 0.1 ms awake; returns ``due``."""
-        while (left := due - time.perf_counter_ns()) > 0:
-            if left < 100_000:
-                time.sleep(0)
-            elif self._stop.wait((left - 60_000) / 1e9):
-                raise _Dropped
-        return due
+    def _use(self, stream: Stream, space: Space, begin: int, nbytes: int, write: bool) -> None:
+        """Notes bytes that the stream's latest work uses; raises BackendError if a conflicting use is in no order."""
+        queue, end, kept = self.streams[stream], begin + nbytes, list[_Use]()
+        for use in self._uses[space]:
+            if use.begin < end and begin < use.end:
+                ordered = queue.clock.get(use.queue, 0) >= use.number
+                if (write or use.write) and not ordered:
+                    raise BackendError(
+                        f"{self.task}: it uses bytes of the {space} that {use.task} uses, too, and no event orders them"
+                    )
+                if ordered and (write or not use.write) and begin <= use.begin and use.end <= end:
+                    continue  # whoever comes after this use comes after that one
+            kept.append(use)
+        if nbytes:
+            kept.append(_Use(begin, end, write, queue.name, queue.clock[queue.name], self.task))
+        self._uses[space] = kept

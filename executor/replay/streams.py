@@ -1,9 +1,7 @@
-"""A plan as work on three streams: what is issued, in which order, at which addresses, and what waits for what.
+"""Turns a plan into work on three streams: its order, its addresses, and what waits for what.
 
-The simulator decides when; hardware only keeps an order. So the order is that of one steady iteration of a simulated
-Timeline (simulator/RULES.md), a circle of **jobs**: its spans in the order of their starts. One thread issues them
-ahead of time, iteration after iteration, because waits are events. Each stream does its jobs in order; between streams
-a job waits for
+The order is that of one steady iteration of a simulated Timeline (simulator/RULES.md), a circle of **jobs**: its spans
+in the order of their starts. Each stream does its jobs in order; between streams a job waits for
 
 1. *data*: a step of the schedule for the swap-ins of what it uses (rules 2, 6, 7);
 2. *its kernel*: a swap-out for the end of ``copy``; a swap-in for that of ``prefetch`` or of the last compute (4, 5);
@@ -11,7 +9,7 @@ a job waits for
 4. ``sync``: the next compute for the synchronous swap-outs that are then queued or under way (rule 4);
 5. *memory*: a job that puts a block at an address, for all that had to be over to free what was there (simulator.pool).
 
-Why this cannot lock up, and the reasons: executor/replay/README.md.
+Why this cannot lock up: executor/replay/README.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from executor.capture.profile import Cache, ProfileError, measure
-from executor.memory.context import context_bytes
+from executor.memory.context import measure_context
 from experiments.common.measured_step import MeasuredStep, measured_step
 from experiments.validate_gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.workloads import WorkloadError
@@ -49,7 +49,7 @@ def profiled(
     if device == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on; --device cpu does the same without one")
     said("the CUDA context") if device == "cuda" else None
-    context = context_bytes(device) if device == "cuda" else None
+    context = measure_context(device).nbytes if device == "cuda" else None
     made = built(network, device)
     give_back()
     if device == "cuda":

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import agents
 from executor.capture.profile import Cache
-from executor.replay.replay import Kernels
 from experiments.validate_gpu.networks import NETWORKS
 from experiments.validate_gpu.pytorch_baselines import METHODS
 
@@ -41,9 +40,6 @@ class Settings:
         planners: which plan and replay.
         train: whose plans are trained under.
         graph: of these, whose are also trained under as a CUDA graph.
-        kernels: of replays: "spin", or "stream", which move their bytes, too.
-        pause_ns: of replays: pauses that they make up for; on a GPU 10,000, since replays took about 5 us more
-            for each kernel there, which has an event in them and not in a real step.
         steps: measured training steps, in turns with as many eager ones.
         methods: of compare and largest.
         seconds: for all stages.
@@ -65,8 +61,6 @@ class Settings:
     planners: tuple[str, ...] = tuple(agents.untrained())
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
     graph: tuple[str, ...] = ("capuchin", "lp_round")
-    kernels: str = "spin"
-    pause_ns: int = 10_000
     steps: int = 20
     methods: tuple[str, ...] = METHODS
     seconds: float = 540.0
@@ -80,7 +74,7 @@ class Settings:
         return "cuda" if self.backend == "cuda" else "cpu"
 
 
-ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", pause_ns=0, steps=2,
+ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", steps=2,
                    seconds=90.0, methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
 
 
@@ -117,13 +111,10 @@ def parse(words: Sequence[str]) -> Settings:
         for name in getattr(settings, key):
             if name not in known:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
-    for key, kind in (("cache", Cache), ("kernels", Kernels)):
-        if getattr(settings, key) not in get_args(kind):
-            raise UsageError(f"{key}: expected one of {', '.join(get_args(kind))}, got {getattr(settings, key)!r}")
+    if settings.cache not in get_args(Cache):
+        raise UsageError(f"cache: expected one of {', '.join(get_args(Cache))}, got {settings.cache!r}")
     if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
         raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
-    if settings.pause_ns < 0:
-        raise UsageError(f"pause_ns: expected at least 0, got {settings.pause_ns}")
     if not settings.stages:
         raise UsageError(f"stages: expected at least one of {', '.join(STAGES)}")
     if settings.steps < 1 or settings.workers < 0 or settings.seconds <= 0:

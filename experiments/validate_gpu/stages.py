@@ -26,10 +26,9 @@ import torch
 import agents
 from agents.deadline import TimeUp, within
 from executor import CaptureError, ReplayError, open_backend, replay as replayed
-from executor.calibrate import calibrate as calibrated
+from executor.calibrate import calibrate as calibrated, of_process
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.fit import machine_of
-from executor.memory.context import context_bytes
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from executor.replay.backend import BackendError
@@ -58,11 +57,10 @@ from simulator.schedule import lower
 # Less work for planners that search, so that all have their turn.
 LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
         "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
-REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}
-# The host as a GPU: transfers slow enough for threads.
-HOST = Machine("host", 2**30, 50_000_000, 50_000_000, d2h_latency_ns=200_000, h2d_latency_ns=200_000, host_bytes=2**30,
-               flops_per_s={"float32": 10**10}, memory_bytes_per_s=10**10)  # fmt: skip
-HOST_ITERATION_NS, HOST_KERNEL_NS = 40_000_000, 150_000  # about, and at least
+REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "seconds": 1.0}}
+# The GPU that the host plays: transfers about as slow as kernels of a CPU.
+HOST = Machine("host", 2**30, 500_000_000, 500_000_000, host_bytes=2**30, flops_per_s={"float32": 10**10},
+               memory_bytes_per_s=10**10, launch_ns=1400, graph_launch_ns=600, issue_ns=5000)  # fmt: skip
 AIMS = (1.0, 0.985, 0.97)  # of a limit: what the plans of ``compare`` are made for; what is measured may be above it
 MISSING = "is left out"  # for want of a library
 OURS = "ours"  # in the place of a planner: the fastest of pytorch_baselines.OURS' plans
@@ -147,9 +145,7 @@ def calibrate(run: Run) -> None:
             found = calibrated(backend, base, 2**30 if cuda else 2**20, seconds=run.record.left())
         if cuda:
             there = min(found.machine.host_bytes, host_bytes())
-            found = replace(
-                found, machine=replace(found.machine, host_bytes=there, context_bytes=context_bytes()), context=True
-            )
+            found = of_process(replace(found, machine=replace(found.machine, host_bytes=there)), settings.device)
         found.save(run.record.out / "machine.yaml")
         return {"device": found.device, "fit_error": found.fit_error, "machine": found.machine.to_dict()}
 
@@ -192,10 +188,6 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
         words = {"source": settings.source, "licence": settings.licence, "workload": name}
         step = measured_step(captured, found, machine, **words, step_ns=round(row["eager_ns"]))
         write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
-    if settings.backend == "host":
-        scale = HOST_ITERATION_NS / max(program.ideal_ns, 1)
-        durations = [k.duration_ns and max(HOST_KERNEL_NS, round(k.duration_ns * scale)) for k in program.kernels]
-        program = program.with_durations(durations)
     program.save(run.program(name, graph))
     return {**row, "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": found.step_ns,
             "peak_bytes": program.peak_bytes, "device": found.device, "cache": found.cache}  # fmt: skip
@@ -315,23 +307,18 @@ def replay(run: Run) -> None:
     """Replays every plan; draws the one that moves most."""
     settings, machine, record = run.settings, run.machine, run.record
     plans, most = planned(run, first_those_trained(settings)), (0, None)
-    how = {"kernels": settings.kernels, "pause_ns": settings.pause_ns}
     give_back()
     pin_the_most(run, plans)
     checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
-    with (
-        open_backend(settings.backend, HOST if settings.backend == "host" else machine, settings.pause_ns) as backend,
-        watched(settings.device) as clocks,
-    ):
+    with open_backend(settings.backend, machine) as backend, watched(settings.device) as clocks:
         for case, plan in plans:
             row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
-            if not run.todo("replay", **row, **how):
+            if not run.todo("replay", **row):
                 continue
 
             def measured(case: Case = case, plan: Plan = plan) -> dict[str, Any]:
                 nonlocal most
-                options = {**REPLAY[settings.backend], "kernels": settings.kernels}
-                found = replayed(case.program, plan, machine, case.limit, backend, **options)
+                found = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
                 checks = {}
                 if (case.workload, case.fraction) not in checked and plan.decisions:
                     checked.add((case.workload, case.fraction))
@@ -345,12 +332,11 @@ def replay(run: Run) -> None:
                     "error": found.error, "predicted_peak": found.predicted.peak_bytes,
                     "measured_peak": found.timeline.peak_bytes, "footprint": found.footprint,
                     "device_bytes": found.device_bytes, "fits": found.fits, "device": found.device,
-                    "absorbed_ns": found.absorbed_ns,
                 }  # fmt: skip
 
-            run.measured("replay", {**row, **how}, measured, ReplayError, BackendError, PlanError, OutOfMemory)
+            run.measured("replay", row, measured, ReplayError, BackendError, PlanError, OutOfMemory)
     if most[1]:
-        record.add("clocks", stage="replay", **how, clocks=clocks)
+        record.add("clocks", stage="replay", clocks=clocks)
         with suppress(ImportError):  # without Matplotlib there are no pictures
             from experiments.validate_gpu.plots import timelines
 

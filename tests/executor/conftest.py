@@ -86,10 +86,10 @@ def tiny_gpt() -> Tiny:
     return make_tiny(GPT2, adamw, words)
 
 
-def gpu_backend(machine: Machine, pause_ns: int = 0) -> Backend:
+def gpu_backend(machine: Machine) -> Backend:
     """Opens the CUDA backend, or skips the test if the computer has no GPU."""
     pytest.importorskip("cupy")
     try:
-        return open_backend("cuda", machine, pause_ns)
+        return open_backend("cuda", machine)
     except BackendError as error:
         pytest.skip(str(error))

@@ -5,45 +5,36 @@ from dataclasses import replace
 import pytest
 
 from executor import calibrate as calibrate_module
-from executor.calibrate import _contention, _fit, _taken, calibrate, main
+from executor.calibrate import _fit, calibrate, main, of_process
 from executor.replay.backend import BackendError
+from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from simulator.files import read_json
-from tests.executor.replay.conftest import Virtual
 
-# The largest copy of these tests, 4 MiB, takes 9.4 ms in and 17.8 ms out, of which 1 ms is latency.
-MACHINE = Machine("given", 2**28, 500_000_000, 250_000_000, d2h_latency_ns=1_000_000, h2d_latency_ns=1_000_000,
-                  alignment=256, flops_per_s={"float32": 10**13}, efficiency={"default": 0.75})  # fmt: skip
-
-
-class Device(Virtual):
-    """Without noise; a kernel that moves bytes takes 1 ns for each."""
-
-    def __init__(self, machine):
-        super().__init__(machine)
-        self.memory_bytes = machine.memory_bytes
-
-    def spin(self, ns, nbytes=0):
-        self.now["compute"] += max(ns, nbytes)
-
-    def synchronize(self, event=None):
-        self.now = dict.fromkeys(self.now, max(self.now.values()))
+# The largest copy of these tests, 4 MiB, takes 9.4 ms in and 17.8 ms out, of which 1 and 2 ms are latency.
+MACHINE = Machine("given", 2**28, 500_000_000, 250_000_000, d2h_latency_ns=2_000_000, h2d_latency_ns=1_000_000,
+                  alignment=256, flops_per_s={"float32": 10**13},
+                  efficiency={"default": 0.75}, launch_ns=1400, graph_launch_ns=600, event_ns=30, wait_ns=110,
+                  queue_depth=700, issue_ns=5000)  # fmt: skip
 
 
 def measured(machine, max_bytes=2**22):
-    return calibrate(Device(machine), machine, max_bytes, "found")
+    base = replace(machine, launch_ns=0, graph_launch_ns=0, event_ns=0, wait_ns=0, queue_depth=1024)
+    return calibrate(HostBackend(machine), base, max_bytes, "found")
 
 
 def test_the_figures_are_found_back(tmp_path):
     found = measured(MACHINE)
     assert [n for n, _ in found.transfers["h2d"]] == [2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
     machine = found.machine
-    assert machine.h2d_bytes_per_s == pytest.approx(MACHINE.h2d_bytes_per_s, rel=1e-5)
-    assert machine.d2h_bytes_per_s == pytest.approx(MACHINE.d2h_bytes_per_s, rel=1e-5)
-    assert machine.d2h_latency_ns == machine.h2d_latency_ns == pytest.approx(MACHINE.d2h_latency_ns, rel=1e-5)
+    for d in ("h2d", "d2h"):
+        for figure in (f"{d}_bytes_per_s", f"{d}_latency_ns"):
+            assert getattr(machine, figure) == pytest.approx(getattr(MACHINE, figure), rel=1e-4)
     assert (machine.copy_engines, machine.memory_bytes) == (2, 2**28)
-    assert (machine.launch_ns, machine.wait_ns) == (0, 0) and machine.issue_ns > 0
-    assert found.duplex == {"h2d": 1.0, "d2h": 1.0} and found.contention == {"h2d": 0.0, "d2h": 0.0}
+    for figure in ("launch_ns", "graph_launch_ns", "event_ns", "wait_ns", "queue_depth"):
+        assert getattr(machine, figure) == getattr(MACHINE, figure), figure
+    assert found.duplex == pytest.approx({"h2d": 1.0, "d2h": 1.0}, rel=1e-3) and found.fit_error < 1e-3
+    assert found.depth
 
     path = tmp_path / "machine.yaml"
     found.save(path)
@@ -51,10 +42,47 @@ def test_the_figures_are_found_back(tmp_path):
     # What is not measured is given.
     assert (machine.name, machine.alignment, machine.efficiency) == ("found", 256, {"default": 0.75})
     text = path.read_text()
-    assert "d2h_latency_ns: " in text and "worst error" in text and "4 MiB" in text and "not measured" in text
+    sources = {line.split(":")[0]: line.partition("# ")[2] for line in text.splitlines() if not line.startswith("#")}
+    for figure in ("h2d_latency_ns", "d2h_latency_ns", "h2d_bytes_per_s", "launch_ns", "graph_launch_ns", "event_ns",
+                   "wait_ns", "queue_depth"):  # fmt: skip
+        assert sources[figure].startswith("measured: "), figure
+    assert (
+        sources["issue_ns"]
+        == sources["context_bytes"]
+        == sources["alignment"]
+        == sources["copy_contention"]
+        == "not measured"
+    )
+    assert "worst error" in text and "up to 4 MiB" in text
     data = read_json(tmp_path / "machine.json")
-    assert data["format"] == "calibration/2" and data["duplex"] == found.duplex
+    assert data["format"] == "calibration/3" and data["duplex"] == found.duplex
     assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]
+
+
+def test_events_are_pending_when_waits_for_them_are_issued(monkeypatch):
+    """A device whose waits cost something only then, as a GPU's do."""
+
+    class Gpu(HostBackend):
+        def wait(self, stream, event):
+            self.machine = replace(MACHINE, wait_ns=110 if event.ns > self.host_ns() else 0)
+            super().wait(stream, event)
+
+    assert calibrate(Gpu(MACHINE), MACHINE, 2**14).machine.wait_ns == 110
+
+
+def test_a_launch_queue_that_is_never_full_is_not_measured():
+    found = measured(replace(MACHINE, queue_depth=10**6), 2**14)
+    assert not found.depth and found.machine.queue_depth == 1024
+    assert "queue_depth: 1024  # not measured" in found.to_yaml()
+
+
+def test_the_host_time_of_a_planned_step_is_added():
+    found = of_process(measured(MACHINE, 2**14), "cpu")
+    assert found.issue and not found.context and found.machine.issue_ns > 0
+    assert (
+        f"issue_ns: {found.machine.issue_ns}  # measured: the host's time per kernel of a planned step"
+        in found.to_yaml()
+    )
 
 
 def test_one_copy_engine_is_noticed():
@@ -78,7 +106,7 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
 
     monkeypatch.setattr(calibrate_module, "_copies", copies)
     base = replace(MACHINE, duplex_h2d_bytes_per_s=7, duplex_d2h_bytes_per_s=7)
-    found = calibrate(Device(MACHINE), base, 2**20)
+    found = calibrate(HostBackend(MACHINE), base, 2**20)
     machine, text = found.machine, found.to_yaml()
     assert machine.copy_engines == 2
     for d, rate in (("h2d", 1_000_000_000), ("d2h", 500_000_000)):
@@ -88,39 +116,26 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
 
 
 def test_no_larger_copy_is_begun_when_the_time_is_over():
-    found = calibrate(Device(MACHINE), MACHINE, 2**22, seconds=0.0)
+    found = calibrate(HostBackend(MACHINE), MACHINE, 2**22, seconds=0.0)
     assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest are always there
 
 
-@pytest.mark.parametrize(("with_waits", "wait_ns"), [(7000.0, 2000), (4000.0, 0)])
-def test_a_wait_is_what_it_adds_to_a_kernel(with_waits, wait_ns, monkeypatch):
-    """5 us a kernel; where noise makes waits cheaper than none, they cost nothing."""
-
-    def launch(backend, count=0, waits=False):
-        return with_waits if waits else 5000.0
-
-    monkeypatch.setattr(calibrate_module, "_launch", launch)
-    found = measured(MACHINE, 2**14)
-    assert found.machine.wait_ns == wait_ns and found.machine.launch_ns == 5000
-    assert f"wait_ns: {wait_ns}  # measured: " in found.to_yaml()
-
-
-def test_what_a_copy_takes_by_hand(monkeypatch):
-    """A kernel of 1000 ns alone takes 1200 beside a copy in that is over after 800, 1100 beside one out that is not."""
-    times = {None: (1000, 0), "h2d": (1200, 800), "d2h": (1100, 1100)}
-    monkeypatch.setattr(calibrate_module, "_streaming", lambda backend, n, direction=None, copied=0: times[direction])
-    found, error = _contention(None, {"h2d": 4000, "d2h": 2000}, 2**20)
-    assert found == pytest.approx({"h2d": 0.25, "d2h": 1 / 11}) and error == 0
-    assert _taken({"h2d": 0.25, "d2h": 0.05}, 0.1) == 0.15 and _taken({"h2d": 0.25, "d2h": 0.05}, 0.15) == 0.0
-    assert _taken({"h2d": -0.02, "d2h": 0.01}, 0.0) == 0.0 and _taken({"h2d": 1.5, "d2h": 0.9}, 0.1) == 0.49
+def test_a_fit_by_hand():
+    """1 us and 1 ns a byte from 16 MiB on; of what small copies take beyond that the median is the latency."""
+    mib = 2**20
+    times = [(2**12, 5096), (2**16, 66_536), (2**18, 265_144), (4 * mib, 5 * mib), (16 * mib, 16 * mib + 1000),
+             (64 * mib, 64 * mib + 1000)]  # fmt: skip
+    latency, bytes_per_s, error = _fit(times)
+    assert latency == pytest.approx(1000, abs=5) and bytes_per_s == pytest.approx(10**9, rel=1e-5)
+    assert error == pytest.approx(0.2, rel=0.01)  # of 4 MiB
 
 
 def test_fits_that_make_no_machine():
     """A latency below zero is none; copies of more bytes have to take longer."""
-    latency, rates, _ = _fit({d: [(1000, 900), (2000, 2000)] for d in ("h2d", "d2h")})
-    assert latency == 0 and rates["h2d"] == pytest.approx(10**9, rel=0.1)
+    latency, bytes_per_s, _ = _fit([(4096, 3000), (2**24, 2**24), (2**26, 2**26)])
+    assert latency == 0 and bytes_per_s == pytest.approx(10**9, rel=1e-6)
     with pytest.raises(BackendError, match="do not take longer"):
-        _fit({d: [(1000, 900), (2000, 100)] for d in ("h2d", "d2h")})
+        _fit([(1000, 900), (2000, 100)])
 
 
 def test_there_must_be_two_sizes():

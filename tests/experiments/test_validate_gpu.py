@@ -50,7 +50,7 @@ def in_turn(out, *words, which=("calibrate", "profile", "plan", "replay", "train
 def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa", "train=capuchin"]
-    words += ["workers=1", "steps=1", "seconds=3000", "kernels=stream", "methods=eager,ours,checkpoint"]
+    words += ["workers=1", "steps=1", "seconds=3000", "methods=eager,ours,checkpoint"]
     in_turn(out, *words)
     found = read_json(out / "results.json")
     rows = found["rows"]
@@ -63,7 +63,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
         ("graph", "capuchin", False),
     ]  # fmt: skip
     first, second, clocks, trained, graph = rows[-5:]
-    assert clocks["clocks"] == trained["clocks"] == {"absent": "no GPU is used"} and first["kernels"] == "stream"
+    assert clocks["clocks"] == trained["clocks"] == {"absent": "no GPU is used"}
     for row in (first, second):
         assert row["measured_peak"] == row["predicted_peak"] <= row["limit"]
         assert row["device_bytes"] == row["footprint"]
@@ -200,7 +200,6 @@ def test_words():
         ("limits=a", "limits: .*'a'"),
         ("limits=1.5", "limits"),
         ("cache=warm", "cache: .*'warm'"),
-        ("pause_ns=-1", "pause_ns"),
         ("steps=0", "steps"),
         ("stages=plans", "'plans'"),
         ("stages=", "stages"),
@@ -434,20 +433,22 @@ def test_bytes_are_counted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu(tmp_path):
-    words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=150"]
-    words += ["pause_ns=10000", "graph=", "methods=eager"]  # launches between short spins are not the plan's
-    assert main([f"out={tmp_path}", *words]) == 0
+    """What is right or wrong without a clock: contents, bytes, losses. Times are what the command is for."""
+    words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=100"]
+    assert main([f"out={tmp_path}", *words, "graph=", "methods=eager"]) == 0
     found = read_json(tmp_path / "results.json")
-    assert found["summary"]["replay"]["time"]["worst"] < 0.05 and found["summary"]["replay"]["over_limit"] == 0
-    assert [r for r in found["rows"] if r["kind"] == "train" and "failed" not in r]
+    replays = [r for r in found["rows"] if r["kind"] == "replay" and "failed" not in r]
+    assert len(replays) == 2 and replays[0]["checks"] > 0 and found["summary"]["replay"]["over_limit"] == 0
+    (trained,) = (r for r in found["rows"] if r["kind"] == "train" and "failed" not in r)
+    assert trained["equal"] or not trained["eager_equal"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_side_by_side_on_a_gpu(tmp_path):
-    rows = record(tmp_path, 300)
-    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows)
+    rows = record(tmp_path, 60)
+    methods = ("ours", "checkpoint", "offload")
+    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows, methods)
     found = {r["method"]: r for r in rows.rows if "failed" not in r}
-    assert {"ours", "checkpoint", "offload", "save_on_cpu"} <= set(found)
-    assert found["offload"]["measured_ns"] < found["save_on_cpu"]["measured_ns"]
+    assert {"eager", *methods} == set(found)
     assert all(r["measured_peak"] <= r["limit"] for r in found.values())

@@ -3,10 +3,9 @@
     with opened(machine, seed) as (backend, device): ...
 
 All that is enqueued is done when something has to wait for it, or by chance (``seed``), in the order of its stream and
-after the events that this waits for. Time is made up: each stream has a clock, copies take what the machine says,
-kernels what ``now()`` in them says. Two uses of one memory on two streams in no order stand in ``device.found``, by
-the vector clocks of executor/training/recording.py. What kernels of ``stream`` read and write is nobody's content and
-not looked at.
+after the events that this waits for. A graph keeps the calls of its capture and makes them again when it is launched.
+Time is made up: each stream has a clock, copies take what the machine says, kernels what ``now()`` in them says. Two
+uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of tests/executor.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -38,22 +37,15 @@ SHIM = r"""
 #include <stddef.h>
 #define __device__ static
 #define __global__
-struct uint4 { unsigned x, y, z, w; };
 struct dim3 { unsigned x; };
 static dim3 gridDim, blockDim, blockIdx, threadIdx;
-static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline void atomicMax(unsigned long long* p, unsigned long long v) { if (v > *p) *p = v; }
 static inline void atomicMin(unsigned long long* p, unsigned long long v) { if (v < *p) *p = v; }
 static unsigned long long shim_ns;                        // a microsecond later at each look
-extern "C" { uint4* shim_arena; unsigned *shim_loads, *shim_stores; }  // how often each vector was read and written
 static inline unsigned long long shim_now() { return shim_ns += 1000; }
-static inline uint4 shim_load(const uint4* p) { if (shim_loads) shim_loads[p - shim_arena]++; return *p; }
-static inline void shim_store(uint4* p, uint4 v) { if (shim_stores) shim_stores[p - shim_arena]++; *p = v; }
 """
 ASM = (  # the statements that only a GPU has, once each, and what is done here
     (r'asm volatile\("mov\.u64 %0, %globaltimer;"[^;]*;', "ns = shim_now();"),
-    (r'asm volatile\("ld\.global\.cs\.v4\.u32 [^;]*;"[^;]*;', "v = shim_load(p);"),
-    (r'asm volatile\("st\.global\.cs\.v4\.u32 [^;]*;"[^;]*;', "shim_store(p, v);"),
 )
 KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
 WIDTHS = {"u32": np.uint32}  # else 8 bytes: u64, addresses
@@ -110,7 +102,8 @@ class Stream:
         self.issued = self.done = self.ns = 0
 
     def put(self, work: Callable[[int], int]) -> None:
-        self.queue.append(work)
+        enqueued = self.device.host_ns  # nothing begins before
+        self.queue.append(lambda ns: work(max(ns, enqueued)))
         self.issued += 1
         while self.device.random and self.device.random.random() < 0.5:
             if not (busy := [stream for stream in self.device.streams if stream.queue]):
@@ -126,12 +119,34 @@ class Stream:
         while self.done < upto:
             self.step()
 
+    def begin_capture(self) -> None:
+        assert not self.device.graph, "one capture at a time"
+        self.device.graph = Graph(self)
+
+    def end_capture(self) -> Graph:
+        graph, self.device.graph = self.device.graph, None
+        assert graph and graph.origin is self
+        for stream, count in graph.counts.items():
+            if stream is not self and graph.joined.get(stream) != count:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
+        return graph
+
     def wait_event(self, event: Event) -> None:
+        if graph := self.device.graph:
+            if event not in graph.events:
+                raise CUDARuntimeError("cudaErrorStreamCaptureIsolation")
+            if self is graph.origin:
+                graph.joined[event.stream] = graph.events[event]
+            graph.counts.setdefault(self, 0)  # it takes part from now on
+            return graph.add(self, "wait", lambda: self.wait_event(event))
         Clocks.join(self.device.clocks.of(self.name), event.clock)
         self.put(lambda ns: max(ns, event.happened()))
 
     def synchronize(self) -> None:
+        if self.device.graph and self in self.device.graph.counts:
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
         self.run(self.issued)
+        self.device.host_ns = max(self.device.host_ns, self.ns)
         Clocks.join(self.device.clocks.clocks[HOST], self.device.clocks.of(self.name))
         if error := self.device.error:
             raise error
@@ -143,14 +158,48 @@ class Stream:
         self.device.current.pop()
 
 
-class Event:
-    """cupy.cuda.Event, each recorded once."""
+class Graph:
+    """cupy.cuda.graph.Graph, and while it is captured what takes part.
 
-    def __init__(self, device: Device) -> None:
+    Attributes:
+        counts: of each stream that takes part, how many calls it has had; ``joined``: of how many of them the origin
+            waits.
+        events: those that were recorded in it, after so many calls.
+        nodes: how often each kind of call was made.
+    """
+
+    def __init__(self, origin: Stream) -> None:
+        self.origin, self.calls = origin, list[Callable[[], object]]()
+        self.counts, self.joined = {origin: 0}, dict[Stream, int]()
+        self.events: dict[Event, int] = {}
+        self.nodes: Counter[str] = Counter()
+
+    def add(self, stream: Stream, kind: str, call: Callable[[], object]) -> None:
+        assert stream in self.counts, f"{stream.name} takes no part in the capture"
+        self.counts[stream] += kind != "record"
+        self.nodes[kind] += 1
+        self.calls.append(call)
+
+    def launch(self, stream: Stream) -> None:
+        assert stream is self.origin
+        stream.device.launched.append(self)
+        for call in self.calls:
+            call()
+
+
+class Event:
+    """cupy.cuda.Event."""
+
+    def __init__(self, device: Device, disable_timing: bool = False) -> None:
         self.device, self.clock, self.ns, self.at = device, Clock(), -1, 0
+        self.timed = not disable_timing
         self.stream: Stream
 
     def record(self, stream: Stream) -> None:
+        if graph := self.device.graph:
+            graph.add(stream, "timed event" if self.timed else "record", lambda: self.record(stream))
+            self.stream, graph.events[self] = stream, graph.counts[stream]
+            return
         self.stream, self.clock = stream, dict(self.device.clocks.of(stream.name))
 
         def happens(ns: int) -> int:
@@ -183,11 +232,15 @@ class Device:
         self.machine, self.random = machine, random.Random(seed) if seed is not None else None
         self.clocks, self.found, self.streams = Clocks(), list[str](), list[Stream]()
         self.current: list[Stream] = []
+        self.host_ns = 0  # when the host last waited for a stream
+        self.graph: Graph | None = None  # that is captured now
+        self.launched: list[Graph] = []
         self.memory: dict[int, np.ndarray] = {}
         self.error: CUDARuntimeError | None = None
         self.__version__ = "of a double"
         self.cuda = SimpleNamespace(
-            Stream=lambda non_blocking: Stream(self), Event=lambda: Event(self), get_elapsed_time=self.elapsed,
+            Stream=lambda non_blocking: Stream(self), get_elapsed_time=self.elapsed,
+            Event=lambda disable_timing=False: Event(self, disable_timing),
             compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
             runtime=SimpleNamespace(
                 CUDARuntimeError=CUDARuntimeError, setDevice=lambda device: None, runtimeGetVersion=lambda: 12040,
@@ -228,6 +281,8 @@ class Device:
 
     def memcpy_async(self, target: int, source: int, nbytes: int, kind: int, ptr: int) -> None:
         stream = self.streams[ptr - 1]
+        if self.graph:
+            return self.graph.add(stream, "copy", lambda: self.memcpy_async(target, source, nbytes, kind, ptr))
         self.use(stream.name, f"a copy on {stream.name}", [(source, nbytes)], [(target, nbytes)])
         lasts = self.machine.d2h_ns(nbytes) if kind == 2 else self.machine.h2d_ns(nbytes)
 
@@ -239,11 +294,13 @@ class Device:
 
     def memset_async(self, at: int, value: int, nbytes: int, ptr: int) -> None:
         stream = self.streams[ptr - 1]
+        assert not self.graph
         self.use(stream.name, "memset", [], [(at, nbytes)])
         stream.put(lambda ns: ctypes.memset(at, value, nbytes) * 0 + ns)
 
     def elapsed(self, first: Event, second: Event) -> float:
         assert first.ns >= 0 and second.ns >= 0, "both have to have happened"
+        assert first.timed and second.timed
         return (second.ns - first.ns) / 1e6
 
     # ------------------------------------------------------------------------------------------ kernels
@@ -258,16 +315,22 @@ class Device:
                 assert [type(a) for a in args] == kinds and 0 < blocks[0] < 2**31 and 0 < threads[0] <= 1024
                 values = [int(a) for a in args]
                 reads, writes = {
-                    "spin": lambda ns, pause, last, following: ([(last, 24)], [(following, 24)]),
-                    "stream": lambda ns, pause, last, following, *_: ([(last, 24)], [(following, 24)]),
+                    "spin": lambda ns, begins, ends: ([], [(begins, 8), (ends, 8)] if begins else []),
                     "fill": lambda at, n, word: ([], [(at, n)]),
                     "verify": lambda at, n, word, answer: ([(at, n)], [(answer, 8)]),
                 }[name](*values)
                 stream = self.current[-1]
-                self.use(stream.name, name, reads, writes)
                 plain = [ctypes.c_uint32(v) if k is np.uint32 else ctypes.c_uint64(v)
                          for v, k in zip(values, kinds, strict=True)]  # fmt: skip
-                stream.put(lambda ns: run(ctypes.c_uint64(ns), blocks[0], threads[0], *plain))
+
+                def enqueue() -> None:
+                    self.use(stream.name, name, reads, writes)
+                    stream.put(lambda ns: run(ctypes.c_uint64(ns), blocks[0], threads[0], *plain))
+
+                if self.graph:
+                    self.graph.add(stream, name, enqueue)
+                else:
+                    enqueue()
 
             return launch
 
@@ -275,7 +338,7 @@ class Device:
 
 
 @contextlib.contextmanager
-def opened(machine: Machine, seed: int | None = None, pause_ns: int = 0) -> Iterator[tuple[Any, Device]]:
+def opened(machine: Machine, seed: int | None = None) -> Iterator[tuple[Any, Device]]:
     """A backend on a double."""
     device = Device(machine, seed)
     name = "executor.replay.cupy_backend"
@@ -287,7 +350,7 @@ def opened(machine: Machine, seed: int | None = None, pause_ns: int = 0) -> Iter
         patch.setattr(module, "AWAKE_NS", 20_000)
         patch.setattr(module, "CUDA", Slabs(lambda at, n: None, lambda at: None, lambda: None))
         try:
-            with module.CupyBackend(machine.copy_engines, pause_ns) as backend:
+            with module.CupyBackend(machine.copy_engines) as backend:
                 yield backend, device
         finally:
             patch.delitem(sys.modules, name, raising=False)

@@ -1,23 +1,20 @@
 """The device seam: the same tests for the host, a double of CuPy and, if any, a GPU; then what only the host shows."""
 
-import threading
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from executor.replay import open_backend
-from executor.replay.backend import BackendError, first_difference, pattern
-from executor.replay.host_backend import PARTS, HostBackend
+from executor.replay.backend import NEVER, BackendError, first_difference, pattern
+from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from tests.executor.conftest import gpu_backend
 from tests.executor.replay import cupy_double
-from tests.executor.replay.conftest import Watched
 
 MS = 1_000_000
 # 1 MB takes 10 ms out and 20 ms in; 1 ms of latency.
-MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, d2h_latency_ns=MS, h2d_latency_ns=MS, host_bytes=2**26)
+MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, MS, MS, host_bytes=2**26)
 
 
 @pytest.fixture(params=["host", "double", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -43,57 +40,80 @@ def test_a_pattern_by_hand():
     assert first_difference(pattern(1000, 3)[4:], 3) == 0  # it lies a word too far
 
 
+@pytest.mark.parametrize("as_graph", [False, True])
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (3, 1), (512, 15), (0, 16), (3, 1000), (3, 300_001)])
-def test_bytes_go_to_the_host_and_back(backend, offset, nbytes):
-    with backend.arena(400_000, 400_000):
+def test_bytes_go_to_the_host_and_back(backend, offset, nbytes, as_graph):
+    def there_and_back():
         backend.fill(offset, nbytes, 5)
-        event = backend.record("compute")
-        backend.wait("d2h", event)
+        backend.wait("d2h", backend.record("compute"))
         backend.copy("d2h", offset, 7, nbytes)
-        event = backend.record("d2h")
-        backend.wait("compute", event)
+        backend.wait("compute", backend.record("d2h"))
         backend.fill(offset, nbytes, 6)
-        right = backend.verify(offset, nbytes, 6)
-        wrong = backend.verify(offset, nbytes, 7)
+        backend.verify(offset, nbytes, 6, 0)
+        backend.verify(offset, nbytes, 7, 1)
         backend.wait("h2d", backend.record("compute"))
         backend.copy("h2d", offset, 7, nbytes)
         backend.wait("compute", backend.record("h2d"))
-        back = backend.verify(offset, nbytes, 5)
+        backend.verify(offset, nbytes, 5, 2)
+
+    with backend.arena(400_000, 400_000, 3):
+        if as_graph:
+            launch = backend.graph(there_and_back)
+            backend.fill(offset, nbytes, 9)  # before the graph, whatever it was captured after
+            launch()
+            launch()
+        else:
+            there_and_back()
         backend.synchronize()
-        found = backend.mismatches()
-        assert right not in found and back not in found
-        assert found == ({wrong: 0} if nbytes else {})
+        assert backend.log().wrong.tolist() == [NEVER, 0 if nbytes else NEVER, NEVER]
         assert first_difference(backend.host[7 : 7 + nbytes], 5) is None
 
 
 def test_a_check_finds_the_first_wrong_byte(backend):
-    with backend.arena(4096, 4096):
+    with backend.arena(4096, 4096, 3):
         backend.fill(0, 4096, 1)
         backend.fill(1003, 2, 2)
-        number = backend.verify(4, 2000, 1)  # a word too far: its low byte differs by that of STEP, 0xB1
-        whole = backend.verify(0, 4096, 1)
-        before = backend.verify(0, 1003, 1)
+        backend.verify(4, 2000, 1, 0)  # a word too far: its low byte differs by that of STEP, 0xB1
+        backend.verify(0, 4096, 1, 1)
+        backend.verify(0, 1003, 1, 2)
         backend.synchronize()
         expected = np.flatnonzero(pattern(4096, 1)[1003:1005] != pattern(2, 2))[0] + 1003
-        assert backend.mismatches() == {number: 0, whole: expected}
-        assert before not in backend.mismatches()
+        assert backend.log().wrong.tolist() == [0, expected, NEVER]
 
 
 def test_a_stream_is_in_order_and_an_event_orders_two(backend):
     with backend.arena(1000, 1000):
         backend.host[:] = pattern(1000, 8)
-        begin = backend.record("compute")
+        begin = backend.record("compute", timed=True)
         for _ in range(4):
             backend.spin(5 * MS)
-        late = backend.record("compute")
+        late = backend.record("compute", timed=True)
         backend.wait("h2d", late)
-        start = backend.record("h2d")
+        start = backend.record("h2d", timed=True)
         backend.copy("h2d", 0, 0, 1000)
-        end = backend.record("h2d")
-        backend.synchronize(end)
-        times = [backend.time_ns(e) for e in (begin, late, start, end)]
-        assert times == sorted(times)
-        assert times[1] - times[0] >= 10 * MS
+        end = backend.record("h2d", timed=True)
+        backend.synchronize()
+        assert backend.elapsed_ns(begin, late) >= 10 * MS
+        assert backend.elapsed_ns(late, start) >= 0 < backend.elapsed_ns(start, end)
+
+
+def test_kernels_of_a_graph_log_their_begin_and_end_and_a_launch_clears_what_was_there(backend):
+    def three():
+        backend.spin(2 * MS, slot=0)
+        backend.spin(5 * MS, slot=1)
+        backend.spin(2 * MS, slot=0)
+
+    with backend.arena(1000, 1000, 3):
+        launch = backend.graph(three)
+        for _ in range(2):
+            before = backend.log()
+            launch()
+            backend.synchronize()
+            log = backend.log()
+            begin, end = log.begin.astype(np.int64), log.end.astype(np.int64)
+            assert (log.begin[2], log.end[2]) == (NEVER, 0)
+            assert end[1] - begin[1] >= 5 * MS and begin[0] + 2 * MS <= begin[1] and end[1] + 2 * MS <= end[0]
+            assert begin[0] >= int(before.end[0])
 
 
 def test_memory_is_taken_once_and_given_back(backend):
@@ -117,128 +137,66 @@ def test_memory_is_taken_once_and_given_back(backend):
         pass
 
 
-@pytest.mark.gpu
-def test_spins_of_a_gpu_are_exact_to_the_microsecond():
-    with gpu_backend(MACHINE, 10_000) as backend, backend.arena(16, 16):
-        events = []
-        backend.spin(20 * MS)
-        for ns in [50_000] * 200 + [2000] * 100:
-            events.append(backend.record("compute"))
-            backend.spin(ns)
-        events.append(backend.record("compute"))
-        backend.synchronize()
-        assert backend.time_ns(events[200]) - backend.time_ns(events[0]) == pytest.approx(10 * MS, rel=0.005)
-        assert backend.absorbed_ns() > 0
-    with gpu_backend(MACHINE) as backend, backend.arena(16, 16):  # by default a pause is a pause
-        backend.spin(20 * MS)
-        begin = backend.record("compute")
-        for _ in range(200):
-            backend.spin(50_000)
-        end = backend.record("compute")
-        backend.synchronize()
-        assert backend.time_ns(end) - backend.time_ns(begin) > 10 * MS and backend.absorbed_ns() == 0
-
-
 # ------------------------------------------------------------------------------------------- the host
-
-
-class Gated(HostBackend):
-    """Begins when all is in its queues; notes when each piece of work was due to be over, in ns from then on."""
-
-    def __init__(self, machine):
-        super().__init__(machine)
-        self.gate, self.dues = threading.Event(), []
-
-    def _put(self, stream, work):
-        def noted(ready):
-            due = work(ready)
-            self.dues.append(due)
-            return due
-
-        super()._put(stream, noted)
-
-    def begin(self):
-        def opened(ready):
-            self.gate.wait()
-            return time.perf_counter_ns()
-
-        self._put("compute", opened)
-        return self.record("compute")
-
-    def lasts(self, begin):
-        self.gate.set()
-        end = [self.record(stream) for stream in ("compute", "d2h", "h2d")]
-        self.synchronize()
-        assert max(event.ns for event in end) >= max(self.dues)  # never before
-        return max(self.dues) - begin.ns
 
 
 @pytest.mark.parametrize(("engines", "ms"), [(2, 21), (1, 32)])
 def test_copies_run_at_once_on_two_engines_and_one_after_the_other_on_one(engines, ms):
     """1 MB takes 1 + 10 ms out and 1 + 20 ms in."""
-    with Gated(replace(MACHINE, copy_engines=engines)) as backend, backend.arena(2 * 10**6, 2 * 10**6):
-        begin = backend.begin()
+    with HostBackend(replace(MACHINE, copy_engines=engines)) as backend, backend.arena(2 * 10**6, 2 * 10**6):
+        begin = backend.record("compute", timed=True)
         for i, stream in enumerate(("d2h", "h2d")):
             backend.wait(stream, begin)
             backend.copy(stream, i * 10**6, i * 10**6, 10**6)
-        assert backend.lasts(begin) == ms * MS
+        assert backend.elapsed_ns(begin, backend.record("h2d", timed=True)) == ms * MS
 
 
-def test_spins_add_up_without_drift():
-    with Gated(MACHINE) as backend, backend.arena(16, 16):
-        begin = backend.begin()
-        for _ in range(40):
-            backend.spin(MS // 2)
-        backend.lasts(begin)
-        assert backend.dues[-1] - backend.dues[0] == 20 * MS  # however late the thread was woken up
-
-
-def test_a_kernel_that_streams_takes_its_time_and_leaves_what_was_there():
-    """1 MB in 20 ms, twice round an arena of 300 kB; and 40 MB take as long as they take."""
-    with Gated(MACHINE) as backend, backend.arena(300_000, 16):
-        backend.fill(0, 300_000, 4)
-        begin = backend.begin()
-        backend.spin(20 * MS, 10**6)
-        backend.spin(0, 40 * 10**6)
-        number = backend.verify(0, 300_000, 4)
-        backend.lasts(begin)
-        _, ready, end, late, _ = backend.dues
-        assert end - ready >= 20 * MS  # more where its bytes took longer
-        assert late - end > 30_000  # 1 TB/s would be 40 us
-        assert number not in backend.mismatches() and backend.absorbed_ns() > 0
-
-
-def test_a_reader_that_does_not_wait_meets_half_a_copy(monkeypatch):
-    half, read, parts = threading.Event(), threading.Event(), iter(range(PARTS))
-
-    def stop_in_the_middle(self, due):
-        if next(parts) == PARTS // 2:
-            half.set()
-            assert read.wait(60)
-        return due
-
-    monkeypatch.setattr(HostBackend, "_sleep_until", stop_in_the_middle)
-    with HostBackend(MACHINE) as backend, backend.arena(10**6, 10**6):
-        backend.host[:] = pattern(10**6, 9)
-        backend.copy("h2d", 0, 0, 10**6)
-        assert half.wait(60)
-        number = backend.verify(0, 10**6, 9)
-        backend.synchronize(backend.record("compute"))
-        read.set()
+def test_the_host_takes_the_times_of_the_machine():
+    """Kernels of 100 and 10 ns: 5 ns before each, 2 in a graph; an event takes 30 ns, a wait for it 40, and the host 7
+    for each launch, of which two may be pending."""
+    machine = replace(MACHINE, launch_ns=5, graph_launch_ns=2, event_ns=30, wait_ns=40, issue_ns=7, queue_depth=2)
+    with HostBackend(machine) as backend, backend.arena(16, 16, 3):
+        for slot, ns in enumerate((100, 10, 0)):
+            backend.spin(ns, slot=slot)
+        assert backend.log().begin.tolist() == [7, 112, 127] and backend.host_ns() == 107 + 7
+        event = backend.record("compute")
+        backend.wait("d2h", event)  # of another stream, costs nothing
+        backend.wait("compute", backend.record("d2h"))
+        assert backend.elapsed_ns(event, backend.record("compute", timed=True)) == 40
         backend.synchronize()
-        assert backend.mismatches()[number] == 10**6 // 2
+        assert backend.host_ns() == 127 + 30 + 40
+        backend.graph(lambda: [backend.spin(ns, slot=i) for i, ns in enumerate((100, 10, 0))])()
+        log = backend.log()
+        assert (log.begin - log.begin[0]).tolist() == [0, 102, 114] and backend.host_ns() == 127 + 30 + 40 + 7
 
 
-def test_free_calls_off_what_is_under_way_and_close_ends_the_threads():
-    before = threading.active_count()
-    backend = Watched(MACHINE)
-    assert threading.active_count() == before + 3
-    backend.allocate(1000, 1000)
-    backend.spin(10**12)
-    backend.wait("h2d", backend.record("compute"))
-    backend.copy("h2d", 0, 0, 1000)
-    backend.close()
-    assert threading.active_count() == before and not backend.ended
+def test_uses_of_the_same_bytes_in_no_order_are_refused():
+    def readers(backend):
+        backend.copy("d2h", 0, 0, 100)
+        backend.copy("d2h", 50, 200, 100)
+        backend.verify(0, 100, 1, 0)
+
+    with HostBackend(MACHINE) as backend, backend.arena(1000, 1000, 1):
+        readers(backend)  # who only reads is not in the way of others
+        backend.task = "c"
+        backend.copy("h2d", 200, 500, 100)
+        backend.task = "d"
+        with pytest.raises(BackendError, match=r"^d: .* bytes of the arena that c uses, too, and no event orders them"):
+            backend.fill(299, 2, 1)
+        backend.synchronize()  # orders all
+        backend.fill(299, 2, 1)
+        backend.task = "e"
+        backend.copy("h2d", 400, 0, 10)
+        with pytest.raises(BackendError, match=r"^e: .* of the host buffer that e uses, too"):
+            backend.copy("d2h", 700, 5, 10)
+    with HostBackend(MACHINE) as backend, backend.arena(1000, 1000, 1):
+        backend.fill(0, 100, 1)
+        early = backend.record("compute")
+        backend.fill(50, 10, 1)
+        backend.wait("d2h", early)
+        backend.copy("d2h", 0, 0, 50)  # the event came after what wrote these
+        with pytest.raises(BackendError, match="no event orders them"):
+            backend.copy("d2h", 40, 0, 50)
 
 
 @pytest.mark.parametrize(("device", "host", "match"), [(2**26 + 1, 0, "too few"), (0, 2**26 + 1, "cannot be pinned")])

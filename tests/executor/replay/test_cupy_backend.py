@@ -1,13 +1,17 @@
 """The CuPy backend on a double of CuPy: its kernels against NumPy, its order by vector clocks."""
 
+import contextlib
 import ctypes
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
+from executor import calibrate
 from executor.replay.backend import BackendError, first_difference, pattern
 from executor.replay.replay import replay
+from executor.replay.streams import ReplayError
 from simulator import Plan, Recompute, Swap
 from tests.executor.replay.conftest import LINK
 from tests.executor.replay.cupy_double import CUDARuntimeError, compiled, opened
@@ -20,12 +24,12 @@ US = 1000
 @pytest.fixture(scope="module")
 def kernels():
     with opened(LINK):
-        from executor.replay.cupy_backend import SOURCE, UNROLL
-    return compiled(SOURCE)[0], UNROLL
+        from executor.replay.cupy_backend import SOURCE
+    return compiled(SOURCE)[0]
 
 
-def run(kernels, name, blocks, threads, *args):
-    return getattr(kernels[0], f"run_{name}")(*map(ctypes.c_uint64, (0, blocks, threads, *args)))
+def run(kernels, name, blocks, threads, *args, start=0):
+    return getattr(kernels, f"run_{name}")(*map(ctypes.c_uint64, (start, blocks, threads, *args)))
 
 
 def test_fill_and_verify_are_numpys(kernels):
@@ -48,43 +52,14 @@ def test_fill_and_verify_are_numpys(kernels):
         assert int(answer[0]) == (2**64 - 1 if found is None else found)
 
 
-def clocks():
-    return np.zeros((2, 4), np.uint64)
-
-
-def test_spins_take_their_time_and_make_up_for_a_pause(kernels):
-    last, following = clocks()
-    last[:3] = 990 * US, 980 * US, 3
-    for pause, due, absorbed in ((0, 1001 + 50, 3), (20 * US, 980 + 50, 3 + 21 * US), (5 * US, 1001 + 50, 3)):
-        start = 1000 * US
-        over = kernels[0].run_spin(*map(ctypes.c_uint64, (start, 1, 1, 50 * US, pause)),
-                                   *(ctypes.c_uint64(c.ctypes.data) for c in (last, following)))  # fmt: skip
-        assert following[1] == due * US and following[0] == over >= due * US
-        assert over - following[1] <= US and following[2] == absorbed
-
-
-@pytest.mark.parametrize(("vectors", "first", "count"), [(100, 0, 100), (100, 90, 60), (64, 63, 640), (5000, 17, 4321)])
-def test_streams_touch_each_vector_as_often_as_asked_and_change_nothing(kernels, vectors, first, count):
-    library, unroll = kernels
-    memory = np.random.default_rng(0).integers(0, 256, 16 * vectors + 16).astype(np.uint8)
-    at = -(-memory.ctypes.data // 16) * 16
-    before, (loads, stores), (last, following) = memory.copy(), np.zeros((2, vectors), np.uint32), clocks()
-    shims = [ctypes.c_void_p.in_dll(library, f"shim_{name}") for name in ("arena", "loads", "stores")]
-    for shim, value in zip(shims, (at, loads.ctypes.data, stores.ctypes.data), strict=True):
-        shim.value = value
-    try:
-        threads = 2 * 32
-        run(kernels, "stream", 2, 32, 30 * US, 0, last.ctypes.data, following.ctypes.data, at, vectors, first, count)
-    finally:
-        for shim in shims:
-            shim.value = None
-    expected = np.bincount((first + np.arange(count)) % vectors, minlength=vectors)
-    rounds = -(-count // (unroll * threads))
-    spare = rounds * unroll * threads - count  # threads without a vector read the first one again
-    assert (stores == expected).all()
-    expected[first] += spare
-    assert (loads == expected).all() and (memory == before).all()
-    assert following[1] == 31 * US and 31 * US <= following[0] <= (31 + rounds + 1) * US
+def test_a_spin_takes_its_time_and_logs_the_first_begin_and_the_last_end(kernels):
+    log = np.array([2**64 - 1, 0], np.uint64)
+    for start in (1000 * US, 3000 * US):  # of two kernels with one slot
+        over = run(kernels, "spin", 1, 1, 50 * US, log.ctypes.data, log.ctypes.data + 8, start=start)
+        assert start + 50 * US <= over <= start + 52 * US
+    assert log[0] == 1001 * US and log[1] == over
+    run(kernels, "spin", 1, 1, 50 * US, 0, 0)  # without a slot
+    assert log[1] == over
 
 
 # ------------------------------------------------------------------------------------------------------------ replays
@@ -100,14 +75,60 @@ PLANS = [
 @pytest.mark.parametrize(("plan", "seed"), [(PLANS[0], None), (PLANS[1], 1), (PLANS[2], 1)])
 def test_a_replay_is_right_whenever_copies_are_done(plan, seed):
     with opened(LINK, seed) as (backend, device):
-        checked = replay(LARGE, plan, LINK, 150_000, backend, iterations=3, warmup=1, mode="check")
+        checked = replay(LARGE, plan, LINK, 150_000, backend, iterations=3, mode="check")
         assert checked.checks > 50 and not device.found
         timed = replay(LARGE, plan, LINK, 150_000, backend, iterations=3)
-        streamed = replay(LARGE, plan, LINK, 150_000, backend, iterations=3, kernels="stream")
         assert not device.found
-    for measured in (timed, streamed):
-        assert 0 <= measured.error < 2 * US * len(LARGE.kernels) / measured.predicted_ns
-        assert measured.absorbed_ns == 0 and measured.fits
+    assert 0 <= timed.error < 3 * US * len(LARGE.kernels) / timed.predicted_ns and timed.fits
+
+
+def test_the_timed_graph_has_kernels_copies_and_the_events_that_another_stream_waits_for():
+    with opened(LINK) as (backend, device):
+        replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=3, warmup=1)
+    timed, *_, traced = device.launched
+    assert device.launched == [timed] * 3 + [traced]
+    # Four iterations of a swap-out and a swap-in; each of the four waits of one has an event, of which that of the
+    # swap-out is waited for twice; three events fork and join the streams.
+    assert timed.nodes == {"spin": 32, "copy": 8, "record": 4 * 4 + 3, "wait": 4 * 5 + 4}
+    assert traced.nodes == {**timed.nodes, "spin": 32 + 2 * 8}
+
+
+def test_a_wait_that_is_missing_is_found(monkeypatch):
+    with opened(LINK) as (backend, device):
+        wait = backend.wait
+        monkeypatch.setattr(
+            backend, "wait", lambda stream, event: None if backend.task.startswith("kernel 6") else wait(stream, event)
+        )
+        with contextlib.suppress(ReplayError):
+            replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, mode="check")
+    assert device.found
+
+
+def test_calibration_finds_what_the_double_plays(monkeypatch):
+    """Its copies take what the machine says, a kernel's clock goes on by 1 us at each look, its queue is endless."""
+    machine = replace(LINK, memory_bytes=2**28, d2h_bytes_per_s=4 * 10**9, h2d_bytes_per_s=5 * 10**9,
+                      d2h_latency_ns=9 * US, h2d_latency_ns=7 * US)  # fmt: skip
+    monkeypatch.setattr(calibrate, "MOST_LAUNCHES", 5)
+    monkeypatch.setattr(calibrate, "LAUNCHES", 20)
+    monkeypatch.setattr(calibrate, "NODES", 20)
+    with opened(machine) as (backend, device):
+        monkeypatch.setattr(backend, "host_ns", lambda: 0)
+        found = calibrate.calibrate(backend, machine, 2**18)
+        assert not device.found
+    for figure in ("d2h_latency_ns", "h2d_latency_ns", "d2h_bytes_per_s", "h2d_bytes_per_s"):
+        assert getattr(found.machine, figure) == pytest.approx(getattr(machine, figure), rel=0.01), figure
+    assert found.machine.launch_ns == found.machine.graph_launch_ns == US and not found.depth
+    assert found.machine.event_ns == found.machine.wait_ns == 0
+
+
+def test_a_capture_that_fails_ends_and_the_next_one_works():
+    with opened(LINK) as (backend, device):
+        with backend.arena(100, 100), pytest.raises(BackendError, match="not in the arena"):
+            backend.graph(lambda: backend.copy("d2h", 90, 0, 20))
+        with backend.arena(100, 100, 1):
+            backend.graph(lambda: backend.copy("d2h", 80, 0, 20))()
+            backend.synchronize()
+    assert len(device.launched) == 1 and not device.graph
 
 
 def test_errors_are_one_sentence_and_leave_no_memory():

@@ -9,7 +9,6 @@ from torch import nn
 from executor import capture
 from executor.capture.kernel_times import Precision
 from executor.capture.profile import Profile
-from executor.memory.context import context_bytes
 from experiments.common.measured_step import MeasuredStep, measured_step, modelled
 from experiments.measured import steps
 from experiments.measured.__main__ import main
@@ -123,9 +122,3 @@ def test_the_command_measures_a_step(tmp_path, monkeypatch, network, cache):
 def test_what_the_command_refuses(tmp_path, capsys, network, more, named):
     assert main(["profile", network, str(tmp_path / "step.json"), *WORDS, *more]) == 2
     assert named in capsys.readouterr().err and not (tmp_path / "step.json").exists()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-def test_the_context_of_a_gpu():
-    assert 50 * 2**20 < context_bytes() < 2 * 2**30

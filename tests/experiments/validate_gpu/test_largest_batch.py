@@ -78,8 +78,8 @@ def test_a_batch_for_which_there_is_no_plan_does_not_fit(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_batches_on_a_gpu(tmp_path):
-    record = Record(tmp_path / "out", 200.0, quiet=True)
-    search(["resnet50"], "cuda", H200, record, 200.0, ("eager", "checkpoint", "ours"))
+    record = Record(tmp_path / "out", 60.0, quiet=True)
+    search(["resnet50"], "cuda", H200, record, 60.0, ("eager", "checkpoint", "ours"))
     eager, checkpoint, ours = record.rows
     assert checkpoint["batch"] > eager["batch"] and ours["batch"] > eager["batch"]
     assert torch.cuda.get_per_process_memory_fraction() == 1.0

@@ -1,0 +1,56 @@
+"""The bytes of a process on a GPU by NVML's count."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from executor.memory.context import ContextError, measure_context, nvml_bytes
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvml(uuid, used):
+    def handle(given):
+        if given != uuid:
+            raise NVMLError("not found")
+        return "gpu"
+
+    processes = [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in used.items()]
+    return SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetComputeRunningProcesses=lambda gpu: processes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("uuid", "pid", "nbytes"), [("a-b", 7, 700), ("GPU-a-b", 7, 700), ("a-b", 8, None), ("c", 7, None)]
+)
+def test_only_the_bytes_of_the_process_count(monkeypatch, uuid, pid, nbytes):
+    """Of two processes; one that NVML does not list, or a GPU that it does not know, is no number."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml("GPU-a-b", {7: 700, 9: 10**9}))
+    assert nvml_bytes(uuid, pid) == nbytes
+
+
+def test_without_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml_bytes("a-b", 7) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    with pytest.raises(ContextError, match="no CUDA GPU"):
+        measure_context()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_the_context_of_a_gpu():
+    """Bytes of one process are certain only by NVML; what is free changes with what others do."""
+    found = measure_context()
+    assert found.source
+    if found.source.startswith("NVML"):
+        assert 50 * 2**20 < found.nbytes < 2 * 2**30
