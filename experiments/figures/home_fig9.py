@@ -18,7 +18,7 @@ from simulator.machine import Machine
 
 EXECUTORS = {"streams": "launches from Python", "graph": "one CUDA graph"}
 GRAPH, STREAMS = EXECUTORS["graph"], EXECUTORS["streams"]
-NETWORKS = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 medium"}
+NETWORKS = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 medium", "llama_bf16": "Llama"}
 
 
 def tasks(settings: DictConfig) -> list[Row]:
