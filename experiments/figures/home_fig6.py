@@ -15,6 +15,7 @@ from simulator.machine import Machine
 
 SHOWN = (1.0, 2.0)  # shares in the table; the picture has all
 CLAIMS = {"vDNN": 5.7, "SuperNeurons": 2.0, "Capuchin": 1.3}  # "up to": HOME's throughput over theirs, at one batch
+DASHES = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--"}
 
 
 def tasks(settings: DictConfig) -> list[Row]:
@@ -93,7 +94,8 @@ def chart(rows: list[Row]) -> Chart:
             _, colour, marker = palette.look(planners[0][0])
             marks.append(Line([row["batch"] for row in lines], [rate(row, method) for row in lines], colour,
                               f"{method}, ours{' (after the drop: all layers)' * (method == 'vDNN')}", marker,
-                              width=3.5 if method == "Capuchin" else 1.5, size=9 if method == "PyTorch" else 5,
+                              DASHES.get(method, "-"), width=3.5 if method == "Capuchin" else 1.5,
+                              size=9 if method == "PyTorch" else 5,
                               front=2 if method == "PyTorch" else 3))  # fmt: skip
             if method in TABLE2:
                 i = TABLE2.index(method)

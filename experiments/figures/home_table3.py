@@ -99,9 +99,10 @@ def chart(rows: list[Row]) -> Chart:
         theirs, ours = ([one[key] for one in found] for key in keys)
         join, hollow, filled = pairs(look("home"), theirs, ours)
         marks = [join, replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
-                 replace(filled, texts=[f"{x:.3g}" for x in ours], side="left")]  # fmt: skip
+                 replace(filled, texts=[f"{x:.2g}" for x in ours], side="left")]  # fmt: skip
         low, high = min(*theirs, *ours), max(*theirs, *ours)
-        panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 2, 2 * high), "log"), names))
+        ticks = [10.0**n for n in range(-3, 4) if low / 3 <= 10.0**n <= 3 * high]
+        panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 3, 3 * high), "log", ticks), names))
     return Chart(
         "What HOME's search costs: the paper's in 16 threads, ours in one process",
         panels,

@@ -2,7 +2,7 @@
 
 The replays of the first GPU run issued every kernel and copy from Python, with a timed event behind each. Such an
 executor has costs that a training step has not: ``KERNEL_NS`` for each kernel and ``COPY_NS`` for each copy, fitted to
-the rows of ResNet-50 alone, so that those of GPT-2 and Llama test them. Host time per launch and the queue were measured.
+the rows of ResNet-50 alone, so that those of GPT-2 and Llama test them. The host's time and the queue were measured.
 
 1. The program has its measured durations; each grows by KERNEL_NS.
 2. Plans of ``lp_round`` and ``annealing`` were made again (``remade``), and the others are equal to those that ran: the
