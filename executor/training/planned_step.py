@@ -85,8 +85,10 @@ class PlannedStep:
         self.captured, self.plan = captured, plan
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes
-        timeline = simulate(captured.program, plan, machine, self.limit)  # which checks the plan
-        self.order = order(lower(captured.program, plan), timeline, self.limit)
+        # A plan made for less leaves room for the holes of a graph's packing.
+        ledger = min(self.limit, plan.limit or self.limit) if graph else self.limit
+        timeline = simulate(captured.program, plan, machine, ledger)  # which checks the plan
+        self.order = order(lower(captured.program, plan), timeline, ledger)
         self.program: Program = self.order.program
         self.state = compile_step(captured, self.order, graph)
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
@@ -246,7 +248,7 @@ class PlannedStep:
             if self.graph and part is not state.whole:
                 raise StepError("a graph takes all micro-batches of a step in one call")
             if self.graph and self.graph.warm:
-                return self._done(self.graph(state, batch))
+                return self._done(self.graph(state, batch, wait=not self._open))
             blocks.values = state.table.copy()
         table, at = blocks.values, part.begin - 1
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
