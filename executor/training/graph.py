@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from executor.capture.captured import Captured
 from executor.memory import ALIGNMENT
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
 from executor.memory.graph_memory import Event, GraphMemory, RecordError, Requests, libraries_bytes, requests_of
-from executor.training.memory_source import Block, Place, StepError, Storages
+from executor.training.bindings import device_of
+from executor.training.memory_source import Block, Place, StepError, Storages, as_tensor
 from executor.training.node_calls import NUMBER, Call
 from executor.training.progress import Interrupt
 from executor.training.work import StepState
@@ -38,13 +40,19 @@ from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
+UNDONE = "a replay cannot be undone"
+SELDOM = 100  # replays between two captures
 SEGMENT, ADDRESSES = (
     20 << 20,
     1 << 32,
 )  # bytes by which PyTorch rounds requests up, and addresses of a dry capture beside
 
 
-class OverLimit(StepError):
+class NoGraph(StepError):
+    """The step cannot be captured; nothing of it has been done."""
+
+
+class OverLimit(NoGraph):
     """The graph would take more than the limit.
 
     Attributes:
@@ -81,27 +89,27 @@ class Graph:
 class GraphStep:
     """Steps by replays.
 
+    Args:
+        limit: bytes.
+        every_number: capture again as often as a number of the optimizer's changes.
+
     Attributes:
         captures: how often the step was captured.
         graph: the present one.
         peak_bytes: the most that the graph takes: its memory, persistent tensors that stay on the device, the slots of
             the batch, and the libraries' workspaces.
 
-    Raises:
-        StepError: the step cannot be a graph.
     """
 
-    def __init__(self, step: StepState, limit: int) -> None:
-        self._limit = limit
-        if reason := refused(step):
-            raise StepError(f"the step cannot be a graph: {reason}")
+    def __init__(self, step: StepState, limit: int, every_number: bool = True) -> None:
+        self._limit, self._every_number, self._replays = limit, every_number, 0
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.warm = False
         self._slots: dict[fx.Node, Tensor] = {}
         self._seen: tuple[Any, Any] | None = None  # StepState.seen at the capture
-        # Of persistent tensors that are not on the device at the iteration's boundary: those on the host.
-        self._away = [step.blocks.blocks[t] for t, place in step.order.start.items() if place == "host"]
+        # The user's tensors that the plan has on the host at the iteration's boundary.
+        self._away = [step.blocks.blocks[t] for t in on_host(step) if t not in step.inputs]
 
     def __call__(self, step: StepState, batch: dict[fx.Node, Tensor], wait: bool) -> list[Tensor]:
         """One step; the user's tensors have been looked at.
@@ -112,17 +120,18 @@ class GraphStep:
         Returns:
             Copies of its outputs, ordered by the current stream.
         """
-        if not self._slots:
-            self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
         with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
-            for node, tensor in batch.items():
-                self._slots[node].copy_(tensor, non_blocking=True)
             try:
                 if self._seen is None or any(a is not b for a, b in zip(self._seen, step.seen, strict=True)):
+                    if self._seen is not None and self._seen[1] is not step.seen[1]:
+                        self._changed()
                     self.close()
-                    self._capture(step)
-                    self._seen = step.seen
+                    self._capture(step, batch)
+                    self._seen, self._replays = step.seen, 0
                 assert self.graph is not None
+                self._replays += 1
+                for node, tensor in batch.items():
+                    self._slots[node].copy_(tensor, non_blocking=True)
                 put_away(step, self._away)
                 self.graph.replay()
             except StepError:
@@ -133,28 +142,51 @@ class GraphStep:
                 torch.cuda.current_stream(step.device).synchronize()
             return [output.clone() for output in self.graph.outputs]
 
-    def _capture(self, step: StepState) -> None:
-        persistent = [block for block in step.blocks.blocks.values() if block.persistent]
+    def _capture(self, step: StepState, batch: dict[fx.Node, Tensor]) -> None:
+        blocks, values = step.blocks.blocks, step.captured.values
+        self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
+        swapped = {node: blocks[values[node]] for node in batch if values.get(node) in blocks}
+        for node, block in swapped.items():
+            block.on(self._slots[node])
+        persistent = [block for block in blocks.values() if block.persistent]
         step.blocks.settle()
         put_away(step, persistent)
         step.blocks.settle()
         try:
             dry = dry_capture(step, self._table(step))
-            packing = dry.packing(self._limit - self._beside(step))
-            self.peak_bytes = self._beside(step) + packing.footprint
+            beside = self._beside(step)
+            packing = dry.packing(self._limit - beside)
+            self.peak_bytes = beside + packing.footprint
             if self.peak_bytes > self._limit:
                 raise OverLimit(self.peak_bytes, self._limit)
             self.graph = capture(step, self._table(step), dry, packing)
         except (MemoryError, RecordError) as error:
-            raise StepError(f"the step cannot be captured: {error}; the model is as before the step") from error
+            raise NoGraph(f"the step cannot be captured: {error}; the model is as before the step") from error
+        finally:  # a step that runs kernel by kernel has the caller's batch
+            for block in swapped.values():
+                step.blocks.used += block.nbytes * (block.place is Place.HOST)
+                block.place, block.storage, block.bytes = Place.DEVICE, None, None
+                block.valid = block.shown = False
+        for node in batch.keys() & swapped.keys():
+            if values[node] in on_host(step):  # where the replay fetches it
+                self._slots[node] = as_tensor(swapped[node].host, self._slots[node])
         self.captures += 1
 
     def _beside(self, step: StepState) -> int:
         """Bytes on the device during a replay that are not in the graph's memory."""
         swapped = sum(block.nbytes for block in step.blocks.blocks.values() if block.persistent)
-        slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())
+        slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none if the plan swaps it
         index = step.device.index if step.device.index is not None else torch.cuda.current_device()
         return step.blocks.total - swapped + slots + libraries_bytes(index)
+
+    def _changed(self) -> None:
+        """A number of the optimizer's, which is a constant of the graph, is another one."""
+        if not self._every_number and self._replays < SELDOM:
+            raise NoGraph(
+                f"a number of the optimizer's changes after {self._replays} replays, for which a capture is too slow: "
+                "replays read a learning rate that is a tensor on the device, or ask for graph=True; the model is as "
+                "before the step"
+            )
 
     def _table(self, step: StepState) -> list[Any]:
         """Values that are there before the first kernel."""
@@ -170,6 +202,20 @@ class GraphStep:
         graph, self.graph, self._seen = self.graph, None, None
         if graph is not None:
             graph.close()
+
+
+def on_host(step: StepState) -> set[int]:
+    """Persistent tensors that the plan has on the host at the iteration's boundary."""
+    return {t for t, place in step.order.start.items() if place == "host"}
+
+
+def not_by_default(captured: Captured, undo: bool) -> str | None:
+    """Why a step is no graph if the caller does not ask for one; None: it is, unless it is ``refused``."""
+    if (device := device_of(captured)).type != "cuda":
+        return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
+    if captured.micro:
+        return "its micro-batches may come one by one, a graph takes them at once (graph=True)"
+    return UNDONE if undo else None
 
 
 def refused(step: StepState) -> str | None:
@@ -191,12 +237,10 @@ def refused(step: StepState) -> str | None:
             return f"the plan recomputes {program.kernels[item.step.kernel].name}, which draws random numbers"
     if captured.draws:
         return "the model's checkpoints put random states back"
-    for block in step.swapped_inputs():
-        return f"the plan swaps {block.name}, a tensor of the batch, for which a graph has a slot"
     for t in step.written_inputs:
         return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
     if step.undoes_all:
-        return "a replay cannot be undone"
+        return UNDONE
     if step.device.type != "cuda":
         return f"its tensors are on the device {step.device.type!r}, a graph needs CUDA"
     if "no_split" not in inspect.signature(torch.cuda.MemPool).parameters:
@@ -255,17 +299,18 @@ class _Pass:
         twins: of each of them, the first request and the last.
 
     Raises:
-        StepError: the step cannot be captured; the model is as before the step.
+        NoGraph: the step cannot be captured.
     """
 
     def __init__(self, step: StepState, table: list[Any], arena: Arena, requests: Ints | None) -> None:
         blocks, engines = step.blocks, step.blocks.engines
-        self.memory, self.graph = GraphMemory(step.device, arena), torch.cuda.CUDAGraph()
+        self.memory = GraphMemory(step.device, arena)
+        self.graph = torch.cuda.CUDAGraph(keep_graph=requests is None)  # which is not instantiated, and so not replayed
         self.outputs: list[Tensor] = []
         for generator in step.random.generators:
             if generator.device.type == "cuda":
                 self.graph.register_generator_state(generator)
-        self.home = [b for t, b in blocks.blocks.items() if b.persistent and step.order.start.get(t) != "host"]
+        self.home = [b for t, b in blocks.blocks.items() if b.persistent and t not in on_host(step)]
 
         def run(calls: Sequence[Call]) -> None:
             with self.memory.pool():
@@ -295,7 +340,7 @@ class _Pass:
                     reason = f"a dry capture needs addresses for more than {arena.nbytes:,} bytes"
             table.clear()
             self.abandon(step)
-            raise StepError(f"the step cannot be captured: {reason}; the model is as before the step") from error
+            raise NoGraph(f"the step cannot be captured: {reason}; the model is as before the step") from error
         blocks.memory, blocks.values = Storages(), []
 
     def abandon(self, step: StepState) -> None:
@@ -390,7 +435,7 @@ class Dry:
 
 
 def dry_capture(step: StepState, table: list[Any]) -> Dry:
-    """Captures a step at addresses that are valid and never used; raises StepError."""
+    """Captures a step at addresses that are valid and never used; raises NoGraph."""
     blocks = step.order.schedule.blocks
     born = [blocks[b].nbytes for s in step.order.schedule.steps for b in s.allocates]
     moved = [block.nbytes for block in step.blocks.blocks.values()]
@@ -408,7 +453,7 @@ def dry_capture(step: StepState, table: list[Any]) -> Dry:
 
 
 def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Graph:
-    """Captures a step at packed addresses; raises StepError."""
+    """Captures a step at packed addresses; raises NoGraph."""
     arena = Arena.resident(step.device, max(packing.footprint, ALIGNMENT))
     answers = dry.answers(packing, arena.base)
     made = _Pass(step, table, arena, answers)
@@ -416,7 +461,7 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
     if [tuple(event) for event in made.events] != record or len(made.memory.served) != len(answers):
         table.clear()
         made.abandon(step)
-        raise StepError(
+        raise NoGraph(
             "the step cannot be captured: its operators have not asked for the memory of the dry capture; the model is "
             "as before the step"
         )

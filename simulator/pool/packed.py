@@ -54,26 +54,29 @@ def packed_bytes(timeline: Timeline, limit: int, alignment: int = 1) -> int:
 
 
 def first_that_packs(
-    limit: int, attempt: Callable[[int], tuple[Found, Timeline]], alignment: int = 1
+    limit: int,
+    attempt: Callable[[int], tuple[Found, Timeline]],
+    alignment: int = 1,
+    stops: tuple[type[Exception], ...] = (OutOfMemory,),
 ) -> tuple[Found, int]:
     """Tries ever smaller parts of a limit (``SHARES``) until the packing of what is found fits into all of it.
 
     Args:
         limit: bytes.
-        attempt: from bytes to a plan (say) for them, and its timeline there; raises OutOfMemory if there is none.
+        attempt: from bytes to a plan (say) for them, and its timeline there; raises ``stops`` if there is none.
 
     Returns:
         What was found, and its packed bytes.
 
     Raises:
         DoesNotPack: no packing of what was found fits.
-        OutOfMemory: nothing was found for the whole limit.
+        stops: nothing was found for the whole limit.
     """
     least: int | None = None
     for share in SHARES:
         try:
             found, timeline = attempt(int(limit * share))
-        except OutOfMemory:
+        except stops:
             if least is None:
                 raise
             break

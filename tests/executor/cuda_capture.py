@@ -42,8 +42,8 @@ class Ref:
 class Graph:
     """torch.cuda.CUDAGraph."""
 
-    def __init__(self, double: GraphDouble) -> None:
-        self.double, self.log = double, list[tuple[Any, ...]]()
+    def __init__(self, double: GraphDouble, keep_graph: bool = False) -> None:
+        self.double, self.kept, self.log = double, keep_graph, list[tuple[Any, ...]]()
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
         self.ended = self.broken = False
@@ -81,6 +81,7 @@ class Graph:
 
     def replay(self) -> None:
         double, stream = self.double, self.double.current_stream()
+        assert not self.kept
         double.use(stream, "a replay", self.reads, self.writes)
         stream.run(stream.issued)
         stream.lags = False
@@ -240,8 +241,8 @@ class GraphDouble(CudaDouble):
             self.context = True
             self.wait_for_all()
 
-    def new_graph(self) -> Graph:
-        self.graphs.append(Graph(self))
+    def new_graph(self, keep_graph: bool = False) -> Graph:
+        self.graphs.append(Graph(self, keep_graph))
         return self.graphs[-1]
 
     # ------------------------------------------------------------------------------------------ the pool

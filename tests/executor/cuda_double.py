@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.capture.operators import arguments, running_statistics
 from executor.memory import engines, pinned
-from executor.training import work
+from executor.training import planned_step, work
 from tests.executor.cuda_memory import HOST, POISON, Block, Clock, Clocks, Memory, Span
 
 aten = torch.ops.aten
@@ -201,6 +201,7 @@ class CudaDouble(TorchDispatchMode):
         monkeypatch.setattr(engines, "CUDA", slabs)
         generators = work.generators
         monkeypatch.setattr(work, "device_of", lambda captured: self.gpu)
+        monkeypatch.setattr(planned_step, "not_by_default", lambda captured, undo: "a double")
         monkeypatch.setattr(work, "generators", lambda captured, device: generators(captured, torch.device("cpu")))
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,17 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor import Captured, PlannedStep, StepError
+import agents
+from executor import Captured, PlannedStep, StepError, fit
 from executor.capture.optimizers import capturable
-from executor.training import graph
+from executor.training import graph, planned_step
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
 from tests.executor.cuda_capture import GraphDouble
 from tests.executor.cuda_memory import BASE
-from tests.executor.networks import sgd
+from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
+
+fit_module = sys.modules["executor.fit"]
 
 
 @pytest.fixture
@@ -34,10 +38,9 @@ def double(monkeypatch):
 
 
 def plan_for(captured: Captured, seed: int = 0) -> Plan:
-    """Of a random plan what a graph can do: no batch leaves, no random kernel is recomputed."""
+    """Of a random plan what a graph can do: no random kernel is recomputed."""
     program = captured.program
-    batch = {t for t, tensor in enumerate(program.tensors) if tensor.kind == "input"}
-    found = [d for d in random_plan(program, seed).decisions if not (isinstance(d, Swap) and d.tensor in batch)]
+    found = list(random_plan(program, seed).decisions)
     words = ("dropout", "bernoulli", "lstm")
     for _ in range(20):
         again = [s for s in lower(program, Plan(tuple(found))).steps if s.again]
@@ -170,6 +173,24 @@ def test_nothing_moves_at_the_boundary(double):
     assert (out, len(copies) - out) == (moves["out"], moves["in"]) and min(moves["out"], moves["in"]) > 0
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_the_batch_is_swapped(over, double):
+    """Its slot is in the graph's memory, or, if it is on the host at the boundary, in pinned memory."""
+    twins = Twins("mlp", sgd)
+    captured = twins.captured()
+    x, y = (t for t, tensor in enumerate(captured.program.tensors) if tensor.kind == "input")
+    (first, *_, last), (loss, *_, back) = captured.program.accesses[x], captured.program.accesses[y]
+    plan = Plan((Swap(y, back, loss, prefetch=loss - 1),) if over else (Swap(x, first, last),))
+    aim = required(captured.program, plan)
+    step = PlannedStep(captured, replace(plan, limit=aim), GPU, 2 * aim, graph=True)
+    assert graph.on_host(step.state) == ({y} if over else set()) and step.state.swapped_inputs()
+    twins.train(step, 4)
+    assert step.graph.captures == 1
+    set_rate(twins, 0.07)  # a number of Python's: the step is captured again
+    twins.train(step, 2)
+    assert step.graph.captures == 2
+
+
 def test_the_peak_is_known_before_the_first_replay(double):
     """What stays, the slots of the batch and the packed requests; for one byte less it is refused."""
     twins, step = over_the_boundary(2)
@@ -180,6 +201,7 @@ def test_the_peak_is_known_before_the_first_replay(double):
     }
     assert max(end for _, end in used) - min(begin for begin, _ in used) <= made.footprint
     tensors, moved = step.program.tensors, step.state.blocks.blocks
+    assert not step.state.swapped_inputs()
     stay = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and i not in moved)
     slots = sum(tensor.nbytes for tensor in twins.next_batch())
     assert step.order.peak + slots <= step.graph.peak_bytes == stay + slots + made.footprint
@@ -216,6 +238,97 @@ def test_wrong_addresses_are_found(wrong, double, monkeypatch):
             step(*twins.next_batch())
     assert double.found and re.search("given to two owners|neither waits for the other", double.found[0])
     double.found.clear()
+
+
+# ------------------------------------------------------------------------------------------------------- by default
+
+
+@pytest.fixture
+def by_default(double, monkeypatch):
+    """The double, on which steps are graphs unless something is against it."""
+    monkeypatch.setattr(graph, "device_of", lambda captured: double.gpu)
+    monkeypatch.setattr(planned_step, "not_by_default", graph.not_by_default)
+    return double
+
+
+NOT_GRAPHS = {
+    "numbers": (lambda: Twins("mlp", adamw), {}, "the host reads the number"),
+    "micro-batches": (lambda: Twins("mlp", sgd), {"accumulate": 2}, "micro-batches may come one by one"),
+}
+
+
+@pytest.mark.parametrize("why", NOT_GRAPHS)
+def test_a_step_that_cannot_be_a_graph_runs_kernel_by_kernel_and_says_why(why, by_default):
+    make, options, reason = NOT_GRAPHS[why]
+    twins = make()
+    captured = twins.captured(**options)
+    step = PlannedStep(captured, random_plan(captured.program, 0), GPU, 2 * captured.program.peak_bytes)
+    assert (
+        step.graph is None
+        and reason in step.not_graph
+        and step.issued.startswith(f"kernel by kernel: {step.not_graph}")
+    )
+    if not options:
+        twins.train(step, 2)
+
+
+def test_a_step_is_a_graph_by_default(by_default):
+    twins = Twins("mlp", sgd)
+    captured = twins.captured()
+    step = PlannedStep(captured, Plan(), GPU, 2 * captured.program.peak_bytes)
+    assert step.not_graph is None and step.issued == "kernel by kernel the first time, then as one CUDA graph"
+    twins.train(step, 3)
+    assert step.graph.captures == 1
+    assert step.issued == f"as one CUDA graph, which takes {step.graph.peak_bytes:,} bytes"
+
+
+def test_a_step_whose_graph_is_over_the_limit_goes_on_kernel_by_kernel(by_default):
+    twins = Twins("mlp", sgd)
+    captured = twins.captured()
+    step = PlannedStep(captured, Plan(), GPU, captured.program.peak_bytes)
+    twins.train(step)
+    with pytest.warns(UserWarning, match="kernel by kernel: as a graph the step takes"):
+        twins.train(step)
+    assert step.graph is None and "plan it for" in step.issued and not by_default.arenas
+    twins.train(step, 2)
+
+
+@pytest.mark.parametrize("seldom", [2, 3])
+def test_numbers_that_change_from_step_to_step_are_no_graph(seldom, by_default, monkeypatch):
+    monkeypatch.setattr(graph, "SELDOM", seldom)
+    twins = Twins("mlp", sgd)
+    captured = twins.captured()
+    step = PlannedStep(captured, plan_for(captured), GPU, 2 * captured.program.peak_bytes)
+    twins.train(step, 3)
+    set_rate(twins, 0.07)
+    late = (
+        contextlib.nullcontext()
+        if seldom == 2
+        else pytest.warns(UserWarning, match="changes after 2 replays")
+    )
+    with late:
+        twins.train(step)
+    assert (step.not_graph is None) is (step.graph is not None) is (seldom == 2)
+    twins.train(step, 2)
+    assert len(by_default.arenas) == (seldom == 2)
+
+
+def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default, monkeypatch):
+    """The first plan's packing fits by the program; real requests are larger, and the second plan's fit, too."""
+    twins, limits, capuchin = Twins(loop_of, "small", by_tensor), list[int](), agents.make("capuchin", min_bytes=1)
+
+    def planner(program, machine, limit):
+        limits.append(limit)
+        return capuchin.plan(program, machine, limit)
+
+    with capturable(True):
+        steps = fit(*twins.ours.given, twins.next_batch(), 0.9, machine=GPU, planner=planner)
+        twins.train(steps, 5)
+    assert steps.present.not_graph is None and steps.present.graph.peak_bytes <= steps.limit, steps.report()
+    assert 0 < steps.present.replans < fit_module.REPLANS and steps.present.packed_bytes < steps.limit == max(limits)
+    assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())
+    del steps
+    assert not by_default.arenas  # at once
 
 
 @pytest.mark.gpu
