@@ -149,8 +149,12 @@ class FittedSteps(PlannedSteps):
         before = self.present
         before.finish()
         # A graph takes so many bytes beside what the simulator packs: before.limit + excess - before.packed_bytes.
-        step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
-        step.replans = before.replans + 1
+        try:
+            step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
+        except FitError:
+            before.replans = REPLANS  # it goes on kernel by kernel
+            return
+        step.replans, step.floor_ns = before.replans + 1, before.floor_ns
         forms = next(reversed(self.steps))
         self.steps[forms] = self._current = step
         variants = self._variants.get(forms, {})

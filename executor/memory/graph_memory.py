@@ -62,13 +62,6 @@ class Requests:
     end: Ints
     length: int
 
-    def at(self, address: int) -> int:
-        """The request that got an address; raises ValueError if none did."""
-        found = np.flatnonzero(self.served[:, 1] == address)
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} requests of the capture have got the address {address:#x}")
-        return int(found[0])
-
 
 class RecordError(RuntimeError):
     """PyTorch's record of allocations is not that of the capture."""

@@ -278,7 +278,9 @@ class PlannedStep:
                 raise StepError("a graph takes all micro-batches of a step in one call")
             if self.graph and self.graph.warm:
                 try:
-                    return self._done(self.graph(state, batch, wait=not self._open))
+                    outputs = self.graph(state, batch, wait=not self._open)
+                    self.peak_bytes = max(self.peak_bytes, self.graph.peak_bytes)
+                    return self._done(outputs)
                 except NoGraph as error:
                     if not self._goes_on(error):
                         raise

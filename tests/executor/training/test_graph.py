@@ -301,11 +301,7 @@ def test_numbers_that_change_from_step_to_step_are_no_graph(seldom, by_default, 
     step = PlannedStep(captured, plan_for(captured), GPU, 2 * captured.program.peak_bytes)
     twins.train(step, 3)
     set_rate(twins, 0.07)
-    late = (
-        contextlib.nullcontext()
-        if seldom == 2
-        else pytest.warns(UserWarning, match="changes after 2 replays")
-    )
+    late = contextlib.nullcontext() if seldom == 2 else pytest.warns(UserWarning, match="changes after 2 replays")
     with late:
         twins.train(step)
     assert (step.not_graph is None) is (step.graph is not None) is (seldom == 2)
@@ -329,6 +325,20 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
     assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())
     del steps
     assert not by_default.arenas  # at once
+
+
+def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
+    twins = Twins("mlp", sgd)
+
+    def planner(program, machine, limit):
+        raise agents.Infeasible("not for less than everything")
+
+    steps = fit(*twins.ours.given, twins.next_batch(), 1.0, machine=GPU, planner=planner)
+    twins.train(steps)
+    with pytest.warns(UserWarning, match="kernel by kernel: as a graph the step takes"):
+        twins.train(steps)
+    twins.train(steps)
+    assert "runs kernel by kernel: as a graph the step takes" in str(steps.report()) and not by_default.arenas
 
 
 @pytest.mark.gpu
