@@ -41,7 +41,7 @@ from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
 UNDONE = "a replay cannot be undone"
-SELDOM = 100  # replays between two captures
+CAPTURES, SELDOM = 3, 100  # that are made in any case; replays for which there may be one more
 SEGMENT, ADDRESSES = (
     20 << 20,
     1 << 32,
@@ -91,7 +91,7 @@ class GraphStep:
 
     Args:
         limit: bytes.
-        every_number: capture again as often as a number of the optimizer's changes.
+        always: capture again as often as something changes.
 
     Attributes:
         captures: how often the step was captured.
@@ -101,8 +101,8 @@ class GraphStep:
 
     """
 
-    def __init__(self, step: StepState, limit: int, every_number: bool = True) -> None:
-        self._limit, self._every_number, self._replays = limit, every_number, 0
+    def __init__(self, step: StepState, limit: int, always: bool = True) -> None:
+        self._limit, self._always, self._replays = limit, always, 0
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.warm = False
@@ -123,11 +123,10 @@ class GraphStep:
         with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
             try:
                 if self._seen is None or any(a is not b for a, b in zip(self._seen, step.seen, strict=True)):
-                    if self._seen is not None and self._seen[1] is not step.seen[1]:
-                        self._changed()
+                    self._ask_for_another()
                     self.close()
                     self._capture(step, batch)
-                    self._seen, self._replays = step.seen, 0
+                    self._seen = step.seen
                 assert self.graph is not None
                 self._replays += 1
                 for node, tensor in batch.items():
@@ -179,13 +178,13 @@ class GraphStep:
         index = step.device.index if step.device.index is not None else torch.cuda.current_device()
         return step.blocks.total - swapped + slots + libraries_bytes(index)
 
-    def _changed(self) -> None:
-        """A number of the optimizer's, which is a constant of the graph, is another one."""
-        if not self._every_number and self._replays < SELDOM:
+    def _ask_for_another(self) -> None:
+        """Raises NoGraph if captures are too many for the replays that they are for."""
+        if not self._always and self.captures >= CAPTURES + self._replays // SELDOM:
             raise NoGraph(
-                f"a number of the optimizer's changes after {self._replays} replays, for which a capture is too slow: "
-                "replays read a learning rate that is a tensor on the device, or ask for graph=True; the model is as "
-                "before the step"
+                f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
+                "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is read by "
+                "replays): ask for graph=True to capture every time; the model is as before the step"
             )
 
     def _table(self, step: StepState) -> list[Any]:

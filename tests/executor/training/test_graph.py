@@ -293,20 +293,32 @@ def test_a_step_whose_graph_is_over_the_limit_goes_on_kernel_by_kernel(by_defaul
     twins.train(step, 2)
 
 
-@pytest.mark.parametrize("seldom", [2, 3])
-def test_numbers_that_change_from_step_to_step_are_no_graph(seldom, by_default, monkeypatch):
-    monkeypatch.setattr(graph, "SELDOM", seldom)
+def test_a_schedule_that_captures_again_and_again_is_no_graph(by_default):
     twins = Twins("mlp", sgd)
     captured = twins.captured()
     step = PlannedStep(captured, plan_for(captured), GPU, 2 * captured.program.peak_bytes)
-    twins.train(step, 3)
-    set_rate(twins, 0.07)
-    late = contextlib.nullcontext() if seldom == 2 else pytest.warns(UserWarning, match="changes after 2 replays")
-    with late:
+    twins.train(step)
+    for i in range(graph.CAPTURES):
+        set_rate(twins, 0.01 * (i + 2))
         twins.train(step)
-    assert (step.not_graph is None) is (step.graph is not None) is (seldom == 2)
+        assert step.graph.captures == i + 1 and len(by_default.arenas) == 1
+    set_rate(twins, 0.07)
+    with pytest.warns(UserWarning, match="it was captured 3 times for 3 replays"):
+        twins.train(step)
+    assert step.graph is None and "learning rate that is a tensor" in step.issued and not by_default.arenas
     twins.train(step, 2)
-    assert len(by_default.arenas) == (seldom == 2)
+
+
+def test_steps_of_several_shapes_have_one_graph_at_a_time(by_default):
+    twins = Twins("mlp", sgd)
+    steps = twins.steps_under(lambda program, *_: Plan((), program.fingerprint), 2**20)
+    for rows in (8, 8, 8, 4, 4, 4, 8, 8):
+        x, y = (part[:rows] for part in twins.next_batch())
+        twins.at_once(steps, [(x.clone(), y.clone())], [(x, y)])
+        assert len(by_default.arenas) <= 1
+    assert [step.graph.captures for step in steps.steps.values()] == [1, 2]
+    del steps
+    assert not by_default.arenas
 
 
 def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default, monkeypatch):
