@@ -54,6 +54,7 @@ class Requests:
         nbytes: int64[n], the largest block that was there.
         begin, end: int64[n], when the request is made, and when its memory may be used for others.
         length: events in all, which is the end of what was not freed.
+        group: int64[n], the first of the requests with which it may change places (``requests_of``).
     """
 
     served: Ints
@@ -61,6 +62,7 @@ class Requests:
     begin: Ints
     end: Ints
     length: int
+    group: Ints
 
 
 class RecordError(RuntimeError):
@@ -71,7 +73,7 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
     """What a capture has asked for.
 
     Raises:
-        RecordError: the record lacks allocations.
+        RecordError: the record lacks allocations, or one operator got the memory of another's pool.
     """
     index = {int(address): i for i, address in enumerate(memory.served[:, 1])}
     n = len(index)
@@ -86,11 +88,21 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
             end[i] = at
     if n and begin.min() < 0:
         raise RecordError(f"PyTorch's record of allocations lacks {(begin < 0).sum()} of {n}")
-    # Until an operator has made its last request, its pool may use what it has freed again.
+    # Until an operator has made its last request, its pool may use what it has freed again. Of free segments of one
+    # size it takes the lowest, which is another one in another capture: they get the same bytes and the same time.
+    group = np.arange(n)
     for first, behind in memory.operators:
         if behind > first:
-            end[first:behind] = np.maximum(end[first:behind], last[first:behind].max() + 1)
-    return Requests(memory.served, nbytes, begin, end, len(events))
+            own = np.arange(first, behind)
+            if behind < n and last[own].max() > begin[behind]:
+                raise RecordError(f"pools do not nest in a capture of PyTorch {torch.__version__}")
+            end[own] = np.maximum(end[own], last[own].max() + 1)
+            for size in set(memory.served[own, 0].tolist()):
+                same = own[memory.served[own, 0] == size]
+                if len(same) > 1 and (last[same] > begin[same]).any():  # it has used one again
+                    group[same] = same[0]
+                    begin[same], end[same], nbytes[same] = begin[same].min(), end[same].max(), nbytes[same].max()
+    return Requests(memory.served, nbytes, begin, end, len(events), group)
 
 
 class GraphMemory:

@@ -183,8 +183,8 @@ class GraphStep:
         if not self._always and self.captures >= CAPTURES + self._replays // SELDOM:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
-                "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is read by "
-                "replays): ask for graph=True to capture every time; the model is as before the step"
+                "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is "
+                "read by replays): ask for graph=True to capture every time; the model is as before the step"
             )
 
     def _table(self, step: StepState) -> list[Any]:
@@ -270,20 +270,20 @@ def put_away(step: StepState, which: Iterable[Block]) -> None:
 
 
 class _Pooled(Storages):
-    """Memory of swapped blocks, each time in a pool of its own.
-
-    Attributes:
-        request: of each block, the number of the request for the memory in which it is.
-    """
+    """Memory of swapped blocks, each time in a pool of its own."""
 
     def __init__(self, memory: GraphMemory) -> None:
         self._memory = memory
-        self.request: dict[Block, int] = {}
 
     def take(self, block: Block) -> None:
         with self._memory.pool():
             super().take(block)
-        self.request[block] = self._memory.operators[-1][0]
+
+
+def address_of(block: Block) -> int:
+    """Where it is on the device."""
+    assert block.storage is not None
+    return block.storage.data_ptr()
 
 
 class _Pass:
@@ -295,7 +295,7 @@ class _Pass:
 
     Attributes:
         home: blocks on the device at the iteration's boundary.
-        twins: of each of them, the first request and the last.
+        places: of each of them, the address before the first kernel and that after the last.
 
     Raises:
         NoGraph: the step cannot be captured.
@@ -316,7 +316,7 @@ class _Pass:
                 for out, function, get, options in calls:
                     table[out] = function(*get(table), **options)
 
-        blocks.memory = pooled = _Pooled(self.memory)
+        blocks.memory = _Pooled(self.memory)
         try:
             with arena.serving(requests), self.memory.recorded() as events:
                 with torch.cuda.stream(self.memory.stream):
@@ -325,12 +325,12 @@ class _Pass:
                         block.place = Place.DEVICE
                         if requests is not None:
                             block.bytes.copy_(block.host)  # type: ignore[union-attr]
-                first = dict(pooled.request)
+                first = [address_of(block) for block in self.home]
                 with self.memory.capturing(self.graph, engines.streams if engines else ()):
                     issue(step, table, run)
                     self.outputs += [table[slot] for slot in step.calls.outputs]
             self.events: list[Event] = events
-            self.twins = [(first[block], pooled.request[block]) for block in self.home]
+            self.places = list(zip(first, map(address_of, self.home), strict=True))
         except Exception as error:
             reason = line(error)
             if arena.refused_bytes:
@@ -445,7 +445,7 @@ def dry_capture(step: StepState, table: list[Any]) -> Dry:
         found = requests_of(made.events, made.memory)
         index = {int(address): i for i, address in enumerate(found.served[:, 1])}
         record = [(event.allocates, index[event.address], event.nbytes) for event in made.events]
-        return Dry(found, made.twins, record)
+        return Dry(found, [(index[first], index[last]) for first, last in made.places], record)
     finally:
         table.clear()
         made.abandon(step)
@@ -456,8 +456,15 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
     arena = Arena.resident(step.device, max(packing.footprint, ALIGNMENT))
     answers = dry.answers(packing, arena.base)
     made = _Pass(step, table, arena, answers)
-    record = [(allocates, int(answers[i, 1]), nbytes) for allocates, i, nbytes in dry.record]
-    if [tuple(event) for event in made.events] != record or len(made.memory.served) != len(answers):
+    group = dry.requests.group
+    if (
+        len(made.memory.served) != len(answers)
+        or len(made.events) != len(dry.record)
+        or any(
+            (event.allocates, event.nbytes) != (allocates, nbytes) or event.address not in answers[group == group[i], 1]
+            for event, (allocates, i, nbytes) in zip(made.events, dry.record, strict=True)
+        )
+    ):
         table.clear()
         made.abandon(step)
         raise NoGraph(

@@ -193,7 +193,7 @@ class GraphDouble(CudaDouble):
 
     Attributes:
         capture: that is under way; ``routes``: pools to which allocations go on, in the allocator's mind.
-        nested: pools of use_mem_pool, the innermost last.
+        nested: pools of use_mem_pool, the innermost last; ``nests``: they go before a capture's.
         uses: of each pool, by whom it is held; ``allocators``: its own; ``unsplit``: those that split no segment.
         arenas: what the driver has handed out; ``aliased``: addresses that share memory.
     """
@@ -203,6 +203,7 @@ class GraphDouble(CudaDouble):
         self.capture: Graph | None = None
         self.routes: list[Any] = []
         self.nested: list[Any] = []
+        self.nests = True
         self.uses: dict[Any, int] = {}
         self.allocators: dict[Any, Any] = {}
         self.unsplit: set[Any] = set()
@@ -233,6 +234,7 @@ class GraphDouble(CudaDouble):
         monkeypatch.setattr(graph_memory, "capture_stream", engines.capture_stream)
         monkeypatch.setattr(graph_memory, "libraries_bytes", graph_memory.libraries_bytes.__wrapped__)
         monkeypatch.setattr(graph, "libraries_bytes", graph_memory.libraries_bytes)
+        monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
         monkeypatch.setattr(graph, "on_device", lambda captured, device: True)  # tensors are the CPU's
         monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
@@ -286,7 +288,7 @@ class GraphDouble(CudaDouble):
 
     def pool_of(self, stream: Stream) -> Any:
         """The innermost of use_mem_pool goes before the capture's (pytorch/pytorch#168382)."""
-        if self.nested:
+        if self.nested and (self.nests or not (self.capture and self.is_captured(stream))):
             return self.nested[-1], stream
         return (self.capture.pool, stream) if self.capture and self.is_captured(stream) else stream
 

@@ -24,6 +24,7 @@ from tests.executor.cuda_capture import GraphDouble
 from tests.executor.cuda_memory import BASE
 from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
+from tests.executor.training.test_faults import break_kernel
 
 fit_module = sys.modules["executor.fit"]
 
@@ -171,6 +172,37 @@ def test_nothing_moves_at_the_boundary(double):
     copies = [entry[2] for entry in double.graphs[-1].log if entry[0] is Tensor.copy_]
     out = sum(target.at < BASE for target, _ in copies)
     assert (out, len(copies) - out) == (moves["out"], moves["in"]) and min(moves["out"], moves["in"]) > 0
+
+
+def test_pools_that_do_not_nest_are_refused(double):
+    """In one pool for all, PyTorch would choose among equal segments by their addresses, in each capture others."""
+    double.nests = False
+    twins, step = over_the_boundary(2)
+    twins.train(step)
+    with pytest.raises(
+        StepError, match=r"captured: pools do not nest in a capture of PyTorch .*; the model is as before"
+    ):
+        step(*twins.next_batch())
+    double.nests = True
+    twins.train(step, 2)
+
+
+def test_an_operator_that_uses_its_workspaces_again(double):
+    """Its pool takes the free segment with the lowest address, which is another one in the second capture."""
+    twins, step = over_the_boundary(9)
+    twins.train(step)
+
+    def workspaces():
+        held = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (600, 5000, 100, 3000, 20)]
+        del held
+        again = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (2000, 5000, 700)]
+        del again[1:]
+        return again
+
+    break_kernel(step, "backward", workspaces)
+    break_kernel(step, "forward", workspaces)
+    twins.train(step, 3)
+    assert step.graph.captures == 1
 
 
 @pytest.mark.parametrize("over", [False, True])
