@@ -42,10 +42,8 @@ from simulator.pool.packed import pack_within
 
 UNDONE = "a replay cannot be undone"
 CAPTURES, SELDOM = 3, 100  # that are made in any case; replays for which there may be one more
-SEGMENT, ADDRESSES = (
-    20 << 20,
-    1 << 32,
-)  # bytes by which PyTorch rounds requests up, and addresses of a dry capture beside
+SEGMENT = 20 << 20  # bytes by which PyTorch may round a request up
+ADDRESSES = 1 << 32  # of a dry capture, beside those that the program says
 
 
 class NoGraph(StepError):
@@ -97,8 +95,7 @@ class GraphStep:
         captures: how often the step was captured.
         graph: the present one.
         peak_bytes: the most that the graph takes: its memory, persistent tensors that stay on the device, the slots of
-            the batch, and the libraries' workspaces.
-
+            the batch, the batch itself, and the libraries' workspaces.
     """
 
     def __init__(self, step: StepState, limit: int, always: bool = True) -> None:
@@ -172,8 +169,9 @@ class GraphStep:
         self.captures += 1
 
     def _beside(self, step: StepState) -> int:
-        """Bytes on the device during a replay that are not in the graph's memory."""
-        swapped = sum(block.nbytes for block in step.blocks.blocks.values() if block.persistent)
+        """Bytes on the device during a replay that are not in the graph's memory; the caller's batch is there, too."""
+        blocks = step.blocks.blocks
+        swapped = sum(block.nbytes for t, block in blocks.items() if block.persistent and t not in step.inputs)
         slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none if the plan swaps it
         index = step.device.index if step.device.index is not None else torch.cuda.current_device()
         return step.blocks.total - swapped + slots + libraries_bytes(index)

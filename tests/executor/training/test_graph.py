@@ -218,6 +218,10 @@ def test_the_batch_is_swapped(over, double):
     assert graph.on_host(step.state) == ({y} if over else set()) and step.state.swapped_inputs()
     twins.train(step, 4)
     assert step.graph.captures == 1
+    (own,) = {x, y} - {block for block in (x, y) if block in step.state.blocks.blocks}
+    tensors, moved = captured.program.tensors, step.state.blocks.blocks
+    stay = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and (i not in moved or t.kind == "input"))
+    assert step.graph.peak_bytes == stay + tensors[own].nbytes + step.graph.graph.footprint
     set_rate(twins, 0.07)  # a number of Python's: the step is captured again
     twins.train(step, 2)
     assert step.graph.captures == 2
