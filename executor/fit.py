@@ -30,7 +30,8 @@ from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.report import report
 from executor.training.bindings import device_of
-from executor.training.graph import NoGraph, OverLimit, not_by_default
+from executor.training.graph import NoGraph, OverLimit
+from executor.training.graph_rules import beside_bytes, not_by_default
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import BUCKET_BYTES, PlannedSteps
 from simulator.compiled.engine import simulate
@@ -57,7 +58,7 @@ class FittedStep(PlannedStep):
 
     Attributes:
         floor_ns: as in ``report``.
-        packed_bytes: of the packing of its plan, by the simulator.
+        packed_bytes: of the packing of its plan, by the simulator; the limit if no plan's was small enough.
         replans: how often it was planned again, because its graph would have taken more than the limit.
     """
 
@@ -108,7 +109,8 @@ class FittedSteps(PlannedSteps):
                 if self.limit is None:
                     raise
                 raise FitError(f"{error}: a batch of another shape needs one of its own, or 'measure'") from error
-        return self._fitted(captured, limit := self.limit or self._limit(captured), limit)
+        limit = self.limit or self._limit(captured)
+        return self._fitted(captured, limit, limit - beside_bytes(captured))
 
     def _fitted(self, captured: Captured, limit: int, room: int) -> FittedStep:
         """A step whose plan's packing fits into ``room`` bytes. Where steps are no graphs, PyTorch's allocator decides
@@ -129,10 +131,10 @@ class FittedSteps(PlannedSteps):
             plan = planned(limit)
         else:
             try:
-                plan, packed = first_that_packs(room, attempt, machine.alignment, stops=(FitError, OutOfMemory))
-            except DoesNotPack:
+                plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
+            except (DoesNotPack, FitError, OutOfMemory):  # it may run kernel by kernel
                 plan = planned(limit)
-        step = FittedStep(captured, plan, machine, limit, floors[0])
+        step = FittedStep(captured, plan, machine, limit, next((ns for ns in floors if ns is not None), None))
         step.packed_bytes = packed
         return step
 
@@ -149,10 +151,9 @@ class FittedSteps(PlannedSteps):
         before = self.present
         before.finish()
         # A graph takes so many bytes beside what the simulator packs: before.limit + excess - before.packed_bytes.
-        try:
-            step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
-        except FitError:
-            before.replans = REPLANS  # it goes on kernel by kernel
+        step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
+        if step.packed_bytes == before.limit:
+            before.replans = REPLANS  # no plan packs into less: it goes on kernel by kernel
             return
         step.replans, step.floor_ns = before.replans + 1, before.floor_ns
         forms = next(reversed(self.steps))

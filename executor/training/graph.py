@@ -15,7 +15,6 @@ step is captured again; a learning rate that is a tensor is read by every replay
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,21 +25,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from executor.capture.captured import Captured
-from executor.memory import ALIGNMENT
+from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
 from executor.memory.graph_memory import Event, GraphMemory, RecordError, Requests, libraries_bytes, requests_of
-from executor.training.bindings import device_of
 from executor.training.memory_source import Block, Place, StepError, Storages, as_tensor
-from executor.training.node_calls import NUMBER, Call
+from executor.training.node_calls import Call
 from executor.training.progress import Interrupt
 from executor.training.work import StepState
 from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
-UNDONE = "a replay cannot be undone"
 CAPTURES, SELDOM = 3, 100  # that are made in any case; replays for which there may be one more
 SEGMENT = 20 << 20  # bytes by which PyTorch may round a request up
 ADDRESSES = 1 << 32  # of a dry capture, beside those that the program says
@@ -173,8 +169,7 @@ class GraphStep:
         blocks = step.blocks.blocks
         swapped = sum(block.nbytes for t, block in blocks.items() if block.persistent and t not in step.inputs)
         slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none if the plan swaps it
-        index = step.device.index if step.device.index is not None else torch.cuda.current_device()
-        return step.blocks.total - swapped + slots + libraries_bytes(index)
+        return step.blocks.total - swapped + slots + libraries_bytes(cuda_index(step.device))
 
     def _ask_for_another(self) -> None:
         """Raises NoGraph if captures are too many for the replays that they are for."""
@@ -204,50 +199,6 @@ class GraphStep:
 def on_host(step: StepState) -> set[int]:
     """Persistent tensors that the plan has on the host at the iteration's boundary."""
     return {t for t, place in step.order.start.items() if place == "host"}
-
-
-def not_by_default(captured: Captured, undo: bool) -> str | None:
-    """Why a step is no graph if the caller does not ask for one; None: it is, unless it is ``refused``."""
-    if (device := device_of(captured)).type != "cuda":
-        return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
-    if captured.micro:
-        return "its micro-batches may come one by one, a graph takes them at once (graph=True)"
-    return UNDONE if undo else None
-
-
-def refused(step: StepState) -> str | None:
-    """Why the step cannot be a graph; None where it can."""
-    captured, calls, program = step.captured, step.calls, step.order.program
-    if captured.returned.gradients:
-        return "what it returns is copied, and so would be the gradients that are kept"
-    if calls.asks:
-        return "a GradScaler decides on the host whether the update is left out"
-    for node in captured.graph.graph.nodes:
-        if node.target is NUMBER:
-            name = program.tensors[captured.values[node.args[0]]].name if node.args[0] in captured.values else node.name
-            return f"the host reads the number {name}; an optimizer that is capturable reads none"
-    for i, node in enumerate(captured.placeholders):
-        if node in captured.values and not on_device(captured.devices[i], step.device):
-            return f"{captured.names[i]} is on the host, which a replay does not read: move it to the device"
-    for item in step.order.items:
-        if item.step.again and calls.random(item.step.kernel):
-            return f"the plan recomputes {program.kernels[item.step.kernel].name}, which draws random numbers"
-    if captured.draws:
-        return "the model's checkpoints put random states back"
-    for t in step.written_inputs:
-        return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
-    if step.undoes_all:
-        return UNDONE
-    if step.device.type != "cuda":
-        return f"its tensors are on the device {step.device.type!r}, a graph needs CUDA"
-    if "no_split" not in inspect.signature(torch.cuda.MemPool).parameters:
-        return f"PyTorch {torch.__version__} has no pools that do not split their segments (2.11 has)"
-    return None
-
-
-def on_device(where: torch.device, device: torch.device) -> bool:
-    """Whether a tensor is on the kind of device that the step is on."""
-    return where.type == device.type
 
 
 def put_away(step: StepState, which: Iterable[Block]) -> None:

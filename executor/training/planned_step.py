@@ -27,7 +27,8 @@ from executor.capture.captured import Captured
 from executor.capture.state import Home
 from executor.memory.engines import TransferError, line
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
-from executor.training.graph import GraphStep, NoGraph, not_by_default, refused
+from executor.training.graph import GraphStep, NoGraph
+from executor.training.graph_rules import beside_bytes, not_by_default, refused
 from executor.training.issue_order import order
 from executor.training.memory_check import Allocator, Watch
 from executor.training.memory_source import Place
@@ -38,7 +39,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.pool.packed import DoesNotPack, first_that_packs
 from simulator.program import Program
-from simulator.schedule import lower
+from simulator.schedule import OutOfMemory, lower
 
 
 def held(home: Home) -> tuple[int, int]:
@@ -51,17 +52,18 @@ def held(home: Home) -> tuple[int, int]:
     return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
 
 
-def ledger_limit(program: Program, plan: Plan, machine: Machine, limit: int) -> int:
-    """For how many bytes a graph's step issues a plan, so that the packing of its blocks fits into the limit. If no
-    packing is seen to fit, the least that the plan needs: the capture decides."""
-    most = min(limit, plan.limit or limit)
+def ledger_limit(captured: Captured, plan: Plan, machine: Machine, limit: int) -> int:
+    """For how many bytes a graph's step issues a plan, so that the packing of its blocks and what else a graph takes
+    fit into the limit. If no packing is seen to fit, the least that the plan needs: the capture decides."""
+    program, most = captured.program, min(limit, plan.limit or limit)
     try:
         return first_that_packs(
-            limit, lambda nbytes: (min(nbytes, most), simulate(program, plan, machine, min(nbytes, most))),
+            max(limit - beside_bytes(captured), 1),
+            lambda nbytes: (min(nbytes, most), simulate(program, plan, machine, min(nbytes, most))),
             machine.alignment,
         )[0]  # fmt: skip
-    except DoesNotPack:
-        return lower(program, plan).required_bytes
+    except (DoesNotPack, OutOfMemory):
+        return min(limit, lower(program, plan).required_bytes)
 
 
 class PlannedStep:
@@ -105,7 +107,7 @@ class PlannedStep:
         self.not_graph = "graph=False" if graph is False else None if graph else not_by_default(captured, undo)
         self._only_graph = bool(graph)
         if self.not_graph is None:
-            ledger = ledger_limit(captured.program, plan, machine, self.limit)
+            ledger = ledger_limit(captured, plan, machine, self.limit)
             self._compile(machine, ledger, graph=True)
             self.state.undoes_all = undo
             self.not_graph = refused(self.state)

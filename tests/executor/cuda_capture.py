@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from executor.memory import addresses, engines, graph_memory
 from executor.memory.addresses import functions
-from executor.training import graph
+from executor.training import graph, graph_rules
 from tests.executor.cuda_double import UNWRITTEN, CudaDouble, Event, Stream, is_real
 from tests.executor.cuda_memory import BASE, HOST, SEGMENT, Block, Clocks
 
@@ -233,9 +233,10 @@ class GraphDouble(CudaDouble):
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
         monkeypatch.setattr(graph_memory, "capture_stream", engines.capture_stream)
         monkeypatch.setattr(graph_memory, "libraries_bytes", graph_memory.libraries_bytes.__wrapped__)
-        monkeypatch.setattr(graph, "libraries_bytes", graph_memory.libraries_bytes)
+        for module in (graph, graph_rules):
+            monkeypatch.setattr(module, "libraries_bytes", graph_memory.libraries_bytes)
         monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
-        monkeypatch.setattr(graph, "on_device", lambda captured, device: True)  # tensors are the CPU's
+        monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are the CPU's
         monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
     def synchronize(self, device: Any = None) -> None:

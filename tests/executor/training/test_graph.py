@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import agents
 from executor import Captured, PlannedStep, StepError, fit
 from executor.capture.optimizers import capturable
-from executor.training import graph, planned_step
+from executor.training import graph, graph_rules, planned_step
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap
 from simulator.pool.intervals import Intervals
@@ -282,8 +282,8 @@ def test_wrong_addresses_are_found(wrong, double, monkeypatch):
 @pytest.fixture
 def by_default(double, monkeypatch):
     """The double, on which steps are graphs unless something is against it."""
-    monkeypatch.setattr(graph, "device_of", lambda captured: double.gpu)
-    monkeypatch.setattr(planned_step, "not_by_default", graph.not_by_default)
+    monkeypatch.setattr(graph_rules, "device_of", lambda captured: double.gpu)
+    monkeypatch.setattr(planned_step, "not_by_default", graph_rules.not_by_default)
     return double
 
 
@@ -358,7 +358,8 @@ def test_steps_of_several_shapes_have_one_graph_at_a_time(by_default):
 
 
 def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default, monkeypatch):
-    """The first plan's packing fits by the program; real requests are larger, and the second plan's fit, too."""
+    """The first plan's packing fits by the program; real requests are larger, and the last plan's fit, too."""
+    monkeypatch.setattr(fit_module, "beside_bytes", lambda captured: 0)
     twins, limits, capuchin = Twins(loop_of, "small", by_tensor), list[int](), agents.make("capuchin", min_bytes=1)
 
     def planner(program, machine, limit):
@@ -373,6 +374,17 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
     assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())
     del steps
     assert not by_default.arenas  # at once
+
+
+def test_room_is_left_for_what_a_graph_takes_beside_the_program(by_default, monkeypatch):
+    captured = Twins("mlp", sgd).captured()
+    slots = sum(t.nbytes for t in captured.program.tensors if t.kind == "input")
+    assert graph_rules.beside_bytes(captured) == slots > 0
+    monkeypatch.setattr(graph_rules, "libraries_bytes", lambda index: 1000)
+    assert graph_rules.beside_bytes(captured) == slots + 1000
+    limit = captured.program.peak_bytes + 10_000
+    ledger = planned_step.ledger_limit(captured, Plan(), GPU, limit)
+    assert captured.program.peak_bytes <= ledger <= limit - slots - 1000
 
 
 def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
