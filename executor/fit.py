@@ -31,15 +31,22 @@ from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.report import report
 from executor.training.bindings import device_of
+from executor.training.graph import NoGraph, OverLimit
+from executor.training.graph_rules import beside_bytes, not_by_default
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
+from simulator.compiled.engine import simulate
 from simulator.files import FormatError
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
+from simulator.pool.packed import DoesNotPack, first_that_packs
 from simulator.program import Program
 from simulator.report import KINDS, Report, size
+from simulator.schedule import OutOfMemory
+from simulator.timeline import Timeline
 
+REPLANS = 3  # of a step whose graph would take more than the limit
 OTHERS = ("ti", "super", "laptop")  # an RTX 3060 Ti is no RTX 3060
 
 
@@ -48,17 +55,27 @@ class FitError(ValueError):
 
 
 class FittedStep(PlannedStep):
-    """A planned step of one shape that can tell what its plan does; ``floor_ns`` as in ``report``."""
+    """A planned step of one shape that can tell what its plan does.
+
+    Attributes:
+        floor_ns: as in ``report``.
+        packed_bytes: of the packing of its plan, by the simulator; the limit if no plan's was small enough.
+        replans: how often it was planned again, because its graph would have taken more than the limit.
+    """
 
     def __init__(
         self, captured: Captured, plan: Plan, machine: Machine, limit: int, floor_ns: int | None = None
     ) -> None:
         super().__init__(captured, plan, machine, limit)
         self.machine, self.floor_ns = machine, floor_ns
+        self.packed_bytes, self.replans = limit, 0
+
+    def _goes_on(self, error: NoGraph) -> bool:
+        return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._goes_on(error)
 
     def report(self) -> Report:
         """Where the peak sits, what the plan moves, the time that is predicted; ``str`` of it is a page."""
-        return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns)
+        return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns, self.issued)
 
 
 class FittedSteps(PlannedSteps):
@@ -94,8 +111,58 @@ class FittedSteps(PlannedSteps):
                     raise
                 raise FitError(f"{error}: a batch of another shape needs one of its own, or 'measure'") from error
         limit = self.limit or self._limit(captured)
-        plan, floor_ns = _plan(captured, machine, limit, self.planner, self._seconds)
-        return FittedStep(captured, plan, machine, limit, floor_ns)
+        return self._fitted(captured, limit, limit - beside_bytes(captured))
+
+    def _fitted(self, captured: Captured, limit: int, room: int) -> FittedStep:
+        """A step whose plan's packing fits into ``room`` bytes. Where steps are no graphs, PyTorch's allocator decides
+        on addresses, and the plan is for the limit."""
+        machine, floors = self.machine, list[int | None]()
+
+        def planned(nbytes: int) -> Plan:
+            plan, floor_ns = _plan(captured, machine, nbytes, self.planner, self._seconds)
+            floors.append(floor_ns if nbytes == limit else None)
+            return plan
+
+        def attempt(nbytes: int) -> tuple[Plan, Timeline]:
+            plan = planned(nbytes)
+            return plan, simulate(captured.program, plan, machine, nbytes)
+
+        packed = limit
+        if not_by_default(captured, undo=False):
+            plan = planned(limit)
+        else:
+            try:
+                plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
+            except (DoesNotPack, FitError, OutOfMemory):  # it may run kernel by kernel
+                plan = planned(limit)
+        step = FittedStep(captured, plan, machine, limit, next((ns for ns in floors if ns is not None), None))
+        step.packed_bytes = packed
+        return step
+
+    def __call__(self, *batch: Any) -> Any:
+        """As PlannedSteps'. A step that would take more than the limit as a graph is planned again for less."""
+        while True:
+            try:
+                return super().__call__(*batch)
+            except OverLimit as error:
+                self._plan_again(error.excess)
+
+    def _plan_again(self, excess: int) -> None:
+        """Replaces the present step, which is as before the call."""
+        before = self.present
+        before.finish()
+        # A graph takes so many bytes beside what the simulator packs: before.limit + excess - before.packed_bytes.
+        step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
+        if step.packed_bytes == before.limit:
+            before.replans = REPLANS  # no plan packs into less: it goes on kernel by kernel
+            return
+        step.replans, step.floor_ns = before.replans + 1, before.floor_ns
+        forms = next(reversed(self.steps))
+        self.steps[forms] = self._current = step
+        variants = self._variants.get(forms, {})
+        self._variants[forms] = {key: step if old is before else old for key, old in variants.items()}
+        if self._open:
+            step.__enter__()
 
     def _at(self, device: torch.device) -> None:
         """The machine and the profile where nothing else was said, by the device on which the first step runs."""

@@ -16,13 +16,19 @@ __all__ = ["Report", "report"]
 
 
 def report(
-    source: Captured | Program, machine: Machine, limit: int, plan: Plan | None = None, floor_ns: int | None = None
+    source: Captured | Program,
+    machine: Machine,
+    limit: int,
+    plan: Plan | None = None,
+    floor_ns: int | None = None,
+    issued: str = "",
 ) -> Report:
     """What ``plan`` makes of a step; without one, what the step needs.
 
     Args:
         limit: bytes.
         floor_ns: as of ``agents.floor.floor``.
+        issued: how the step runs; "" if nothing runs it.
 
     Raises:
         PlanError: the plan is for another program.
@@ -33,4 +39,4 @@ def report(
     decided = plan is not None and bool(plan.decisions or plan.variants)
     under = simulate(program, plan, machine, limit) if plan is not None and decided else None
     origins = source.origins if isinstance(source, Captured) else None
-    return reported(program, machine, limit, alone, under, plan, floor_ns, origins)
+    return reported(program, machine, limit, alone, under, plan, floor_ns, origins, issued)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
+from simulator.pool.packed import packed_bytes
 from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
@@ -88,6 +89,8 @@ class Report:
         rerun: by kind of kernel.
         iteration_ns: predicted; ``breakdown`` says where it goes.
         floor_ns: no plan has a shorter iteration at this limit; None: not known.
+        packed_bytes: of the step, under the plan if there is one, once every block has an address.
+        issued: how the step runs ("as one CUDA graph"); "" if nothing runs it.
     """
 
     program: str
@@ -104,6 +107,8 @@ class Report:
     ideal_ns: int
     breakdown: Breakdown
     floor_ns: int | None
+    packed_bytes: int
+    issued: str = ""
 
     @property
     def overhead(self) -> float:
@@ -123,6 +128,9 @@ class Report:
             lines.append("the step fits without a plan: nothing is moved")
         else:
             lines.append("the step does not fit, and there is no plan")
+        if self.planner or self.without.nbytes <= self.limit:
+            verdict = "" if self.packed_bytes <= self.limit else ", more than the limit: plan for less"
+            lines.append(f"with an address for every block it takes {size(self.packed_bytes)}{verdict}")
         lines += ["", *_table("kind", [k for k in KINDS if any(k in p.kinds for p in peaks)],
                               [p.kinds for p in peaks], KINDS)]  # fmt: skip
         if self.without.modules:
@@ -152,11 +160,13 @@ class Report:
         if self.floor_ns is not None:
             over = self.floor_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
             yield f"floor: no plan takes less than {_time(self.floor_ns)}, {over:.2%} over the ideal"
+        if self.issued:
+            yield f"runs {self.issued}"
 
 
 def report(
     program: Program, machine: Machine, limit: int, alone: Timeline, under: Timeline | None = None,
-    plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None,
+    plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None, issued: str = "",
 ) -> Report:  # fmt: skip
     """What ``plan`` makes of a step; without one, what the step needs.
 
@@ -166,6 +176,7 @@ def report(
         under: the step under the plan; None where there is none, or it decides nothing.
         floor_ns: as of ``agents.floor.floor``.
         origins: None of a program that was not captured here.
+        issued: how the step runs; "" if nothing runs it.
     """
     timeline = under or alone
     without = _peak(program, origins, alone)
@@ -175,6 +186,7 @@ def report(
         _peak(program, origins, under) if under else without,
         _swapped(program, plan, timeline) if plan is not None else {}, _rerun(program, timeline),
         timeline.iteration_ns, program.ideal_ns, timeline.breakdown, floor_ns,
+        packed_bytes(timeline, limit, machine.alignment), issued,
     )  # fmt: skip
 
 

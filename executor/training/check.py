@@ -105,7 +105,7 @@ class _Twin:
             return
         with self.restored():
             plan = Plan.of(self.captured.program, (), "", self.captured.program.peak_bytes, "")
-            planned = self.run(PlannedStep(self.captured, plan), tracked=False)
+            planned = self.run(PlannedStep(self.captured, plan, graph=False), tracked=False)
         for name in dict.fromkeys((*eager.state, *planned.state)):
             a, b = eager.state.get(name), planned.state.get(name)
             if self.captured.left_out and ".state." in name and a is None:

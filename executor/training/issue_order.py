@@ -14,15 +14,12 @@ simulator.schedule, each with the **moves** before and after it. Reasons: execut
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from simulator.plan import Swap
-from simulator.pool.intervals import Intervals
 from simulator.pool.pinned_places import Held
 from simulator.program import Program
 from simulator.schedule import Schedule, Step
@@ -310,60 +307,3 @@ class _Walk:
                 self._reclaim(after)
         self.position += 1
         self.early = {t: p for t, p in self.early.items() if p >= self.position}
-
-
-def stays(order: Order, swapped: Iterable[int]) -> tuple[list[int], Intervals]:
-    """Block and interval of every stay on the device in one iteration, in the order in which they begin.
-
-    Time counts what is taken and given. Of persistent tensors there are those that the plan swaps; before the first
-    kernel and after the last these are on the host.
-
-    Args:
-        swapped: tensors that the plan swaps, in the order in which those at home on the device are fetched.
-    """
-    memory, clock = order.schedule.blocks, count()
-    home = {memory[b].owner: b for b in range(len(memory)) if memory[b].first < 0}
-    stay: list[int] = []
-    lower: list[int] = []
-    upper: list[int] = []
-    there: dict[int, int] = {}  # block -> its stay
-    leaving: set[int] = set()
-
-    def take(b: int) -> None:
-        if memory[b].nbytes and b not in there:
-            there[b] = len(stay)
-            stay.append(b)
-            lower.append(next(clock))
-            upper.append(-1)
-
-    def give(b: int) -> None:
-        leaving.discard(b)
-        if b in there:
-            upper[there.pop(b)] = next(clock)
-
-    def move(kind: str, b: int) -> None:
-        if kind == "in":
-            take(b)
-        elif kind == "out" and b in there:
-            leaving.add(b)
-        elif kind == "release" or (kind == "reclaim" and b in leaving):
-            give(b)
-
-    for t, place in order.start.items():
-        if place == "in":
-            take(home[t])
-    for t in swapped:
-        if t in home and t not in order.start:
-            take(home[t])
-    for item in order.items:
-        for kind, b in item.before:
-            move(kind, b)
-        for b in item.step.allocates:
-            take(b)
-        for b in item.step.frees:
-            give(b)
-        for kind, b in item.after:
-            move(kind, b)
-    for b in list(there):
-        give(b)
-    return stay, Intervals(*(np.array(x, np.int64) for x in (lower, upper, [memory[b].nbytes for b in stay])))

@@ -106,7 +106,7 @@ class Block:
 
 
 class Storages:
-    """Memory of blocks by PyTorch's allocator: a storage loses it and gets other. Of a graph: arena.py."""
+    """Memory of blocks by PyTorch's allocator: a storage loses it and gets other."""
 
     def hold(self, block: Block, tensor: Tensor) -> int:
         """The block is this tensor's storage; its bytes."""

@@ -15,6 +15,7 @@ between steps, what becomes of a step that fails, and the choices made here.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -26,7 +27,8 @@ from executor.capture.captured import Captured
 from executor.capture.state import Home
 from executor.memory.engines import TransferError, line
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
-from executor.training.graph import GraphStep
+from executor.training.graph import GraphStep, NoGraph
+from executor.training.graph_rules import beside_bytes, not_by_default, refused
 from executor.training.issue_order import order
 from executor.training.memory_check import Allocator, Watch
 from executor.training.memory_source import Place
@@ -35,8 +37,9 @@ from executor.training.work import compile_step
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.pool.packed import DoesNotPack, first_that_packs
 from simulator.program import Program
-from simulator.schedule import lower
+from simulator.schedule import OutOfMemory, lower
 
 
 def held(home: Home) -> tuple[int, int]:
@@ -49,6 +52,20 @@ def held(home: Home) -> tuple[int, int]:
     return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
 
 
+def ledger_limit(captured: Captured, plan: Plan, machine: Machine, limit: int) -> int:
+    """For how many bytes a graph's step issues a plan, so that the packing of its blocks and what else a graph takes
+    fit into the limit. If no packing is seen to fit, the least that the plan needs: the capture decides."""
+    program, most = captured.program, min(limit, plan.limit or limit)
+    try:
+        return first_that_packs(
+            max(limit - beside_bytes(captured), 1),
+            lambda nbytes: (min(nbytes, most), simulate(program, plan, machine, min(nbytes, most))),
+            machine.alignment,
+        )[0]  # fmt: skip
+    except (DoesNotPack, OutOfMemory):
+        return min(limit, lower(program, plan).required_bytes)
+
+
 class PlannedStep:
     """One training step under a plan; calling it trains.
 
@@ -58,14 +75,16 @@ class PlannedStep:
         machine: whose times decide when swap-ins are issued; the plan's by default.
         limit: bytes; the plan's by default, and the program's peak where it has none.
         undo: keep a copy on the host of all that a step overwrites.
-        graph: from the second step on, replay a graph of it (graph.py).
+        graph: from the second step on, replay a CUDA graph of it (graph.py), or refuse to be made; None: do so on CUDA
+            if the step can be a graph. A plan for less than the limit leaves room for the holes of the packing.
 
     Attributes:
         peak_bytes: largest number of bytes in use at any kernel of any step so far; at most ``limit``.
         pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
         state: all that it runs on (work.py), for who looks at a step from outside: a benchmark, a test.
-        graph: of ``graph=True``: how often it was captured, and its pool.
+        graph: the graph's memory, and how often it was captured; None: the step runs kernel by kernel.
+        not_graph: why it runs kernel by kernel; None: it does not.
         allocator: the first step by PyTorch's allocator; None where that keeps no figures.
         grad_norm: what ``clip_grad_norm_`` returned in the last step; None where gradients are not clipped.
         differing: name -> bytes of the first step's storage and of the program's tensor, where they differ.
@@ -78,17 +97,25 @@ class PlannedStep:
 
     def __init__(
         self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
-        undo: bool = False, graph: bool = False,
+        undo: bool = False, graph: bool | None = None,
     ) -> None:  # fmt: skip
         if captured.python.undone:
             raise StepError(captured.python.undone)
         self.captured, self.plan = captured, plan
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes
-        timeline = simulate(captured.program, plan, machine, self.limit)  # which checks the plan
-        self.order = order(lower(captured.program, plan), timeline, self.limit)
+        self.not_graph = "graph=False" if graph is False else None if graph else not_by_default(captured, undo)
+        self._only_graph = bool(graph)
+        if self.not_graph is None:
+            ledger = ledger_limit(captured, plan, machine, self.limit)
+            self._compile(machine, ledger, graph=True)
+            self.state.undoes_all = undo
+            self.not_graph = refused(self.state)
+            if self.not_graph and graph:
+                raise StepError(f"the step cannot be a graph: {self.not_graph}")
+        if self.not_graph is not None:
+            self._compile(machine, self.limit, graph=False)
         self.program: Program = self.order.program
-        self.state = compile_step(captured, self.order, graph)
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
         self._watch = Watch(self.state)
         self.peak_bytes = 0
@@ -111,7 +138,13 @@ class PlannedStep:
         self._references: list[tuple[int, int]] = []  # of the tensor there, after the last step
         self._make_undo(undo)
         self.state.host.take()
-        self.graph = GraphStep(self.state, self.limit) if graph else None
+        self.graph = GraphStep(self.state, self.limit, bool(graph)) if self.not_graph is None else None
+
+    def _compile(self, machine: Machine, ledger: int, graph: bool) -> None:
+        """The order of issue within ``ledger`` bytes, and the step's work."""
+        timeline = simulate(self.captured.program, self.plan, machine, ledger)  # which checks the plan
+        self.order = order(lower(self.captured.program, self.plan), timeline, ledger)
+        self.state = compile_step(self.captured, self.order, graph)
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies on the device, or in the step's host memory."""
@@ -246,7 +279,13 @@ class PlannedStep:
             if self.graph and part is not state.whole:
                 raise StepError("a graph takes all micro-batches of a step in one call")
             if self.graph and self.graph.warm:
-                return self._done(self.graph(state, batch))
+                try:
+                    outputs = self.graph(state, batch, wait=not self._open)
+                    self.peak_bytes = max(self.peak_bytes, self.graph.peak_bytes)
+                    return self._done(outputs)
+                except NoGraph as error:
+                    if not self._goes_on(error):
+                        raise
             blocks.values = state.table.copy()
         table, at = blocks.values, part.begin - 1
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -289,6 +328,23 @@ class PlannedStep:
             self.graph.warm = True
         result = self._done(outputs) if over else None
         return result if loss is None else loss
+
+    def _goes_on(self, error: NoGraph) -> bool:
+        """Whether a step that could not be captured runs kernel by kernel from now on."""
+        if not self._only_graph and self.graph is not None:
+            self.graph.close()
+            self.not_graph, self.graph = str(error), None
+            warnings.warn(f"from now on the step runs kernel by kernel: {error}", stacklevel=3)
+        return not self._only_graph
+
+    @property
+    def issued(self) -> str:
+        """How the step runs, and why it is no CUDA graph if it is none."""
+        if self.graph is None:
+            return f"kernel by kernel: {self.not_graph}"
+        if self.graph.graph is None:
+            return "kernel by kernel the first time, then as one CUDA graph"
+        return f"as one CUDA graph, which takes {self.graph.peak_bytes:,} bytes"
 
     def _give_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Parameters have these gradients, where they are themselves."""

@@ -178,6 +178,8 @@ class PlannedSteps:
             variants[tuple(read.value for read in step.captured.reads)] = step
             step = variants.get(step.captured.numbers_of(pairs if len(pairs) > 1 else pairs[0]))
         if step is None or step is not self._current:
+            if self._current is not None and self._current.graph is not None:
+                self._current.graph.close()  # its memory is the other shape's
             self._leave()
             self._current = None
             if step is None:

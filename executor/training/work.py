@@ -186,7 +186,8 @@ def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
     """Everything of a step that is worked out beforehand.
 
     Args:
-        graph: it is to be captured: what the plan swaps of persistent tensors is on the host between two replays.
+        graph: it is to be captured. Persistent tensors that the plan swaps are all on the host then, each in a place of
+            its own.
 
     Raises:
         StepError: the captured tensors cannot be trained under this plan.

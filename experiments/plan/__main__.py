@@ -235,6 +235,7 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
         reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest), memory=answer.memory,
         card=asdict(answer.card) if answer.card else None, card_planned=answer.card_planned,
         peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
+        packed_bytes=answer.page.packed_bytes if best else None,
         families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
                   for b in answer.families],
         host_bytes=answer.host, seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,

@@ -102,7 +102,8 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
         parts += ["<h2>What methods cost</h2>", _table(heads, cells, range(2, 7), best), _p(said, "faint")]
     if a.best is not None:
         parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), *map(_p, words.gap(a)), _p(
-            f"By {label(a.page.planner)}; it needs {a.size(a.page.least_bytes)} for tensors.", "faint")]  # fmt: skip
+            f"By {label(a.page.planner)}; it needs {a.size(a.page.least_bytes)} for tensors. {words.packed(a)}.",
+            "faint")]  # fmt: skip
     if sentences := words.uncertainty(a):
         parts += ["<h2>How sure the times are</h2>", *map(_p, sentences)]
     heads, cells = a.slowest

@@ -297,6 +297,13 @@ def _tensors(n: int, kind: str) -> str:
     return f"{n} {name if n != 1 else name[:-1]}"
 
 
+def packed(a: Answer) -> str:
+    """What the plan takes once every block has an address."""
+    over = a.page.packed_bytes - a.page.limit
+    end = f": {a.size(over)} over the limit, so plan for less to run it as one CUDA graph" if over > 0 else ""
+    return f"With an address for every block: {a.size(a.page.packed_bytes)}{end}"
+
+
 def moment(peak: Peak) -> str:
     """When and where a peak is, in words."""
     module, line = peak.place or ("", "")
@@ -416,6 +423,7 @@ def shown(a: Answer) -> RenderableType:
     lines.append(Text(f"The peak: {moment(a.page.without)}"))
     if a.page.planner:
         lines.append(Text(f"Under the plan: {moment(a.page.under)}"))
+        lines.append(Text(packed(a)))
     lines += [Text(line) for line in (*card(a), *batches(a))]
     if a.families:
         lines.append(_table(*methods(a), numbers=range(2, 7)))

@@ -157,7 +157,7 @@ class Tries:
         return "; ".join(dict.fromkeys(reasons))
 
     def _step(self, captured: Captured, plan: Plan, limit: int, network: Network) -> None:
-        step = PlannedStep(captured, plan, self.machine, limit)
+        step = PlannedStep(captured, plan, self.machine, limit, graph=False)
         with step:
             for _ in range(STEPS):
                 step(*network.batch)

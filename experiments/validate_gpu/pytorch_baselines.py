@@ -368,7 +368,7 @@ class _Ours:
                 profile = measure(captured, self.device, self.machine.name, cache=CACHE[self.device])
                 self.program = with_profile(captured.program, profile)
             plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
-            step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim)
+            step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim, graph=False)
             with step:
                 found = _measured(self.device, lambda: step(*n.batch), before, beside, steps)
         except (CaptureError, ProfileError, StepError) as error:

@@ -70,8 +70,9 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
         text += (f"\ntrain {r['workload']} {r['fraction']:.0%} {r['planner']}: eager {r['eager_ns'] / 1e6:.2f} ms, "
                  f"the host takes {r['host_ns'] / 1e6:.2f} ms of the planned step, bits {bits}.\n")  # fmt: skip
     for r in record.of("graph"):
-        text += (f"\ngraph {r['workload']} {r['fraction']:.0%} {r['planner']}: pool {r['pool_bytes'] / MIB:.2f} MiB, "
-                 f"packing {r['packed_bytes'] / MIB:.2f} MiB, eager {r['eager_ns'] / 1e6:.2f} ms, bits "
+        text += (f"\ngraph {r['workload']} {r['fraction']:.0%} {r['planner']}: "
+                 f"memory {r.get('footprint', 0) / MIB:.2f} MiB, "
+                 f"eager {r['eager_ns'] / 1e6:.2f} ms, bits "
                  f"{'equal' if r['equal'] else 'differ'}.\n")  # fmt: skip
     failed = [r for r in record.rows if "failed" in r]
     text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "

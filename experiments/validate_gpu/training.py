@@ -73,12 +73,13 @@ def train_capped(
 
 
 @contextmanager
-def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
-    """A cap on PyTorch's memory, above what it has reserved now; yields what sets it and lifts it."""
+def capped(nbytes: float, device: str, graph: bool) -> Iterator[Callable[[bool], None]]:
+    """A cap on PyTorch's memory, above what it has reserved now; yields what sets it and lifts it. A graph has none:
+    its memory is one allocation of the driver's, of which PyTorch counts whole segments for each tensor."""
     held = torch.cuda.memory_reserved() if device == "cuda" else 0
 
     try:
-        yield lambda on: cap_memory(nbytes + held if on else None, device)
+        yield lambda on: cap_memory(nbytes + held if on and not graph else None, device)
     finally:
         cap_memory(None, device)
 
@@ -96,11 +97,12 @@ def losses_only(
 ) -> dict[str, Any]:
     """The losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
     give_back()
-    with capped(cap * case.limit, device) as limit:
+    as_graph = graph and device == "cuda"
+    with capped(cap * case.limit, device, as_graph) as limit:
         network = fresh(case.workload, device, graph)
         captured = profiled_as(case, network, machine)
         limit(True)
-        with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
+        with PlannedStep(captured, plan, machine, case.limit, graph=as_graph) as step:
             return {"losses": losses(lambda: step(*network.batch))}
 
 
@@ -110,17 +112,17 @@ def timed_beside(
     """Median times of steps under a plan, capped likewise, and of the eager steps that take turns with them; what the
     host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
     the peak (CUDA), the ledger's, and what was held beside. ``graph``: the planned steps are replays of one; with the
-    bytes of its pool, and those of the packing of what lies there."""
+    bytes of its memory. (On the CPU they run kernel by kernel.)"""
     cuda, hosts = device == "cuda", list[int]()
     give_back()
     eager = eager_beside(case.workload, device)
     give_back()
     held = torch.cuda.memory_allocated() if cuda else 0
-    with capped(cap * case.limit, device) as limit:
+    with capped(cap * case.limit, device, graph and cuda) as limit:
         network = build(case.workload, device, capturable=graph)
         captured = profiled_as(case, network, machine)
         limit(True)
-        with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
+        with PlannedStep(captured, plan, machine, case.limit, graph=graph and cuda) as step:
 
             def planned() -> Any:
                 begin = time.perf_counter_ns()
@@ -133,12 +135,9 @@ def timed_beside(
                 _, times, others, peak = in_turns(planned, eager, count, device, held, limit)
     found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
              "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
-    if step.graph:
-        made = step.graph.graph
-        assert made is not None
-        found |= {"ledger": step.graph.peak_bytes, "pool_bytes": made.pool_bytes, "packed_bytes": made.packed_bytes,
-                  "captures": step.graph.captures}  # fmt: skip
-        peak += made.idle_bytes  # a graph has all of its pool, whatever the allocator counts as in use
+    if step.graph and (made := step.graph.graph):
+        found |= {"ledger": step.graph.peak_bytes, "footprint": made.footprint, "captures": step.graph.captures}
+        peak += made.footprint - made.counted_bytes
     return {**found, "device_peak": peak} if cuda else found
 
 

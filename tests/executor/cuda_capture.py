@@ -1,4 +1,4 @@
-"""Graphs on the double of torch.cuda: the real ``torch.cuda.graph``, ``GraphPool`` and ``Segments``; captures that run
+"""Graphs on the double of torch.cuda: the real ``torch.cuda.graph``, ``GraphMemory`` and ``Arena``; captures that run
 nothing, and replays that do what was issued at the addresses at which it was. Details: tests/README.md.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -19,11 +20,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from executor.memory import engines, graph_pool, segments
-from executor.memory.segments import functions
-from executor.training import graph
-from tests.executor.cuda_double import CudaDouble, Event, Stream, is_real
-from tests.executor.cuda_memory import BASE, HOST, Clocks
+from executor.memory import addresses, engines, graph_memory
+from executor.memory.addresses import functions
+from executor.training import graph, graph_rules
+from tests.executor.cuda_double import UNWRITTEN, CudaDouble, Event, Stream, is_real
+from tests.executor.cuda_memory import BASE, HOST, SEGMENT, Block, Clocks
 
 ADDRESSES = itertools.count(2 * BASE + (1 << 40), 1 << 40)  # of arenas; the allocator of segments knows all of them
 
@@ -41,8 +42,8 @@ class Ref:
 class Graph:
     """torch.cuda.CUDAGraph."""
 
-    def __init__(self, double: GraphDouble) -> None:
-        self.double, self.log = double, list[tuple[Any, ...]]()
+    def __init__(self, double: GraphDouble, keep_graph: bool = False) -> None:
+        self.double, self.kept, self.log = double, keep_graph, list[tuple[Any, ...]]()
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
         self.ended = self.broken = False
@@ -80,9 +81,11 @@ class Graph:
 
     def replay(self) -> None:
         double, stream = self.double, self.double.current_stream()
+        assert not self.kept
         double.use(stream, "a replay", self.reads, self.writes)
         stream.run(stream.issued)
         stream.lags = False
+        self.double.show(into_arenas=True)
         with _disable_current_modes():  # all of it has been seen
             for func, grad, args, kwargs, outs in self.log:
                 with torch.set_grad_enabled(grad):
@@ -93,15 +96,38 @@ class Graph:
             double.show()
 
 
+class Allocator:
+    """torch._C._cuda_customAllocator: remembers what it handed out, and aborts the process if that is not so."""
+
+    def __init__(self, double: GraphDouble) -> None:
+        self.double, self.handed = double, set[int]()
+
+    def allocate(self, nbytes: int) -> int:
+        if not (at := int(functions()[0].ctypes(nbytes, 0, 0))):
+            return 0
+        if at in self.handed:
+            self.double.found.append(f"one allocator object hands out {at:#x} twice: PyTorch aborts the process")
+        self.handed.add(at)
+        return at
+
+    def free(self, at: int) -> None:
+        self.handed.remove(at)
+        functions()[1].ctypes(at, 0, 0, 0)
+
+
 class Pool:
     """torch.cuda.MemPool."""
 
-    def __init__(self, double: GraphDouble) -> None:
-        self.double, self.id = double, (0, 7 + double.made)
+    def __init__(self, double: GraphDouble, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False):
+        self.double, self.id, self.allocator = double, (0, 7 + double.made), allocator
         double.made += 1
-        double.uses[self.id] = 1
+        double.uses[self.id], double.allocators[self.id] = 1, allocator
+        if no_split:
+            double.unsplit.add(self.id)
 
     def __del__(self) -> None:
+        if self.double.capture:
+            self.double.found.append("a pool is released during a capture: PyTorch aborts the process")
         self.double.release(0, self.id)
 
 
@@ -109,12 +135,17 @@ class Driver:
     """libcuda.so.1. A thread has a context once it has called the runtime (here: torch.cuda.synchronize)."""
 
     def __init__(self, double: GraphDouble) -> None:
-        self.double = double
+        self.double, self.mapped = double, set[int]()
 
-    def cuMemAlloc_v2(self, found: Any, nbytes: Any) -> int:
+    def _address(self, found: Any) -> int:
         if not self.double.context:
             return 201  # CUDA_ERROR_INVALID_CONTEXT
         found._obj.value = next(ADDRESSES)
+        return 0
+
+    def cuMemAlloc_v2(self, found: Any, nbytes: Any) -> int:
+        if status := self._address(found):
+            return status
         self.double.arenas[found._obj.value] = torch.full((nbytes.value,), 0xFF, dtype=torch.uint8)
         return 0
 
@@ -123,48 +154,99 @@ class Driver:
         self.double.use(None, "cuMemFree", (), ((address.value, address.value + memory.nbytes),))
         return 0
 
+    def cuMemCreate(self, handle: Any, nbytes: Any, properties: Any, flags: Any) -> int:
+        kind, handles, place, index, *rest = (ctypes.c_int32 * 8).from_address(properties.value)
+        assert (kind, handles, place, index, rest) == (1, 0, 1, 0, [0] * 4) and nbytes.value % SEGMENT == 0
+        return self._address(handle)
+
+    def cuMemAddressReserve(self, found: Any, nbytes: Any, *_: Any) -> int:
+        if not (status := self._address(found)):
+            self.double.aliased[found._obj.value] = nbytes.value
+        return status
+
+    def cuMemMap(self, address: Any, nbytes: Any, offset: Any, handle: Any, flags: Any) -> int:
+        assert address.value not in self.mapped and offset.value == 0
+        self.mapped.add(address.value)
+        return 0
+
+    def cuMemSetAccess(self, address: Any, nbytes: Any, access: Any, count: Any) -> int:
+        assert list((ctypes.c_int32 * 3).from_address(access.value)) == [1, 0, 3] and count.value == 1
+        chunk = nbytes.value // len(self.mapped)
+        assert self.mapped == set(range(address.value, address.value + nbytes.value, chunk))
+        return 0
+
+    def cuMemUnmap(self, address: Any, nbytes: Any) -> int:
+        self.mapped.remove(address.value)
+        return 0
+
+    def cuMemAddressFree(self, address: Any, nbytes: Any) -> int:
+        assert not self.mapped
+        assert self.double.aliased.pop(address.value) == nbytes.value
+        return 0
+
+    def cuMemRelease(self, handle: Any) -> int:
+        return 0
+
 
 class GraphDouble(CudaDouble):
     """A double that captures.
 
     Attributes:
         capture: that is under way; ``routes``: pools to which allocations go on, in the allocator's mind.
-        uses: of each pool, by whom it is held; ``arenas``: what the driver has handed out.
+        nested: pools of use_mem_pool, the innermost last; ``nests``: they go before a capture's.
+        uses: of each pool, by whom it is held; ``allocators``: its own; ``unsplit``: those that split no segment.
+        arenas: what the driver has handed out; ``aliased``: addresses that share memory.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__(seed)
         self.capture: Graph | None = None
         self.routes: list[Any] = []
-        self.thread: Any = None  # of use_mem_pool
+        self.nested: list[Any] = []
+        self.nests = True
         self.uses: dict[Any, int] = {}
+        self.allocators: dict[Any, Any] = {}
+        self.unsplit: set[Any] = set()
+        self.graphs: list[Graph] = []
         self.arenas: dict[int, Tensor] = {}
-        self.made, self.context = 0, False
+        self.aliased: dict[int, int] = {}
+        self.made, self.context, self.history = 0, False, False
 
     def install(self, monkeypatch: Any) -> None:
         super().install(monkeypatch)
         monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", None)
         for name, value in {
-            "CUDAGraph": lambda: Graph(self), "MemPool": lambda allocator: Pool(self),
-            "use_mem_pool": self.use_mem_pool, "memory_snapshot": self.snapshot, "empty_cache": self.empty_cache,
+            "CUDAGraph": self.new_graph, "MemPool": functools.partial(Pool, self),
+            "use_mem_pool": self.use_mem_pool, "empty_cache": self.empty_cache,
+            "memory_snapshot": self.memory_snapshot,
             "is_current_stream_capturing": lambda: self.is_captured(self.current_stream()),
             "_lazy_init": lambda: None,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         for name, does in {
             "_cuda_endAllocateToPool": self.end, "_cuda_releasePool": self.release, "_host_emptyCache": lambda: None,
+            "_cuda_customAllocator": lambda allocate, free: Allocator(self),
+            "_cuda_isHistoryEnabled": lambda: self.history,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch._C, name, does, raising=False)
-        monkeypatch.setattr(graph_pool, "allocator", lambda: None)
-        monkeypatch.setattr(graph_pool, "capture_stream", engines.capture_stream)
-        refused, cpu = graph.refused, torch.device("cpu")  # tensors are the CPU's
-        monkeypatch.setattr(graph, "refused", lambda step: refused(dataclasses.replace(step, device=cpu)))
-        monkeypatch.setattr(segments, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record_history)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
+        monkeypatch.setattr(graph_memory, "capture_stream", engines.capture_stream)
+        monkeypatch.setattr(graph_memory, "libraries_bytes", graph_memory.libraries_bytes.__wrapped__)
+        for module in (graph, graph_rules):
+            monkeypatch.setattr(module, "libraries_bytes", graph_memory.libraries_bytes)
+        monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
+        monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are the CPU's
+        monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
     def synchronize(self, device: Any = None) -> None:
         if not self.left_out():  # which asks who called this method
             self.context = True
             self.wait_for_all()
+
+    def new_graph(self, keep_graph: bool = False) -> Graph:
+        self.graphs.append(Graph(self, keep_graph))
+        return self.graphs[-1]
 
     # ------------------------------------------------------------------------------------------ the pool
 
@@ -186,37 +268,56 @@ class GraphDouble(CudaDouble):
         """What nobody has of pools without an owner goes back."""
         for (pool, _), spans in self.memory.free.items():
             for free in spans[:] if isinstance(pool, tuple) and not self.uses[pool[0]] else ():
-                if self.memory.segments.get(free.begin) == free.end:
-                    del self.memory.segments[free.begin]
+                if self.memory.segments.get((pool, free.begin)) == free.end:
+                    del self.memory.segments[pool, free.begin]
                     spans.remove(free)
-                    functions()[1].ctypes(free.begin, 0, 0, 0)
+                    self.allocators[pool[0]].free(free.begin)
 
     @contextlib.contextmanager
-    def use_mem_pool(self, pool: Pool) -> Iterator[None]:
+    def use_mem_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:
         self.begin(pool.id)
-        self.thread = pool.id
-        yield
-        self.thread = None
-        self.end(0, pool.id)
-        self.release(0, pool.id)
+        self.nested.append(pool.id)
+        try:
+            yield
+        finally:
+            self.nested.pop()
+            self.end(0, pool.id)
+            self.release(0, pool.id)
 
     def is_captured(self, stream: Stream) -> bool:
         return self.capture is not None and stream in self.capture.forked
 
     def pool_of(self, stream: Stream) -> Any:
-        pool = self.capture.pool if self.capture and self.is_captured(stream) else self.thread
-        return stream if pool is None else (pool, stream)
+        """The innermost of use_mem_pool goes before the capture's (pytorch/pytorch#168382)."""
+        if self.nested and (self.nests or not (self.capture and self.is_captured(stream))):
+            return self.nested[-1], stream
+        return (self.capture.pool, stream) if self.capture and self.is_captured(stream) else stream
 
     def segment(self, pool: Any, nbytes: int) -> int | None:
         if not isinstance(pool, tuple):
             return None
-        if not (at := functions()[0].ctypes(nbytes, 0, 0)):
+        if not (at := self.allocators[pool[0]].allocate(nbytes)):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return int(at)
 
-    def snapshot(self, pool: Any) -> list[dict[str, int]]:
-        held = [b.nbytes for b in self.memory.live.values() if b.at > 2 * BASE]
-        return [{"allocated_size": nbytes} for nbytes in held]
+    def whole(self, pool: Any) -> bool:
+        return isinstance(pool, tuple) and pool[0] in self.unsplit
+
+    def record_history(self, enabled: str | None = "all", context: str | None = "all", stacks: str = "all") -> None:
+        self.history = enabled is not None
+        self.memory.trace.clear()
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return [
+            {"segment_pool_id": block.pool[0], "allocated_size": self.memory.segments[block.pool, block.at] - block.at}
+            for block in self.memory.live.values()
+            if isinstance(block.pool, tuple)
+        ]
+
+    def snapshot(self) -> dict[str, Any]:
+        assert self.history
+        entries = [{"action": action, "addr": at, "size": nbytes} for action, at, nbytes in self.memory.trace]
+        return {"device_traces": [entries]}
 
     # ------------------------------------------------------------------------------------------ what is captured
 
@@ -273,6 +374,8 @@ class GraphDouble(CudaDouble):
             else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
             for x in flat
         ]  # fmt: skip
+        if func._overloadpacket in UNWRITTEN:  # no kernel
+            return tree_unflatten(outs, spec)
         new = [x if isinstance(x, Tensor) and id(y) not in real else None for x, y in zip(outs, flat, strict=True)]
         refs = [None if x is None else self.ref(x) for x in new]
         named = tree_map(self.ref, args), tree_map(self.ref, kwargs)
@@ -305,6 +408,8 @@ class GraphDouble(CudaDouble):
         if not isinstance(value, Ref):
             return value
         found, itemsize = torch.empty(0, dtype=value.dtype), value.dtype.itemsize
+        if 0 in value.size:
+            return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
         for at, memory in self.arenas.items():
             if at <= value.at < at + memory.nbytes:
                 return found.set_(memory.untyped_storage(), (value.at - at) // itemsize, value.size, value.stride)
@@ -317,9 +422,15 @@ class GraphDouble(CudaDouble):
         assert storage is not None and value.at < block.at + block.nbytes, "a replay uses memory that has gone"
         return found.set_(storage, (value.at - block.at) // itemsize, value.size, value.stride)
 
-    def show(self) -> None:
-        """What is in the arenas is in the tensors that are there."""
+    def show(self, into_arenas: bool = False) -> None:
+        """What is in the arenas is in the tensors that are there, or the other way round."""
         for block in self.memory.live.values():
-            if block.at > 2 * BASE and (storage := block.storage()) is not None:
+            self.exchange(block, into_arenas)
+
+    def exchange(self, block: Block, into_arena: bool) -> None:
+        storage = block.storage()
+        if storage is not None and any(at <= block.at < at + memory.nbytes for at, memory in self.arenas.items()):
+            with _disable_current_modes():
                 content = self.tensor(Ref(block.at, (block.nbytes,), (1,), torch.uint8))
-                ctypes.memmove(storage.data_ptr(), content.data_ptr(), block.nbytes)
+            ends = storage.data_ptr(), content.data_ptr()
+            ctypes.memmove(*(reversed(ends) if into_arena else ends), block.nbytes)

@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from executor.capture.operators import arguments, running_statistics
 from executor.memory import engines, pinned
-from executor.training import work
-from executor.training.recording import Span
-from tests.executor.cuda_memory import HOST, POISON, Clock, Clocks, Memory
+from executor.training import planned_step, work
+from tests.executor.cuda_memory import HOST, POISON, Block, Clock, Clocks, Memory, Span
 
 aten = torch.ops.aten
 STREAMS = 32  # c10/cuda/CUDAStream.h: of a device, handed out in turn
@@ -168,6 +167,7 @@ class CudaDouble(TorchDispatchMode):
         self.clocks, self.memory, self.found = Clocks(), Memory(self), list[str]()
         self.omitted: tuple[str, int, int] | None = None
         self.routes: list[Any] = []  # pools of captures
+        self.capture: Any = None
         self.called: set[tuple[str, int]] = set()
         self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
         self.gpu = torch.device("cuda", 0)
@@ -201,6 +201,7 @@ class CudaDouble(TorchDispatchMode):
         monkeypatch.setattr(engines, "CUDA", slabs)
         generators = work.generators
         monkeypatch.setattr(work, "device_of", lambda captured: self.gpu)
+        monkeypatch.setattr(planned_step, "not_by_default", lambda captured, undo: "a double")
         monkeypatch.setattr(work, "generators", lambda captured, device: generators(captured, torch.device("cpu")))
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
@@ -269,6 +270,12 @@ class CudaDouble(TorchDispatchMode):
     def segment(self, pool: Any, nbytes: int) -> int | None:
         return None  # an address is made up
 
+    def exchange(self, block: Block, into_arena: bool) -> None:
+        pass  # there is none
+
+    def whole(self, pool: Any) -> bool:
+        return False  # a pool does not split its segments
+
     def do(self, func: Any, args: Any, kwargs: Any, reads: Any, writes: Any) -> Any:
         return func(*args, **kwargs)
 
@@ -324,7 +331,7 @@ class CudaDouble(TorchDispatchMode):
         for tensor in fresh:
             self.memory.of(tensor)
         if func._overloadpacket in UNWRITTEN:
-            for tensor in fresh:
+            for tensor in () if self.capture else fresh:
                 storage = tensor.untyped_storage()
                 ctypes.memset(storage.data_ptr(), POISON, storage.nbytes())
             fresh = []

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from executor.training.recording import Operation, Span, _Check
-
 if TYPE_CHECKING:
     from tests.executor.cuda_double import CudaDouble, Event, Stream
 
@@ -22,18 +20,16 @@ BASE = 1 << 60  # addresses of the device are above, the host's below
 POISON = 0xFF
 SEGMENT, SMALL, ROUND = 2 << 20, 1 << 20, 512  # simulator/pool/online/caching.py
 Clock = dict[str, int]
+Span = tuple[int, int]  # addresses of bytes, half-open
 
 
-class Clocks(_Check):
-    """The vector clocks of a recording's check, without its rules about memory. The host is one of the streams: what it
-    has done comes before all that it issues from then on."""
+class Clocks:
+    """Order by vector clocks: of each stream, how much of every other comes before what it does next. The host is one
+    of the streams: what it has done comes before all that it issues from then on."""
 
     def __init__(self) -> None:
-        super().__init__((0, 0), ())
-        self.clocks = {HOST: {HOST: 0}}
-
-    def _is_there(self, memory: Span) -> bool:
-        return True
+        self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
+        self.uses: dict[str, list[tuple[int, Span, bool, str]]] = {}  # by stream: when, what, a write?, of what
 
     def of(self, stream: str) -> Clock:
         """Of what the stream does next, as the host issues it now."""
@@ -52,7 +48,18 @@ class Clocks(_Check):
         clock = self.of(stream)
         clock[stream] += 1
         known = self.join(dict(clock), after) if after else clock
-        return self._use(Operation("kernel", stream, name, tuple(reads), tuple(writes)), known)
+        for memory, write in [(m, False) for m in reads] + [(m, True) for m in writes]:
+            for other_stream, uses in self.uses.items():
+                if other_stream == stream:
+                    continue
+                upto = known.get(other_stream, 0)
+                for at, other, wrote, what in reversed(uses):
+                    if at <= upto:
+                        break
+                    if (write or wrote) and memory[0] < other[1] and other[0] < memory[1]:
+                        return f"{name} and {what} use the same memory, and neither waits for the other"
+            self.uses.setdefault(stream, []).append((known[stream], memory, write, name))
+        return None
 
 
 @dataclass(eq=False)
@@ -88,7 +95,8 @@ class Memory:
         self.free: dict[Any, list[Free]] = {}
         self.limbo: list[tuple[Any, Block, list[Event]]] = []
         self.end, self.bytes, self.peak = BASE, 0, 0
-        self.segments: dict[int, int] = {}  # begin -> end
+        self.segments: dict[tuple[Any, int], int] = {}  # pool and begin -> end
+        self.trace: list[tuple[str, int, int]] = []  # the record of allocations: action, address, bytes asked for
         self.pinned: dict[int, int] = {}  # what cudaHostRegister was told
         self._resize = torch.UntypedStorage.resize_
 
@@ -119,10 +127,20 @@ class Memory:
             found = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, gone)
             return found
         stream = self.double.current_stream()
+        if not nbytes:  # asks for nothing
+            found = self.blocks[key] = Block(self.end, 0, stream, gone)
+            return found
         pool = self.double.pool_of(stream)
-        at, after = self._malloc(max(nbytes, 1), pool)
+        at, after = self._malloc(nbytes, pool)
         found = self.blocks[key] = self.live[at] = Block(at, nbytes, stream, gone, pool, after=after)
-        insort(self.order, at)
+        i = bisect_left(self.order, at)
+        for other in self.order[max(0, i - 1) : i + 1]:
+            if other < at + nbytes and at < other + self.live[other].nbytes:
+                self.double.found.append(f"{nbytes} bytes at {at:#x} are given to two owners")
+        self.order.insert(i, at)
+        self.trace.append(("alloc", at, nbytes))
+        if self.double.capture:  # in which nothing is written
+            self.double.exchange(found, False)
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
         return found
@@ -135,12 +153,13 @@ class Memory:
         if block.stream is None or self.live.pop(block.at, None) is None:
             return
         del self.order[bisect_left(self.order, block.at)]
+        self.trace.append(("free_requested", block.at, block.nbytes))
         self.bytes -= block.nbytes
         events = [stream.record_event() for stream in block.users]
         after = dict(block.after)
         for event in events:
             Clocks.join(after, event.clock)
-        span = (block.at, block.at + max(block.nbytes, 1))
+        span = (block.at, block.at + block.nbytes)
         self.double.use(block.stream, f"the next owner, on {block.stream.name}, of memory that was given back", (),
                         (span,), after)  # fmt: skip
         block.after = after
@@ -151,11 +170,12 @@ class Memory:
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         """UntypedStorage.resize_."""
         if block := self.blocks.pop(storage._cdata, None):
+            self.double.exchange(block, True)
             self.give(block)
         self._resize(storage, nbytes)
         if nbytes:
             ctypes.memset(storage.data_ptr(), POISON, nbytes)
-            self.take(storage)
+            self.double.exchange(self.take(storage), False)
         return storage
 
     # ---------------------------------------------------------------------------------------- addresses
@@ -165,8 +185,12 @@ class Memory:
         waiting, self.limbo = self.limbo, []
         for where, block, events in waiting:
             if all(event.query() for event in events) and not (events and self.double.routes):
-                end = block.at + -(-max(block.nbytes, 1) // ROUND) * ROUND
-                self._put((where, block.nbytes <= SMALL), Free(block.at, end, block.after))
+                end = block.at + -(-block.nbytes // ROUND) * ROUND
+                key = (where, block.nbytes <= SMALL)
+                if self.double.whole(where):
+                    end = self.segments[where, block.at]
+                    key = (where, end - block.at == SEGMENT)
+                self._put(key, Free(block.at, end, block.after))
             else:
                 self.limbo.append((where, block, events))
 
@@ -180,23 +204,23 @@ class Memory:
             if (at := self.double.segment(pool, whole)) is None:
                 at = self.end + ROUND  # segments have no neighbours
                 self.end = at + whole
-            self.segments[at] = at + whole
+            self.segments[pool, at] = at + whole
             spans.append(Free(at, at + whole, {}))
             fitting = [(0, 0, len(spans) - 1)]
         found = spans.pop(min(fitting)[2])
-        if found.begin + size < found.end:
+        if found.begin + size < found.end and not self.double.whole(pool):
             insort(spans, Free(found.begin + size, found.end, found.after), key=lambda f: f.begin)
         return found.begin, dict(found.after)
 
-    def _meet(self, a: Free, b: Free) -> bool:
+    def _meet(self, pool: Any, a: Free, b: Free) -> bool:
         first, second = sorted((a, b), key=lambda f: f.begin)
-        return first.end == second.begin and second.begin not in self.segments
+        return first.end == second.begin and (pool, second.begin) not in self.segments
 
-    def _put(self, pool: Any, found: Free) -> None:
-        spans = self.free.setdefault(pool, [])
+    def _put(self, key: Any, found: Free) -> None:
+        spans = self.free.setdefault(key, [])
         i = bisect_left(spans, found.begin, key=lambda f: f.begin)
         for j in (i, i - 1):
-            if 0 <= j < len(spans) and self._meet(spans[j], found):
+            if 0 <= j < len(spans) and self._meet(key[0], spans[j], found):
                 other = spans.pop(j)
                 found = Free(min(found.begin, other.begin), max(found.end, other.end),
                              Clocks.join(dict(found.after), other.after))  # fmt: skip

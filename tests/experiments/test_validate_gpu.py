@@ -71,8 +71,8 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert trained["eager_equal"] and trained["not_deterministic"] == [] and "equal_failed" not in trained
     assert found["flags"]["CUBLAS_WORKSPACE_CONFIG"] and not found["flags"]["deterministic_algorithms"]
     assert trained["equal"] and trained["measured_peak"] <= trained["limit"] and trained["predicted_ns"] is None
-    assert graph["equal"] and graph["eager_equal"] and graph["captures"] == 1
-    assert graph["limit"] >= trained["limit"] and 0 < graph["packed_bytes"] == graph["pool_bytes"]
+    assert graph["equal"] and graph["eager_equal"] and "captures" not in graph  # the CPU has no graphs
+    assert graph["limit"] >= trained["limit"]
     assert {key: found["summary"][key]["count"] for key in ("graph", "replay")} == {"graph": 1, "replay": 2}
     assert "| replay | tiny_resnet | 80% | capuchin |" in (out / "table.md").read_text()
     profile = next(r for r in rows if r["kind"] == "profile")

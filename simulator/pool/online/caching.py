@@ -35,15 +35,11 @@ _ENDLESS = 1 << 50
 _SIZE, _OFFSET, _PREV, _NEXT, _FREE = range(5)  # rows of the table of PyTorch's blocks; PREV and NEXT: -1 for none
 
 
-def pack(intervals: Intervals, first: int = 0) -> Packing:
-    """Offsets for blocks on a line; raises ValueError if time repeats.
-
-    Args:
-        first: bytes of a segment that the large pool begins with, at offset 0; it counts in the footprint.
-    """
+def pack(intervals: Intervals) -> Packing:
+    """Offsets for blocks on a line; raises ValueError if time repeats."""
     order = events(intervals)
     sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
-    offsets, reserved, steps, segments, _ = _serve(order, sizes, first, first + _ENDLESS, False)
+    offsets, reserved, steps, segments, _ = _serve(order, sizes, _ENDLESS, False)
     return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
 
 
@@ -61,26 +57,8 @@ def serve(intervals: Intervals, limit: int | None = None, expandable: bool = Fal
     """
     sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
     most = _ENDLESS if limit is None else limit
-    _, reserved, _, _, served = _serve(events(intervals), sizes, 0, most, expandable)
+    _, reserved, _, _, served = _serve(events(intervals), sizes, most, expandable)
     return int(reserved), bool(served)
-
-
-def first_segment(intervals: Intervals, tries: int = 9) -> tuple[int, int]:
-    """A first segment for the large pool with which little is reserved, for whoever can make the pool one segment.
-
-    Args:
-        tries: sizes, from what would do if the segment had no end, each 1/32 larger than the one before.
-
-    Returns:
-        Bytes of that segment, and of all segments.
-    """
-    large = intervals.rounded(MIN_BLOCK_SIZE).nbytes
-    packing = pack(intervals, _ENDLESS)
-    inside = (large > SMALL_SIZE) & (packing.offsets < _ENDLESS)
-    high = int((packing.offsets + large)[inside].max(initial=0))
-    sizes = [int(_segment(high * (32 + i) // 32)) for i in range(tries)] if high else [0]
-    reserved, size = min((pack(intervals, size).footprint, size) for size in sizes)
-    return size, reserved
 
 
 @jit
@@ -171,7 +149,7 @@ def _released(blocks, pools, counts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _serve(order, size, first, limit, expandable):  # type: ignore[no-untyped-def]
+def _serve(order, size, limit, expandable):  # type: ignore[no-untyped-def]
     """All mallocs and frees; offsets, the most bytes reserved, tree entries looked at, segments, and whether all were
     served. The two pools of expandable segments lie _ENDLESS bytes apart."""
     n = len(size)
@@ -180,9 +158,6 @@ def _serve(order, size, first, limit, expandable):  # type: ignore[no-untyped-de
     pools, counts = np.empty((2, 2 * n + 1), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
     reserved, most, steps, segments = 0, 0, 0, 0
     ends, tails = np.zeros(2, np.int64), np.full(2, -1, np.int64)  # of expandable segments: their end, last block
-    if first:
-        _fill(blocks, 0, first, 0, -1, -1)
-        pools[1, 0], counts[1], n_blocks, reserved, segments = 0, 1, 1, first, 1
     for event in order:
         request = event if event >= 0 else ~event
         nbytes = size[request]
@@ -224,7 +199,7 @@ def _serve(order, size, first, limit, expandable):  # type: ignore[no-untyped-de
                     if reserved + segment > limit:
                         return offsets, most, steps, segments, False
                 block, n_blocks = n_blocks, n_blocks + 1
-                _fill(blocks, block, segment, ends[0] + first, -1, -1)
+                _fill(blocks, block, segment, ends[0], -1, -1)
                 ends[0] += segment
                 reserved += segment
                 segments += 1

@@ -5,7 +5,7 @@
 All that is enqueued is done when something has to wait for it, or by chance (``seed``), in the order of its stream and
 after the events that this waits for. A graph keeps the calls of its capture and makes them again when it is launched.
 Time is made up: each stream has a clock, copies take what the machine says, kernels what ``now()`` in them says. Two
-uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of tests/executor.
+uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of cuda_memory.py.
 """
 
 from __future__ import annotations

@@ -192,7 +192,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda model, _: lambda: model[0].weight, moving)),
     "a graph with a number": (StepError, "graph: .*optimizer.*step", lambda: graph(optimizer=adamw)),
     "a graph that recomputes dropout": (StepError, "graph: .*random", lambda: graph(recomputing_dropout)),
-    "a graph that swaps the batch": (StepError, "graph: .*input0", lambda: graph(swapping_the_batch)),
     "a graph that can be undone": (StepError, "graph: .*undone", lambda: tight(
         Twins("small").captured(), Plan(), graph=True, undo=True)),
     "a graph with a scaler": (StepError, "graph: .*GradScaler", lambda: graph(scaler=SCALER)),

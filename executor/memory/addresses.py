@@ -1,0 +1,310 @@
+"""Device memory for a CUDA graph at addresses that we choose, behind PyTorch's pools (``torch.cuda.MemPool``).
+
+    arena = Arena.aliased(device, nbytes)       # or Arena.resident: memory of its own
+    pool = torch.cuda.MemPool(allocator(), no_split=True)
+    with arena.serving(requests):               # the first pass appends (bytes, address) here; the second reads them
+        ...
+
+PyTorch calls ALLOCATE and FREE with its locks held and from any thread, so they are native code (Numba), take no lock
+of Python's, and keep their tables in arrays of fixed address. In the first pass each request gets its own address. In
+the second, request k gets the address that was packed for it, and a request of another size is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from executor.memory import ALIGNMENT, cuda_index
+from simulator.compiled.encoding import Ints
+from simulator.compiled.jit import jit
+
+ARENAS, REQUESTS = 32, 1 << 17  # arenas at a time; requests of one capture
+CHUNK = 128 << 20  # physical memory behind an aliased arena
+# Row 0 of the table: a lock, the row of the arena that serves, frees of foreign addresses, whether the log has the
+# answers, and the next request. Other rows: an arena each.
+_LOCK, _OPEN, _STRAY, _ANSWERS, _NEXT = range(5)
+_BASE, _NBYTES, _DEVICE, _LIVE, _USED, _REFUSED = range(6)
+_TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed, so that late calls find it
+_LOG = np.zeros((REQUESTS, 2), np.int64)  # bytes and address of each request
+_ADDRESS, _SHAPE, _LOG_ADDRESS, _LOG_SHAPE = _TABLE.ctypes.data, _TABLE.shape, _LOG.ctypes.data, _LOG.shape
+_ROWS = threading.Lock()  # to find a free row
+_ONE = threading.Lock()  # one arena serves at a time: PyTorch captures one graph at a time
+_types: Any = types  # its functions are not typed
+
+
+@intrinsic
+def _pointer(context, address):  # type: ignore[no-untyped-def]
+    """An address as void*."""
+    return _types.voidptr(address), lambda context, builder, signature, args: builder.inttoptr(
+        args[0], cgutils.voidptr_t
+    )
+
+
+@intrinsic
+def _exchange(context, address, value):  # type: ignore[no-untyped-def]
+    """Puts an int64 at an address in one indivisible step; returns what was there."""
+
+    def make(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("xchg", place, args[1], "seq_cst")
+
+    return _types.int64(_types.int64, _types.int64), make
+
+
+@jit
+def _take(table, log, nbytes, device):  # type: ignore[no-untyped-def]
+    """The address of the next request; 0 if it is refused."""
+    row, k = table[table[0, _OPEN]], table[0, _NEXT]
+    if table[0, _OPEN] == 0 or nbytes <= 0 or device != row[_DEVICE]:
+        return 0
+    need = (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    if table[0, _ANSWERS] != 0:
+        refused = log[k, 0] != nbytes  # behind the last request there are zeros
+    else:
+        refused = k + 1 >= len(log) or row[_USED] + need > row[_NBYTES]
+    if refused:
+        row[_REFUSED] = nbytes
+        return 0
+    if table[0, _ANSWERS] == 0:
+        log[k, 0], log[k, 1] = nbytes, row[_BASE] + row[_USED]
+        row[_USED] += need
+    table[0, _NEXT] = k + 1
+    row[_LIVE] += 1
+    return log[k, 1]
+
+
+@jit
+def _give(table, address):  # type: ignore[no-untyped-def]
+    """Counts a segment that has come back."""
+    for r in range(1, len(table)):
+        row = table[r]
+        if row[_BASE] <= address < row[_BASE] + row[_NBYTES]:
+            row[_LIVE] -= 1
+            return
+    table[0, _STRAY] += 1
+
+
+@cache
+def functions() -> tuple[Any, Any]:
+    """ALLOCATE and FREE as ``torch.cuda.memory.CUDAPluggableAllocator`` describes them, compiled at the first call:
+    ``void* (size_t size, int device, cudaStream_t)`` and ``void (void*, size_t size, int device, cudaStream_t)``.
+    Each has an ``address`` and, for tests, a ``ctypes`` callable; addresses are integers here, 0 for NULL."""
+    lock = _ADDRESS + 8 * _LOCK
+    word, number = _types.intp, _types.int32
+
+    @cfunc(word(word, number, word))  # type: ignore[untyped-decorator]
+    def allocate(nbytes, device, stream):  # type: ignore[no-untyped-def]
+        table = carray(_pointer(_ADDRESS), _SHAPE, np.int64)
+        log = carray(_pointer(_LOG_ADDRESS), _LOG_SHAPE, np.int64)
+        while _exchange(lock, 1) != 0:
+            pass
+        found = _take(table, log, nbytes, device)
+        _exchange(lock, 0)
+        return found
+
+    @cfunc(_types.void(word, word, number, word))  # type: ignore[untyped-decorator]
+    def free(address, nbytes, device, stream):  # type: ignore[no-untyped-def]
+        table = carray(_pointer(_ADDRESS), _SHAPE, np.int64)
+        if address != 0:
+            while _exchange(lock, 1) != 0:
+                pass
+            _give(table, address)
+            _exchange(lock, 0)
+
+    for kept in (allocate, free, _TABLE, _LOG):  # to the end of the process: PyTorch frees memory later than Python
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    return allocate, free
+
+
+def allocator() -> Any:
+    """A new allocator for one ``torch.cuda.MemPool``.
+
+    PyTorch's allocator object remembers what it handed out by address, and aborts the process if one of two pools that
+    share it frees an address twice. So each pool has its own, which the caller keeps as long as the pool has memory.
+    """
+    allocate, free = functions()
+    return torch._C._cuda_customAllocator(allocate.address, free.address)
+
+
+class Driver:
+    """Calls of the CUDA driver (``libcuda``), with a device's primary context current.
+
+    Raises:
+        MemoryError: this system has no driver, or a call failed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise MemoryError(f"the CUDA driver cannot be asked for memory: {error}") from None
+        self.index = cuda_index(device)
+        with torch.cuda.device(self.index):
+            torch.cuda.synchronize()  # gives this thread the device's context
+
+    def __call__(self, function: str, *args: Any) -> None:
+        with torch.cuda.device(self.index):
+            status = getattr(self._library, function)(*args)
+        if status:
+            raise MemoryError(f"{function} failed with CUDA error {status}")
+
+
+class Arena:
+    """A range of device addresses from which requests are served.
+
+    Args:
+        address, nbytes: the range; bytes up to the first multiple of 512 are not used.
+        device: its index.
+        release: gives the range back; called once, when the arena is closed and nothing in it is in use.
+
+    Raises:
+        MemoryError: there are ARENAS arenas already.
+    """
+
+    _closed: list[Arena] = []  # noqa: RUF012  # closed while PyTorch still had tensors there
+
+    def __init__(self, address: int, nbytes: int, device: int = 0, release: Callable[[], object] = lambda: None):
+        sweep()
+        self.base = -(-address // ALIGNMENT) * ALIGNMENT
+        self.nbytes = max(0, nbytes - (self.base - address)) // ALIGNMENT * ALIGNMENT
+        with _ROWS:
+            free = np.flatnonzero(_TABLE[1:, _BASE] == 0)
+            if not len(free):
+                release()
+                raise MemoryError(f"there are {ARENAS} arenas of graphs already")
+            self._index = 1 + int(free[0])
+            self._row = _TABLE[self._index]
+            self._row[:] = self.base, self.nbytes, device, 0, 0, 0
+        self._release: Callable[[], object] | None = release
+
+    @classmethod
+    def resident(cls, device: torch.device, nbytes: int) -> Arena:
+        """An arena in one allocation of the driver's, which PyTorch's allocator does not count.
+
+        Raises:
+            MemoryError: the device has not so much, or this system has no driver.
+        """
+        driver, found = Driver(device), ctypes.c_uint64()
+        torch.cuda.empty_cache()
+        try:
+            driver("cuMemAlloc_v2", ctypes.byref(found), ctypes.c_size_t(nbytes + ALIGNMENT))
+        except MemoryError as error:
+            raise MemoryError(f"the device has no {nbytes:,} bytes in one piece ({error})") from None
+
+        def release() -> None:
+            torch.cuda.synchronize(driver.index)
+            driver("cuMemFree_v2", found)
+
+        return cls(int(found.value), nbytes + ALIGNMENT, driver.index, release)
+
+    @classmethod
+    def aliased(cls, device: torch.device, nbytes: int) -> Arena:
+        """An arena whose addresses are all valid, and of which each CHUNK is the same memory: for a capture that is
+        never replayed.
+
+        Raises:
+            MemoryError: the device has no CHUNK of memory, or this system has no driver.
+        """
+        driver, size = Driver(device), -(-nbytes // CHUNK) * CHUNK
+        handle, base = ctypes.c_uint64(), ctypes.c_uint64()
+        torch.cuda.empty_cache()
+        place = np.array([1, driver.index], np.int32)  # CU_MEM_LOCATION_TYPE_DEVICE
+        # CUmemAllocationProp: pinned, no handle type, location, no security attributes, no flags; CUmemAccessDesc.
+        properties = np.concatenate((np.array([1, 0], np.int32), place, np.zeros(4, np.int32)))
+        access = np.append(place, np.int32(3))
+        driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(CHUNK), ctypes.c_void_p(properties.ctypes.data),
+               ctypes.c_uint64(0))  # fmt: skip
+        mapped: list[ctypes.c_uint64] = []
+
+        def release() -> None:
+            for at in mapped:
+                driver("cuMemUnmap", at, ctypes.c_size_t(CHUNK))
+            if base.value:
+                driver("cuMemAddressFree", base, ctypes.c_size_t(size))
+            driver("cuMemRelease", handle)
+
+        try:
+            driver("cuMemAddressReserve", ctypes.byref(base), ctypes.c_size_t(size), ctypes.c_size_t(0),
+                   ctypes.c_uint64(0), ctypes.c_uint64(0))  # fmt: skip
+            for offset in range(0, size, CHUNK):
+                at = ctypes.c_uint64(base.value + offset)
+                driver("cuMemMap", at, ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                mapped.append(at)
+            driver("cuMemSetAccess", base, ctypes.c_size_t(size), ctypes.c_void_p(access.ctypes.data),
+                   ctypes.c_size_t(1))  # fmt: skip
+        except MemoryError:
+            release()
+            raise
+        return cls(int(base.value), size, driver.index, release)
+
+    @contextlib.contextmanager
+    def serving(self, requests: Ints | None = None) -> Iterator[None]:
+        """Requests are served from here.
+
+        Args:
+            requests: int64[n, 2], bytes and address of each one, in their order; None: they are recorded.
+        """
+        with _ONE:
+            _LOG[:] = 0
+            if requests is not None:
+                _LOG[: len(requests)] = requests
+            _TABLE[0, _NEXT], _TABLE[0, _ANSWERS], _TABLE[0, _OPEN] = 0, requests is not None, self._index
+            try:
+                yield
+            finally:
+                _TABLE[0, _OPEN] = 0
+
+    @property
+    def live(self) -> int:
+        """Segments that PyTorch has."""
+        return int(self._row[_LIVE])
+
+    @property
+    def refused_bytes(self) -> int:
+        """The last request that was refused; 0 if none was."""
+        return int(self._row[_REFUSED])
+
+    def close(self) -> None:
+        """Gives the memory back, or has `sweep` do so if PyTorch still has tensors there."""
+        if self._release is None:
+            return
+        if self.live:
+            if self not in Arena._closed:
+                Arena._closed.append(self)
+            return
+        if self in Arena._closed:
+            Arena._closed.remove(self)
+        release, self._release = self._release, None
+        self._row[_BASE] = self._row[_NBYTES] = 0  # first: the address may be another's at once
+        release()
+
+
+def served() -> Ints:
+    """int64[n, 2]: bytes and address of each request that the arena which serves has answered so far."""
+    return _LOG[: _TABLE[0, _NEXT]].copy()
+
+
+def sweep() -> None:
+    """Gives the memory of closed arenas back whose segments have come back since."""
+    if Arena._closed:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # which frees what pools without an owner have
+        for arena in list(Arena._closed):
+            arena.close()
+
+
+def stray() -> int:
+    """How often memory was freed that no arena had handed out."""
+    return int(_TABLE[0, _STRAY])

@@ -1,0 +1,169 @@
+"""The native functions behind a graph's memory pools, called as PyTorch does it: by their addresses, from threads."""
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.memory import ALIGNMENT, addresses
+from executor.memory.addresses import Arena, functions, served, stray
+from executor.memory.graph_memory import GraphMemory, Requests, requests_of
+from simulator.pool import smartpool
+from simulator.pool.intervals import Intervals
+
+MIB = 2**20
+# As torch.cuda.memory.CUDAPluggableAllocator declares them; ctypes lets go of Python's lock meanwhile.
+ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+@pytest.fixture(scope="module")
+def native():
+    allocate, free = functions()
+    take, give = ALLOCATE(allocate.address), FREE(free.address)
+    return (lambda nbytes, device=0: take(nbytes, device, None)), (lambda at, nbytes=0: give(at, nbytes, 0, None))
+
+
+@pytest.fixture
+def arena():
+    made = Arena(100 * MIB + 100, 8 * MIB - 100)
+    yield made
+    made._row[addresses._LIVE] = 0
+    made.close()
+
+
+def test_a_first_pass_gives_every_request_an_address_of_its_own(native, arena):
+    take, give = native
+    assert arena.base % ALIGNMENT == 0 and arena.nbytes % ALIGNMENT == 0 and arena.nbytes >= 8 * MIB - 2 * ALIGNMENT
+    sizes = [1, 511, 512, 513, MIB, 2 * MIB, 3]
+    with arena.serving():
+        found = [take(nbytes) for nbytes in sizes]
+        give(found[0])
+        found.append(take(1))  # nothing is used again
+        assert served().tolist() == [[nbytes, at] for nbytes, at in zip([*sizes, 1], found, strict=True)]
+        ends = [at + -(-nbytes // ALIGNMENT) * ALIGNMENT for at, nbytes in zip(found, [*sizes, 1], strict=True)]
+        assert found == [arena.base, *ends[:-1]] and ends[-1] <= arena.base + arena.nbytes
+        assert arena.live == 7 and not arena.refused_bytes
+        assert take(arena.nbytes) is None and arena.refused_bytes == arena.nbytes
+        assert take(0) is None and take(512, device=1) is None  # of another device
+    assert take(512) is None  # no arena serves
+
+
+def test_a_second_pass_gives_packed_addresses_and_refuses_what_was_not_asked_for(native, arena):
+    take, give = native
+    packed = np.array([[512, arena.base + 1024], [3 * MIB, arena.base], [512, arena.base + 1024]])
+    for wrong, nbytes in ((0, 1024), (1, 512), (2, MIB), (3, 512)):
+        with arena.serving(packed):
+            for size, at in packed[:wrong].tolist():
+                assert take(size) == at
+                give(at)
+            assert take(nbytes) is None and arena.refused_bytes == nbytes
+            assert served().tolist() == packed[:wrong].tolist()
+
+
+def test_a_free_finds_its_arena_and_no_other_memory(native, arena):
+    take, give = native
+    other = Arena(200 * MIB, MIB)
+    with arena.serving():
+        a = take(MIB)
+    with other.serving():
+        b = take(512)
+    before = stray()
+    give(7)
+    give(None)  # free(NULL) is no mistake
+    assert stray() == before + 1 and (arena.live, other.live) == (1, 1)
+    give(a)
+    give(b)
+    assert (arena.live, other.live) == (0, 0)
+    other.close()
+
+
+def test_threads_get_addresses_of_their_own(native):
+    """Without Python's lock."""
+    take, give = native
+    arena, found = Arena(300 * MIB, 64 * MIB), []
+
+    def work():
+        for _ in range(400):
+            found.append(take(512))
+            give(found[-1])
+
+    with arena.serving():
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(served()) == 2400
+    assert len(set(found)) == 2400 and arena.live == 0
+    arena.close()
+
+
+def test_the_memory_goes_back_once_and_not_before_the_last_segment(native):
+    take, give = native
+    back = []
+    arena = Arena(400 * MIB, MIB, release=lambda: back.append(1))
+    with arena.serving():
+        at = take(512)
+    arena.close()
+    arena.close()
+    assert not back
+    Arena(500 * MIB, 0).close()
+    assert not back  # it is still out
+    give(at)
+    Arena(500 * MIB, 0).close()
+    arena.close()
+    assert back == [1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("make", [Arena.resident, Arena.aliased])
+def test_without_a_driver_that_is_said(make):
+    with pytest.raises(MemoryError, match="the CUDA driver cannot be asked for memory: libcuda"):
+        make(torch.device("cuda", 0), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_capture_whose_operators_have_pools_of_their_own_on_a_gpu():
+    """PyTorch lets pools nest in a capture, asks for every tensor, and records the bytes; what is captured at addresses
+    that share memory, and again at packed ones, replays rightly; all memory goes back."""
+    device = torch.device("cuda", 0)
+    x = torch.randn(3 * 2**20, device=device)
+    free = torch.cuda.mem_get_info()[0]
+
+    def passes(arena: Arena, packed: np.ndarray | None) -> tuple[Any, GraphMemory, list[torch.Tensor], Requests]:
+        memory, graph, keep = GraphMemory(device, arena), torch.cuda.CUDAGraph(), []
+        with arena.serving(packed), memory.recorded() as events, memory.capturing(graph, ()):
+            for i in range(20):
+                with memory.pool():
+                    y = x * (i + 2)
+                with memory.pool():
+                    keep.append(y[: 2**10] + 1)
+                del y
+        return graph, memory, keep, requests_of(events, memory)
+
+    graph, memory, keep, dry = passes(Arena.aliased(device, 2**32), None)
+    assert dry.nbytes.tolist() == [x.nbytes, 4096] * 20 and not memory.arena.refused_bytes
+    assert (dry.end[::2] < dry.length).all() and (dry.end[1::2] == dry.length).all()
+    keep.clear()
+    graph.reset()
+    memory.close()
+    packing = smartpool.pack(Intervals(dry.begin, dry.end, dry.nbytes, dry.length), ALIGNMENT)
+    assert packing.footprint == x.nbytes + 20 * 4096
+    arena = Arena.resident(device, packing.footprint)
+    packed = np.stack((dry.served[:, 0], arena.base + packing.offsets), axis=1)
+    graph, memory, keep, again = passes(arena, packed)
+    assert [t.data_ptr() for t in keep] == packed[1::2, 1].tolist() and (again.nbytes == dry.nbytes).all()
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert all(torch.equal(t, x[: 2**10] * (i + 2) + 1) for i, t in enumerate(keep))
+    keep.clear()
+    graph.reset()
+    memory.close()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free - 2**25
