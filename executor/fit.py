@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 
 from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
+from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.profile import Profile, measure, with_profile
 from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.report import report
 from executor.training.bindings import device_of
 from executor.training.planned_step import PlannedStep
-from executor.training.planned_steps import BUCKET_BYTES, PlannedSteps
+from executor.training.planned_steps import PlannedSteps
 from simulator.files import FormatError
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine

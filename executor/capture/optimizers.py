@@ -15,6 +15,10 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from executor.capture.hyperparameters import is_number
 from executor.capture.python_values import is_scalar
 
+# Of the parameters that one kernel updates: its temporaries and what it needs on the device stay small, and a network
+# of billions of parameters still has few kernels.
+BUCKET_BYTES = 64 * 2**20
+
 
 def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
     """Whether an optimizer whose ``foreach`` is None takes it for this group where its parameters are, or would if they

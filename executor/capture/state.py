@@ -106,10 +106,11 @@ class StepState(Reach):
     Equal tensors (tied weights) are one entry; tensors that share a storage share it as fakes.
     """
 
-    def __init__(self, mode: FakeTensorMode, as_capturable: bool = False) -> None:
+    def __init__(self, mode: FakeTensorMode, as_capturable: bool = False, as_cuda: bool = False) -> None:
         super().__init__()
         self.mode = mode
         self.as_capturable = as_capturable  # optimizers take their ``capturable`` form
+        self.as_cuda = as_cuda  # optimizers take the form that they have on CUDA
         self.entries: list[Entry] = []
         self._slots: list[tuple[Any, Any, Any]] = []  # container, key, fake or a tuple with some
         self._placed: set[tuple[int, Any]] = set()
@@ -299,14 +300,15 @@ class StepState(Reach):
         return list(found.values())
 
     def _fake_groups(self, optimizer: Optimizer, prefix: str) -> list[dict[str, Any]]:
-        """Updates take the form (``foreach``, ``fused`` or one by one) that the real parameters would give them."""
+        """Updates take the form (``foreach``, ``fused`` or one by one) that the real parameters would give them, or
+        the same on CUDA."""
         groups = []
         options = {"capturable": True} if self.as_capturable else {}
         for g, group in enumerate(optimizer.param_groups):
             swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
             swapped.update({k: v for k, v in options.items() if k in swapped})
             if swapped.get("foreach", 0) is None and not swapped.get("fused"):  # what fakes would not choose
-                swapped["foreach"] = chooses_foreach(group)
+                swapped["foreach"] = chooses_foreach(group, self.as_cuda)
             for option, value in group.items():  # a learning rate that is a tensor
                 if isinstance(value, Tensor):
                     swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state",

@@ -36,7 +36,6 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-BUCKET_BYTES = 64 * 2**20
 Form = Hashable  # of a (micro-)batch
 _IN_STEP = {"loss_fn": None, "optimizer": None, "accumulate": 1, "average": True, "clip_norm": None, "autocast": None,
             "scaler": None}  # what a step of one's own does itself  # fmt: skip
@@ -54,8 +53,7 @@ class PlannedSteps:
         keep: the most shapes whose steps are kept.
         undo: as in PlannedStep.
         accumulate: the most micro-batches of a step, and how many it has where nothing else is said.
-        options: as in ``capture`` (``capture_step``); updates of many parameters are split into buckets of 64 MiB
-            by default.
+        options: as in ``capture`` (``capture_step``).
 
     Attributes:
         steps: by the forms of a step's (micro-)batches, the one used last at the end.
@@ -76,7 +74,7 @@ class PlannedSteps:
         self.parts, self.machine, self.planner, self.keep, self.undo = (
             (model, loss_fn, optimizer), machine, planner, keep, undo
         )  # fmt: skip
-        self.accumulate, self.options = accumulate, {"bucket_bytes": BUCKET_BYTES, **options}
+        self.accumulate, self.options = accumulate, options
         self._wanted = limit
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}

@@ -36,10 +36,7 @@ class Network:
 
     def captured(self, machine: Machine) -> Captured:
         """Its step as a program, with durations for a machine; raises CaptureError."""
-        return capture(
-            self.model, self.loss_fn, self.optimizer, self.batch,
-            machine=machine, name=self.name, bucket_bytes=64 * MIB,
-        )  # fmt: skip
+        return capture(self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name)
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """One eager training step; returns the loss. ``forward`` in the place of the model, if given."""
