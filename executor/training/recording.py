@@ -380,7 +380,16 @@ class Arena(Storages):
         out, function, get, options = call
         args, options = get(self.table), dict(options)
         result = function(*args, **options)
-        if node is None:  # memory whose content does not matter
+        if isinstance(out, slice):
+            assert node is not None
+            result = list(result)
+            places = [(i, self._settle(out.start + i, result[i])) for i in self.calls.items[node]
+                      if self._is_new(result[i])]  # fmt: skip
+            for i, place in places:
+                result[i] = place
+            if places:
+                self._record(name, node, function, args, options, places)
+        elif node is None:  # memory whose content does not matter
             result = self._settle(out, result)
         elif function is operator.getitem and id(args[0]) in self._made and isinstance(result, Tensor):
             result = self._settle(out, result)
