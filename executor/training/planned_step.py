@@ -157,7 +157,7 @@ class PlannedStep:
         """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
         state = self.state
         changed = [b for b in state.bindings if not b.found()]
-        if not changed:
+        if not changed and state.table:
             return
         if engines := self.state.blocks.engines:
             engines.synchronize()
