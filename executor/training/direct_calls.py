@@ -20,8 +20,14 @@ _MODULES: tuple[tuple[str, Any], ...] = (
     ("", torch._C._VariableFunctions), ("", torch._C._nn), ("", torch._C.TensorBase),
     ("linalg_", torch._C._linalg), ("special_", torch._C._special), ("fft_", torch._C._fft),
 )  # fmt: skip
+aten = torch.ops.aten
+
 # Operators that a function of another name dispatches to.
-_SAME = {torch.ops.aten._local_scalar_dense.default: "item"}
+_SAME = {aten._local_scalar_dense.default: "item"}
+
+# Overloads that only call another with the number as a tensor (aten/src/ATen/native/BinaryOps.cpp).
+_CALLS = {getattr(aten, name).Scalar: getattr(aten, name).Tensor
+          for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}  # fmt: skip
 
 
 class _Dispatched(BaseException):
@@ -46,8 +52,8 @@ def direct(
         spread: how the function is to be called, if otherwise (``view(2, 4)``).
 
     Returns:
-        A function of ``torch._C`` that dispatches to ``target`` with these arguments. If PyTorch has none, the
-        overload's own, but None for ``spread``.
+        A function of ``torch._C`` that dispatches to ``target``, or what that calls, with these arguments. If PyTorch
+        has none, the overload's own, but None for ``spread``.
     """
     given = _given(target, args, options)
     name = _SAME.get(target, target._overloadpacket.__name__)
@@ -69,7 +75,8 @@ def _dispatches(
         with torch.no_grad(), _Stop():
             function(*args, **options)
     except _Dispatched as found:
-        return found.target is target and _equal(_given(target, found.args_given, found.options), given)
+        same = found.target in (target, _CALLS.get(target))
+        return same and _equal(_given(target, found.args_given, found.options), given)
     except Exception:  # it takes other arguments
         return False
     return False

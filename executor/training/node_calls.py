@@ -155,6 +155,7 @@ class Calls:
         with_kernel: dict[fx.Node, int] = {}
         fixed: set[fx.Node] = set()
         written: dict[int, int] = {}  # tensor -> the kernel that wrote it last
+        reads: dict[tuple[fx.Node, int], fx.Node] = {}  # tensor read as a number, its last writer -> the first read
         for node in self.captured.graph.graph.nodes:
             if node.op == "output" or for_profiler(node) or node in self._same or node in idle:
                 continue
@@ -168,6 +169,10 @@ class Calls:
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in inputs), default=-1))
             if node.target is NUMBER:  # comes after what has written the tensor, whose node that need not be
                 k = with_kernel[node] = max(k, *(written.get(self.values.get(a, -1), -1) for a in inputs))
+                if k >= 0 and inputs[0] in self.values and node not in self.captured.asked:
+                    if (first := reads.setdefault((inputs[0], k), node)) is not node:  # read again, unwritten since
+                        self._same[node] = first
+                        continue
             if node in own:
                 written.update(dict.fromkeys(self.schedule.program.kernels[k].outputs, k))
             if node.op != "call_function":

@@ -28,9 +28,11 @@ CONVOLUTION = X, W, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
         (aten._local_scalar_dense.default, (X[0, 0, 0, 0],), {}, torch.Tensor.item),
         (aten.gelu.default, (X,), {"approximate": "tanh"}, torch._C._nn.gelu),
         (aten.zeros.default, ([2],), {"device": torch.device("cpu"), "pin_memory": False}, torch.zeros),
-        # Another overload, another type of number, a device that could be set later, no function, no such operator.
-        (aten.mul.Scalar, (X, 2.0), {}, None),
         (aten.sum.dim_IntList, (X, None), {"dtype": torch.float64}, torch.sum),
+        (aten.eq.Scalar, (X, 2.0), {}, torch.eq),
+        (aten.div_.Scalar, (X, 2.0), {}, torch.Tensor.div_),  # which calls div_.Tensor
+        # Another overload; a device that could be set later; no function; no operator of ATen's.
+        (aten.floor_divide.Scalar, (X, 2.0), {}, None),
         (aten.zeros.default, ([2],), {}, None),
         (aten.threshold_backward.default, (X, X, 0), {}, None),
         (torch.ops.prims.sin.default, (X,), {}, None),
@@ -62,6 +64,15 @@ def test_a_step_detaches_and_unpacks_nothing() -> None:
     found = functions(PlannedStep(captured, Plan()))
     assert torch.convolution in found and torch.native_batch_norm in found
     assert not {operator.getitem, torch.Tensor.detach, torch.detach, torch.empty} & set(found)
+
+
+def test_a_number_is_read_again_only_if_it_was_written() -> None:
+    model = nn.Linear(3, 2)
+    batch = torch.randn(2, 3), torch.tensor([0, 1])
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, foreach=True)  # reads a step twice, by parameter
+    captured = capture(model, nn.CrossEntropyLoss(), optimizer, batch, machine=Machine.load("gtx1080ti"))
+    assert sum(node.target is aten._local_scalar_dense.default for node in captured.graph.graph.nodes) == 4
+    assert functions(PlannedStep(captured, Plan())).count(torch.Tensor.item) == 2
 
 
 def test_what_a_step_returns_is_detached() -> None:
