@@ -225,6 +225,8 @@ class Calls:
             return self._slot(_constant(value))
 
         function: Any = _not_in_place(node.target)
+        if function is aten._unsafe_view.default and node not in self.captured.outputs:
+            function = aten.view.default  # which it calls; the result only counts its versions with its argument's
         args: Sequence[Any] = node.args
         if isinstance(function, OpOverload):
             given, named = map_arg((args, dict(node.kwargs)), self._stand_in)

@@ -256,14 +256,15 @@ class PlannedStep:
                     islice(state.work, part.begin, part.end), part.begin
                 ):
                     if at <= commit:
-                        if interrupt.stop and at < commit:
+                        if at == commit:
+                            blocks.tolerant = True
+                        elif interrupt.stop:
                             raise KeyboardInterrupt
-                        blocks.tolerant = at == commit
                     for act, t in before:
                         act(t)
-                    blocks.used += charged
-                    if blocks.used > peak:
-                        peak = self.peak_bytes = blocks.used
+                    blocks.used = used = blocks.used + charged
+                    if used > peak:
+                        peak = self.peak_bytes = used
                     for out, function, get, options in calls:  # an empty ``**options`` would cost 0.1 us
                         table[out] = function(*get(table), **options) if options else function(*get(table))
                     for slot in clear:
