@@ -7,7 +7,7 @@ graph's placeholders, hence persistent tensors. One storage is one tensor; nodes
 Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md). Known differences from eager:
 
 1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
-2. ``foreach`` and ``fused`` updates are captured as what they are; ``bucket_bytes`` splits them.
+2. ``foreach`` and ``fused`` updates are split into buckets (``bucket_bytes``).
 3. All parameters lose their gradients at the end of the step, those of no optimizer, too, but with ``keep_grads``.
 4. Python branches are taken as they fall during the trace; an optimizer's numbers are read each step (hyperparameters).
 5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
@@ -40,7 +40,7 @@ from executor.capture.batches import BatchError, Loss, arguments, called, flatte
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.effects import Effects, rebind
 from executor.capture.hyperparameters import Numbers, Option
-from executor.capture.optimizers import fixed, options
+from executor.capture.optimizers import BUCKET_BYTES, fixed, options
 from executor.capture.python_values import PythonValues, changed, untouched
 from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, noted
@@ -67,7 +67,7 @@ def capture(
     keep_grads: bool = False,
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
     as_cuda: bool = False,
     check: bool = True,
 ) -> Captured:
@@ -97,7 +97,7 @@ def capture(
             the parameters and the state as they were.
         bucket_bytes: an update of several parameters at once (``foreach``, ``fused``) is one kernel, for which all of
             them are in memory with their gradients and state; with this it is several, each of parameters of at most
-            so many bytes (or of one). The results are the same to the bit.
+            so many bytes (or of one). The results are the same to the bit. None: one.
         clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``; what that returns
             is ``PlannedStep.grad_norm``.
         keep_grads: gradients are there after the step, until the next one begins (``zero_grad`` comes first).
@@ -194,7 +194,7 @@ def capture(
 
 def capture_step(
     step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None,
-    algorithms: bool = False, bucket_bytes: int | None = None, as_cuda: bool = False, keep_grads: bool = False,
+    algorithms: bool = False, bucket_bytes: int | None = BUCKET_BYTES, as_cuda: bool = False, keep_grads: bool = False,
     check: bool = True,
 ) -> Captured:  # fmt: skip
     """Captures one call ``step(*args)`` of any callable.

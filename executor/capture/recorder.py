@@ -207,6 +207,8 @@ class Recorder(TorchDispatchMode):
         for node in nodes:
             if node.target is operator.getitem and node.args[1] in wide:
                 node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
+        if isinstance(out, (list, tuple)) and nodes:
+            nodes[0].meta["items"] = len(out)
         if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
             self.numbers.connect(nodes[0], args[0][0])
         if self._asking:

@@ -26,7 +26,6 @@ from torch.utils._pytree import TreeSpec
 from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
 from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
-from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.python_values import is_scalar
 from executor.capture.reach import check_dense
 from executor.training import check as _check  # noqa: F401  (captures are checked)
@@ -54,8 +53,7 @@ class PlannedSteps:
         keep: the most shapes whose steps are kept.
         undo: as in PlannedStep.
         accumulate: the most micro-batches of a step, and how many it has where nothing else is said.
-        options: as in ``capture`` (``capture_step``); updates of many parameters are split into buckets of 64 MiB
-            by default.
+        options: as in ``capture`` (``capture_step``).
 
     Attributes:
         steps: by the forms of a step's (micro-)batches, the one used last at the end.
@@ -76,7 +74,7 @@ class PlannedSteps:
         self.parts, self.machine, self.planner, self.keep, self.undo = (
             (model, loss_fn, optimizer), machine, planner, keep, undo
         )  # fmt: skip
-        self.accumulate, self.options = accumulate, {"bucket_bytes": BUCKET_BYTES, **options}
+        self.accumulate, self.options = accumulate, options
         self._wanted = limit
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}

@@ -62,7 +62,7 @@ def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) 
     def part(begin: int, end: int, leaves: range, first: list[Call]) -> Part:
         tensors = {t for leaf in leaves if (t := captured.values.get(captured.leaves[leaf])) is not None}
         reads_on = tensors & set[int]().union(*(item.step.uses.keys() for item in order.items[end:]))
-        slots = [calls.slots[node] for node, t in captured.values.items() if t in tensors - reads_on]
+        slots = [slot for node, slot in calls.slots.items() if captured.values.get(node) in tensors - reads_on]
         return Part(begin, end, leaves, tensors, slots, reads_on, first)
 
     n, count = len(order.items), len(captured.leaves)

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
+from experiments.benchmark.host_time import NETWORKS, host_times
 from experiments.benchmark.packing import packing
 from experiments.benchmark.simulation import (
     batches,
@@ -80,6 +81,8 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
         found |= packing(blocks, perfect_blocks, pack_seconds, seed)
         begin("planned steps")
         found |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
+        begin("host time of steps")
+        found |= host_times(machine, list(NETWORKS), int(cfg.step.repeats))
         begin("a first command")
         found["first_command_s"] = first_command(str(cfg.first_command))
     return found
@@ -93,6 +96,7 @@ def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: flo
         "steps of the environment": 40.0,
         "packing": pack_seconds * (blocks + 1),
         "planned steps": 20.0,
+        "host time of steps": 60.0,
         "a first command": 20.0,
     }
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import agents
 from executor.capture.capture import Captured, capture
-from executor.capture.optimizers import BUCKET_BYTES
 from executor.memory.pinned import CUDA, available
 from experiments.workloads import llama, resnet, transformers, vgg
 from simulator.machine import Machine
@@ -37,10 +36,7 @@ class Network:
 
     def captured(self, machine: Machine) -> Captured:
         """Its step as a program, with durations for a machine; raises CaptureError."""
-        return capture(
-            self.model, self.loss_fn, self.optimizer, self.batch,
-            machine=machine, name=self.name, bucket_bytes=BUCKET_BYTES,
-        )  # fmt: skip
+        return capture(self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name)
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """One eager training step; returns the loss. ``forward`` in the place of the model, if given."""

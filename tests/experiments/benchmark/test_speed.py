@@ -1,5 +1,7 @@
 """What `suite=speed` times is what it says."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from agents import Infeasible
 from agents.heuristics.home import HOME
 from executor import PlannedStep, capture
-from experiments.benchmark import packing, simulation, training
+from experiments.benchmark import host_time, packing, simulation, training
 from experiments.benchmark.simulation import swap_all
 from simulator import Machine
 from simulator.schedule import lower
@@ -53,6 +55,22 @@ def test_a_planned_step_without_kernels_and_copies() -> None:
     before = [p.clone() for p in model.parameters()]
     assert torch.equal(step(*batch), step(*batch))  # no kernel runs: nothing is learned
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the kernels that compute nothing are C++")
+def test_steps_without_kernels_issue_their_operators_and_compute_nothing() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.Flatten())
+    x, y = torch.randn(2, 1, 1, 1), torch.zeros(2, dtype=torch.long)
+    steps = host_time.steps_of(Machine.load("gtx1080ti"), model, x, y)
+    with host_time.without_kernels(steps) as quick:
+        before = [p.clone().detach() for p in model.parameters()]
+        for step in (*quick, *quick):
+            step()
+        with pytest.raises(RuntimeError, match="convolution was not recorded"):
+            model(x)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # nothing was learned
+    assert torch.equal(steps[0](), steps[1]())  # kernels compute again, and both steps have trained as often
 
 
 def test_the_cost_of_a_step_is_per_kernel_and_per_move(monkeypatch: pytest.MonkeyPatch) -> None:

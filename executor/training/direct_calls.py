@@ -1,0 +1,103 @@
+"""Python's own functions of ATen operators (``torch.convolution``), which parse arguments faster than an OpOverload.
+
+An OpOverload boxes every argument, a list above all; ``torch._C``'s functions do not. They choose the overload by the
+arguments, so ``direct`` calls each once on stand-ins, below everything that may change them, and takes the first that
+dispatches to the same overload with the same arguments. Of most backward operators PyTorch has no such function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_MODULES: tuple[tuple[str, Any], ...] = (
+    ("", torch._C._VariableFunctions), ("", torch._C._nn), ("", torch._C.TensorBase),
+    ("linalg_", torch._C._linalg), ("special_", torch._C._special), ("fft_", torch._C._fft),
+)  # fmt: skip
+aten = torch.ops.aten
+
+# Operators that a function of another name dispatches to.
+_SAME = {aten._local_scalar_dense.default: "item"}
+
+# Overloads that only call another with the number as a tensor (aten/src/ATen/native/BinaryOps.cpp).
+_CALLS = {getattr(aten, name).Scalar: getattr(aten, name).Tensor
+          for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}  # fmt: skip
+
+
+class _Dispatched(BaseException):
+    """What a function dispatched first; nothing has run."""
+
+    def __init__(self, target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        self.target, self.args_given, self.options = target, args, options
+
+
+class _Stop(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _Dispatched(func, args, kwargs or {})
+
+
+def direct(
+    target: OpOverload, args: Sequence[Any], options: Mapping[str, Any], spread: Sequence[Any] | None = None
+) -> Callable[..., Any] | None:
+    """Returns the function that calls an operator with the least work in Python.
+
+    Args:
+        args, options: of the operator: constants as they are, stand-ins for tensors and numbers.
+        spread: how the function is to be called, if otherwise (``view(2, 4)``).
+
+    Returns:
+        A function of ``torch._C`` that dispatches to ``target``, or what that calls, with these arguments. If PyTorch
+        has none, the overload's own, but None for ``spread``.
+    """
+    given = _given(target, args, options)
+    name = _SAME.get(target, target._overloadpacket.__name__)
+    # Else a default device that is set later would be taken.
+    somewhere = given.get("device") or any(isinstance(v, Tensor) for v in tree_leaves(given))
+    for prefix, module in _MODULES if target.namespace == "aten" and somewhere else ():
+        function = getattr(module, name.removeprefix(prefix), None) if name.startswith(prefix) else None
+        if function is not None and _dispatches(function, target, given, args if spread is None else spread, options):
+            return function  # type: ignore[no-any-return]
+    return target._op if spread is None else None
+
+
+def _dispatches(
+    function: Callable[..., Any], target: OpOverload, given: dict[str, Any], args: Sequence[Any],
+    options: Mapping[str, Any],
+) -> bool:  # fmt: skip
+    """Does the function dispatch to ``target`` with the arguments ``given``?"""
+    try:
+        with torch.no_grad(), _Stop():
+            function(*args, **options)
+    except _Dispatched as found:
+        same = found.target in (target, _CALLS.get(target))
+        return same and _equal(_given(target, found.args_given, found.options), given)
+    except Exception:  # it takes other arguments
+        return False
+    return False
+
+
+def _given(target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults included."""
+    found = {a.name: a.default_value for a in target._schema.arguments}
+    found.update(zip(found, args, strict=False))
+    found.update(options)
+    if "pin_memory" in found:
+        found["pin_memory"] = bool(found["pin_memory"])
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Are two arguments the same to an operator? Tensors are the same only if they are one; 1 is not 1.0 or True."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,172 @@
+"""Host time of planned and eager steps: the same operators are issued, and their kernels compute nothing.
+
+Networks have all layers of the real ones and as few elements as these allow. A step is run once to record what each
+operator returns; then CPU kernels that only allocate such results (no_kernels.cpp) take the place of PyTorch's. Views
+stay, and reads of numbers. Planned and eager steps have the same ``foreach`` optimizer and take turns.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from executor import PlannedStep, capture
+from experiments.validate_gpu.networks import _llama
+from experiments.workloads import resnet, transformers
+from simulator.machine import Machine
+from simulator.plan import Plan
+
+Parts = tuple[nn.Module, Tensor, Tensor]  # model, input, label
+UNDEFINED, NEW, FIRST_ARGUMENT, LIST = range(4)  # what a result is; no_kernels.cpp has the same
+
+
+def _resnet50() -> Parts:
+    blocks, width = [], 4
+    for count, stride in zip((3, 4, 6, 3), (1, 2, 2, 2), strict=True):
+        out = 12 - width  # every stage changes the width, so that its first block has a projection
+        blocks += [resnet.Bottleneck(out if i else width, out, 1 if i else stride) for i in range(count)]
+        width = out
+    stem = (nn.Conv2d(1, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(True), nn.MaxPool2d(3, 2, 1))
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 2))
+    return model, torch.randn(2, 1, 1, 1), torch.zeros(2, dtype=torch.long)
+
+
+def _text(model: nn.Module) -> Parts:
+    return model, torch.zeros(1, 2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+
+
+NETWORKS: dict[str, Callable[[], Parts]] = {
+    "resnet50": _resnet50,
+    "gpt2": lambda: _text(transformers.GPT2(12, 4, 1, vocabulary=4, context=2)),
+    "llama": lambda: _text(_llama(12, 4, 2, 4, 4, 2)),
+}
+
+
+def host_times(machine: Machine, networks: Sequence[str], repeats: int) -> dict[str, dict[str, float]]:
+    """Returns the host time of a planned and of an eager step by network, in µs: the least CPU time of ``repeats``.
+
+    Without a C++ compiler, which no_kernels.cpp needs, nothing is measured.
+    """
+    planned: dict[str, float] = {}
+    eager: dict[str, float] = {}
+    for name in networks if shutil.which("c++") else ():
+        steps = steps_of(machine, *NETWORKS[name]())
+        with without_kernels(steps) as quick:
+            planned[name], eager[name] = (round(1e6 * s, 1) for s in least_s(quick, repeats))
+    return {"host_planned_us": planned, "host_eager_us": eager}
+
+
+def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[Callable[[], Tensor]]:
+    """Returns a planned step without moves, and the eager one; each has run once."""
+    twin, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss()
+
+    def optimizer(m: nn.Module) -> torch.optim.Optimizer:
+        if x.is_floating_point():
+            return torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9, foreach=True)
+        return torch.optim.AdamW(m.parameters(), 1e-4, foreach=True)
+
+    captured = capture(model, loss_fn, optimizer(model), (x, y), machine=machine, check=False)
+    planned, eager_optimizer = PlannedStep(captured, Plan(), machine), optimizer(twin)
+
+    def eager() -> Tensor:
+        loss: Tensor = loss_fn(twin(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        eager_optimizer.step()
+        eager_optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    steps: list[Callable[[], Tensor]] = [lambda: planned(x, y), eager]
+    for step in steps:
+        step()
+    return steps
+
+
+def least_s(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Least CPU time of each, in s, in turns; others may use this computer, too."""
+    least = [float("inf")] * len(steps)
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for i, step in enumerate(steps):
+                begin = time.thread_time()
+                step()
+                least[i] = min(least[i], time.thread_time() - begin)
+    finally:
+        gc.enable()
+    return least
+
+
+class _Recording(TorchDispatchMode):
+    """Records what operators return, for a tape."""
+
+    def __init__(self, tape: int) -> None:
+        super().__init__()
+        self.tape, self.replaced = tape, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        schema = func._schema
+        view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+        computes = out is None or any(isinstance(leaf, Tensor) for leaf in tree_leaves(out))
+        if func.namespace == "aten" and computes and not view and not schema.name.startswith("aten::empty"):
+            values = out if isinstance(out, tuple) else (out,)
+            kinds = [
+                UNDEFINED if value is None else LIST if isinstance(value, list)
+                else NEW if result.alias_info is None else FIRST_ARGUMENT
+                for value, result in zip(values, schema.returns, strict=False)
+            ]  # fmt: skip
+            like = [t for value, kind in zip(values, kinds, strict=False) if kind in (NEW, LIST)
+                    for t in tree_leaves(value)]  # fmt: skip
+            torch.ops.headroom.record(self.tape, schema.name, kinds, [torch.empty_like(t) for t in like])
+            self.replaced.add(str(func).removeprefix("aten.").removesuffix(".default"))
+        return out
+
+
+@contextmanager
+def without_kernels(steps: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], object]]]:
+    """Yields the steps with operators that compute nothing; PyTorch's own are back afterwards."""
+    if not hasattr(torch.ops.headroom, "begin"):
+        _compile()
+    headroom, replaced = torch.ops.headroom, {"add_.Tensor"}
+    for tape, step in enumerate(steps):
+        with _Recording(tape) as recording:
+            step()
+        replaced |= recording.replaced
+
+    def quick(tape: int, step: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            headroom.begin(tape)
+            return step()
+
+        return run
+
+    try:
+        for overload in sorted(replaced):
+            headroom.replace(overload)
+        yield [quick(tape, step) for tape, step in enumerate(steps)]
+    finally:
+        headroom.restore()
+
+
+def _compile() -> None:
+    source = Path(__file__).with_name("no_kernels.cpp")
+    paths = [f"-I{path}" for path in cpp_extension.include_paths()] + [f"-L{p}" for p in cpp_extension.library_paths()]
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/no_kernels.so"
+        command = ["c++", "-O1", "-std=c++20", "-shared", "-fPIC", str(source), "-o", library, *paths]
+        subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True)
+        torch.ops.load_library(library)
