@@ -9,6 +9,7 @@ from executor.capture.captured import Captured
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.pool.packed import packed_bytes
 from simulator.program import Program
 from simulator.report import Report, report as reported
 
@@ -39,4 +40,5 @@ def report(
     decided = plan is not None and bool(plan.decisions or plan.variants)
     under = simulate(program, plan, machine, limit) if plan is not None and decided else None
     origins = source.origins if isinstance(source, Captured) else None
-    return reported(program, machine, limit, alone, under, plan, floor_ns, origins, issued)
+    packed = packed_bytes(under or alone, limit, machine.alignment)
+    return reported(program, machine, limit, packed, alone, under, plan, floor_ns, origins, issued)

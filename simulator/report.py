@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
-from simulator.pool.packed import packed_bytes
 from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
@@ -165,13 +164,14 @@ class Report:
 
 
 def report(
-    program: Program, machine: Machine, limit: int, alone: Timeline, under: Timeline | None = None,
+    program: Program, machine: Machine, limit: int, packed_bytes: int, alone: Timeline, under: Timeline | None = None,
     plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None, issued: str = "",
 ) -> Report:  # fmt: skip
     """What ``plan`` makes of a step; without one, what the step needs.
 
     Args:
         limit: bytes.
+        packed_bytes: of the timeline that runs (``simulator.pool.packed.packed_bytes``).
         alone: the step without a plan.
         under: the step under the plan; None where there is none, or it decides nothing.
         floor_ns: as of ``agents.floor.floor``.
@@ -186,7 +186,7 @@ def report(
         _peak(program, origins, under) if under else without,
         _swapped(program, plan, timeline) if plan is not None else {}, _rerun(program, timeline),
         timeline.iteration_ns, program.ideal_ns, timeline.breakdown, floor_ns,
-        packed_bytes(timeline, limit, machine.alignment), issued,
+        packed_bytes, issued,
     )  # fmt: skip
 
 

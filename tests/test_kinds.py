@@ -43,7 +43,7 @@ REFUSES = {
     "a replay": lambda: circle(PROGRAM, PLAN, MACHINE, LIMIT),
     "SimPy": lambda: simpy_model.simulate(SCHEDULE, MACHINE, LIMIT),
     "the validator": lambda: Steps(ALONE.spans, PROGRAM, PLAN),
-    "the report": lambda: report(PROGRAM, MACHINE, LIMIT, ALONE, ALONE, PLAN),
+    "the report": lambda: report(PROGRAM, MACHINE, LIMIT, 0, ALONE, ALONE, PLAN),
     "a figure": lambda: layerwise._residents(PROGRAM, PLAN),
 }
 

@@ -50,6 +50,7 @@ from simulator.machine import PRESETS, Machine
 from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.pool.card import CardPeak, of_program
+from simulator.pool.packed import packed_bytes
 from simulator.program import Program
 from simulator.report import Origins, report as page_of
 from simulator.timeline import Timeline
@@ -180,10 +181,11 @@ def answered(
     best = times.recommended([b for b in families if b.served], others)
     proven = bool(families) and bound.feasible
     plan = best.plan if best is not None else None
+    alone = simulate(program, Plan(), machine, program.peak_bytes)
+    under = best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None
     page = page_of(
-        program, machine, limit, simulate(program, Plan(), machine, program.peak_bytes),
-        best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None,
-        plan, bound.iteration_ns if proven else None, origins,
+        program, machine, limit, packed_bytes(under or alone, limit, machine.alignment), alone, under, plan,
+        bound.iteration_ns if proven else None, origins,
     )  # fmt: skip
     nothing = program.peak_bytes > limit and best is None
     nearest = reached(program, machine, limit, mode) if nothing else None

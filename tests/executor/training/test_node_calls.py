@@ -37,7 +37,7 @@ CONVOLUTION = X, W, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
         (aten.threshold_backward.default, (X, X, 0), {}, None),
         (torch.ops.prims.sin.default, (X,), {}, None),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
 def test_an_operator_is_called_by_the_function_that_dispatches_to_it(
     target: Any, args: Any, options: Any, function: Any
