@@ -122,7 +122,7 @@ def chart(rows: list[Row]) -> Chart:
             Line(range(1, len(whole) + 1), whole, SWARM["best"], "best, one evaluation per particle", line="--")
         )
         title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
-        panels.append(Panel(title, marks, Axis("iteration of the search", "{:g}", scale="log"),
+        panels.append(Panel(title, marks, Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500)),
                             Axis("iteration time / kernels alone", "{:g}×")))  # fmt: skip
     title = "HOME's search: particles that fit 11 GB, by iteration time; thin lines are single seeds"
     return Chart(title, panels, 3, (4.4, 3.2))
