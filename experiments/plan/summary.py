@@ -16,7 +16,7 @@ from agents.search.other_times import Spread
 from experiments.common import report
 from experiments.common.report import Row
 from experiments.plan.how_to_run import Checkpoints
-from experiments.plan.times import Times, ranged, said as said_of
+from experiments.plan.times import Times, percent, ranged, said as said_of
 from experiments.plotting.palette import label
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -351,11 +351,6 @@ def overhead(best: Best) -> float:
     """Of the best plan of a family that has one."""
     assert best.timeline is not None
     return best.timeline.overhead
-
-
-def percent(part: float) -> str:
-    """An overhead for people."""
-    return f"{'+' if part >= 0 else '−'}{abs(part):.2%}" if abs(part) < 0.1 else f"{part:+.1%}".replace("-", "−")
 
 
 def methods(a: Answer) -> tuple[list[str], list[list[str]]]:

@@ -133,7 +133,10 @@ def said(spread: Spread, error: TimesError) -> str:
     return f"Under other times: {', '.join(parts)} (5th to 95th percentile)."
 
 
-def _percent(part: float) -> str:
-    from experiments.plan.summary import percent
+def percent(part: float) -> str:
+    """Formats an overhead with its sign: two decimals below 10 %, else one."""
+    return f"{'+' if part >= 0 else '−'}{abs(part):.2%}" if abs(part) < 0.1 else f"{part:+.1%}".replace("-", "−")
 
+
+def _percent(part: float) -> str:
     return percent(part) if part < float("inf") else "it cannot run"
