@@ -80,14 +80,15 @@ def traced_optimizers(
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
 
     def enter(optimizer: Optimizer, *_: Any) -> None:
-        context = ExitStack()
-        context.enter_context(capturable(takes_capturable(optimizer)))
-        context.enter_context(symbolic_extremes())
-        if optimizer in groups:
-            context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
-        if bucket_bytes:
-            context.enter_context(bucketed(optimizer, bucket_bytes))
-        stack.append((context, numbers_of(optimizer)))
+        with ExitStack() as context:  # which undoes what is begun if this raises
+            context.enter_context(capturable(takes_capturable(optimizer)))
+            context.enter_context(symbolic_extremes())
+            if optimizer in groups:
+                context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
+            if bucket_bytes:
+                context.enter_context(bucketed(optimizer, bucket_bytes))
+            numbers = numbers_of(optimizer)
+            stack.append((context.pop_all(), numbers))
         recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
         recorder.stepping = True
 

@@ -32,15 +32,16 @@ def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
 @contextmanager
 def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
     """Every parameter group is several, each of parameters of at most ``nbytes`` (or of one)."""
-    groups, optimizer.param_groups = optimizer.param_groups, []
+    groups, buckets = optimizer.param_groups, list[dict[str, Any]]()
     for group in groups:
         bucket: list[Tensor] = []
         for param in group["params"]:
             if bucket and sum(p.nbytes for p in bucket) + param.nbytes > nbytes:
-                optimizer.param_groups.append({**group, "params": bucket})
+                buckets.append({**group, "params": bucket})
                 bucket = []
             bucket.append(param)
-        optimizer.param_groups.append({**group, "params": bucket})
+        buckets.append({**group, "params": bucket})
+    optimizer.param_groups = buckets
     try:
         yield
     finally:
