@@ -95,6 +95,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
             "plans/tiny_resnet-0.8-capuchin.json"} <= names  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_what_one_command_measured_another_reads_elsewhere(tmp_path):
     """Profiles, plans and the machine of one directory, used in others."""
     first, second = tmp_path / "first", tmp_path / "second"

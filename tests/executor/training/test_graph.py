@@ -114,6 +114,7 @@ def test_a_graph_is_replayed_and_not_issued(double):
     assert step.graph.captures == 1
 
 
+@pytest.mark.nightly
 def test_what_changes_between_replays_counts(double):
     """In place it is read; another tensor is found, and the step captured again."""
     twins, step = graphed()
