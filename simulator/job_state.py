@@ -123,6 +123,11 @@ class Host:
         while self.next_ns <= now and self._queued + self._timed[self._step] <= self._depth:
             self._issue()
 
+    def is_ahead(self, now: int) -> bool:
+        """Has the next step been issued?"""
+        self.advance(now)
+        return self.ahead > 0
+
     def complete(self, step: Step, now: int) -> None:
         """A step is over: the queue has room for another."""
         self.advance(now)

@@ -302,7 +302,7 @@ class World:
             self._start(min(ready)[2])
 
     def _ready(self, job: JobState) -> bool:
-        return self._has_room(job) and not self._waits_for_host(job)
+        return self._has_room(job) and (self.host is None or self.host.is_ahead(self.now))
 
     def _has_room(self, job: JobState) -> bool:
         """Has the next step its data and its memory?"""
@@ -312,10 +312,7 @@ class World:
 
     def _waits_for_host(self, job: JobState) -> bool:
         """Has the next step all but its issue?"""
-        if self.host is None or not self._has_room(job):
-            return False
-        self.host.advance(self.now)
-        return self.host.ahead == 0
+        return self.host is not None and self._has_room(job) and not self.host.is_ahead(self.now)
 
     def _start(self, job: JobState) -> None:
         step, begin = job.next_step, self.now

@@ -11,7 +11,6 @@ from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Panel, groups
 from experiments.plotting.palette import INK, MEASURED, PREDICTED
 from simulator.machine import Machine
-from simulator.program import Program
 
 GB = 10**9
 BATCH = 32
@@ -28,15 +27,11 @@ def run(task: Row, machine: Machine) -> Row:
     program = figures.program(task["network"], machine, batch_size=BATCH, algorithms=True)
     chosen = [min(algorithms(kernel)) for kernel in program.kernels]
     held = [live - kernel.workspace for live, kernel in zip(program.live_bytes, program.kernels, strict=True)]
+    tensors = sum(tensor.nbytes for tensor in program.tensors)  # none of them ever freed
     return {
         "without": max(held), "fastest": max(a + b for a, (_, b, _) in zip(held, chosen, strict=True)),
-        "sum": every(program) + sum(nbytes for _, nbytes, _ in chosen), "all": every(program),
+        "sum": tensors + sum(nbytes for _, nbytes, _ in chosen), "all": tensors,
     }  # fmt: skip
-
-
-def every(program: Program) -> int:
-    """Bytes of all tensors, none of them ever freed."""
-    return sum(tensor.nbytes for tensor in program.tensors)
 
 
 # ------------------------------------------------------------------------------------------ for people

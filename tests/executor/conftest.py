@@ -1,7 +1,7 @@
 """Fixtures that the tests of the executor share: three tiny networks, each captured, planned and simulated once."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +13,7 @@ from executor import Captured, capture
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
 from simulator import Machine, Plan, Program, Timeline, simulate
+from tests.executor.cuda_capture import GraphDouble
 from tests.executor.networks import CLASSES, GPT2, adamw, images, sgd, small, words
 
 # Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
@@ -93,3 +94,13 @@ def gpu_backend(machine: Machine) -> Backend:
         return open_backend("cuda", machine)
     except BackendError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphDouble]:
+    """A double of CUDA that captures graphs, checked at the end."""
+    made = GraphDouble()
+    made.install(monkeypatch)
+    with made:
+        yield made
+    made.check()

@@ -338,15 +338,6 @@ FAULTS = {  # what happens in a kernel, in which of a step's two captures; of th
 }
 
 
-@pytest.fixture
-def double(monkeypatch):
-    made = GraphDouble()
-    made.install(monkeypatch)
-    with made:
-        yield made
-    made.check()
-
-
 @pytest.mark.parametrize("fault", rest_nightly(list(FAULTS), str))
 def test_a_capture_that_is_invalidated_gives_its_memory_back(fault, double):
     """Whatever the reason, the next step captures."""

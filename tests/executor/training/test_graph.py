@@ -20,22 +20,12 @@ from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
-from tests.executor.cuda_capture import GraphDouble
 from tests.executor.cuda_memory import BASE
 from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
 from tests.executor.training.test_faults import break_kernel
 
 fit_module = sys.modules["executor.fit"]
-
-
-@pytest.fixture
-def double(monkeypatch):
-    made = GraphDouble()
-    made.install(monkeypatch)
-    with made:
-        yield made
-    made.check()
 
 
 def plan_for(captured: Captured, seed: int = 0) -> Plan:
