@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from executor.replay.backend import BackendError
 from experiments.common.measured_step import measured_step
+from experiments.common.workers import Pool
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic
@@ -196,14 +197,15 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- plans
 
 
-def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float]) -> Answer:
-    """The plan, or why there is none; and seconds. Of the options ``less``, those that the planner has."""
+def plan_one(planner: str, file: Path, machine: Machine, limit: int, less: dict[str, float]) -> Answer:
+    """Plans a program's file, by those of the options ``less`` that the planner has."""
     begin = time.monotonic()
+    program = Program.load(file)
     try:
         found: Plan | str = (
-            best_plan(case.program, machine, case.limit)
+            best_plan(program, machine, limit)
             if planner == OURS
-            else made(planner, case.program, **less).plan(case.program, machine, case.limit)
+            else made(planner, program, **less).plan(program, machine, limit)
         )
     except (agents.Infeasible, pytorch_baselines.Unreachable) as error:
         found = str(error)
@@ -215,19 +217,17 @@ def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float])
 
 
 @contextmanager
-def planning(workers: int) -> Iterator[Any]:
-    """A pool of processes; what still runs at the end is terminated.
+def planning(workers: int) -> Iterator[Pool]:
+    """Yields spawned worker processes; those that are still at work at the end are killed.
 
-    They are forked, so it must be made before there are threads and before CUDA is used.
+    They are given files, not programs: a thread that writes a large argument to a killed worker would block the end.
     """
-    with multiprocessing.get_context("fork").Pool(workers, _planner) as pool:
-        yield pool
-
-
-def _planner() -> None:
-    """Ctrl-C is for the parent; its SIGTERM ends this process whatever Python does, whose exception may get lost."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with Pool(workers) as pool:
+        try:
+            yield pool
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()
 
 
 def first_those_trained(settings: Settings) -> list[str]:
@@ -249,8 +249,8 @@ def plan(run: Run) -> None:
         make_plans(run, jobs, machine, pool)
 
 
-def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Any) -> None:
-    """Those that come in time, as files."""
+def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Executor) -> None:
+    """Saves the plans that the pool makes in time."""
     record, less = run.record, LESS[run.settings.backend]
     asked = []
     for planner, case, aim in jobs:
@@ -262,13 +262,17 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
             "aim": aim,
         }
         if not record.has("plan", **row) and not run.plan(case, planner, aim).exists():
-            asked.append((row, planner, case, aim, pool.apply_async(plan_one, (planner, case, machine, less))))
+            task = planner, run.program(case.workload, case.graph), machine, case.limit, less
+            asked.append((row, planner, case, aim, pool.submit(plan_one, *task)))
     for row, planner, case, aim, answer in asked:
         row["limit"] = case.limit
         try:
-            found, seconds = answer.get(max(0.0, record.left()))
-        except multiprocessing.TimeoutError:
+            found, seconds = answer.result(max(0.0, record.left()))
+        except TimeoutError:
             record.add("plan", **row, failed=LATE)
+            continue
+        except BrokenExecutor as error:
+            record.add("plan", **row, failed=line(error), again=True)
             continue
         if isinstance(found, str):
             again = {"again": True} if MISSING in found else {}

@@ -2,11 +2,13 @@
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -234,8 +236,14 @@ def test_errors_are_summed_up():
     assert summary([]) == {"count": 0, "over_limit": 0, "arenas_over_limit": 0}
 
 
+def chain_to_plan(tmp_path, seconds=600.0):
+    """A run with a profiled chain, and the chain at a limit."""
+    run = Run(Settings(), record(tmp_path, seconds))
+    chain().save(run.program("chain"))
+    return run, Case("chain", chain(), 0.7, chain().peak_bytes * 7 // 10)
+
+
 def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
-    case = Case("chain", chain(), 0.7, chain().peak_bytes * 7 // 10)
     errors = {"broken": ZeroDivisionError("by nothing"), "missing": ImportError("no sklearn"), "autoswap_doa": None}
     real = stages.agents.make
 
@@ -246,27 +254,29 @@ def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stages.agents, "options", lambda name: ["min_bytes"])
     monkeypatch.setattr(stages.agents, "make", make)
-    rows = record(tmp_path)
-    with stages.planning(1) as pool:  # forked, so that it has what is patched
-        make_plans(Run(Settings(), rows), [(planner, case, 0) for planner in errors], LINK, pool)
+    run, case = chain_to_plan(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        make_plans(run, [(planner, case, 0) for planner in errors], LINK, pool)
     (file,) = (tmp_path / "out" / "plans").iterdir()
     assert Plan.load(file).planner == "autoswap_doa"
-    broken, missing, found = (row.get("failed") for row in rows.rows)
+    broken, missing, found = (row.get("failed") for row in run.record.rows)
     assert "ZeroDivisionError" in broken and "no sklearn" in missing and found is None
     again = record(tmp_path)  # where the library may be there
     assert [again.has("plan", planner=planner) for planner in errors] == [True, False, True]
 
 
-def test_planners_in_processes_are_stopped_in_time(tmp_path):
-    case = Case("chain", chain(), 0.7, chain().peak_bytes * 7 // 10)
+@pytest.mark.parametrize(("seconds", "word"), [(1.0, LATE), (600.0, "BrokenProcessPool")])
+def test_planners_in_processes_are_stopped(seconds, word, tmp_path):
+    """Because the time is over, or because a process dies; no process and no thread is left."""
+    run, case = chain_to_plan(tmp_path, seconds)
     threads = threading.active_count()
     with stages.planning(1) as pool:
-        slow = pool.apply_async(time.sleep, (60,))  # in the way of all planners
-        rows = record(tmp_path, 1.0)
-        make_plans(Run(Settings(), rows), [("autoswap_doa", case, 0)], LINK, pool)
-    assert rows.rows[0]["failed"] == LATE and not slow.ready() and not (tmp_path / "out" / "plans").exists()
-    assert not multiprocessing.active_children()
-    assert threading.active_count() == threads
+        first = pool.submit(*((time.sleep, 60) if word == LATE else (os.abort,)))  # in the way of all planners
+        make_plans(run, [("autoswap_doa", case, 0)], LINK, pool)
+    (row,) = run.record.rows
+    assert word in row["failed"] and isinstance(first.exception(), BrokenExecutor)
+    assert not (tmp_path / "out" / "plans").exists() and not record(tmp_path).has("plan")
+    assert not multiprocessing.active_children() and threading.active_count() == threads
 
 
 @pytest.mark.nightly
