@@ -139,10 +139,11 @@ def twice(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     return {"x": x, "again": x}, y
 
 
-def test_batches_of_a_loaders_processes_are_copied() -> None:
-    """They are in memory that is shared with these, which no plan can swap; one tensor stands there twice."""
+def test_batches_of_a_loaders_process_are_copied() -> None:
+    """They are in shared memory, which no plan can swap; one tensor occurs twice."""
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 8, 8), torch.randint(5, (12,)))
-    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2, collate_fn=twice)
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=twice, **spawned)
     batches = [(x["x"], {**x, "y": y}) for x, y in loader]
     assert all(x.is_shared() and x.data_ptr() == rest["again"].data_ptr() for x, rest in batches)
 
