@@ -139,7 +139,7 @@ def twice(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     return {"x": x, "again": x}, y
 
 
-def test_batches_of_a_loaders_process_are_copied() -> None:
+def test_batches_of_a_loaders_processes_are_copied() -> None:
     """They are in shared memory, which no plan can swap; one tensor occurs twice."""
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 8, 8), torch.randint(5, (12,)))
     spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
