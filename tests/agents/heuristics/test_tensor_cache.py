@@ -1,0 +1,48 @@
+"""Tensor Cache at run time: Algorithm 2 by hand, and a run whose waits are worked out by hand."""
+
+import pytest
+
+import agents
+from agents.heuristics.tensor_cache import CacheRun, TensorCache, run
+from simulator import Kernel, Machine, Program, Tensor
+
+LINK = Machine("link", 10**9, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)  # a byte a nanosecond
+
+
+def conv(name, inputs, outputs, phase="forward", kind="conv"):
+    return Kernel(name, kind, phase, inputs, outputs, 100)
+
+
+# Two convolutions keep their outputs a and b for the backward pass; c is large and lives between.
+PROGRAM = Program(
+    "two convolutions",
+    (Tensor("x", 10, persistent=True), Tensor("a", 40), Tensor("b", 30), Tensor("c", 50)),
+    (
+        conv("forward a", (0,), (1,)),
+        conv("forward b", (1,), (2,)),
+        conv("loss", (2,), (3,), kind="reduce"),
+        conv("backward b", (2, 3), (3,), "backward"),
+        conv("backward a", (1, 3), (3,), "backward"),
+    ),
+)
+
+
+def test_the_least_recently_used_tensor_without_a_lock_is_evicted():
+    cache = TensorCache()
+    for tensor in (1, 2, 3):
+        cache.insert(tensor)
+    assert cache.check(1) and not cache.check(4)
+    cache.locked = {2}
+    assert [cache.evict() for _ in range(3)] == [3, 1, None]
+    assert (cache.hits, cache.misses) == (1, 1)
+
+
+def test_what_fits_causes_no_transfers():
+    assert run(PROGRAM, LINK, 130, 1) == CacheRun(500, 4, 0, 0, 0, 130)
+
+
+def test_a_kernel_waits_for_the_eviction_and_for_the_miss():
+    """c does not fit beside a and b: a is offloaded, and fetched when b is dead (40 ns each)."""
+    assert run(PROGRAM, LINK, 129, 1) == CacheRun(500 + 40 + 40, 3, 1, 40, 40, 100)
+    with pytest.raises(agents.Infeasible, match="kernel 2 needs 90 bytes"):
+        run(PROGRAM, LINK, 89, 1)
