@@ -119,7 +119,7 @@ class _Run:
     def iterate(self) -> CacheRun:
         for k, kernel in enumerate(self.program.kernels):
             touched = kernel.accesses
-            self.cache.locked = self.cached.intersection(touched)
+            self.cache.locked = set(self.cached.intersection(touched))
             missing = [t for t in touched if t not in self.resident]
             self._make_room(kernel.workspace + sum(self.nbytes[t] for t in missing), k)
             for t in touched:
