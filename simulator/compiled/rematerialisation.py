@@ -219,7 +219,7 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  
 @stage(entry=True)
 def rerun_times(durations, graph, tensor, before, marked, pending, out):  # type: ignore[no-untyped-def]
     """ns of what runs again to have each ``tensor`` for the kernel ``before`` it, where nothing else is away, into
-    ``out``: schedule.recompute_ns, or of its first CHAIN kernels.
+    ``out``: residency.recompute_ns, or of its first CHAIN kernels.
 
     Args:
         durations: int64 (kernels,); ``graph``: as in ``score_plans``.
