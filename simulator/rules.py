@@ -272,9 +272,9 @@ class World:
             self._start_copy("h2d", Work(going, tensor=gap.tensor, block=gap.block))
 
     def _start_copy(self, direction: Direction, copy: Work) -> None:
-        kind, lasts_ns = ("swap_out", self.machine.d2h_ns) if direction == "d2h" else ("swap_in", self.machine.h2d_ns)
-        copy.span, copy.left = len(copy.job.record.spans), lasts_ns(copy.job.nbytes(copy.block)) * ALONE
-        copy.job.record.spans.append(Span(self.now, 0, direction, kind, copy.tensor))
+        lasts_ns, spans = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns, copy.job.record.spans
+        copy.span, copy.left = len(spans), lasts_ns(copy.job.nbytes(copy.block)) * ALONE
+        spans.append(Span(self.now, 0, direction, "swap_out" if direction == "d2h" else "swap_in", copy.tensor))
         self.copies[direction] = copy
 
     def _fits(self, job: JobState, gap: Gap) -> bool:

@@ -393,26 +393,19 @@ def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Re
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)
-    change = [0] * (n + 1)
+    change = [0] * (2 * n + 1)  # at this iteration's kernels, and at the next one's
     of: dict[int, list[Swap]] = {}
     for d in sorted(swaps, key=lambda d: d.after):
         of.setdefault(d.tensor, []).append(d)
     for t, ds in of.items():
-        tensor, writes = program.tensors[t], program.writes[t]
-        spans = [_after(d.copied_at, returns[d], n) for d in ds]
-        for d, following in pairwise([*ds, ds[0]] if tensor.persistent else ds):
-            between = _after(d.copied_at, following.copied_at, n)
-            if not any(w in span for w in writes for span in between):
-                spans.append(between)
-        until = 0
-        for span in sorted((one for several in spans for one in several), key=lambda span: span.start):
-            if span.stop > until:
-                change[max(span.start, until)] += tensor.nbytes
-                change[span.stop] -= tensor.nbytes
-                until = span.stop
-    return list(accumulate(change[:n]))
-
-
-def _after(begin: int, end: int, n: int) -> tuple[range, ...]:
-    """Kernels after ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
-    return (range(begin + 1, end + 1),) if begin < end else (range(end + 1), range(begin + 1, n))
+        tensor = program.tensors[t]
+        for d, following in pairwise([*ds, ds[0]] if tensor.persistent else [*ds, None]):
+            kernels = (returns[d] - d.copied_at - 1) % n + 1
+            if following:
+                ahead = (following.copied_at - d.copied_at - 1) % n + 1
+                valid = all((w - d.copied_at - 1) % n >= ahead for w in program.writes[t])
+                kernels = max(kernels, ahead if valid else 0)
+            change[d.copied_at + 1] += tensor.nbytes
+            change[d.copied_at + 1 + kernels] -= tensor.nbytes
+    held = list(accumulate(change))
+    return [held[k] + held[k + n] for k in range(n)]
