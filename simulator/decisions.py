@@ -365,22 +365,17 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
         kernel = program.kernels[w]
         if not kernel.recomputable:
             return f"tensor {tensor} needs kernel {w} ({kernel.name}), which cannot be run twice"
-        for x in kernel.inputs:
-            writers = program.writes[x]
-            if program.tensors[x].persistent:
-                if any(w <= k < before for k in writers):
-                    return (
-                        f"tensor {tensor} needs kernel {w} ({kernel.name}), whose input {x} is overwritten "
-                        f"before kernel {before}"
-                    )
-                continue
-            alive = program.accesses[x][-1] >= before and x != tensor
-            if alive and not any(w <= k < before for k in writers):
+        for x, until in program.available_until[w].items():
+            if before <= until and x != tensor:
                 continue  # present (or away by its own decision, which is checked on its own)
-            for k in writers:
-                if k < w and k not in seen:
-                    seen.add(k)
-                    pending.append(k)
+            if program.tensors[x].persistent:
+                return (
+                    f"tensor {tensor} needs kernel {w} ({kernel.name}), whose input {x} is overwritten "
+                    f"before kernel {before}"
+                )
+            more = [k for k in program.writes[x] if k < w and k not in seen]
+            seen.update(more)
+            pending += more
     raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from simulator.decisions import KINDS, Name, can_recompute
 from simulator.program import Gap, Program
+from simulator.residency import with_gaps_emptied
 
 # The kinds of decisions that a plan of a mode may have. What moves nothing is recomputation, joint is all.
 KINDS_OF: dict[str, tuple[Name, ...]] = {
@@ -43,11 +44,7 @@ def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
 def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> int:
     """The peak of the planned residency, in bytes, with every gap emptied that ``mode`` allows to empty, of tensors of
     at least ``min_bytes``. No plan is below it."""
-    n = len(program.kernels)
-    change = np.zeros(n + 1, dtype=np.int64)
-    for gap in program.gaps(min_bytes):
-        if mode != "recompute" or ways_to_empty(program, gap, mode):
-            for span in spans(gap.after, gap.before, n):
-                change[span.start] -= program.tensors[gap.tensor].nbytes
-                change[span.stop] += program.tensors[gap.tensor].nbytes
-    return int((np.array(program.live_bytes, dtype=np.int64) + np.cumsum(change)[:n]).max())
+    gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or ways_to_empty(program, gap, mode)]
+    nbytes = np.array([program.tensors[gap.tensor].nbytes for gap in gaps], np.int64)
+    where = np.array([gap[1:] for gap in gaps], np.int64).reshape(-1, 2)
+    return int(with_gaps_emptied(np.array(program.live_bytes, np.int64), where, nbytes).max())

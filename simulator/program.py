@@ -36,7 +36,17 @@ KERNEL_KINDS: frozenset[str] = frozenset(get_args(KernelKind))
 PHASES: frozenset[str] = frozenset(get_args(Phase))
 # One size or duration beyond LONGEST is a mistake in units; sums of 2**20 of them still fit 64 bits.
 LONGEST = 2**43
-UNTIMED = ("name", "tensors", "accesses", "writes", "again_until", "live_bytes", "peak_bytes", "structure")
+UNTIMED = (
+    "name",
+    "tensors",
+    "accesses",
+    "writes",
+    "available_until",
+    "again_until",
+    "live_bytes",
+    "peak_bytes",
+    "structure",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,26 @@ class Program:
                 table[t].append(k)
         return tuple(map(tuple, table))
 
+    def version(self, tensor: int, kernel: int) -> int:
+        """Returns the kernel that wrote ``tensor`` last before ``kernel``; -1: none in this iteration."""
+        i = bisect_left(self.writes[tensor], kernel)
+        return self.writes[tensor][i - 1] if i else -1
+
+    @cached_property
+    def available_until(self) -> tuple[dict[int, int], ...]:
+        """Per kernel, by input: the last kernel at which the input is as it was read, unless a plan has it away: the
+        next writer, or the last use of a tensor that is not persistent."""
+        found = []
+        for k, kernel in enumerate(self.kernels):
+            until = {}
+            for x in kernel.inputs:
+                writes = self.writes[x]
+                i = bisect_left(writes, k)
+                end = len(self.kernels) if self.tensors[x].persistent else self.accesses[x][-1]
+                until[x] = min(writes[i], end) if i < len(writes) else end
+            found.append(until)
+        return tuple(found)
+
     @cached_property
     def again_until(self) -> tuple[int, ...]:
         """Per kernel: the last one before which it can run again, where nothing that lives is away; -1: it may not. It
@@ -145,12 +175,9 @@ class Program:
         until: list[int] = []
         for k, kernel in enumerate(self.kernels):
             last = len(self.kernels) if kernel.recomputable else -1
-            for x in kernel.inputs:
-                writes = self.writes[x]
-                i = bisect_left(writes, k)
-                there = writes[i] if i < len(writes) else len(self.kernels)  # as it was read
+            for x, there in self.available_until[k].items():
                 if not self.tensors[x].persistent:
-                    there = max(min(there, self.accesses[x][-1]), min(until[w] for w in writes[:i]))
+                    there = max(there, min(until[w] for w in self.writes[x] if w < k))
                 last = min(last, there)
             until.append(last)
         return tuple(until)

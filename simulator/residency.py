@@ -1,13 +1,22 @@
-"""Planned residency: bytes in memory at each kernel, as if transfers took no time."""
+"""What is in memory at a kernel: bytes with some gaps emptied, and inputs that are there as they were read.
+
+The one place of both questions. Where a plan recomputes, ``schedule.py`` adds the memory of what runs again.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.program import Gap, Program
 
-def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the load per kernel with some gaps emptied.
+
+def with_gaps_emptied(
+    load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Returns the load per kernel with some gaps emptied, as if transfers took no time.
 
     Args:
         load: (n,) bytes at each kernel with every gap filled.
@@ -21,3 +30,38 @@ def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray
     change[0] -= nbytes[after >= before].sum()
     left: NDArray[np.int64] = load + change[:-1].cumsum()
     return left
+
+
+def present(program: Program, tensor: int, reader: int, kernel: int, dropped: Set[int]) -> bool:
+    """Returns whether ``tensor`` is there at ``kernel``, or on the host, as ``reader`` read it.
+
+    Args:
+        dropped: tensors that are away and have to be recomputed.
+    """
+    return tensor not in dropped and kernel <= program.available_until[reader][tensor]
+
+
+def reruns(program: Program, targets: Set[int], kernel: int, dropped: Set[int] = frozenset()) -> list[int]:
+    """Returns the kernels that run again, in order, to have ``targets`` back before ``kernel`` (rule 7): their writers,
+    and those of what these read and is not present.
+
+    Args:
+        dropped: further tensors that are away. With more away, or later in the same gap, others may have to run, too.
+    """
+    dropped = dropped | targets
+    found: set[int] = set()
+    pending = [w for t in targets for w in program.writes[t] if w < kernel]
+    while pending:
+        w = pending.pop()
+        if w in found:
+            continue
+        found.add(w)
+        for x in program.kernels[w].inputs:
+            if not present(program, x, w, kernel, dropped):
+                pending += [u for u in program.writes[x] if u < w]
+    return sorted(found)
+
+
+def recompute_ns(program: Program, gap: Gap) -> int:
+    """Returns the duration of the kernels that recover a gap's tensor when nothing else is away."""
+    return sum(program.kernels[k].duration_ns for k in reruns(program, {gap.tensor}, gap.before))

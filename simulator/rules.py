@@ -1,10 +1,9 @@
 """The rules of the simulator, for one job or several, written to be read: the definition of what is true.
 
 RULES.md says them in words, by the numbers used here. ``compiled/`` has the same rules compiled for one program, and
-must agree with this file to the nanosecond. What follows from a plan without a clock is in ``schedule.py``, and in
-``lowered.py`` what eviction on demand has to know of it.
+must agree with this file to the nanosecond. What follows from a plan without a clock is in ``schedule.py``.
 
-``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has where a job is.
+``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has the state of a job.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing
-from simulator.job_state import Direction, Gap, Host, JobState, Link, Work
-from simulator.lowered import NEVER, Lowered, check, reserved_bytes
+from simulator.job_state import NEVER, Direction, Gap, Host, JobState, Lowered, Work, check_jobs, reserved_bytes
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
@@ -36,7 +34,7 @@ class World:
         self.waiting = sorted(range(len(jobs)), key=lambda j: (jobs[j].arrives_ns, j))  # for admission
         self.present: list[JobState] = []  # by job
         self.queue: list[Work] = []  # to the host
-        self.link = Link(machine)
+        self.copies: dict[Direction, Work] = {}  # under way, at most one in each direction
         self.steps: list[Work] = []  # under way
         self.stepped: JobState | None = None  # whose step was the last to start
         self.served: JobState | None = None
@@ -67,19 +65,31 @@ class World:
 
     def _enqueue(self, job: JobState, tensor: int, block: int) -> None:
         """A copy to the host is issued, unless there is one to come."""
-        coming = [*self.queue, *(copy for d, copy in self.link.copies.items() if d == "d2h")]
+        coming = [*self.queue, *(copy for d, copy in self.copies.items() if d == "d2h")]
         if not any(c.job is job and c.block == block and not c.void for c in coming):
             self.queue.append(Work(job, tensor=tensor, block=block, issued=self.kernel_ends))
 
     def _speed(self, step: Work) -> int:
         """Of a step, beside other steps (J2) and copies (k)."""
         kernel = step.job.schedule.program.kernels[step.job.next_step.kernel]
-        loss = len(self.link.copies) * self.machine.copy_loss(kernel.bytes, kernel.duration_ns)
+        loss = len(self.copies) * self.machine.copy_loss(kernel.bytes, kernel.duration_ns)
         return self.machine.compute_share(len(self.steps)) - loss
 
     def under_way(self) -> list[tuple[Work, int]]:
-        """Everything that is, and when it will be done if nothing else starts or ends."""
-        return [*self.link.ends(self.now), *((step, step.ends(self.now, self._speed(step))) for step in self.steps)]
+        """Everything that is, and its speed; copies in both directions slow each other down (g)."""
+        shares = {"d2h": self.machine.d2h_share, "h2d": self.machine.h2d_share}
+        both = len(self.copies) == 2
+        copies = [(copy, shares[direction] if both else ALONE) for direction, copy in self.copies.items()]
+        return [*copies, *((step, self._speed(step)) for step in self.steps)]
+
+    def may_start(self, direction: Direction) -> bool:
+        """Is the copy engine free?"""
+        return direction not in self.copies and not (self.machine.copy_engines == 1 and self.copies)
+
+    def _completed(self, direction: Direction) -> Work | None:
+        """The copy in this direction, if it is done; it is under way no more."""
+        done = direction in self.copies and self.copies[direction].left <= 0
+        return self._ended(self.copies.pop(direction)) if done else None
 
     def _ended(self, work: Work) -> Work:
         spans = work.job.record.spans
@@ -90,16 +100,16 @@ class World:
 
     def complete_copies(self) -> None:
         """Copies complete."""
-        if out := self.link.complete("d2h"):
-            job = self._ended(out).job
+        if out := self._completed("d2h"):
+            job = out.job
             if out.block in job.evicted:
                 self._release(job, job.evicted[out.block])
             elif not out.void:
                 job.host_copy[out.tensor] = out.block
                 if out.tensor in job.away:
                     self._release(job, job.away[out.tensor])
-        if back := self.link.complete("h2d"):
-            job = self._ended(back).job
+        if back := self._completed("h2d"):
+            job = back.job
             if job.evicted.pop(back.block, None) is None:
                 del job.away[back.tensor]
 
@@ -125,7 +135,7 @@ class World:
         kernel = program.kernels[step.kernel]
         for t in kernel.outputs:
             job.host_copy.pop(t, None)
-            for copy in (*self.queue, *self.link.copies.values()):
+            for copy in (*self.queue, *self.copies.values()):
                 if copy.job is job and copy.block == step.uses[t]:
                     copy.void = True
         self.queue = [copy for copy in self.queue if not copy.void]
@@ -194,7 +204,7 @@ class World:
 
     def part(self) -> None:
         """Jobs that leave are gone when no copy of theirs is under way."""
-        busy = [copy.job for copy in self.link.copies.values()]
+        busy = [copy.job for copy in self.copies.values()]
         for job in [job for job in self.present if job.leaving and job not in busy]:
             for b in sorted(job.memory):
                 self._charge(job, b, -1)
@@ -212,7 +222,7 @@ class World:
             j = self.waiting[0]
             plan = self._plan_now(j)
             needs = self.plans[j][plan].admission_bytes
-            if self.used + needs > self.limit or self._host_left() < self._reserved(self.plans[j]):
+            if self.used + needs > self.limit or self._host_left() < reserved_bytes(self.plans[j]):
                 break
             self.begin(j, plan)
 
@@ -235,12 +245,9 @@ class World:
         job.record.events_until.append(len(job.record.events))
         return job
 
-    def _reserved(self, plans: Sequence[Lowered]) -> int:
-        return reserved_bytes(plan.on_host for plan in plans)
-
     def _host_left(self) -> int:
         """Bytes of the host that are free (J9)."""
-        planned = sum(self._reserved(job.plans) for job in self.present)
+        planned = sum(reserved_bytes(job.plans) for job in self.present)
         return self.machine.host_bytes - planned - sum(g.host_bytes for j in self.present for g in j.evicted.values())
 
     def start_copies(self) -> None:
@@ -253,11 +260,11 @@ class World:
         going = min((job for job in self.present if job.offer and self._fits(job, job.offer)),
                     key=lambda job: (job.offered_since, job.index), default=None)  # fmt: skip
         one, gap = self.machine.copy_engines == 1, going.offer if going else None
-        if self.queue and self.link.may_start("d2h"):
+        if self.queue and self.may_start("d2h"):
             copy = self.queue[0]
             if not (one and going and gap and gap.pinned and going.issued(gap) < copy.issued):
                 self._start_copy("d2h", self.queue.pop(0))
-        if going and gap and self.link.may_start("h2d"):
+        if going and gap and self.may_start("h2d"):
             self._charge(going, gap.block, 1)
             gap.on_host = False
             if not gap.demand:
@@ -265,12 +272,10 @@ class World:
             self._start_copy("h2d", Work(going, tensor=gap.tensor, block=gap.block))
 
     def _start_copy(self, direction: Direction, copy: Work) -> None:
-        copy.span = len(copy.job.record.spans)
-        copy.job.record.spans.append(
-            Span(self.now, 0, direction, "swap_out" if direction == "d2h" else "swap_in", copy.tensor)
-        )
-        lasts_ns = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns
-        self.link.begin(direction, copy, lasts_ns(copy.job.nbytes(copy.block)))
+        lasts_ns, spans = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns, copy.job.record.spans
+        copy.span, copy.left = len(spans), lasts_ns(copy.job.nbytes(copy.block)) * ALONE
+        spans.append(Span(self.now, 0, direction, "swap_out" if direction == "d2h" else "swap_in", copy.tensor))
+        self.copies[direction] = copy
 
     def _fits(self, job: JobState, gap: Gap) -> bool:
         """Rules 5 and J4: does a swap-in fit now, and beside its job's planned residency, with what came back
@@ -337,7 +342,7 @@ class World:
 
     def advance(self) -> None:
         """To the next completion, arrival, or end of patience; or a tensor is evicted."""
-        ends = [end for _, end in self.under_way()]
+        ends = [work.ends(self.now, speed) for work, speed in self.under_way()]
         if self.host and self._waits_for_host(self.present[0]):
             self.host.waited = True
             ends.append(self.host.next_ns)
@@ -349,9 +354,8 @@ class World:
         for job in self.present:
             if not job.running and not job.leaving:
                 job.record.wait(self.now, then, self._cause(job))
-        for step, speed in [(step, self._speed(step)) for step in self.steps]:
-            step.left -= speed * (then - self.now)
-        self.link.elapse(then - self.now)
+        for work, speed in self.under_way():
+            work.left -= speed * (then - self.now)
         self.now = then
 
     def _cause(self, job: JobState) -> Cause:
@@ -360,7 +364,7 @@ class World:
             return "compute"
         if self._waits_for_host(job):
             return "issue"
-        return "data" if "h2d" in self.link.copies and job.awaited() else "memory"
+        return "data" if "h2d" in self.copies and job.awaited() else "memory"
 
     def _evict(self) -> None:
         """J6."""
@@ -397,14 +401,12 @@ class World:
         else:
             self._enqueue(job, tensor, b)
 
-    # ------------------------------------------------------------------------------------- what it was
-
     def state(self, job: JobState) -> tuple[object, ...]:
         """Everything that the future of a job depends on that is alone, at a boundary and relative to it (rule 10)."""
         at = job.position
         return (
             self.host and self.host.lead(self.now, len(job.record.boundaries) >= self.host.settles_after),
-            self.link.state(),
+            frozenset((direction, copy.tensor, copy.left) for direction, copy in self.copies.items()),
             tuple((copy.tensor, copy.issued - at) for copy in self.queue),
             frozenset((t, g.before - at, g.ready - at, g.left, g.on_host) for t, g in job.away.items()),
             frozenset((g.tensor, g.before - at) for g in job.early if g.before > at),
@@ -436,7 +438,7 @@ def simulate_jobs(
         JobsDeadlock: no job can go on, because the host is full.
     """
     plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
-    check(jobs, plans, machine, limit, until_ns)
+    check_jobs(jobs, plans, machine, limit, until_ns)
     world = World(jobs, plans, machine, limit, until_ns, sharing)
     while True:
         world.complete_copies()
@@ -478,8 +480,8 @@ def simulate(
         if world.served:
             raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
     ran = job.record
-    for work, end in world.under_way():
-        ran.spans[work.span] = ran.spans[work.span]._replace(end_ns=end)
+    for work, speed in world.under_way():
+        ran.spans[work.span] = ran.spans[work.span]._replace(end_ns=work.ends(world.now, speed))
     return Timeline.assemble(
         program, limit, schedule.required_bytes, ran.boundaries, ran.spans, ran.events, ran.events_until, ran.stalls,
         period,

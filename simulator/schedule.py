@@ -10,14 +10,13 @@ reads the version that program order gives it, so that the walk need only know w
 
 1. A kernel writes in place, but a tensor's first write makes a block.
 2. A step that runs again writes to blocks of its pass, which all writers of a tensor in the pass share.
-3. Recompute: a pass reads what is there still, else what it wrote; it keeps what it recovers (``_wanted``, rule 7).
+3. Recompute: a pass reads what is there still, else what it wrote; it keeps what it recovers (``reruns``, rule 7).
 4. Rerun: a block written again takes the place of the one before, but for persistent tensors and those on the host.
 5. A tensor on the host that a pass reads is fetched, and stays.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from typing import Literal, NamedTuple, assert_never
 
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError, Recompute, Rerun, Swap
-from simulator.program import Gap, Program
+from simulator.program import Program
+from simulator.residency import present, reruns
 
 StepKind = Literal["kernel", "recompute"]
 
@@ -222,21 +222,15 @@ class _Walk:
                 self.returns[self.away.pop(t)] = k
             self._run(k)
             for drop in drops.get(k, ()):
-                self._use(self.holder.pop((drop.tensor, self.version(drop.tensor, k + 1))))
+                self._use(self.holder.pop((drop.tensor, program.version(drop.tensor, k + 1))))
                 self.dropped[drop.tensor] = drop
             for swap in self.leaves.get(k, ()):
-                self.moved[swap] = self.holder[swap.tensor, self.version(swap.tensor, k + 1)]
+                self.moved[swap] = self.holder[swap.tensor, program.version(swap.tensor, k + 1)]
                 self.away[swap.tensor] = swap
         self.first.append(len(self.steps))
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
-                self.spans[self.holder[t, self.version(t, len(program.kernels))]][1] = len(self.steps)
-
-    def version(self, x: int, w: int) -> int:
-        """The version of tensor x before kernel w."""
-        writes = self.program.writes[x]
-        i = bisect_left(writes, w)
-        return writes[i - 1] if i else -1
+                self.spans[self.holder[t, program.version(t, len(program.kernels))]][1] = len(self.steps)
 
     def _block(self, owner: int, nbytes: int, first: int) -> int:
         self.owners.append((owner, nbytes))
@@ -261,12 +255,12 @@ class _Walk:
         kernel, program = self.program.kernels[k], self.program
         uses = self._step("kernel", k, k, frozenset(kernel.accesses))
         for x in kernel.inputs:
-            uses[x] = self._use(self.holder[x, self.version(x, k)])
+            uses[x] = self._use(self.holder[x, program.version(x, k)])
         for x in dict.fromkeys(kernel.outputs):
             if not program.tensors[x].persistent and program.accesses[x][0] == k:
                 uses[x] = self._block(x, program.tensors[x].nbytes, len(self.steps) - 1)
             else:
-                uses[x] = self._use(self.holder.pop((x, self.version(x, k))))
+                uses[x] = self._use(self.holder.pop((x, program.version(x, k))))
             self.holder[x, k] = uses[x]
 
     def _recompute(self, k: int) -> Set[int]:
@@ -275,7 +269,7 @@ class _Walk:
         targets = {d.tensor for d in self.due.get(k, ()) if dropped.get(d.tensor) is d}
         if not targets:
             return frozenset()
-        rerun = _wanted(program, k, targets, dropped.keys())
+        rerun = reruns(program, targets, k, dropped.keys())
         fetched = {
             x for w in rerun for x in program.kernels[w].inputs
             if x in self.away and present(program, x, w, k, dropped.keys())
@@ -283,16 +277,16 @@ class _Walk:
         recovered = set(targets)
         if any(dropped[t].keep for t in targets):
             made = {x for w in rerun for x in program.kernels[w].outputs if x in dropped}
-            recovered |= {x for x in made if rerun.issuperset(u for u in program.writes[x] if u < k)}
+            recovered |= {x for x in made if all(u in rerun for u in program.writes[x] if u < k)}
         own: dict[int, int] = {}
-        for w in sorted(rerun):
+        for w in rerun:
             uses = self._step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
                 there = present(program, x, w, k, dropped.keys())
-                uses[x] = self._use(self.holder[x, self.version(x, w)] if there else own[x])
+                uses[x] = self._use(self.holder[x, program.version(x, w)] if there else own[x])
             self._write(w, uses, own)
         for x in recovered:
-            self.holder[x, self.version(x, k)] = own[x]
+            self.holder[x, program.version(x, k)] = own[x]
             self.recovered[dropped.pop(x)] = k
         return fetched
 
@@ -315,11 +309,11 @@ class _Walk:
         for w in rerun:
             uses = self._step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
-                version = self.version(x, w)
+                version = program.version(x, w)
                 mine, there = held.get(x) == version, self.holder.get((x, version))
                 if there is not None and (tensors[x].persistent or not mine):
                     uses[x] = self._use(there)
-                    if x in self.away and version == self.version(x, k):
+                    if x in self.away and version == program.version(x, k):
                         fetched.add(x)
                 elif mine:
                     uses[x] = self._use(own[x])
@@ -328,7 +322,7 @@ class _Walk:
                         f"kernel {w} cannot run again before kernel {k}: tensor {x} is not there as it read it"
                     )
             for x in program.kernels[w].outputs:
-                earlier = self.version(x, w)
+                earlier = program.version(x, w)
                 if not tensors[x].persistent and earlier >= 0 and held.get(x) != earlier:
                     raise PlanError(
                         f"kernel {w} cannot run again before kernel {k}: it goes on writing tensor {x}, and kernel "
@@ -399,59 +393,19 @@ def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Re
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)
-    change = [0] * (n + 1)
+    change = [0] * (2 * n + 1)  # at this iteration's kernels, and at the next one's
     of: dict[int, list[Swap]] = {}
     for d in sorted(swaps, key=lambda d: d.after):
         of.setdefault(d.tensor, []).append(d)
     for t, ds in of.items():
-        tensor, writes = program.tensors[t], program.writes[t]
-        spans = [_after(d.copied_at, returns[d], n) for d in ds]
-        for d, following in pairwise([*ds, ds[0]] if tensor.persistent else ds):
-            between = _after(d.copied_at, following.copied_at, n)
-            if not any(w in span for w in writes for span in between):
-                spans.append(between)
-        until = 0
-        for span in sorted((one for several in spans for one in several), key=lambda span: span.start):
-            if span.stop > until:
-                change[max(span.start, until)] += tensor.nbytes
-                change[span.stop] -= tensor.nbytes
-                until = span.stop
-    return list(accumulate(change[:n]))
-
-
-def _after(begin: int, end: int, n: int) -> tuple[range, ...]:
-    """Kernels after ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
-    return (range(begin + 1, end + 1),) if begin < end else (range(end + 1), range(begin + 1, n))
-
-
-def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:
-    """Is tensor x there at kernel k, or on the host, as kernel w read it?"""
-    tensor, uses = program.tensors[x], program.accesses[x]
-    alive = tensor.persistent or uses[0] < k <= uses[-1]
-    return alive and x not in dropped and not any(w <= u < k for u in program.writes[x])
-
-
-def _wanted(program: Program, k: int, targets: Set[int], dropped: Set[int]) -> set[int]:
-    """Rule 7: the writers of the targets that ran before kernel k, and of what those read and is not present."""
-    rerun: set[int] = set()
-    pending = [u for t in targets for u in program.writes[t] if u < k]
-    while pending:
-        w = pending.pop()
-        if w in rerun:
-            continue
-        rerun.add(w)
-        for x in program.kernels[w].inputs:
-            if not present(program, x, w, k, dropped):
-                pending += [u for u in program.writes[x] if u < w]
-    return rerun
-
-
-def reruns(program: Program, tensor: int, k: int, dropped: Set[int] = frozenset()) -> list[int]:
-    """Kernels that run again, in order, to have ``tensor`` back before kernel k when of the others ``dropped`` are
-    away. With more away, or later in the same gap, these run again and perhaps others."""
-    return sorted(_wanted(program, k, {tensor}, dropped | {tensor}))
-
-
-def recompute_ns(program: Program, gap: Gap) -> int:
-    """Duration of the kernels that recover a gap's tensor when nothing else is away."""
-    return sum(program.kernels[k].duration_ns for k in reruns(program, gap.tensor, gap.before))
+        tensor = program.tensors[t]
+        for d, following in pairwise([*ds, ds[0]] if tensor.persistent else [*ds, None]):
+            kernels = (returns[d] - d.copied_at - 1) % n + 1
+            if following:
+                ahead = (following.copied_at - d.copied_at - 1) % n + 1
+                valid = all((w - d.copied_at - 1) % n >= ahead for w in program.writes[t])
+                kernels = max(kernels, ahead if valid else 0)
+            change[d.copied_at + 1] += tensor.nbytes
+            change[d.copied_at + 1 + kernels] -= tensor.nbytes
+    held = list(accumulate(change))
+    return [held[k] + held[k + n] for k in range(n)]

@@ -25,7 +25,7 @@ from simulator import Engine, Machine, rules, simulate, simulate_jobs
 from simulator.compiled.engine import NEVER, cores, rows_of
 from simulator.decisions import Decision, Recompute, Rerun, Swap
 from simulator.job import Job, JobsDeadlock, Sharing
-from simulator.lowered import Lowered
+from simulator.job_state import Lowered
 from simulator.plan import Plan, PlanError
 from simulator.program import Kernel, Program, Tensor
 from simulator.schedule import OutOfMemory, lower

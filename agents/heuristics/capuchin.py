@@ -27,7 +27,7 @@ from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.schedule import present, reruns
+from simulator.residency import present, reruns
 from simulator.timeline import Timeline
 
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
@@ -238,7 +238,7 @@ class Policy:
         for i in list(which):
             target, _, at = self.gaps[i]
             gone = {target} | {t for t, rs in away.items() if any(self.is_open(r, at) for r in rs)}
-            rerun = reruns(self.program, target, at, gone)
+            rerun = reruns(self.program, {target}, at, gone)
             read = {(x, w) for w in rerun for x in self.program.kernels[w].inputs}
             self.sources[i] = {x for x, w in read if present(self.program, x, w, at, gone)}
             self.time[i] = sum(self.program.kernels[w].duration_ns for w in rerun)

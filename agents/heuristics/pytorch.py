@@ -26,7 +26,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.schedule import reruns
+from simulator.residency import reruns
 
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
@@ -173,7 +173,7 @@ class Partitioner:
         self._total = sum(size[m.tensor] for m in maps)
         self._nbytes = {m.tensor: size[m.tensor] for m in maps}
         self._maps = recomputable(program, maps)
-        self._needs = [set(reruns(program, m.tensor, m.gap.before)) for m in self._maps]
+        self._needs = [set(reruns(program, {m.tensor}, m.gap.before)) for m in self._maps]
         used = sorted(set().union(*self._needs))
         reductions = {k for k in used if 4 * sum(size[t] for t in set(program.kernels[k].outputs))
                       < sum(size[t] for t in set(program.kernels[k].inputs))}  # fmt: skip

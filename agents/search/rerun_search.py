@@ -30,7 +30,7 @@ from simulator.machine import Machine
 from simulator.modes import ways_to_empty
 from simulator.plan import Plan, Rerun
 from simulator.program import Program
-from simulator.schedule import recompute_ns
+from simulator.residency import recompute_ns
 
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after it

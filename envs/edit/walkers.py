@@ -16,6 +16,8 @@ from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
     EXTRA,
+    FOR_DATA,
+    FOR_ISSUE,
     KIND,
     LOG_BOUNDARY,
     LOG_IN,
@@ -356,9 +358,9 @@ def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
             kernels[2, here] += memory
             kernels[3, here] += rerun
             data = memory = rerun = 0.0
-        elif what == LOG_STALL and which < 2:  # those of the host (2) depend on no edit
+        elif what == LOG_STALL and which != FOR_ISSUE:  # stalls for the host depend on no edit
             stall += took
-            if which:
+            if which == FOR_DATA:
                 data += took
             else:
                 memory += took

@@ -40,22 +40,8 @@ STEP_KERNEL, ALLOCATED, FREED, STEP_FOR, STEP_COLUMNS = range(5)
 # What a call works on (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. PLANNED,
 # and for the rows RETURNS (the kernel that ends the gap), BY_REMAT (does a rematerialisation end it?) and AWAY_AT_START
 # are what lowering finds; others are said where they are used.
-(
-    PLANNED,
-    ENFORCED,
-    GATE,
-    OPENS,
-    SEGMENT,
-    ENDS,
-    MARKED,
-    PENDING,
-    ORDER,
-    WAITS,
-    ISSUES,
-    KERNEL_TOPS,
-    KERNEL_ADDED,
-    BY_KERNEL,
-) = range(14)
+PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING = range(8)
+ORDER, WAITS, ISSUES, KERNEL_TOPS, KERNEL_ADDED, BY_KERNEL = range(8, 14)
 FIRST_OF, HIGHEST, EXPECTED, SEGMENT_TOPS, SEGMENT_ADDED, BY_SEGMENT = range(6)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
 RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, READY, DUE, CHILD, SIBLING, QUEUE, BY_ROW = range(11)
@@ -104,9 +90,10 @@ STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 # iteration has made; what the iteration has lasted.
 LEAD, LEAD_NS, AT_START, LASTED, STATE_COLUMNS = range(5)
 
-# Columns of the log of a run: start, end, one of these, and kernel, row or (of a stall) its cause in timeline.CAUSES.
+# Columns of the log of a run: start, end, one of these, and kernel, row or (of a stall) its FOR_: timeline.CAUSES.
 # The first four are spans; a step ends, and the memory of an open gap is free.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_END, LOG_LEFT = range(8)
+FOR_MEMORY, FOR_DATA, FOR_ISSUE = range(len(CAUSES))
 
 
 class Tables(NamedTuple):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -428,7 +427,7 @@ class Engine:
 
 
 def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
-    """``schedule.recompute_ns`` of each gap, int64 (gaps,); of a chain of more than CHAIN kernels that of so many,
+    """``residency.recompute_ns`` of each gap, int64 (gaps,); of a chain of more than CHAIN kernels that of so many,
     as all chains together grow with the square of the program."""
     n, (tensor, _, before) = len(program.kernels), columns_of(gaps).T.copy()
     durations, out = np.array([k.duration_ns for k in program.kernels], np.int64), np.empty(len(gaps), np.int64)
@@ -437,24 +436,14 @@ def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
 
 
 def graph_of(program: Program) -> Ints:
-    """Of each kernel what it reads, what it writes; of each tensor its writers (``ragged``); and ``_present_until``."""
+    """Of each kernel what it reads, what it writes; of each tensor its writers (``ragged``); and for each
+    input of each kernel, in that order, ``Program.available_until``."""
     kernels = program.kernels
     graph = ragged(
         [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
     )
-    return np.concatenate((graph, _present_until(program)))
-
-
-def _present_until(program: Program) -> Ints:
-    """For each input of each kernel, in the order of ``graph``: the last kernel at which it is as it was read."""
-    out = []
-    for k, kernel in enumerate(program.kernels):
-        for x in dict.fromkeys(kernel.inputs):
-            writes = program.writes[x]
-            i = bisect_left(writes, k)
-            until = writes[i] if i < len(writes) else NEVER
-            out.append(until if program.tensors[x].persistent else min(until, program.accesses[x][-1]))
-    return np.array(out, np.int64)
+    until = [k for ends in program.available_until for k in ends.values()]
+    return np.concatenate((graph, np.array(until, np.int64)))
 
 
 def cores() -> int:

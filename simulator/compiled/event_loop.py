@@ -16,11 +16,11 @@ from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits
 from simulator.compiled.segments import next_segments, obstacle_of, segments, weigh
 from simulator.compiled.encoding import (
     ALLOCATED, AT_START, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE,
-    DUE, DUE_SEGMENT, DURATION, ENFORCED, EVENT_NS, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC,
-    H2D_SHARE, HOST_BYTES, HOST_FULL, ITERATION_NS, LASTED, LEAD, LEAD_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY,
-    LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN,
-    OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT, SIBLING, SLOWER, STEP_FOR,
-    STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
+    DUE, DUE_SEGMENT, DURATION, ENFORCED, EVENT_NS, FOR_DATA, FOR_ISSUE, FOR_MEMORY, FREED, GATE, GATE_EVENT,
+    GATE_MISSING, GATE_REMAT, GATE_SYNC, H2D_SHARE, HOST_BYTES, HOST_FULL, ITERATION_NS, LASTED, LEAD, LEAD_NS, LEAVING,
+    LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS,
+    MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT,
+    SIBLING, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
 )  # fmt: skip
 
 # isort: on
@@ -28,7 +28,7 @@ from simulator.machine import ALONE
 
 
 @stage
-def _log(log, count, start, end, what, index):  # type: ignore[no-untyped-def]
+def _log(log, count, start, end, what, index):
     """Writes entry ``count`` of the log, or the last one where there is no such; returns how many there are now."""
     if log.shape[0]:
         i = min(count, log.shape[0] - 1)
@@ -38,32 +38,32 @@ def _log(log, count, start, end, what, index):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _log_end(log, entry, end):  # type: ignore[no-untyped-def]
+def _log_end(log, entry, end):
     """A span that was logged ends at another time."""
     if end != NEVER and entry < log.shape[0]:
         log[entry, 1] = end
 
 
 @stage
-def _left(work, end, rate, elapsed):  # type: ignore[no-untyped-def]
+def _left(work, end, rate, elapsed):
     """What is left of a transfer after so long at a rate; 0 where none is under way."""
     return 0 if end == NEVER else work - rate * elapsed
 
 
 @stage
-def _end(work, rate, now):  # type: ignore[no-untyped-def]
+def _end(work, rate, now):
     """When a transfer ends at a rate."""
     return now - (-work // rate)
 
 
 @stage
-def _waits_for_data(gate, rerun):  # type: ignore[no-untyped-def]
+def _waits_for_data(gate, rerun):
     """Is a tensor away that the kernel with this gate reads, or a step of its rematerialisation?"""
     return gate & GATE_MISSING >= GATE_REMAT if rerun else gate & GATE_MISSING > 0
 
 
 @stage
-def _release(by_row, held, waiting, position, blocked):  # type: ignore[no-untyped-def]
+def _release(by_row, held, waiting, position, blocked):
     """Moves the rows of ``held`` that are ready to ``waiting``; returns their roots, and ``blocked``."""
     ready, due, child, sibling = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING]
     while held >= 0 and ready[held] <= position:
@@ -76,7 +76,7 @@ def _release(by_row, held, waiting, position, blocked):  # type: ignore[no-untyp
 
 
 @stage
-def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, plain_until):  # type: ignore[no-untyped-def]
+def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, plain_until):
     """Runs plain kernels up to the next completion of a copy, ``horizon``, or the next chance of the first swap-in, of
     ``head_bytes``, which comes after kernel ``plain_until`` at the first; returns now, k, used, peak, and whether there
     is that chance."""
@@ -93,7 +93,7 @@ def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, pl
 
 
 @stage
-def _open_gaps(  # type: ignore[no-untyped-def]
+def _open_gaps(
     gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position, k, used, n_segments
 ):  # fmt: skip
     """Copies are issued and gaps open, as kernel k ends; returns used, held, queue_tail, n_log."""
@@ -132,7 +132,7 @@ def _open_gaps(  # type: ignore[no-untyped-def]
 
 
 @stage
-def event_loop(  # type: ignore[no-untyped-def]
+def event_loop(
     tables, rows, lowering, work, limit_until, cutoff, iterations, result, log
 ):  # fmt: skip
     """Simulates one plan, whose residency is planned and fits, for ``iterations`` at least.
@@ -183,7 +183,6 @@ def event_loop(  # type: ignore[no-untyped-def]
     queue_head = queue_tail = 0
     held, nbytes = leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
     waiting = -1  # its root; that of `held` is the next that is ready
-    grouped = False  # the kernels, for rule 5
     blocked = -1  # the first of `waiting` cannot come back before the kernel at this position has ended
     used = peak = settings[PERSISTENT_BYTES] - nbytes
     limit_here = limit if limit_until > 0 else NEVER
@@ -243,8 +242,8 @@ def event_loop(  # type: ignore[no-untyped-def]
                 start = position + (1 if end != NEVER and not rerun else 0)
                 if start > blocked and used + head_bytes <= limit_here:
                     at, until = start - position + k, due[waiting] // DUE_SEGMENT
-                    obstacle, grouped = obstacle_of(
-                        segment_of, by_kernel, by_segment, enforced, grouped, at, until, limit - head_bytes, required
+                    obstacle = obstacle_of(
+                        segment_of, by_kernel, by_segment, enforced, at, until, limit - head_bytes, required
                     )
                     blocked = obstacle + position - k
                     if obstacle < 0:
@@ -320,8 +319,9 @@ def event_loop(  # type: ignore[no-untyped-def]
                 break
             if end == NEVER and then > now:
                 if logs:
-                    for_data = 1 if _waits_for_data(gate[k], rerun) and in_end != NEVER else 0
-                    n_log = _log(log, n_log, now, then, LOG_STALL, 2 if unissued else for_data)
+                    for_data = in_end != NEVER and _waits_for_data(gate[k], rerun)
+                    cause = FOR_ISSUE if unissued else FOR_DATA if for_data else FOR_MEMORY
+                    n_log = _log(log, n_log, now, then, LOG_STALL, cause)
                 if then - kernels[BEGINS, k] - lasts + reruns_left >= soonest:
                     status, running = SLOWER, False
                     break

@@ -15,7 +15,7 @@ OUTSIDE = -2
 
 
 @stage
-def meld(keys, child, sibling, one, two):  # type: ignore[no-untyped-def]
+def meld(keys, child, sibling, one, two):
     """The root of both heaps in one; -1 is an empty heap."""
     if one < 0 or two < 0:
         return max(one, two)
@@ -25,14 +25,14 @@ def meld(keys, child, sibling, one, two):  # type: ignore[no-untyped-def]
 
 
 @stage
-def push(keys, child, sibling, root, row):  # type: ignore[no-untyped-def]
+def push(keys, child, sibling, root, row):
     """The root with one row more."""
     child[row] = -1
     return meld(keys, child, sibling, root, row)
 
 
 @stage
-def pop(keys, child, sibling, root):  # type: ignore[no-untyped-def]
+def pop(keys, child, sibling, root):
     """Takes out the root; returns the new one."""
     at, pairs = child[root], -1
     child[root] = OUTSIDE

@@ -49,7 +49,7 @@ class Host(NamedTuple):
 
 
 @stage
-def _cost(queue, kernel, step):  # type: ignore[no-untyped-def]
+def _cost(queue, kernel, step):
     """Host time for the next step, in ns."""
     if step < queue.n_steps and queue.steps[step, STEP_FOR] == kernel:
         return queue.issue_ns if queue.durations[queue.steps[step, STEP_KERNEL]] > 0 else 0
@@ -57,7 +57,7 @@ def _cost(queue, kernel, step):  # type: ignore[no-untyped-def]
 
 
 @stage
-def issue(queue, host, now):  # type: ignore[no-untyped-def]
+def issue(queue, host, now):
     """Issues what can be issued until ``now``."""
     kernel, step, issued, queued, next_ns = host
     while next_ns <= now:
@@ -77,7 +77,7 @@ def issue(queue, host, now):  # type: ignore[no-untyped-def]
 
 
 @stage
-def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):  # type: ignore[no-untyped-def]
+def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
     """Fills by_kernel[ISSUES] (Schedule.issues); returns whether the host takes time, what it issues, and where it is
     before the first iteration."""
     issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
@@ -104,13 +104,13 @@ def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
 
 
 @stage
-def start_step(host):  # type: ignore[no-untyped-def]
+def start_step(host):
     """The step that was issued first starts."""
     return Host(host.kernel, host.step, host.issued - 1, host.queued, host.next_ns)
 
 
 @stage
-def complete(queue, host, timed, now):  # type: ignore[no-untyped-def]
+def complete(queue, host, timed, now):
     """A step is over; if it took time, the queue has room for another."""
     host = issue(queue, host, now)
     if timed:
@@ -119,7 +119,7 @@ def complete(queue, host, timed, now):  # type: ignore[no-untyped-def]
 
 
 @stage
-def note_lead(state, m, queue, host, now, changes, lead, lead_ns):  # type: ignore[no-untyped-def]
+def note_lead(state, m, queue, host, now, changes, lead, lead_ns):
     """Host.lead at a boundary: writes it into ``state``.
 
     Args:

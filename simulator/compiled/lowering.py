@@ -22,7 +22,7 @@ _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
 
 
 @stage(entry=True)
-def swap_residency(kernels, tensors, rows, planned):  # type: ignore[no-untyped-def]
+def swap_residency(kernels, tensors, rows, planned):
     """Fills ``planned`` for a plan of swaps: live bytes less what is away."""
     n, live = planned.size - 1, kernels[LIVE]
     for k in range(n + 1):
@@ -40,7 +40,7 @@ def swap_residency(kernels, tensors, rows, planned):  # type: ignore[no-untyped-
 
 
 @stage
-def _since_write(graph, begin, end, after, n):  # type: ignore[no-untyped-def]
+def _since_write(graph, begin, end, after, n):
     """Kernels from the last of the writes graph[begin:end] to kernel ``after``, over the boundary where need be."""
     since = after - graph[end - 1] + n if begin < end else NEVER // 2
     for i in range(begin, end):
@@ -50,7 +50,7 @@ def _since_write(graph, begin, end, after, n):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _enter(heads, following, rows, k, entry):  # type: ignore[no-untyped-def]
+def _enter(heads, following, rows, k, entry):
     """Puts an entry into the list of kernel k, by tensor."""
     t, at, before = rows[entry >> 1, TENSOR], heads[k], -1
     while at >= 0 and rows[at >> 1, TENSOR] < t:
@@ -63,19 +63,19 @@ def _enter(heads, following, rows, k, entry):  # type: ignore[no-untyped-def]
 
 
 @stage(inline=True)
-def is_swap(rows, r):  # type: ignore[no-untyped-def]
+def is_swap(rows, r):
     """Is row r a swap, of either kind?"""
     return rows[r, KIND] & 1 == 0
 
 
 @jit
-def copied_at(rows, r):  # type: ignore[no-untyped-def]
+def copied_at(rows, r):
     """plan.copied_at: the kernel at whose end the copy of a swap is issued."""
     return rows[r, WHEN] if rows[r, WHEN] >= 0 else rows[r, AFTER]
 
 
 @jit
-def grouped(keys, n):  # type: ignore[no-untyped-def]
+def grouped(keys, n):
     """Indices by their key from 0 to n - 1, in order: those of key k are items[at[k]:at[k + 1]]; -1 is no key."""
     at = np.zeros(n + 1, np.int64)
     for key in keys:
@@ -92,7 +92,7 @@ def grouped(keys, n):  # type: ignore[no-untyped-def]
 
 
 @stage
-def sort(values, begin, end):  # type: ignore[no-untyped-def]
+def sort(values, begin, end):
     """Sorts values[begin:end]: a few, by insertion."""
     for i in range(begin + 1, end):
         value, at = values[i], i
@@ -103,7 +103,7 @@ def sort(values, begin, end):  # type: ignore[no-untyped-def]
 
 
 @jit
-def swaps_of(rows, n, n_tensors):  # type: ignore[no-untyped-def]
+def swaps_of(rows, n, n_tensors):
     """The rows that are swaps, by tensor and opening: those of tensor t are order[at[t]:at[t + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
@@ -120,7 +120,7 @@ def swaps_of(rows, n, n_tensors):  # type: ignore[no-untyped-def]
 
 
 @jit
-def host_load(tensors, graph, rows, returns, n):  # type: ignore[no-untyped-def]
+def host_load(tensors, graph, rows, returns, n):
     """The most bytes that the host holds for a plan at a time (schedule._on_host).
 
     Args:
@@ -151,7 +151,7 @@ def host_load(tensors, graph, rows, returns, n):  # type: ignore[no-untyped-def]
 
 
 @stage
-def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: ignore[no-untyped-def]
+def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps):
     """Fills the tables of a plan.
 
     gaps: of the rows.
@@ -222,7 +222,7 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
 
 
 @stage
-def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):  # type: ignore[no-untyped-def]
+def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):
     """Fills by_kernel[WAITS]: ns that each kernel takes longer by the events of copies (RULES.md, j); returns whether
     there are any."""
     if wait_ns == 0 and event_ns == 0:
@@ -247,7 +247,7 @@ def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):  # type: ignore[no-unt
 
 
 @stage
-def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: ignore[no-untyped-def]
+def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
     """Makes a heap by by_row[READY] of the rows whose tensors are on the host at the start; returns its root and their
     bytes.
 
@@ -275,7 +275,7 @@ def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: 
 
 
 @stage
-def makes_copies(tensors, graph, rows, by_tensor, gaps, n):  # type: ignore[no-untyped-def]
+def makes_copies(tensors, graph, rows, by_tensor, gaps, n):
     """A swap between two uses of a persistent tensor may make a copy that is valid at the boundary, unlike at the
     start. Returns the kernel from which on all such copies are issued; 0: there are none."""
     writes_at, settled = graph[2 * n + 2 :], 0

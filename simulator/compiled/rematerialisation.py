@@ -24,7 +24,7 @@ CHAIN = 10_000  # kernels of a chain whose times are added up
 
 
 @stage
-def _mark(graph, begin, end, before, marked, mark, pending, n_pending):  # type: ignore[no-untyped-def]
+def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
     """Adds the writers graph[begin:end] that run before ``before`` to ``pending``, each once for a mark."""
     for i in range(begin, end):
         w = graph[i]
@@ -36,7 +36,7 @@ def _mark(graph, begin, end, before, marked, mark, pending, n_pending):  # type:
 
 
 @stage
-def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):  # type: ignore[no-untyped-def]
+def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):
     """Makes the writers of what was dropped and is back at kernel k pending, the rows from ``ending`` on; returns how
     many they are, and whether one of the rows has ``keep``."""
     away, stays, next_end = by_tensor[AWAY], by_tensor[STAYS], by_row[NEXT_END]
@@ -52,7 +52,7 @@ def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark,
 
 
 @stage
-def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order):  # type: ignore[no-untyped-def]
+def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order):
     """All that runs again for kernel k, into ``order``: what is pending, and the writers of what that reads and is not
     present. Notes which of them uses each tensor last; what they read from the host comes back.
 
@@ -96,7 +96,7 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
 
 
 @stage
-def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark):  # type: ignore[no-untyped-def]
+def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark):
     """Notes which of the dropped tensors that the chain recovers stay with ``keep``: those that it writes whole."""
     for i in range(n_order):
         w = order[i]
@@ -111,7 +111,7 @@ def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, ma
 
 
 @stage
-def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):  # type: ignore[no-untyped-def]
+def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):
     """Writes the steps of a chain; what was dropped and stays is there again.
 
     Returns:
@@ -147,7 +147,7 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
 
 
 @stage
-def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  # type: ignore[no-untyped-def]
+def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
     """schedule._Walk, from what by_row[AWAY_AT_START] says; returns how many steps run again and their ns."""
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     results_at, writes_at = graph[n + 1 :], graph[2 * n + 2 :]
@@ -217,9 +217,9 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  
 
 
 @stage(entry=True)
-def rerun_times(durations, graph, tensor, before, marked, pending, out):  # type: ignore[no-untyped-def]
+def rerun_times(durations, graph, tensor, before, marked, pending, out):
     """ns of what runs again to have each ``tensor`` for the kernel ``before`` it, where nothing else is away, into
-    ``out``: schedule.recompute_ns, or of its first CHAIN kernels.
+    ``out``: residency.recompute_ns, or of its first CHAIN kernels.
 
     Args:
         durations: int64 (kernels,); ``graph``: as in ``score_plans``.
@@ -243,7 +243,7 @@ def rerun_times(durations, graph, tensor, before, marked, pending, out):  # type
 
 
 @stage(entry=True)
-def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  # type: ignore[no-untyped-def]
+def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
     """The schedule of a plan of swaps and recomputation: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
     BY_REMAT, AWAY_AT_START.
 

@@ -1,23 +1,28 @@
-"""Plans with Rerun decisions, compiled: what schedule.lower says of them in bytes, which ``lower_reruns`` adds up."""
+"""Plans with Rerun decisions, compiled: what schedule.lower says of them, in bytes.
+
+A version of a tensor is a slot of ``graph``: that of the writer in the tensor's list of writers. The versions that
+persistent tensors have at the start have no slot. Blocks are numbered: block x is that of the persistent tensor x.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from simulator.compiled.blocks import B_BYTES, B_FIRST, B_LAST, B_OWNER, walk
-from simulator.compiled.jit import jit
-from simulator.compiled.lowering import grouped, is_swap, sort
+from simulator.compiled.jit import jit, stage
+from simulator.compiled.lowering import copied_at, grouped, is_swap, sort
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DIES, FREED, KIND, LEVEL, LIVE, PLANNED, RERUN, RETURNS,
-    SIZE, STEP_FOR, STEP_KERNEL, TENSOR, WORKSPACE,
+    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DIES, FIRST, FREED, KIND, LEVEL, LIVE, PERSISTENT, PLANNED,
+    RERUN, RETURNS, SIZE, STEP_FOR, STEP_KERNEL, TENSOR, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
+ENDS, OPENS, COPIES = range(3)
+
 
 @jit
-def _passes(rows, n, steps):  # type: ignore[no-untyped-def]
+def _passes(rows, n, steps):
     """Writes what runs again into ``steps``, in order: those for kernel k are steps[at[k]:at[k + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
@@ -33,8 +38,130 @@ def _passes(rows, n, steps):  # type: ignore[no-untyped-def]
     return at
 
 
+@stage(inline=True)
+def _slot_before(graph, writes_at, x, w):
+    """The last writer of tensor x before kernel w, as an index of ``graph``; -1: none."""
+    slot = -1
+    for i in range(writes_at[x], writes_at[x + 1]):
+        if graph[i] < w:
+            slot = i
+    return slot
+
+
 @jit
-def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):  # type: ignore[no-untyped-def]
+def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
+    """Adds up the bytes that each step allocates and frees (``schedule._Walk``), by what by_row[AWAY_AT_START] and
+    by_row[RETURNS] say. Where a pass fetches a tensor before its gap ends, it notes so in by_row[RETURNS, BY_REMAT].
+
+    Args:
+        away: int64 (tensors,) of -1: filled with the row that has a tensor on the host in the end.
+        allocated, freed: int64 (n + n_steps,) of zeros, filled.
+
+    Returns:
+        Whether every step that runs again finds what it reads.
+    """
+    m, n_tensors, size = rows.shape[0], tensors.shape[1], tensors[SIZE]
+    reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
+    room = n_tensors + results_at[n] - results_at[0]
+    for j in range(n_steps):
+        room += results_at[steps[j, STEP_KERNEL] + 1] - results_at[steps[j, STEP_KERNEL]]
+    nbytes, last, n_blocks = np.zeros(room, np.int64), np.zeros(room, np.int64), n_tensors
+    # The block that holds a version; that of a persistent tensor, unless it has been written.
+    holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
+    # Of a pass, where ``mine`` is its kernel: the block that it has written, and the version in it.
+    own, held, mine = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
+    copied = np.zeros(n_tensors, np.bool_)  # schedule._Walk._copied
+    fetched, n_fetched = np.empty(n_tensors, np.int64), 0
+    # Rows by the kernel that ends, opens, copies: the first one, and the one after a row.
+    heads, following = np.full((3, n), -1, np.int64), np.empty((3, m), np.int64)
+    for r in range(m):
+        if is_swap(rows, r):
+            t, end, after, copy = rows[r, TENSOR], by_row[RETURNS, r], rows[r, AFTER], copied_at(rows, r)
+            following[ENDS, r], heads[ENDS, end] = heads[ENDS, end], r
+            following[OPENS, r], heads[OPENS, after] = heads[OPENS, after], r
+            following[COPIES, r], heads[COPIES, copy] = heads[COPIES, copy], r
+            if by_row[AWAY_AT_START, r]:
+                away[t] = r
+            copied[t] |= by_row[AWAY_AT_START, r] == 1 or copy > after
+    for x in range(n_tensors):
+        if tensors[PERSISTENT, x]:
+            original[x] = x
+    possible, j, k = True, 0, 0
+    for s in range(n + n_steps):
+        again = j < n_steps and steps[j, STEP_FOR] == k
+        w = steps[j, STEP_KERNEL] if again else k
+        if not again:  # what its pass has fetched stays
+            for i in range(n_fetched):
+                away[fetched[i]], copied[fetched[i]] = -1, False
+            n_fetched, r = 0, heads[ENDS, k]
+            while r >= 0:
+                if away[rows[r, TENSOR]] == r:
+                    away[rows[r, TENSOR]], copied[rows[r, TENSOR]] = -1, False
+                r = following[ENDS, r]
+        for i in range(reads_at[w], reads_at[w + 1]):
+            x = graph[i]
+            slot = _slot_before(graph, writes_at, x, w)
+            there = holder[slot] if slot >= 0 else original[x]
+            if again:
+                ours = mine[x] == k and held[x] == slot
+                if there >= 0 and (tensors[PERSISTENT, x] or not ours):
+                    r = away[x]
+                    if r >= 0 and slot == _slot_before(graph, writes_at, x, k):
+                        if by_row[BY_REMAT, r] == 0:
+                            fetched[n_fetched] = x
+                            n_fetched += 1
+                        by_row[RETURNS, r], by_row[BY_REMAT, r] = k, 1
+                else:
+                    possible &= ours
+                    there = own[x] if ours else 0
+            last[there] = s
+        for i in range(results_at[w], results_at[w + 1]):
+            x = graph[i]
+            before = _slot_before(graph, writes_at, x, w)
+            after = before + 1 if before >= 0 else writes_at[x]
+            ours = again and mine[x] == k
+            if ours:
+                there = own[x]
+            elif again or (not tensors[PERSISTENT, x] and tensors[FIRST, x] == w):
+                there, nbytes[n_blocks] = n_blocks, size[x]
+                allocated[s] += size[x]
+                n_blocks += 1
+            else:
+                there = holder[before] if before >= 0 else original[x]
+            if again:
+                replaced = not tensors[PERSISTENT, x] and not copied[x]
+                if not tensors[PERSISTENT, x] and before >= 0:  # it goes on writing
+                    possible &= ours and held[x] == before
+                if replaced and ours and holder[held[x]] == there:
+                    holder[held[x]] = -1
+                mine[x], own[x], held[x] = k, there, after
+                if replaced:
+                    holder[after] = there
+            else:
+                if before >= 0:
+                    holder[before] = -1
+                original[x] = -1
+                holder[after] = there
+            last[there] = s
+        if again:
+            j += 1
+            continue
+        r = heads[OPENS, k]
+        while r >= 0:
+            away[rows[r, TENSOR]] = r
+            r = following[OPENS, r]
+        r = heads[COPIES, k]
+        while r >= 0:
+            copied[rows[r, TENSOR]] = True
+            r = following[COPIES, r]
+        k += 1
+    for b in range(n_tensors, n_blocks):
+        freed[last[b]] += nbytes[b]
+    return possible
+
+
+@jit
+def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
     """The schedule of a plan of swaps and kernels that run again: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
     BY_REMAT, AWAY_AT_START.
 
@@ -48,32 +175,28 @@ def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):  # ty
     """
     n, m, size = kernels.shape[1] - 1, rows.shape[0], tensors[SIZE]
     at = _passes(rows, n, steps)
+    allocated, freed = np.empty(n + at[n], np.int64), np.empty(n + at[n], np.int64)
+    away = np.empty(size.size, np.int64)
     for r in range(m):
         by_row[AWAY_AT_START, r] = 1 if is_swap(rows, r) and rows[r, AFTER] >= rows[r, BEFORE] else 0
     for _ in range(2):
         for r in range(m):
             by_row[RETURNS, r], by_row[BY_REMAT, r] = rows[r, BEFORE], 0
-        found = walk(kernels, tensors, graph, rows, by_row, steps, at[n])
-        if not found.possible:
+        away.fill(-1)
+        allocated.fill(0)
+        freed.fill(0)
+        if not _walk(n, tensors, graph, rows, by_row, steps, at[n], away, allocated, freed):
             return kernels, -1
         changed = False
         for r in range(m):
-            still = 1 if is_swap(rows, r) and found.away[rows[r, TENSOR]] == r else 0
+            still = 1 if is_swap(rows, r) and away[rows[r, TENSOR]] == r else 0
             changed |= still != by_row[AWAY_AT_START, r]
             by_row[AWAY_AT_START, r] = still
         if not changed:
             break
-    block = found.block
-    allocated, freed = np.zeros(n + at[n], np.int64), np.zeros(n + at[n], np.int64)
     used = 0
-    for b in range(block.shape[1]):
-        if block[B_OWNER, b] < 0:
-            continue
-        if block[B_FIRST, b] < 0:
-            used += block[B_BYTES, b]
-        else:
-            allocated[block[B_FIRST, b]] += block[B_BYTES, b]
-            freed[block[B_LAST, b]] += block[B_BYTES, b]
+    for x in range(size.size):
+        used += size[x] if tensors[PERSISTENT, x] else 0
     comes = np.zeros(n + 1, np.int64)
     for r in range(m):
         if is_swap(rows, r):

@@ -16,7 +16,7 @@ from simulator.compiled.encoding import (
 
 
 @stage
-def _issued(kernels, steps, count, swaps):  # type: ignore[no-untyped-def]
+def _issued(kernels, steps, count, swaps):
     """The sum of ``Schedule.issues``. The plan has so many swaps, and runs the first ``count`` of ``steps`` again."""
     found, durations = 2 * swaps, kernels[DURATION]
     for k in range(durations.size):  # the last is none, and takes no time
@@ -27,7 +27,7 @@ def _issued(kernels, steps, count, swaps):  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
-def score_plans(  # type: ignore[no-untyped-def]
+def score_plans(
     kernels, tensors, graph, rows, ends, first, n_steps, settings, limit_until, cutoff, iterations, by_kernel,
     by_segment, by_tensor, by_row, gaps, steps, states, results, log,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def score_plans(  # type: ignore[no-untyped-def]
 
 
 @stage
-def score_one(  # type: ignore[no-untyped-def]
+def score_one(
     where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
     states, results, log, plan, rows, cutoff,
 ):  # fmt: skip

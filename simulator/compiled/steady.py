@@ -8,7 +8,7 @@ from simulator.compiled.jit import stage
 
 
 @stage
-def note_state(state, m, lasts, child, queue, head, tail):  # type: ignore[no-untyped-def]
+def note_state(state, m, lasts, child, queue, head, tail):
     """Writes who is away into ``state``: by row, 1 on the host, 2 and more in the queue, 0 neither.
 
     The loop adds, below 0, what a copy under way still takes; and the last columns (encoding.LEAD).
@@ -21,7 +21,7 @@ def note_state(state, m, lasts, child, queue, head, tail):  # type: ignore[no-un
 
 
 @stage
-def alike(one, two, columns):  # type: ignore[no-untyped-def]
+def alike(one, two, columns):
     """Are the first columns of two states the same?"""
     c = 0
     while c < columns and one[c] == two[c]:
@@ -30,7 +30,7 @@ def alike(one, two, columns):  # type: ignore[no-untyped-def]
 
 
 @stage
-def period_of(states, i, m):  # type: ignore[no-untyped-def]
+def period_of(states, i, m):
     """rules._period after iteration i; the last column has what each iteration lasted."""
     slowest, period, j = 0, 0, i - 1
     while j >= 0:

@@ -13,7 +13,6 @@ that wait for the link.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.moves.moves import Moves
 from simulator.program import KERNEL_KINDS, TENSOR_KINDS, Gap, Program
-from simulator.residency import residency
+from simulator.residency import with_gaps_emptied
 
 BINS = 64
 UNDECIDED = -1
@@ -200,7 +199,7 @@ class GapGraph:
     def load(self, emptied: NDArray[np.bool_]) -> NDArray[np.int64]:
         """(K,) bytes at each kernel with the gaps ``emptied`` (G,), their tensors away without copies or chains."""
         where = np.stack([self.after, self.before], 1)[emptied]
-        return residency(self.live, where, self.nbytes[emptied])
+        return with_gaps_emptied(self.live, where, self.nbytes[emptied])
 
     def state(self, decided: Choices) -> tuple[Floats, Floats]:
         """The columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on what is ``decided``."""
@@ -264,8 +263,8 @@ def _producers(program: Program, gaps: list[Gap]) -> Choices:
     """(G,) the kernel that wrote what a gap empties; the last writer where that was in the iteration before."""
     out = np.zeros(len(gaps), np.int64)
     for i, gap in enumerate(gaps):
-        writes = program.writes[gap.tensor]
-        out[i] = writes[bisect_right(writes, gap.after) - 1] if writes else 0
+        writer = program.version(gap.tensor, gap.after + 1)
+        out[i] = writer if writer >= 0 else (program.writes[gap.tensor] or (0,))[-1]
     return out
 
 

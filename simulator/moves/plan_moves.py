@@ -63,7 +63,7 @@ class Scratch(NamedTuple):
 
 
 @stage(entry=True)
-def uniform(state):  # type: ignore[no-untyped-def]
+def uniform(state):
     """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
 
     Args:
@@ -78,7 +78,7 @@ def uniform(state):  # type: ignore[no-untyped-def]
 
 
 @stage
-def add_between(load, after, before, nbytes):  # type: ignore[no-untyped-def]
+def add_between(load, after, before, nbytes):
     """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
     if after >= before:
         for k in range(before):
@@ -89,13 +89,13 @@ def add_between(load, after, before, nbytes):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _back(row):  # type: ignore[no-untyped-def]
+def _back(row):
     """The kernel for which the tensor is there again."""
     return row[WHEN] if row[KIND] == RECOMPUTE and row[WHEN] >= 0 else row[BEFORE]
 
 
 @stage
-def _differs(differ, i):  # type: ignore[no-untyped-def]
+def _differs(differ, i):
     """Notes that gap i of the plan that is tried may not be as in the present one."""
     count = differ[0]
     if 0 <= count < differ.shape[0] - 1:
@@ -106,7 +106,7 @@ def _differs(differ, i):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _start(now, new, differ):  # type: ignore[no-untyped-def]
+def _start(now, new, differ):
     """Makes the new plan as the present one."""
     count = differ[0]
     for j in range(count if count >= 0 else now.on.shape[0]):
@@ -120,7 +120,7 @@ def _start(now, new, differ):  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
-def put(plan, nbytes, differ, i, empty, row):  # type: ignore[no-untyped-def]
+def put(plan, nbytes, differ, i, empty, row):
     """Makes gap i of a plan emptied as ``row`` says, or filled."""
     _differs(differ, i)
     rows = plan.rows
@@ -134,7 +134,7 @@ def put(plan, nbytes, differ, i, empty, row):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
+def _fits(load, after, before, room):
     """Is the load between ``after`` and ``before`` at most ``room``?"""
     n = load.shape[0]
     k = after + 1 if after + 1 < n else 0
@@ -146,7 +146,7 @@ def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _pick(rng, on, want):  # type: ignore[no-untyped-def]
+def _pick(rng, on, want):
     """A random gap that is on (or off); -1 where there is none."""
     count = 0
     for i in range(on.shape[0]):
@@ -163,7 +163,7 @@ def _pick(rng, on, want):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-def]
+def _weighted_off(rng, on, weights, rows, moved, k):
     """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
     total = 0.0
     for turn in range(2):
@@ -187,7 +187,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
 
 
 @stage
-def _way(rng, weights, i):  # type: ignore[no-untyped-def]
+def _way(rng, weights, i):
     """A random way to empty gap i, by weight."""
     at = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
     for way in range(SWAPPED, KEPT):
@@ -201,7 +201,7 @@ def _way(rng, weights, i):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _shifted(rng, row, opens, since, n, out):  # type: ignore[no-untyped-def]
+def _shifted(rng, row, opens, since, n, out):
     """Writes into ``out`` a swap with another ``after``, ``prefetch`` or ``copy``, or a recomputation with another
     ``at``.
 
@@ -229,7 +229,7 @@ def _shifted(rng, row, opens, since, n, out):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _settle(plan, earlier, differ):  # type: ignore[no-untyped-def]
+def _settle(plan, earlier, differ):
     """A copy is of what is there: where an earlier gap of the tensor ends after it, it is issued as the gap opens."""
     rows, on, n = plan.rows, plan.on, plan.load.shape[0]
     for i in range(on.shape[0]):
@@ -246,7 +246,7 @@ def _settle(plan, earlier, differ):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _fullest(load, limit):  # type: ignore[no-untyped-def]
+def _fullest(load, limit):
     """The first kernel of the largest load; -1 where that fits."""
     top, k = 0, -1
     for j in range(load.shape[0]):
@@ -259,7 +259,7 @@ def _fullest(load, limit):  # type: ignore[no-untyped-def]
 
 
 @stage
-def prune(rng, limit, nbytes, new, differ, i):  # type: ignore[no-untyped-def]
+def prune(rng, limit, nbytes, new, differ, i):
     """Fills random emptied gaps other than gap i where the limit holds."""
     for _ in range(PRUNE):
         j = _pick(rng, new.on, True)
@@ -268,7 +268,7 @@ def prune(rng, limit, nbytes, new, differ, i):  # type: ignore[no-untyped-def]
 
 
 @stage
-def repair(rng, limit, gaps, new, differ, i):  # type: ignore[no-untyped-def]
+def repair(rng, limit, gaps, new, differ, i):
     """Empties random gaps other than gap i, open where the load is largest, until the plan fits; whether it does."""
     for _ in range(new.on.shape[0]):
         k = _fullest(new.load, limit)
@@ -283,7 +283,7 @@ def repair(rng, limit, gaps, new, differ, i):  # type: ignore[no-untyped-def]
 
 
 @stage
-def rows_in_use(plan, out):  # type: ignore[no-untyped-def]
+def rows_in_use(plan, out):
     """Writes the rows of the gaps that a plan empties; returns how many."""
     count = 0
     for i in range(plan.on.shape[0]):
@@ -295,7 +295,7 @@ def rows_in_use(plan, out):  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
-def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def]
+def propose(rng, limit, gaps, now, new, scratch):
     """Makes ``new`` a neighbour of the plan ``now`` that fits, and writes its rows in use into ``scratch.plan``.
 
     Returns:

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from agents.floor import floor
 from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, Timeline, simulate, simulate_jobs
 from simulator.compiled.engine import rows_of
-from simulator.lowered import ALONE_ONLY
+from simulator.job_state import ALONE_ONLY
 from simulator.machine import ALONE
 from simulator.schedule import lower
 from simulator.timeline import Breakdown

@@ -13,7 +13,8 @@ from agents.planner import Candidates
 from simulator import Program
 from simulator.compiled.engine import rerun_ns
 from simulator.decisions import can_recompute, cannot_recompute
-from simulator.schedule import lower, recompute_ns
+from simulator.residency import recompute_ns
+from simulator.schedule import lower
 from tests.random_cases import plan_of, program_of
 
 PROGRAMS = [program_of(Random(seed), 40) for seed in range(25)]

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from simulator import Gap, Machine, Plan, Recompute, Swap, Tensor
-from simulator.schedule import lower, recompute_ns, reruns
+from simulator.residency import recompute_ns, reruns
+from simulator.schedule import lower
 from simulator.timeline import Breakdown
 from tests.programs import activations, compute, straight, work
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
@@ -250,8 +251,8 @@ def test_what_runs_again_in_order():
     lines = [((), (), 10) for _ in range(11)]
     lines[0], lines[1], lines[8], lines[10] = ((), (0,), 10), ((0,), (1,), 10), ((1,), (1,), 10), ((0, 1), (), 10)
     program = straight(activations(10, 10), *lines)
-    assert reruns(program, 1, 10) == [1, 8]
-    assert reruns(program, 1, 10, {0}) == [0, 1, 8]
+    assert reruns(program, {1}, 10) == [1, 8]
+    assert reruns(program, {1}, 10, {0}) == [0, 1, 8]
     assert recompute_ns(program, Gap(1, 8, 10)) == 20
 
 

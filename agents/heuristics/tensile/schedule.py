@@ -16,7 +16,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, ways_to_empty
 from simulator.program import Gap, Program
-from simulator.schedule import recompute_ns
+from simulator.residency import recompute_ns
 
 
 def array(rows: list[Row]) -> Rows:
