@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs import columns
 from envs.batch import Batch
 from envs.task import PLAIN, Task
 from simulator.plan import Plan
@@ -56,26 +55,26 @@ class Walk:
     @property
     def position(self) -> int:
         """How many kernels have ended."""
-        return int(self._state[columns.POSITION])
+        return int(self._state["position"])
 
     @property
     def done(self) -> bool:
         """Has the episode ended?"""
-        return bool(self._state[columns.ENDED])
+        return bool(self._state["ended"])
 
     @property
     def dead_end(self) -> bool:
         """Has it ended without a plan that fits?"""
-        return bool(self._state[columns.DEAD_END])
+        return bool(self._state["dead_end"])
 
     @property
     def iteration_ns(self) -> int:
         """Simulated time of the plan so far."""
-        return int(self._state[columns.ITERATION])
+        return int(self._state["iteration"])
 
     @property
     def overhead(self) -> float:
-        """Simulated time of the plan so far over the ideal time, less 1."""
+        """Simulated time of the plan so far over the ideal time, less 1; NaN in a dead end."""
         return float(self._batch.overhead[0])
 
     @property

@@ -21,7 +21,7 @@ from agents.learned.training_state import save_weights
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import anneal
-from envs.edit.starts import policy_plans
+from envs.edit.starts import policy, policy_plans
 from envs.edit.task import EditTask
 from envs.tasks import load
 from experiments.common import report
@@ -47,7 +47,7 @@ def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
     machine, program = drawn_machine(rng), on_task(out, i, j)
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
     try:
-        task = EditTask(program, machine, limit, start="policy")
+        task = EditTask(program, machine, limit, "joint", MIB, policy)
     except ValueError:  # nothing can be moved, or no plan fits
         return entry
     return {**entry, "machine": machine.to_dict(), "limit": limit, **_starts(task)}
@@ -84,7 +84,7 @@ def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
         return starts
 
     program = on_task(out, entry["program"], entry["task"])
-    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), start=given)
+    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), "joint", MIB, given)
     return task, float(entry["reference"])
 
 
@@ -94,7 +94,7 @@ def named_tasks() -> list[tuple[EditTask, float]]:
     for name, fractions in NAMED.items():
         program, machine = load(name)
         for fraction in fractions:
-            task = EditTask(program, machine, int(fraction * program.peak_bytes), start="policy")
+            task = EditTask(program, machine, int(fraction * program.peak_bytes), "joint", MIB, policy)
             found.append((task, float(_starts(task)["reference"])))
     return found
 

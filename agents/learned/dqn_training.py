@@ -12,6 +12,7 @@ from agents.learned.dqn_planner import DQN as Planner
 from agents.learned.training import Episode
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
 from agents.planner import Rows, infeasible
+from envs.edit import starts
 from envs.edit.task import EditTask
 from simulator import Plan, simulate
 from simulator.compiled.encoding import decisions_of
@@ -31,7 +32,7 @@ class Trainer:
 
     def __init__(self, program: Program, machine: Machine, limit: int, args: Args, seed: int) -> None:
         try:
-            self.task = EditTask(program, machine, limit, args.mode, args.min_bytes, "policy")
+            self.task = EditTask(program, machine, limit, args.mode, args.min_bytes, starts.policy)
         except ValueError:
             raise infeasible(Planner(min_bytes=args.min_bytes), program, limit, None) from None
         self.program, self.limit, self.args, self.seed = program, limit, args, seed

@@ -1,4 +1,4 @@
-"""Walkers of several tasks, stepped together: what both environments of env.py are made of."""
+"""Walkers of several tasks, stepped together: the batch of both environments of env.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
+from envs.batch import one_of
+from envs.batch_env import Observation
 from envs.edit import walkers as of
 from envs.edit.task import BOUND, EditTask, Start
 from envs.edit.walkers import BIN_COLUMNS, BINS, CHANGES, MODES, PLAN_COLUMNS, TRIAL_COLUMNS, WHOLE_COLUMNS
@@ -18,6 +21,7 @@ from simulator.plan import Plan
 ACCEPT = ("metropolis", "better", "always")
 REWARDS = ("best", "log")
 EDITS = ("neighbours", "gap")
+INFOS = ("overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature")
 OFFSET, LARGEST = 0.3, 1.0  # points added inside the logarithm of the reward; the most that it gives for one edit
 AGES = 1 << 14
 GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
@@ -44,8 +48,7 @@ class EditBatch:
         cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         for name, value, known in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
-            if value not in known:
-                raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+            one_of(name, value, known)
         least = budget[0] if isinstance(budget, tuple) else budget
         if neighbours < 1 or (least is not None and least < 1):
             raise ValueError(f"neighbours, budget: expected at least 1, got {neighbours} and {budget}")
@@ -254,3 +257,41 @@ class EditBatch:
         rows = self._walkers[t].best[i, : self._walkers[t].ints[i, of.BEST_ROWS]]
         task = self.tasks[t]
         return Plan.of(task.program, decisions_of(rows), planner, task.limit, task.machine.name)
+
+    # What envs of either kind ask of a batch (batch_env.py).
+
+    def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
+        """Spaces of the actions and observations of one walker (env.py)."""
+        gaps, features = self.static.shape[1:]
+        return spaces.Discrete(self.actions), spaces.Dict({
+            "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
+            "gaps": spaces.Box(-BOUND, BOUND, (gaps, GAP_COLUMNS), np.float32),
+            "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
+            "plan": spaces.Box(-BOUND, BOUND, (WHOLE_COLUMNS,), np.float32),
+            "edits": spaces.Box(-1, MODES * gaps - 1, (self.edits.shape[1], CHANGES), np.int32),
+            "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
+            "task": spaces.Discrete(len(self.tasks)),
+        })  # fmt: skip
+
+    def views(self) -> Observation:
+        """Observations of all walkers, as views."""
+        return {"static": self.static, "gaps": self.gaps, "bins": self.bins, "plan": self.plan, "edits": self.edits,
+                "action_mask": self.mask, "task": self.task}  # fmt: skip
+
+    def copies(self) -> Observation:
+        """Copies of ``views``."""
+        return {key: view.copy() for key, view in self.views().items()}
+
+    def infos(self) -> Observation:
+        """Infos of all walkers but their masks, as views."""
+        return {key: getattr(self, key) for key in INFOS}
+
+    def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
+        """Steps every walker, or begins it anew if its episode is ``over``."""
+        self.step(actions, ~over)
+        if over.any():
+            self.reset(over)
+
+    def final_plan(self, i: int) -> Plan:
+        """The best plan of walker i's episode, which has ended."""
+        return self.best_plan(i)

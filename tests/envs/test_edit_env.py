@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from agents.search import annealing
+from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
 from envs.edit.task import EditTask
@@ -139,7 +140,8 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
 def batch(count: int, **options: Any) -> EditBatch:
     """Walkers of the small task, at the start of an episode."""
     program, machine = small_task()
-    found = EditBatch([EditTask(program, machine, int(0.6 * program.peak_bytes), min_bytes=1)], count, 8, **options)
+    task = EditTask(program, machine, int(0.6 * program.peak_bytes), "joint", 1, starts.heuristic)
+    found = EditBatch([task], count, 8, **options)
     for i in range(count):
         found.seed(i, i)
     found.reset(np.ones(count, np.bool_))
@@ -205,17 +207,17 @@ def test_effects_are_those_that_the_observation_shows() -> None:
 def test_a_start_that_is_a_function() -> None:
     program, machine = small_task()
     limit = int(0.6 * program.peak_bytes)
-    heuristic = EditTask(program, machine, limit, min_bytes=1).starts[0].rows
+    heuristic = EditTask(program, machine, limit, "joint", 1, starts.heuristic).starts[0].rows
     asked = []
 
     def start(task: EditTask) -> list[Any]:
         asked.append(task)
         return [annealing.everything(program, task.mode, 1), heuristic, heuristic[:0]]
 
-    task = EditTask(program, machine, limit, min_bytes=1, start=start)
+    task = EditTask(program, machine, limit, "joint", 1, start)
     assert asked == [task] and len(task.starts) == 2 and task.start_calls == 3  # the empty plan does not fit
     first, second = (one.iteration_ns for one in task.starts)
     assert first <= second and task.starts[0].rows is heuristic
     assert simulate(program, Plan(decisions_of(heuristic)), machine, limit).iteration_ns == first
-    with pytest.raises(ValueError, match="start: no plan"):
-        EditTask(program, machine, limit, min_bytes=1, start=lambda _: [])
+    with pytest.raises(ValueError, match="start"):
+        EditTask(program, machine, limit, "joint", 1, lambda _: [])

@@ -21,6 +21,7 @@ from agents.learned.greedy_edits import IMPROVES, NONE, SLOT, Q
 from agents.learned.optimisation import MASKED
 from agents.learned.training import Episode, Trainer, train
 from agents.learned.training_state import TrainingStateError, save_weights
+from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
 from envs.memory_env import small_task
@@ -44,7 +45,7 @@ Config = Args | PaperConfig
 def pyramid_task() -> EditTask:
     """93 gaps that can be swapped out or recomputed, in chains."""
     program = pyramid(24, 0)
-    return EditTask(program, LINK, int(0.6 * program.peak_bytes), "joint", 1, "empty")
+    return EditTask(program, LINK, int(0.6 * program.peak_bytes), "joint", 1, starts.empty)
 
 
 # ------------------------------------------------------------------------------------------ network
@@ -162,7 +163,7 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
 
 def test_the_temporal_difference_falls() -> None:
     """From scratch. With a learning rate of 0 the error of the last iterations is 0.85 of the first ones'."""
-    dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, "policy")], [0.0], replace(SMALL, iterations=24))
+    dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, starts.policy)], [0.0], replace(SMALL, iterations=24))
     before = [x.clone() for x in dqn.net.parameters()]
     dqn.train()
     error = [row["td"] for row in dqn.history if "td" in row]
@@ -187,7 +188,7 @@ def test_edits_of_high_value_gain_more_than_random_ones() -> None:
 
 def test_save_load_and_continue(tmp_path: Path) -> None:
     """Of several tasks; the walkers and the replay buffer begin anew."""
-    tasks = [EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1) for f in (0.55, 0.6)]
+    tasks = [EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1, starts.heuristic) for f in (0.55, 0.6)]
     dqn = DQN(tasks, [0.0, 1.0], SMALL, 5)
     for _ in range(5):
         dqn.iterate()
