@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs import columns
-from envs.batch_env import Observation
+from envs.batch_env import EnvBatch, Observation
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
 from envs.task import ACTIONS, REWARDS, Task
@@ -99,58 +99,13 @@ class _Work:
         self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
-class Pieces:
-    """Walks that are stepped in pieces, by all threads.
-
-    Args:
-        walks: how many.
-        threads: at most; None: one a core.
-        work: makes what a thread works on.
-    """
-
-    nodes: NDArray[np.float32]  # what is observed of them: (walks, columns, nodes)
-
-    def __init__(self, walks: int, threads: int | None, work: Callable[[], Any]):
-        self.count = walks
-        threads = max(1, min(threads or cores(), walks // SHARE))
-        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
-        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._threads, self._works = threads, [work() for _ in range(threads)]
-        self._copies: list[NDArray[np.float32]] = []
-
-    def _by_pieces(self, run: Callable[[int, int, Any], None]) -> None:
-        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
-        todo = iter(self._bounds)
-
-        def take(work: Any) -> None:
-            for begin, end in todo:
-                run(begin, end, work)
-
-        side_by_side([partial(take, work) for work in self._works])
-
-    def copied_nodes(self) -> NDArray[np.float32]:
-        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
-        the copy."""
-        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
-        if spare:
-            out = self._copies[spare[0]]
-        else:
-            out = np.empty_like(self.nodes)
-            self._copies = [*self._copies[-2:], out]
-
-        def run(begin: int, end: int, work: Any) -> None:
-            np.copyto(out[begin:end], self.nodes[begin:end])
-
-        self._by_pieces(run)
-        return out
-
-
-class Batch(Pieces):
+class Batch(EnvBatch):
     """Walks, stepped in one call.
 
     Attributes, for M walks, N nodes and F forms of an action:
         nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
-        rewards (M,), terminated, truncated (never), invalid: of the last step. overhead, feasible: of the plans so far.
+        rewards (M,), terminated, truncated (never), invalid: of the last step. overhead (NaN in a dead end), feasible:
+        of the plans so far.
 
     Args:
         tasks: what walks are drawn from.
@@ -161,6 +116,8 @@ class Batch(Pieces):
         ValueError: an unknown reward, or the like.
     """
 
+    INFOS = "overhead", "iteration_ns", "feasible", "invalid"
+
     def __init__(
         self, tasks: Sequence[Task], walks: int, reward: str = "paper", invalid: str = "end", actions: str = "paper",
         autoreset: bool = False, threads: int | None = None,
@@ -168,7 +125,7 @@ class Batch(Pieces):
         one_of("reward", reward, REWARDS)
         one_of("invalid", invalid, INVALID)
         one_of("actions", actions, ACTIONS)
-        self.tasks = tuple(tasks)
+        super().__init__(tasks, walks)
         self.size = max(len(t.graph) for t in tasks)
         self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
@@ -188,9 +145,7 @@ class Batch(Pieces):
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
-        self.rewards = np.zeros(walks)
-        self.overhead = np.zeros(walks)
-        self.terminated, self.truncated, self.invalid, self.feasible = np.zeros((4, walks), np.bool_)
+        self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._given = self.options, self.where, self.ints, self.floats  # as ``step_walks`` takes them
         self._state = self.walks, self.arrays, self.rows, self.touched
@@ -199,7 +154,11 @@ class Batch(Pieces):
                        self.current)  # fmt: skip
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
         most = max(kernels + 1, self.size, gaps)
-        super().__init__(walks, threads, lambda: _Work(self._work_size, most, gaps))
+        threads = max(1, min(threads or cores(), walks // SHARE))
+        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
+        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
+        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
+        self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
@@ -258,6 +217,16 @@ class Batch(Pieces):
 
         self._by_pieces(run)
 
+    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
+        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        todo = iter(self._bounds)
+
+        def take(work: _Work) -> None:
+            for begin, end in todo:
+                run(begin, end, work)
+
+        side_by_side([partial(take, work) for work in self._works])
+
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""
         pending = self.walks["pending"][begin:end]
@@ -271,7 +240,8 @@ class Batch(Pieces):
 
     def task(self, i: int) -> Task:
         """The task of walk i."""
-        return self.tasks[int(self.walks["task"][i])]
+        task: Task = self.tasks[int(self.walks["task"][i])]
+        return task
 
     def plan_rows(self, i: int) -> NDArray[np.int64]:
         """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
@@ -285,8 +255,7 @@ class Batch(Pieces):
 
     # What envs of either kind ask of a batch (batch_env.py).
 
-    @property
-    def over(self) -> NDArray[Any]:
+    def ended(self) -> NDArray[Any]:
         """(M,) whether the episode has ended: a view."""
         over: NDArray[Any] = self.walks["over"]
         return over
@@ -305,15 +274,28 @@ class Batch(Pieces):
         return {"nodes": self.nodes.transpose(0, 2, 1), "action_mask": self.mask, "current": self.current,
                 "program": self.walks["task"]}  # fmt: skip
 
-    def copies(self) -> Observation:
-        """Copies of ``views``."""
-        rest = {"action_mask": self.mask.copy(), "current": self.current.copy(), "program": self.walks["task"].copy()}
-        return {"nodes": self.copied_nodes().transpose(0, 2, 1), **rest}
+    @property
+    def iteration_ns(self) -> NDArray[np.int64]:
+        """(M,) simulated times of the plans so far: a view."""
+        times: NDArray[np.int64] = self.walks["iteration"]
+        return times
 
-    def infos(self) -> Observation:
-        """Infos of all walks but their masks, as views."""
-        return {"overhead": self.overhead, "iteration_ns": self.walks["iteration"], "feasible": self.feasible,
-                "invalid": self.invalid}  # fmt: skip
+    def copies(self) -> Observation:
+        """Copies of ``views``; ``nodes`` in memory that is used again once nobody has it any more, because new memory
+        costs as much as the copy."""
+        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
+        if spare:
+            out = self._copies[spare[0]]
+        else:
+            out = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], out]
+
+        def run(begin: int, end: int, work: _Work) -> None:
+            np.copyto(out[begin:end], self.nodes[begin:end])
+
+        self._by_pieces(run)
+        found = {key: view.copy() for key, view in self.views().items() if key != "nodes"}
+        return {**found, "nodes": out.transpose(0, 2, 1)}
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
         """Steps every walk; with ``autoreset``, one whose episode is ``over`` begins anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -16,49 +16,53 @@ from simulator import Plan
 Observation = dict[str, NDArray[Any]]
 
 
-class EnvBatch(Protocol):
-    """Walks that are stepped together.
+class EnvBatch:
+    """Walks over tasks that are stepped together, and what the environments read of them.
 
-    Attributes:
-        rewards, terminated, truncated: of the last step. over: whether an episode has ended.
-        mask: int8 (walks, actions).
+    Attributes, for M walks:
+        rewards (M,), terminated, truncated, feasible: of the last step. overhead: of the plans so far.
+        mask: int8 (M, actions).
     """
 
-    tasks: tuple[Any, ...]
-    rewards: NDArray[np.float64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
     mask: NDArray[np.int8]
+    INFOS: ClassVar[tuple[str, ...]]  # names of arrays (M,)
 
-    @property
-    def over(self) -> NDArray[Any]: ...
+    def __init__(self, tasks: Sequence[Any], count: int):
+        self.tasks, self.count = tuple(tasks), count
+        self.rewards, self.overhead = np.zeros((2, count))
+        self.terminated, self.truncated, self.feasible = np.zeros((3, count), np.bool_)
+
+    def ended(self) -> NDArray[Any]:
+        """(M,) whether the episode has ended: a view."""
+        raise NotImplementedError
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
         """Spaces of the actions and observations of one walk."""
+        raise NotImplementedError
 
     def seed(self, i: int, seed: int) -> None:
         """Seeds walk i."""
-
-    def reset(self, which: NDArray[np.bool_], task: int | None) -> None:
-        """Begins these episodes anew; their tasks are drawn, or the given one."""
-
-    def step(self, actions: NDArray[np.int64]) -> None:
-        """Steps every walk."""
+        raise NotImplementedError
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
         """Steps every walk, or begins it anew if its episode is ``over``."""
-
-    def views(self) -> Observation:
-        """Observations of all walks, as views."""
-
-    def copies(self) -> Observation:
-        """Copies of ``views``."""
-
-    def infos(self) -> Observation:
-        """Infos of all walks but their masks, as views."""
+        raise NotImplementedError
 
     def final_plan(self, i: int) -> Plan | None:
         """The plan with which the episode of walk i has just ended, if it has one."""
+        raise NotImplementedError
+
+    def views(self) -> Observation:
+        """Observations of all walks, as views."""
+        raise NotImplementedError
+
+    def copies(self) -> Observation:
+        """Copies of ``views``."""
+        return {key: view.copy() for key, view in self.views().items()}
+
+    def infos(self) -> Observation:
+        """Infos of all walks but their masks, as views."""
+        return {key: getattr(self, key) for key in self.INFOS}
 
 
 def chosen_task(options: dict[str, Any] | None, tasks: int, known: Sequence[str]) -> int | None:
@@ -174,7 +178,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         self.autoreset_mode = AutoresetMode(mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]
         self._most, self._steps = most, np.zeros(num_envs, np.int64)
-        self.single_action_space, self.single_observation_space = batch.spaces()  # type: ignore[assignment]
+        self.single_action_space, self.single_observation_space = batch.spaces()
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self._look()
@@ -211,7 +215,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         Raises:
             ValueError: not so many actions; or an episode has ended that nothing resets.
         """
-        batch, over = self._batch, self._batch.over != 0
+        batch, over = self._batch, self._batch.ended() != 0
         if self.autoreset_mode == AutoresetMode.DISABLED and over.any():
             raise ValueError(f"episodes that have ended: {np.flatnonzero(over).tolist()}")
         batch.advance(np.asarray(actions), over)
@@ -220,7 +224,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
             self._steps += 1
             self._steps[over] = 0
             truncated |= self._steps >= self._most
-            batch.over[truncated] = 1
+            batch.ended()[truncated] = 1
         infos, ended = self._copied_infos(), terminated | truncated
         if ended.any():
             infos |= self._final_plans(ended)

@@ -95,8 +95,8 @@ def each_task(
                 yield built, where, limit_bytes(each, built)
 
 
-def _several(value: OneOrMore[T]) -> Sequence[T]:
-    return value if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 class MemoryEnv(BatchEnv):

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.batch import one_of
-from envs.batch_env import Observation
+from envs.batch_env import EnvBatch, Observation
 from envs.edit import walkers as of
 from envs.edit.task import BOUND, EditTask, Start
 from envs.edit.walkers import BIN_COLUMNS, BINS, CHANGES, MODES, PLAN_COLUMNS, TRIAL_COLUMNS, WHOLE_COLUMNS
@@ -21,13 +21,12 @@ from simulator.plan import Plan
 ACCEPT = ("metropolis", "better", "always")
 REWARDS = ("best", "log")
 EDITS = ("neighbours", "gap")
-INFOS = ("overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature")
 OFFSET, LARGEST = 0.3, 1.0  # points added inside the logarithm of the reward; the most that it gives for one edit
 AGES = 1 << 14
 GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 
 
-class EditBatch:
+class EditBatch(EnvBatch):
     """Walkers over tasks.
 
     Attributes, for W walkers, G gaps of the largest task and M neighbours:
@@ -42,6 +41,8 @@ class EditBatch:
         reward, shaping, reference, accept, hot, cold: see env.py.
     """
 
+    INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
+
     def __init__(
         self, tasks: Sequence[EditTask], count: int, neighbours: int = 64, edits: str = "neighbours",
         budget: int | tuple[int, int] | None = None, accept: str = "metropolis", hot: float = 1e-3,
@@ -54,7 +55,8 @@ class EditBatch:
             raise ValueError(f"neighbours, budget: expected at least 1, got {neighbours} and {budget}")
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
-        self.tasks, self.count, self.by_gap, self.budget = tuple(tasks), count, edits == "gap", budget
+        super().__init__(tasks, count)
+        self.by_gap, self.budget = edits == "gap", budget
         self.accept, self.hot, self.cold = ACCEPT.index(accept), hot, cold
         self.logarithmic, self.shaping = reward == "log", shaping
         self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
@@ -72,9 +74,8 @@ class EditBatch:
         self.edits = np.full((count, slots, CHANGES), -1, np.int32)
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
-        self.rewards, self.overhead, self.best_overhead, self.effect_ns, self.temperature = np.zeros((5, count))
-        self.accepted, self.feasible, self.terminated, self.truncated = np.zeros((4, count), np.bool_)
-        self.calls = np.zeros(count, np.int64)
+        self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))
+        self.accepted, self.calls = np.zeros(count, np.bool_), np.zeros(count, np.int64)
         self.over = np.ones(count, np.bool_)
         self._ints = np.zeros((count, of.INTS), np.int64)  # of each walker's task, copied
         self._random = [np.random.default_rng() for _ in range(count)]
@@ -260,6 +261,10 @@ class EditBatch:
 
     # What envs of either kind ask of a batch (batch_env.py).
 
+    def ended(self) -> NDArray[np.bool_]:
+        """(W,) whether the episode has ended: a view."""
+        return self.over
+
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
         """Spaces of the actions and observations of one walker (env.py)."""
         gaps, features = self.static.shape[1:]
@@ -277,14 +282,6 @@ class EditBatch:
         """Observations of all walkers, as views."""
         return {"static": self.static, "gaps": self.gaps, "bins": self.bins, "plan": self.plan, "edits": self.edits,
                 "action_mask": self.mask, "task": self.task}  # fmt: skip
-
-    def copies(self) -> Observation:
-        """Copies of ``views``."""
-        return {key: view.copy() for key, view in self.views().items()}
-
-    def infos(self) -> Observation:
-        """Infos of all walkers but their masks, as views."""
-        return {key: getattr(self, key) for key in INFOS}
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
         """Steps every walker, or begins it anew if its episode is ``over``."""
