@@ -75,9 +75,9 @@ def main(cfg: DictConfig) -> None:
         raise cli.UsageError(f"dqn_programs: expected {len(sets)} integers, at most those of each set, got {some}")
 
     from agents.learned import expert_iteration as learning  # a mistyped key is answered before
-    from agents.learned.dqn import Args
+    from agents.learned.checkpoint import save_weights
+    from agents.learned.dqn_config import Args
     from agents.learned.optimisation import one_thread
-    from agents.learned.training_state import save_weights
 
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
     args = cli.dataclass_of(Args, cfg.dqn, "dqn")

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from agents.learned.dqn import DQN, Args
+from agents.learned.checkpoint import save_weights
+from agents.learned.dqn import DQN
+from agents.learned.dqn_config import Args
 from agents.learned.expert_iteration import reachable
-from agents.learned.training_state import save_weights
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import anneal

@@ -11,7 +11,7 @@ from torch import nn
 
 from agents.learned.dqn_config import PaperConfig
 from agents.learned.dqn_paper import Trainer, Variant
-from agents.learned.own_network import OwnNetwork, OwnNetworkError
+from agents.learned.structure2vec import OwnNetwork, OwnNetworkError
 from envs import Task
 from envs.memory_env import small_task
 from simulator import Plan

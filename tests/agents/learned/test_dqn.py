@@ -11,16 +11,15 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import agents
-from agents.learned import dqn_paper, dqn_training
-from agents.learned.dqn import DQN, Args, Observed, Rollout
-from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.checkpoint import TrainingStateError, save_weights
+from agents.learned.dqn import DQN, FineTuning, Observed, Rollout
+from agents.learned.dqn_config import Args, PaperConfig, config_from
+from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
-from agents.learned.edit_walk import EditWalk
-from agents.learned.greedy_edits import IMPROVES, NONE, SLOT, Q
+from agents.learned.edit_walk import IMPROVES, NONE, SLOT, EditWalk, Q
 from agents.learned.optimisation import MASKED
 from agents.learned.training import Episode, Trainer, train
-from agents.learned.training_state import TrainingStateError, save_weights
 from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
@@ -188,7 +187,9 @@ def test_edits_of_high_value_gain_more_than_random_ones() -> None:
 
 def test_save_load_and_continue(tmp_path: Path) -> None:
     """Of several tasks; the walkers and the replay buffer begin anew."""
-    tasks = [EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1, starts.heuristic) for f in (0.55, 0.6)]
+    tasks = [
+        EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1, starts.heuristic) for f in (0.55, 0.6)
+    ]
     dqn = DQN(tasks, [0.0, 1.0], SMALL, 5)
     for _ in range(5):
         dqn.iterate()
@@ -286,7 +287,7 @@ BOTH = pytest.mark.parametrize("small", [SMALL, test_dqn_paper.SMALL], ids=["dqn
 
 
 def trainer(config: Config, limit: int = LIMIT, seed: int = 0) -> Trainer:
-    kind = dqn_training.Trainer if isinstance(config, Args) else dqn_paper.Trainer.on
+    kind = FineTuning if isinstance(config, Args) else PaperTrainer.on
     return kind(PROGRAM, MACHINE, limit, config, seed)  # type: ignore[arg-type]
 
 

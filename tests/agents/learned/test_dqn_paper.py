@@ -8,12 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from agents.learned.checkpoint import TrainingStateError
 from agents.learned.dqn_config import RENAMED, PaperConfig, config_from
-from agents.learned.dqn_paper import Trainer
-from agents.learned.experience_buffer import ExperienceBuffer, State
+from agents.learned.dqn_paper import ExperienceBuffer, State, Trainer
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training import train
-from agents.learned.training_state import TrainingStateError
 from envs.memory_env import small_task
 from envs.task import Task
 from envs.tasks import load
