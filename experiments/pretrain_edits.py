@@ -26,7 +26,7 @@ from envs.edit.starts import policy, policy_plans
 from envs.edit.task import EditTask
 from envs.tasks import load
 from experiments.common import report
-from experiments.pretrain import LIMITS, captured, drawn_machine, on_task, task_rng
+from experiments.pretrain_tasks import LIMITS, captured, drawn_machine, on_task, task_rng
 from simulator.machine import Machine
 
 MOST_GAPS = 600  # of a task
