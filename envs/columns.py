@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 Ints = NDArray[Any]
 
 
-def _integers(names: str) -> np.dtype[np.void]:
+def integers(names: str) -> np.dtype[np.void]:
     """A record of int64 fields."""
     return np.dtype([(name, np.int64) for name in names.split()])
 
 
 # A task: how many there are of what, the task in numbers, and where its tables begin in ``ints``, or (static_at,
 # times_at) in ``floats``, or (work_at) in what a thread works on.
-TASK = _integers(
+TASK = integers(
     "kernels tensors gaps nodes n_actions limit_bytes ideal_ns host short kernels_at tensors_at graph_at graph_end "
     "settings_at opening_at gaps_at nodes_at node_at static_at times_at work_at"
 )
@@ -26,14 +26,14 @@ TASK = _integers(
 # came_from, changed: the position before the step, and the gap that it emptied, or -1. new_from, new_to: kernels whose
 # planned residency may have changed. pending: what it waits for. The last five are the clock's: when its engines are
 # free, and what of ``queue`` is under way.
-WALK = _integers(
+WALK = integers(
     "task shown seed position count free_ns stuck_at iteration ended dead_end host_left pending over opened closed "
     "valid_actions removals rerun_ns changed new_from new_to came_from out_free in_free head tail under_way"
 )
 NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
 # A batch: N nodes and F forms that are shown, what it was asked for (language: the other forms that may be taken, as
 # bits), the most kernels and gaps of a task.
-OPTIONS = _integers("shown_nodes forms causal ignore autoreset tasks iterations language most_kernels most_gaps")
+OPTIONS = integers("shown_nodes forms causal ignore autoreset tasks iterations language most_kernels most_gaps")
 
 # The gaps of a task, a row each. OFFLOAD_NODE, REMOVE_NODE: or -1. BY_AFTER: those that do not wrap by the kernel that
 # opens them, and then the others. BY_BEFORE: all by the kernel that ends them.

@@ -18,12 +18,7 @@ from agents.learned.edit_net import EditNet, edit_graph
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import (
-    BEST_NS,
-    BEST_ROWS,
     BIN_COLUMNS,
-    BUDGET,
-    STEPS,
-    TIME_NS,
     apply_edit,
     close_trial,
     draw,
@@ -162,7 +157,7 @@ def hunt(  # type: ignore[no-untyped-def]
     Returns:
         Calls that were made; whether the last edit was accepted; whether only ``Engine.score`` can settle the plan.
     """
-    ints, meta, asked = walkers.ints[i], pool.meta, answer_ns >= 0
+    state, meta, asked = walkers.state[i], pool.meta, answer_ns >= 0
     for call in range(calls):
         slot, ns = meta[SLOT], answer_ns
         if not asked:
@@ -178,16 +173,16 @@ def hunt(  # type: ignore[no-untyped-def]
                 if pool.score[slot] > NONE:
                     break
             meta[SLOT] = slot
-            open_trial(ints, walkers.rng[i], accept, hot, cold, ideal)
+            open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
             if pool.score[slot] == NONE:  # every neighbour was tried: they may be again
                 meta[FRESH] = 1
                 continue
             apply_edit(walkers, i, slot, gaps, new, scratch)
         rows = rows_in_use(new, scratch.plan)
         if not asked:
-            ns = score_trial(ints, rows, ideal, scratch, engine)
+            ns = score_trial(state, rows, ideal, scratch, engine)
             if ns < 0:
-                ints[TIME_NS] = rows
+                state.time_ns = rows
                 return call, False, True
         asked = False
         pool.score[slot] = NONE
@@ -236,7 +231,8 @@ class EditWalk(EditBatch):
             done: how far the temperature has fallen, from 0 to 1.
         """
         task, walkers = self.tasks[0], self._walkers[0]
-        walkers.ints[i, BUDGET] = round(min((walkers.ints[i, STEPS] + 1) / max(done, 1e-9), 1e12))
+        state = walkers.state[i : i + 1]
+        state["budget"] = round(min((int(state["steps"][0]) + 1) / max(done, 1e-9), 1e12))
         if self.net is not None and self._pools[i].meta[FRESH]:
             self._read(i)
         h, base = self._bases[i]
@@ -249,7 +245,7 @@ class EditWalk(EditBatch):
             )  # fmt: skip
             made += more
             if waits:
-                answer = task.engine.score(self._moves[0].proposed(int(walkers.ints[i, TIME_NS]))).iteration_ns
+                answer = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns
         if accepted and self.net is not None:
             self._show_plan(i)
         self.simulated += made - (task.engine.calls - begin)  # Engine.score has counted its own
@@ -258,7 +254,7 @@ class EditWalk(EditBatch):
     def best(self, i: int) -> Start:
         """The best plan of walker i."""
         walkers = self._walkers[0]
-        return Start(int(walkers.ints[i, BEST_NS]), walkers.best[i, : walkers.ints[i, BEST_ROWS]].copy())
+        return Start(int(walkers.state["best_ns"][i]), walkers.best[i, : walkers.state["best_rows"][i]].copy())
 
     def _read(self, i: int) -> None:
         one = np.zeros(self.count, np.bool_)
