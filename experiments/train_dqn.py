@@ -100,7 +100,7 @@ def main(cfg: DictConfig) -> Path:
         with Watch(config.iterations if edits else config.episodes, begin, log, curve) as watch:
             try:
                 trainer = (dqn.FineTuning(*task, config, seed) if edits
-                           else dqn_paper.Trainer.on(*task, config, seed, variant))  # fmt: skip
+                           else dqn_paper.Trainer(*task, config, seed, variant))  # fmt: skip
                 result = train(trainer, out / "checkpoint.pt", resume, watch, watch.step)
             except OwnNetworkError as error:
                 raise cli.UsageError(str(error)) from None

@@ -36,7 +36,7 @@ from agents.learned.checkpoint import (
 from agents.learned.dqn_config import Args
 from agents.learned.dqn_planner import DQN as Planner, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph
-from agents.learned.optimisation import MASKED, one_thread
+from agents.learned.optimisation import MASKED, descend, one_thread
 from agents.learned.training import Episode, Trainer
 from agents.planner import Rows, infeasible
 from envs.edit import starts
@@ -259,10 +259,7 @@ class DQN:
         side = side + F.binary_cross_entropy_with_logits(
             improves.gather(1, tries["edit"])[used], (observed < -0.003).float()
         )
-        self.optimizer.zero_grad()
-        (loss + self.args.auxiliary * side).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        self.optimizer.step()
+        descend(loss + self.args.auxiliary * side, self.net, self.optimizer, 1.0)
         self.updates += 1
         if self.updates % self.args.target_every == 0:
             self.target.load_state_dict(self.net.state_dict())

@@ -136,14 +136,20 @@ class Variant(NamedTuple):
 
 
 class Trainer(OneTask):
-    """Algorithm 1. One ``step`` moves every walk by one action and learns."""
+    """Algorithm 1. One ``step`` moves every walk by one action and learns.
+
+    Raises:
+        Infeasible: the limit cannot be reached.
+    """
 
     def __init__(
-        self, task: Task, config: PaperConfig, seed: int, planner: str = "dqn_paper", variant: Variant = Variant()  # noqa: B008
+        self, program: Program, machine: Machine, limit: int, config: PaperConfig, seed: int,
+        variant: Variant = Variant(),  # noqa: B008
     ):  # fmt: skip
-        super().__init__(task.program, task.machine, task.limit, config, seed, "episodes", "history")
+        super().__init__(program, machine, limit, config, seed, "episodes", "history")
         self.config: PaperConfig = config
-        self.task, self.planner, self.variant = task, planner, variant
+        self.task, self.variant = Task(program, machine, limit, config.min_bytes, config.mode), variant
+        check_reachable(self.task, config.min_bytes)
         one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
@@ -155,23 +161,13 @@ class Trainer(OneTask):
         adam = config.optimizer == "adam"
         self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
         self.actions = self.q.codes.numpy()  # (A,) node of each action, or node + N * form
-        self.static = torch.from_numpy(task.graph.features)
-        self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions))
+        self.static = torch.from_numpy(self.task.graph.features)
+        self.buffer = ExperienceBuffer(config.buffer_size, len(self.task.graph), len(self.actions))
         self.walks = [self._walk() for _ in range(config.num_envs)]
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
         self.started = 0  # transitions since the last update
         self.updates = 0
         self.losses: list[float] = []
-
-    @classmethod
-    def on(
-        cls, program: Program, machine: Machine, limit: int, config: PaperConfig, seed: int,
-        variant: Variant = Variant(),  # noqa: B008
-    ) -> Trainer:  # fmt: skip
-        """A training on one program; raises Infeasible if the limit cannot be reached."""
-        task = Task(program, machine, limit, config.min_bytes, config.mode)
-        check_reachable(task, config.min_bytes)
-        return cls(task, config, seed, variant=variant)
 
     def _walk(self) -> Walk:
         return Walk(self.task, self.variant.reward, self.variant.actions)
@@ -262,7 +258,7 @@ class Trainer(OneTask):
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
         if feasible and not walk.overhead >= self.best_overhead:  # the first one compares with nan
-            self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
+            self.best, self.best_overhead = walk.plan("dqn_paper"), walk.overhead
         loss = float(np.mean(self.losses)) if self.losses else float("nan")
         self.losses = []
         episode = Episode(
@@ -304,7 +300,7 @@ class Trainer(OneTask):
     def greedy(self) -> Plan | None:
         """The plan of the greedy policy, or None where it ends in a dead end."""
         walk = self._greedy()
-        return None if walk.dead_end else walk.plan(self.planner)
+        return None if walk.dead_end else walk.plan("dqn_paper")
 
     def greedy_overhead(self) -> float:
         """That of the greedy policy, NaN in a dead end; training goes on as if it had not been asked."""

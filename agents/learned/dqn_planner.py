@@ -224,6 +224,6 @@ class DQNPaper:
         from agents.learned import dqn_paper
         from agents.learned.training import train
 
-        result = train(dqn_paper.Trainer.on(program, machine, limit, self.config, self.seed))
+        result = train(dqn_paper.Trainer(program, machine, limit, self.config, self.seed))
         self.simulator_calls = result.simulator_calls
         return result.best

@@ -287,7 +287,7 @@ BOTH = pytest.mark.parametrize("small", [SMALL, test_dqn_paper.SMALL], ids=["dqn
 
 
 def trainer(config: Config, limit: int = LIMIT, seed: int = 0) -> Trainer:
-    kind = FineTuning if isinstance(config, Args) else PaperTrainer.on
+    kind = FineTuning if isinstance(config, Args) else PaperTrainer
     return kind(PROGRAM, MACHINE, limit, config, seed)  # type: ignore[arg-type]
 
 
