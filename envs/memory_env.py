@@ -38,26 +38,20 @@ MachineLike = Machine | str  # or a preset, or the path of a YAML
 OneOrMore: TypeAlias = T | Sequence[T]
 
 
-def small_program(name: str, sizes: Sequence[int]) -> Program:
-    """A forward and backward pass over layers of so many MiB."""
+def small_task() -> tuple[Program, Machine]:
+    """A forward and backward pass over eight layers, which any agent learns in seconds."""
+    sizes = [6, 12, 4, 10, 3, 8, 5, 7]  # MiB
     layers, mib = len(sizes), 2**20
     tensors = [Tensor("batch", mib, "input", True)]
     tensors += [Tensor(f"activation{i}", sizes[i] * mib) for i in range(layers)]
     tensors += [Tensor(f"gradient{i}", sizes[i] * mib, "gradient") for i in range(layers)]
-    forward = [Kernel(f"forward{i}", "conv", "forward", (i,), (i + 1,), 200_000 + 50_000 * sizes[i])
+    kernels = [Kernel(f"forward{i}", "conv", "forward", (i,), (i + 1,), 200_000 + 50_000 * sizes[i])
                for i in range(layers)]  # fmt: skip
-    backward = []
     for i in reversed(range(layers)):
         inputs = (i + 1, i) if i == layers - 1 else (i + 1, i, layers + 2 + i)
-        backward.append(
-            Kernel(f"backward{i}", "conv", "backward", inputs, (layers + 1 + i,), 400_000 + 100_000 * sizes[i])
-        )
-    return Program(name, tuple(tensors), tuple(forward + backward))
-
-
-def small_task() -> tuple[Program, Machine]:
-    """Eight layers: any agent can learn it in seconds."""
-    return small_program("small", [6, 12, 4, 10, 3, 8, 5, 7]), Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
+        duration_ns = 400_000 + 100_000 * sizes[i]
+        kernels.append(Kernel(f"backward{i}", "conv", "backward", inputs, (layers + 1 + i,), duration_ns))
+    return Program("small", tuple(tensors), tuple(kernels)), Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
 
 
 def make_tasks(
