@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+import envs
 from envs.batch import Batch
 from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
+from simulator import OutOfMemory, simulate
 from simulator.compiled.encoding import STEP_COLUMNS
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
@@ -70,9 +72,14 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
             assert_shown(batch, i, walk, actions)
             over[i] = result[1]
             total[i] += result[0]
+            task = walk.task
             if over[i] and not walk.dead_end:
-                late = walk.iteration_ns - walk.task.program.ideal_ns
-                assert total[i] == pytest.approx(-late / walk.task.ideal_ns, rel=1e-9, abs=1e-9)
+                late = walk.iteration_ns - task.program.ideal_ns
+                assert total[i] == pytest.approx(-late / task.ideal_ns, rel=1e-9, abs=1e-9)
+                assert simulate(task.program, batch.plan(i), task.machine, task.limit).iteration_ns == walk.iteration_ns
+            elif over[i]:  # no plan of its kind helps the kernel that cannot start
+                with pytest.raises(OutOfMemory):
+                    simulate(task.program, batch.plan(i), task.machine, task.limit)
             episodes += int(over[i])
     return episodes
 
@@ -127,3 +134,11 @@ def test_an_unknown_setting(name: str, value: str) -> None:
     program, machine = small_task()
     with pytest.raises(ValueError, match=f"{name}: expected .*, got '{value}'"):
         Batch([Task(program, machine, program.peak_bytes)], 1, **{name: value})
+
+
+def test_a_walk_refuses_an_invalid_action() -> None:
+    program, machine = small_task()
+    walk = envs.Walk(Task(program, machine, round(0.6 * program.peak_bytes)))
+    with pytest.raises(ValueError, match="node 1 is not a valid action"):
+        walk.step(1)
+    assert not walk.mask()[1] and walk.position == 0
