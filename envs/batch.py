@@ -14,9 +14,11 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs import columns
+from envs.batch_env import EnvBatch, Observation
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
 from envs.task import ACTIONS, REWARDS, Task
@@ -97,58 +99,13 @@ class _Work:
         self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
-class Pieces:
-    """Walks that are stepped in pieces, by all threads.
-
-    Args:
-        walks: how many.
-        threads: at most; None: one a core.
-        work: makes what a thread works on.
-    """
-
-    nodes: NDArray[np.float32]  # what is observed of them: (walks, columns, nodes)
-
-    def __init__(self, walks: int, threads: int | None, work: Callable[[], Any]):
-        self.count = walks
-        threads = max(1, min(threads or cores(), walks // SHARE))
-        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
-        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._threads, self._works = threads, [work() for _ in range(threads)]
-        self._copies: list[NDArray[np.float32]] = []
-
-    def _by_pieces(self, run: Callable[[int, int, Any], None]) -> None:
-        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
-        todo = iter(self._bounds)
-
-        def take(work: Any) -> None:
-            for begin, end in todo:
-                run(begin, end, work)
-
-        side_by_side([partial(take, work) for work in self._works])
-
-    def copied_nodes(self) -> NDArray[np.float32]:
-        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
-        the copy."""
-        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
-        if spare:
-            out = self._copies[spare[0]]
-        else:
-            out = np.empty_like(self.nodes)
-            self._copies = [*self._copies[-2:], out]
-
-        def run(begin: int, end: int, work: Any) -> None:
-            np.copyto(out[begin:end], self.nodes[begin:end])
-
-        self._by_pieces(run)
-        return out
-
-
-class Batch(Pieces):
+class Batch(EnvBatch):
     """Walks, stepped in one call.
 
     Attributes, for M walks, N nodes and F forms of an action:
         nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
-        rewards (M,), terminated, truncated (never), invalid: of the last step. overhead, feasible: of the plans so far.
+        rewards (M,), terminated, truncated (never), invalid: of the last step. overhead (NaN in a dead end), feasible:
+        of the plans so far.
 
     Args:
         tasks: what walks are drawn from.
@@ -159,6 +116,8 @@ class Batch(Pieces):
         ValueError: an unknown reward, or the like.
     """
 
+    INFOS = "overhead", "iteration_ns", "feasible", "invalid"
+
     def __init__(
         self, tasks: Sequence[Task], walks: int, reward: str = "paper", invalid: str = "end", actions: str = "paper",
         autoreset: bool = False, threads: int | None = None,
@@ -166,7 +125,7 @@ class Batch(Pieces):
         one_of("reward", reward, REWARDS)
         one_of("invalid", invalid, INVALID)
         one_of("actions", actions, ACTIONS)
-        self.tasks = tuple(tasks)
+        super().__init__(tasks, walks)
         self.size = max(len(t.graph) for t in tasks)
         self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
@@ -174,37 +133,39 @@ class Batch(Pieces):
         iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
-        offsets = np.cumsum([columns.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
-        self.options = np.zeros(columns.OPTIONS, np.int64)
-        self.options[[columns.SHOWN_NODES, columns.FORMS, columns.CAUSAL]] = self.size, self.forms, reward == "causal"
-        self.options[[columns.IGNORE, columns.AUTORESET, columns.TASKS]] = invalid == "ignore", autoreset, len(tasks)
-        starts = columns.NEED_AT, columns.ENDED_AT, columns.OUT_END_AT, columns.QUEUE_AT, columns.TAKEN_AT
-        self.options[[*starts]] = offsets[:-1]
-        self.options[[columns.ITERATIONS, columns.LANGUAGE]] = iterations, ACTIONS[actions]
-        self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
-        self.walks[:, columns.SEED] = np.random.default_rng().integers(2**63, size=walks)
+        self.options = np.zeros(1, columns.OPTIONS)
+        self.options[0] = (
+            self.size, self.forms, reward == "causal", invalid == "ignore", autoreset, len(tasks), iterations,
+            ACTIONS[actions], kernels, gaps,
+        )  # fmt: skip
+        self.walks = np.zeros(walks, columns.WALK)
+        self.walks["seed"] = np.random.default_rng().integers(2**63, size=walks)
+        self.arrays = np.zeros((walks, 2 * (kernels + 1) + 3 * gaps), np.int64)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
-        self.rewards = np.zeros(walks)
-        self.overhead = np.zeros(walks)
-        self.terminated, self.truncated, self.invalid, self.feasible = np.zeros((4, walks), np.bool_)
+        self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._given = self.options, self.where, self.ints, self.floats  # as ``step_walks`` takes them
-        self._state = self.walks, self.rows, self.touched
+        self._state = self.walks, self.arrays, self.rows, self.touched
+        self._best: dict[int, tuple[float, Plan]] = {}  # by task: overhead and plan
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
                        self.current)  # fmt: skip
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
         most = max(kernels + 1, self.size, gaps)
-        super().__init__(walks, threads, lambda: _Work(self._work_size, most, gaps))
+        threads = max(1, min(threads or cores(), walks // SHARE))
+        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
+        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
+        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
+        self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
         ints, floats, work = Parts(), Parts(), Parts()
         work.size = shared
-        self.where = np.zeros((len(self.tasks), columns.WHERE), np.int64)
-        for w, task in zip(self.where, self.tasks, strict=True):
+        self.where = np.zeros(len(self.tasks), columns.TASK)
+        for i, task in enumerate(self.tasks):
             tables, graph, program, machine = task.engine.tables, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
             acts = np.flatnonzero(graph.action_gap >= 0)
@@ -212,29 +173,26 @@ class Batch(Pieces):
             nodes[columns.NODE_KERNEL], nodes[columns.NODE_KIND] = graph.kernel, graph.action_kind
             nodes[columns.NODE_GAP] = graph.action_gap
             nodes[columns.ACTIONS, : len(acts)], nodes[columns.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
-            w[[columns.KERNELS, columns.TENSORS, columns.GAPS]] = n, len(task.program.tensors), len(task.tensor)
-            w[[columns.NODES, columns.LIMIT_BYTES, columns.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
-            w[[columns.HOST, columns.SHORT]] = machine.host_bytes, task.host_is_short
-            w[columns.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program, id(machine)))
-            w[columns.TENSORS_AT] = ints.put(tables.tensors, ("tensors", program, id(machine)))
-            w[columns.GRAPH_AT] = ints.put(tables.graph, ("graph", program))
-            w[columns.GRAPH_END] = w[columns.GRAPH_AT] + tables.graph.size
-            w[columns.SETTINGS_AT] = ints.put(tables.settings)
-            w[columns.OPENING_AT] = ints.put(task.next_opening)
-            w[columns.GAPS_AT] = ints.put(_gap_table(task))
-            w[columns.NODES_AT] = ints.put(nodes)
-            w[columns.NODE_AT] = ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1))
-            w[columns.N_ACTIONS] = len(acts)
-            w[columns.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
-            w[columns.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
+            graph_at = ints.put(tables.graph, ("graph", program))
             by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
-            w[columns.WORK_AT] = work.put(np.empty(by_kernel + by_tensor, np.int8), program)
+            self.where[i] = (
+                n, len(task.program.tensors), len(task.tensor), len(graph), len(acts), task.limit, task.ideal_ns,
+                machine.host_bytes, task.host_is_short,
+                ints.put(tables.kernels, ("kernels", program, id(machine))),
+                ints.put(tables.tensors, ("tensors", program, id(machine))),
+                graph_at, graph_at + tables.graph.size, ints.put(tables.settings), ints.put(task.next_opening),
+                ints.put(_gap_table(task)), ints.put(nodes),
+                ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1)),
+                floats.put(graph.features.T.astype(np.float64)),
+                floats.put(task.start_ns[graph.kernel].astype(np.float64)),
+                work.put(np.empty(by_kernel + by_tensor, np.int8), program),
+            )  # fmt: skip
         self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
 
     def seed(self, i: int, seed: int) -> None:
-        """Of the tasks that walk i draws."""
-        self.walks[i, columns.SEED] = seed
+        """Seeds the tasks that walk i draws."""
+        self.walks["seed"][i] = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1)
 
     def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
         """Begins walks anew, all of them or some; their tasks are drawn, or the given one."""
@@ -259,27 +217,100 @@ class Batch(Pieces):
 
         self._by_pieces(run)
 
+    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
+        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        todo = iter(self._bounds)
+
+        def take(work: _Work) -> None:
+            for begin, end in todo:
+                run(begin, end, work)
+
+        side_by_side([partial(take, work) for work in self._works])
+
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""
-        walks = self.walks[begin:end]
-        if (walks[:, columns.PENDING] == columns.WANTS_STEPS).any():
+        pending = self.walks["pending"][begin:end]
+        if (pending == columns.WANTS_STEPS).any():
             work.make_steps()
-        for i in (begin + np.flatnonzero(walks[:, columns.PENDING] == columns.WANTS_HOST)).tolist():
+        for i in (begin + np.flatnonzero(pending == columns.WANTS_HOST)).tolist():
             task = self.task(i)
             with _ENGINES:
                 on_host = task.engine.on_host(self.plan_rows(i))
-            self.walks[i, columns.HOST_LEFT] = task.machine.host_bytes - on_host
+            self.walks["host_left"][i] = task.machine.host_bytes - on_host
 
     def task(self, i: int) -> Task:
         """The task of walk i."""
-        return self.tasks[int(self.walks[i, columns.TASK])]
+        task: Task = self.tasks[int(self.walks["task"][i])]
+        return task
 
     def plan_rows(self, i: int) -> NDArray[np.int64]:
         """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
-        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, columns.COUNT]]
+        rows: NDArray[np.int64] = self.rows[i, : self.walks["count"][i]]
         return rows
 
     def plan(self, i: int, planner: str = "") -> Plan:
         """The plan so far of walk i."""
         task, decisions = self.task(i), encoding.decisions_of(self.plan_rows(i))
         return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
+
+    # What envs of either kind ask of a batch (batch_env.py).
+
+    def ended(self) -> NDArray[Any]:
+        """(M,) whether the episode has ended: a view."""
+        over: NDArray[Any] = self.walks["over"]
+        return over
+
+    def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
+        """Spaces of the actions and observations of one walk (memory_env.py)."""
+        return spaces.Discrete(self.mask.shape[1]), spaces.Dict({
+            "nodes": spaces.Box(-np.inf, np.inf, (self.size, OBSERVED), np.float32),
+            "action_mask": spaces.Box(0, 1, (self.mask.shape[1],), np.int8),
+            "current": spaces.Discrete(self.size),
+            "program": spaces.Discrete(len(self.tasks)),
+        })  # fmt: skip
+
+    def views(self) -> Observation:
+        """Observations of all walks, as views."""
+        return {"nodes": self.nodes.transpose(0, 2, 1), "action_mask": self.mask, "current": self.current,
+                "program": self.walks["task"]}  # fmt: skip
+
+    @property
+    def iteration_ns(self) -> NDArray[np.int64]:
+        """(M,) simulated times of the plans so far: a view."""
+        times: NDArray[np.int64] = self.walks["iteration"]
+        return times
+
+    def copies(self) -> Observation:
+        """Copies of ``views``; ``nodes`` in memory that is used again once nobody has it any more, because new memory
+        costs as much as the copy."""
+        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
+        if spare:
+            out = self._copies[spare[0]]
+        else:
+            out = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], out]
+
+        def run(begin: int, end: int, work: _Work) -> None:
+            np.copyto(out[begin:end], self.nodes[begin:end])
+
+        self._by_pieces(run)
+        found = {key: view.copy() for key, view in self.views().items() if key != "nodes"}
+        return {**found, "nodes": out.transpose(0, 2, 1)}
+
+    def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
+        """Steps every walk; with ``autoreset``, one whose episode is ``over`` begins anew."""
+        self.step(actions)
+
+    def final_plan(self, i: int) -> Plan | None:
+        """The plan with which the episode of walk i has just ended; None if it ended without one."""
+        if not (self.terminated[i] and self.feasible[i]):
+            return None
+        plan, task, overhead = self.plan(i), int(self.walks["task"][i]), float(self.overhead[i])
+        if task not in self._best or overhead < self._best[task][0]:
+            self._best[task] = overhead, plan
+        return plan
+
+    @property
+    def best_plans(self) -> tuple[Plan | None, ...]:
+        """The plan of least overhead with which an episode of each task has ended (``final_plan``), or None."""
+        return tuple(self._best[t][1] if t in self._best else None for t in range(len(self.tasks)))

@@ -1,19 +1,39 @@
-"""The columns of every table of the compiled walks (compiled_walk.py, observation.py; batch.py makes the tables)."""
+"""Tables of the compiled walks (compiled_walk.py, observation.py), which batch.py makes."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[Any]
 
-# ``where``, a row a task: how many there are of what, the task in numbers, and where its tables begin in ``ints``, or
-# (STATIC_AT, TIMES_AT) in ``floats``, or (WORK_AT) in what a thread works on.
-(
-    KERNELS, TENSORS, GAPS, NODES, N_ACTIONS, LIMIT_BYTES, IDEAL_NS, HOST, SHORT, KERNELS_AT, TENSORS_AT, GRAPH_AT,
-    GRAPH_END, SETTINGS_AT, OPENING_AT, GAPS_AT, NODES_AT, NODE_AT, STATIC_AT, TIMES_AT, WORK_AT, WHERE,
-) = range(22)  # fmt: skip
+
+def integers(names: str) -> np.dtype[np.void]:
+    """A record of int64 fields."""
+    return np.dtype([(name, np.int64) for name in names.split()])
+
+
+# A task: how many there are of what, the task in numbers, and where its tables begin in ``ints``, or (static_at,
+# times_at) in ``floats``, or (work_at) in what a thread works on.
+TASK = integers(
+    "kernels tensors gaps nodes n_actions limit_bytes ideal_ns host short kernels_at tensors_at graph_at graph_end "
+    "settings_at opening_at gaps_at nodes_at node_at static_at times_at work_at"
+)
+# A walk. shown: the task whose static columns are shown, and 1. opened, closed: how many of BY_AFTER and BY_BEFORE are
+# behind. valid_actions: beside node 0. ended: Walk.done. over: the episode is; an invalid action may have ended it.
+# came_from, changed: the position before the step, and the gap that it emptied, or -1. new_from, new_to: kernels whose
+# planned residency may have changed. pending: what it waits for. The last five are the clock's: when its engines are
+# free, and what of ``queue`` is under way.
+WALK = integers(
+    "task shown seed position count free_ns stuck_at iteration ended dead_end host_left pending over opened closed "
+    "valid_actions removals rerun_ns changed new_from new_to came_from out_free in_free head tail under_way"
+)
+NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
+# A batch: N nodes and F forms that are shown, what it was asked for (language: the other forms that may be taken, as
+# bits), the most kernels and gaps of a task.
+OPTIONS = integers("shown_nodes forms causal ignore autoreset tasks iterations language most_kernels most_gaps")
 
 # The gaps of a task, a row each. OFFLOAD_NODE, REMOVE_NODE: or -1. BY_AFTER: those that do not wrap by the kernel that
 # opens them, and then the others. BY_BEFORE: all by the kernel that ends them.
@@ -22,34 +42,14 @@ Ints = NDArray[Any]
     GAP_ROWS,
 ) = range(12)  # fmt: skip
 
-# The nodes of a task. ACTIONS, ACTION_GAPS: the nodes that are actions, N_ACTIONS of them, and their gaps.
+# The nodes of a task. ACTIONS, ACTION_GAPS: the nodes that are actions, n_actions of them, and their gaps.
 NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, ACTION_GAPS, NODE_ROWS = range(6)
-
-# ``walks``, a row a walk. SHOWN: the task whose static columns are shown, and 1. OPENED, CLOSED: how many of BY_AFTER
-# and BY_BEFORE are behind. VALID_ACTIONS: beside node 0. ENDED: Walk.done. OVER: the episode is, an invalid action may
-# have done it. CAME_FROM, CHANGED: the position before the step, and the gap that it emptied, or -1. NEW_FROM, NEW_TO:
-# the kernels whose planned residency may have changed. PENDING: what it waits for. The last five are the clock's: when
-# its engines are free, and what of ``queue`` is under way.
-(
-    TASK, SHOWN, SEED, POSITION, COUNT, FREE_NS, STUCK_AT, ITERATION, ENDED, DEAD_END, HOST_LEFT, PENDING, OVER, OPENED,
-    CLOSED, VALID_ACTIONS, REMOVALS, RERUN_NS, CHANGED, NEW_FROM, NEW_TO, CAME_FROM, OUT_FREE, IN_FREE, HEAD, TAIL,
-    UNDER_WAY, WALK,
-) = range(28)  # fmt: skip
-NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
-
-# ``options`` of a batch: N nodes and F forms that are shown, what it was asked for (LANGUAGE: the other forms that may
-# be taken, as bits), where arrays begin in a walk's row.
-(
-    SHOWN_NODES, FORMS, CAUSAL, IGNORE, AUTORESET, TASKS, NEED_AT, ENDED_AT, OUT_END_AT, QUEUE_AT, TAKEN_AT,
-    ITERATIONS, LANGUAGE,
-    OPTIONS,
-) = range(14)  # fmt: skip
 
 
 class TaskView(NamedTuple):
     """The tables of one task with n kernels, as views of ``ints`` and ``floats``."""
 
-    row: Ints  # of ``where``
+    row: Any  # a TASK
     kernels: Ints  # (KERNEL_ROWS, n + 1): simulator/compiled/encoding.py
     tensors: Ints  # (TENSOR_ROWS, tensors): the same
     graph: Ints
@@ -63,13 +63,13 @@ class TaskView(NamedTuple):
 
 
 class WalkView(NamedTuple):
-    """One walk: its columns, and the arrays behind them in its row."""
+    """One walk, and its arrays."""
 
-    row: Ints  # (WALK,)
+    row: Any  # a WALK
     need: Ints  # (n + 1,): planned residency
     ended: Ints  # (n + 1,): when all kernels before k had ended, by the clock
     out_end: Ints  # (G,): when the gap's copy to the host is complete
-    queue: Ints  # (G,): gaps whose copies are under way, from HEAD to TAIL
+    queue: Ints  # (G,): gaps whose copies are under way, from head to tail
     taken: Ints  # (G,): what was done with the gap, or -1
 
 

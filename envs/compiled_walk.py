@@ -1,9 +1,8 @@
 """The rules of a walk, compiled, for many walks at once: equal to tests/oracle/walk.py step by step.
 
-``step_walks`` is called by batch.py, which makes the arrays; columns.py has their columns. A walk is a row of
-``walks``: its columns, then ``need`` (kernels + 1), the clock's ``ended`` (kernels + 1), ``out_end`` and ``queue``
-(gaps), and what is ``taken`` (gaps). What compiled code cannot settle (room on a short host, more room for steps)
-leaves a walk PENDING: batch.py does so, and calls again with ``resume``.
+``step_walks`` is called by batch.py, which makes the arrays; columns.py has their fields. What compiled code cannot
+settle (room on a short host, more room for steps) leaves a walk pending: batch.py does so, and calls again with
+``resume``.
 """
 
 from __future__ import annotations
@@ -19,13 +18,8 @@ from simulator.compiled.scoring import score_plans
 
 # isort: off
 from envs.columns import (
-    AFTER, AUTORESET, BEFORE, BY_BEFORE, CAME_FROM, CAUSAL, CHANGED, CLOSED, COPY_AT, COUNT, DEAD_END, ENDED, ENDED_AT,
-    FREE_NS, GAPS, GAPS_AT, GAP_ROWS, GRAPH_AT, GRAPH_END, HEAD, HOST, HOST_LEFT, IDEAL_NS, IGNORE, IN_FREE, ITERATION,
-    ITERATIONS, KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NEW_FROM, NEW_TO, NODES, NODES_AT, NODE_AT, NODE_GAP,
-    NODE_KIND, NODE_ROWS, NOT_PENDING, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS,
-    RERUN_NS, SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS,
-    TENSOR, TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS, Scratch, TaskView,
-    WalkView,
+    AFTER, BEFORE, BY_BEFORE, COPY_AT, GAP_ROWS, NBYTES, NODE_GAP, NODE_KIND, NODE_ROWS, NOT_PENDING, TENSOR,
+    WANTS_HOST, WANTS_STEPS, WRAPS, Scratch, TaskView, WalkView,
 )  # fmt: skip
 from simulator.compiled.encoding import (
     AFTER as ROW_AFTER, BEFORE as ROW_BEFORE, BEGINS, D2H, DONE, EXTRA, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS,
@@ -47,8 +41,8 @@ def _area(shape):  # type: ignore[no-untyped-def]
 @stage
 def draw(walk, tasks):  # type: ignore[no-untyped-def]
     """The next task of a walk: SplitMix64 (Steele, Lea, Flood 2014)."""
-    state = np.uint64(walk[SEED]) + np.uint64(0x9E3779B97F4A7C15)
-    walk[SEED] = np.int64(state)
+    state = np.uint64(walk.seed) + np.uint64(0x9E3779B97F4A7C15)
+    walk.seed = np.int64(state)
     z = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.int64((z ^ (z >> np.uint64(31))) >> np.uint64(1)) % tasks
@@ -61,11 +55,11 @@ def draw(walk, tasks):  # type: ignore[no-untyped-def]
 def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
     """Clock.offload."""
     walk = state.row
-    walk[OUT_FREE] = max(walk[OUT_FREE], time) + task.tensors[D2H, task.gaps[TENSOR, g]]
-    state.out_end[g] = walk[OUT_FREE]
-    state.queue[walk[TAIL]] = g
-    walk[TAIL] += 1
-    walk[UNDER_WAY] += task.gaps[NBYTES, g]
+    walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[TENSOR, g]]
+    state.out_end[g] = walk.out_free
+    state.queue[walk.tail] = g
+    walk.tail += 1
+    walk.under_way += task.gaps[NBYTES, g]
 
 
 @stage
@@ -74,10 +68,10 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
     gaps, begins, limit = task.gaps, task.begins, task.limit
     walk, need, ended, out_end, queue, taken = state
     ideal = begins[begins.size - 1]
-    at = walk[CLOSED]
-    while at > 0 and gaps[BEFORE, gaps[BY_BEFORE, at - 1]] >= walk[CAME_FROM]:
+    at = walk.closed
+    while at > 0 and gaps[BEFORE, gaps[BY_BEFORE, at - 1]] >= walk.came_from:
         at -= 1
-    for k in range(walk[CAME_FROM], walk[POSITION]):
+    for k in range(walk.came_from, walk.position):
         now = ended[k]
         while at < gaps.shape[1] and gaps[BEFORE, gaps[BY_BEFORE, at]] == k:
             g = gaps[BY_BEFORE, at]
@@ -89,15 +83,15 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
             while j >= first and need[j] + size <= limit:
                 j -= 1
             fits = ended[j + 1] if j >= first else -ideal
-            walk[IN_FREE] = max(walk[IN_FREE], max(out_end[g], fits)) + task.tensors[H2D, gaps[TENSOR, g]]
-            now = max(now, walk[IN_FREE])
-        while walk[HEAD] < walk[TAIL]:
-            g = queue[walk[HEAD]]
-            if out_end[g] > now and need[k] + walk[UNDER_WAY] <= limit:
+            walk.in_free = max(walk.in_free, max(out_end[g], fits)) + task.tensors[H2D, gaps[TENSOR, g]]
+            now = max(now, walk.in_free)
+        while walk.head < walk.tail:
+            g = queue[walk.head]
+            if out_end[g] > now and need[k] + walk.under_way <= limit:
                 break
             now = max(now, out_end[g])
-            walk[HEAD] += 1
-            walk[UNDER_WAY] -= gaps[NBYTES, g]
+            walk.head += 1
+            walk.under_way -= gaps[NBYTES, g]
         ended[k + 1] = now + begins[k + 1] - begins[k]
 
 
@@ -108,21 +102,21 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
 def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-untyped-def]
     """Walk._offload and _remove, or nothing: the new row, and where the agent goes."""
     walk, gaps, begins, opening, ended = state.row, task.gaps, task.begins, task.opening, state.ended
-    p, stuck, ideal = walk[POSITION], walk[STUCK_AT], begins[begins.size - 1]
+    p, stuck, ideal = walk.position, walk.stuck_at, begins[begins.size - 1]
     onward = min(opening[p], stuck) if p < opening.size else p
     if kind == NOTHING:
-        walk[POSITION] = onward
+        walk.position = onward
         return
     t, after, before = gaps[TENSOR, g], gaps[AFTER, g], gaps[BEFORE, g]
-    row = rows[walk[COUNT]]
-    walk[COUNT] += 1
+    row = rows[walk.count]
+    walk.count += 1
     row[ROW_TENSOR], row[ROW_BEFORE] = t, before
     state.taken[g] = kind
     if kind != OFFLOAD:
         row[KIND], row[ROW_AFTER], row[EXTRA], row[WHEN] = RECOMPUTE, max(p - 1, after), 1 if form == KEEP else 0, early
-        walk[REMOVALS] += 1
+        walk.removals += 1
         if stuck != p:
-            walk[POSITION] = onward
+            walk.position = onward
         return
     copy = gaps[COPY_AT, g] if form == COPY else -1
     lasts = task.tensors[D2H, t]
@@ -130,26 +124,26 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
     if gaps[WRAPS, g] and p == 0:
         row[ROW_AFTER] = after
         begin = begins[(after if copy < 0 else copy) + 1] - ideal
-        walk[FREE_NS] = max(walk[FREE_NS], begin) + lasts
+        walk.free_ns = max(walk.free_ns, begin) + lasts
         if causal:
             _issue(task, state, g, begin)
         return
     # The last kernel that ended before the engine is free, if the gap was open then.
     least, after = 0 if gaps[WRAPS, g] else after, p - 1
-    while after > least and begins[after + 1] > walk[FREE_NS]:
+    while after > least and begins[after + 1] > walk.free_ns:
         after -= 1
     row[ROW_AFTER] = after
     issued = after if copy < 0 else copy
-    end = max(walk[FREE_NS], begins[issued + 1]) + lasts
+    end = max(walk.free_ns, begins[issued + 1]) + lasts
     if causal:
         _issue(task, state, g, ended[issued + 1])
     if stuck == p:
-        walk[FREE_NS] = begins[p]
+        walk.free_ns = begins[p]
         return
-    walk[FREE_NS] = min(end, begins[stuck])
+    walk.free_ns = min(end, begins[stuck])
     while p < stuck and begins[p] < end:
         p += 1
-    walk[POSITION] = p
+    walk.position = p
 
 
 @stage
@@ -185,12 +179,12 @@ def _begin(task, state):  # type: ignore[no-untyped-def]
         most = max(most, need[k])
     for g in range(state.taken.size):
         state.taken[g] = -1
-    for c in range(POSITION, WALK):
-        walk[c] = 0
-    walk[FREE_NS] = walk[OUT_FREE] = walk[IN_FREE] = -ideal
-    walk[ITERATION] = ideal
-    walk[HOST_LEFT] = task.row[HOST]
-    walk[ENDED] = 1 if most <= task.limit else 0
+    walk.position = walk.count = walk.dead_end = walk.pending = walk.over = walk.removals = walk.rerun_ns = 0
+    walk.changed = walk.came_from = walk.new_from = walk.head = walk.tail = walk.under_way = 0
+    walk.free_ns = walk.out_free = walk.in_free = -ideal
+    walk.iteration = ideal
+    walk.host_left = task.row.host
+    walk.ended = 1 if most <= task.limit else 0
     state.ended[0] = 0
 
 
@@ -202,15 +196,15 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
         Whether it is known; whether there was too little room for what runs again.
     """
     walk, need, gaps = state.row, state.need, task.gaps
-    g, n = walk[CHANGED], need.size - 1
-    walk[NEW_FROM], walk[NEW_TO] = 0, n
+    g, n = walk.changed, need.size - 1
+    walk.new_from, walk.new_to = 0, n
     if g < 0:
         return True, False
-    if state.taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[gaps[TENSOR, g]])):
-        after, before = plan[walk[COUNT] - 1, ROW_AFTER], gaps[BEFORE, g]
+    if state.taken[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[TENSOR, g]])):
+        after, before = plan[walk.count - 1, ROW_AFTER], gaps[BEFORE, g]
         swap_out(need, after, before, gaps[NBYTES, g])
         if after < before:
-            walk[NEW_FROM], walk[NEW_TO] = after + 1, before
+            walk.new_from, walk.new_to = after + 1, before
         return True, False
     if not causal:
         return False, False
@@ -219,7 +213,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     )
     if n_steps >= steps.shape[0]:
         return False, True
-    walk[RERUN_NS] = lasts
+    walk.rerun_ns = lasts
     for k in range(n):
         need[k] = by_kernel[PLANNED, k]
     _touch(task.graph, n, steps, n_steps, touched)
@@ -233,54 +227,54 @@ def step_walks(  # type: ignore[no-untyped-def]
     """Steps walks ``begin`` to ``end`` - 1, or begins those in ``resets`` anew.
 
     Args:
-        resume: only those that are PENDING.
+        resume: only those that are pending.
         resets: bool (walks,).
         actions: (walks,) node + N * form; none: only ``resets`` counts.
         chosen: (walks,) the task of those that begin, or -1: drawn.
         tables: options, where, ints, floats: see columns.py.
-        arrays: walks: see columns.py; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks,
-            tensors), what the plan's recomputation uses.
+        arrays: walks: see columns.py; int64 (walks, 2 (kernels + 1) + 3 gaps), the arrays of a WalkView one after the
+            other; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks, tensors), what the plan's
+            recomputation uses.
         work: what one thread works on (batch.py).
-        shown: rewards, terminated, invalid: of this step; overhead, feasible, mask, nodes, current: of the walks, which
-            are written where they change.
+        shown: rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes, current:
+            of the walks, which are written where they change.
 
     Returns:
-        How many walks are PENDING.
+        How many walks are pending.
     """
-    options, where, ints, floats = tables
-    walks, rows, touched = arrays
+    (settings_of_all, where, ints, floats), (walks, arrays_of_walks, rows, touched) = tables, arrays
+    options = settings_of_all[0]
     work_ints, product, bits, shares, work_gaps, steps = work
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current = shown
     scratch = Scratch(product, bits, shares)
     pending, number = 0, -1
-    size, causal = options[SHOWN_NODES], options[CAUSAL] != 0
+    size, causal = options.shown_nodes, options.causal != 0
     for i in range(begin, end):
-        whole = walks[i]
-        walk = whole[:WALK]
-        starts = not resume and (resets[i] or (options[AUTORESET] != 0 and walk[OVER] != 0))
-        if (resume and walk[PENDING] == NOT_PENDING) or (not resume and actions.size == 0 and not starts):
+        walk = walks[i]
+        starts = not resume and (resets[i] or (options.autoreset != 0 and walk.over != 0))
+        if (resume and walk.pending == NOT_PENDING) or (not resume and actions.size == 0 and not starts):
             continue
         if not resume:
             rewards[i], terminated[i], invalid[i] = 0.0, False, False
         if starts:
-            walk[TASK] = chosen[i] if chosen[i] >= 0 else draw(walk, options[TASKS])
+            walk.task = chosen[i] if chosen[i] >= 0 else draw(walk, options.tasks)
 
         # The tables of the task and what to work on, if it is another one than before; the arrays of the walk.
-        if walk[TASK] != number:
-            number = walk[TASK]
+        if walk.task != number:
+            number = walk.task
             w = where[number]
-            n, n_gaps, limit, ideal = w[KERNELS], w[GAPS], w[LIMIT_BYTES], w[IDEAL_NS]
-            kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
-            tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + TENSOR_ROWS * w[TENSORS]].reshape(TENSOR_ROWS, w[TENSORS])
-            gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
-            v = ints[w[NODES_AT] : w[NODES_AT] + NODE_ROWS * w[NODES]].reshape(NODE_ROWS, w[NODES])
+            n, n_gaps, limit, ideal = w.kernels, w.gaps, w.limit_bytes, w.ideal_ns
+            kernels = ints[w.kernels_at : w.kernels_at + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
+            tensors = ints[w.tensors_at : w.tensors_at + TENSOR_ROWS * w.tensors].reshape(TENSOR_ROWS, w.tensors)
+            gaps = ints[w.gaps_at : w.gaps_at + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
+            v = ints[w.nodes_at : w.nodes_at + NODE_ROWS * w.nodes].reshape(NODE_ROWS, w.nodes)
             task = TaskView(
-                w, kernels, tensors, ints[w[GRAPH_AT] : w[GRAPH_END]], gaps, v,
-                floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]], kernels[BEGINS],
-                ints[w[OPENING_AT] : w[OPENING_AT] + n], ints[w[NODE_AT] : w[NODE_AT] + n + 1], limit,
+                w, kernels, tensors, ints[w.graph_at : w.graph_end], gaps, v,
+                floats[w.times_at : w.times_at + w.nodes], kernels[BEGINS],
+                ints[w.opening_at : w.opening_at + n], ints[w.node_at : w.node_at + n + 1], limit,
             )  # fmt: skip
-            shapes = shapes_of(n, w[TENSORS], n_gaps, options[ITERATIONS])
-            at, to = w[WORK_AT], w[WORK_AT] + _area(shapes[0])
+            shapes = shapes_of(n, w.tensors, n_gaps, options.iterations)
+            at, to = w.work_at, w.work_at + _area(shapes[0])
             by_kernel = work_ints[at:to].reshape(shapes[0])
             at, to = to, to + _area(shapes[2])
             by_tensor = work_ints[at:to].reshape(shapes[2])
@@ -292,62 +286,62 @@ def step_walks(  # type: ignore[no-untyped-def]
             states = work_ints[at:to].reshape(shapes[4])
             results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
             result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
+        whole, at, to = arrays_of_walks[i], options.most_kernels + 1, 2 * (options.most_kernels + 1)
         state = WalkView(
-            walk, whole[options[NEED_AT] : options[NEED_AT] + n + 1],
-            whole[options[ENDED_AT] : options[ENDED_AT] + n + 1],
-            whole[options[OUT_END_AT] : options[OUT_END_AT] + n_gaps],
-            whole[options[QUEUE_AT] : options[QUEUE_AT] + n_gaps],
-            whole[options[TAKEN_AT] : options[TAKEN_AT] + n_gaps],
+            walk, whole[: n + 1], whole[at : at + n + 1], whole[to : to + n_gaps],
+            whole[to + options.most_gaps : to + options.most_gaps + n_gaps],
+            whole[to + 2 * options.most_gaps : to + 2 * options.most_gaps + n_gaps],
         )  # fmt: skip
         need = state.need
 
         if starts:
             _begin(task, state)
-            walk[NEW_TO] = n
-            if walk[SHOWN] != walk[TASK] + 1:
-                walk[SHOWN] = walk[TASK] + 1
+            walk.new_to = n
+            if walk.shown != walk.task + 1:
+                walk.shown = walk.task + 1
                 for c in range(nodes.shape[1]):
                     for j in range(size):
-                        nodes[i, c, j] = floats[w[STATIC_AT] + c * w[NODES] + j] if c < VALID and j < w[NODES] else 0.0
+                        nodes[i, c, j] = floats[w.static_at + c * w.nodes + j] if c < VALID and j < w.nodes else 0.0
             current[i] = show(task, state, scratch, options, mask[i], nodes[i], -1, True, True)
-            overhead[i], feasible[i] = walk[ITERATION] / ideal - 1.0, walk[ENDED] > walk[DEAD_END]
+            overhead[i] = np.nan if walk.dead_end else walk.iteration / ideal - 1.0
+            feasible[i] = walk.ended > walk.dead_end
             continue
 
         # The action.
         if not resume:
             if not (0 <= actions[i] < mask.shape[1] and mask[i, actions[i]]):
                 invalid[i] = True
-                if options[IGNORE] == 0:
-                    rewards[i], terminated[i], walk[OVER] = DEAD_END_REWARD, True, 1
+                if options.ignore == 0:
+                    rewards[i], terminated[i], walk.over = DEAD_END_REWARD, True, 1
                 continue
-            if walk[ENDED]:  # nothing need leave
-                terminated[i], walk[OVER] = True, 1
+            if walk.ended:  # nothing need leave
+                terminated[i], walk.over = True, 1
                 continue
             node, form, early = actions[i] % size, actions[i] // size, -1
             kind, g = v[NODE_KIND, node], v[NODE_GAP, node]
             if kind > OFFLOAD and form == EARLY:
-                early = early_kernel(gaps[BEFORE, g], walk[POSITION], need, limit)
-            walk[CAME_FROM], walk[CHANGED] = walk[POSITION], g
+                early = early_kernel(gaps[BEFORE, g], walk.position, need, limit)
+            walk.came_from, walk.changed = walk.position, g
             _act(task, state, rows[i], kind, g, form, early, causal)
-            if w[SHORT] and g >= 0:
-                walk[PENDING] = WANTS_HOST
+            if w.short and g >= 0:
+                walk.pending = WANTS_HOST
                 pending += 1
                 continue
 
         # What the plan needs, and how long it takes: by the clock, or simulated.
-        plan, g, p = rows[i][: walk[COUNT]], walk[CHANGED], walk[POSITION]
+        plan, g, p = rows[i][: walk.count], walk.changed, walk.position
         known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
         fits, feasibly, ns = known and first_over(need, limit) == n, True, 0
         if causal and not fits and not no_room:
             _run_clock(task, state)
-            ns = task.begins[n] + state.ended[p] - task.begins[p] + walk[RERUN_NS]
+            ns = task.begins[n] + state.ended[p] - task.begins[p] + walk.rerun_ns
         again = not no_room and (fits or not causal)
         while again:
             for c in range(SETTINGS):
-                settings[c] = ints[w[SETTINGS_AT] + c]
-            if w[SHORT]:  # what the plan needs of it is known
+                settings[c] = ints[w.settings_at + c]
+            if w.short:  # what the plan needs of it is known
                 settings[HOST_BYTES] = NEVER
-            ends[0], ends[1] = 0, walk[COUNT]
+            ends[0], ends[1] = 0, walk.count
             score_plans(
                 kernels, tensors, task.graph, plan, ends, 0, -1, settings, n if fits else p, NEVER, 1, by_kernel,
                 by_segment, by_tensor, by_row, work_gaps, steps, states, results, steps[:0],
@@ -359,22 +353,23 @@ def step_walks(  # type: ignore[no-untyped-def]
             for k in range(n):
                 need[k] = by_kernel[PLANNED, k]
             ns = result[ITERATION_NS]
-            feasibly = result[STATUS] == DONE and result[PERIOD] > 0 and (w[SHORT] == 0 or walk[HOST_LEFT] >= 0)
-        walk[PENDING] = WANTS_STEPS if no_room else NOT_PENDING
+            feasibly = result[STATUS] == DONE and result[PERIOD] > 0 and (w.short == 0 or walk.host_left >= 0)
+        walk.pending = WANTS_STEPS if no_room else NOT_PENDING
         if no_room:
             pending += 1
             continue
         if fits:
-            walk[ENDED] = 1
+            walk.ended = 1
         if feasibly:
-            rewards[i], overhead[i] = (walk[ITERATION] - ns) / ideal, ns / ideal - 1.0
-            walk[ITERATION] = ns
+            rewards[i], overhead[i] = (walk.iteration - ns) / ideal, ns / ideal - 1.0
+            walk.iteration = ns
         elif fits:  # its iterations never repeat (rule 10)
-            walk[DEAD_END] = 1
-        moved = p != walk[CAME_FROM]
-        current[i] = show(task, state, scratch, options, mask[i], nodes[i], g, moved, w[SHORT] != 0)
-        if walk[DEAD_END]:
+            walk.dead_end = 1
+        moved = p != walk.came_from
+        current[i] = show(task, state, scratch, options, mask[i], nodes[i], g, moved, w.short != 0)
+        if walk.dead_end:
             rewards[i] += DEAD_END_REWARD
-        if walk[ENDED]:
-            terminated[i], walk[OVER], feasible[i] = True, 1, walk[DEAD_END] == 0
+            overhead[i] = np.nan
+        if walk.ended:
+            terminated[i], walk.over, feasible[i] = True, 1, walk.dead_end == 0
     return pending

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import numpy as np
 
+from envs.columns import (
+    ACTION_GAPS,
+    ACTIONS,
+    AFTER,
+    BEFORE,
+    BY_AFTER,
+    BY_BEFORE,
+    COPY_AT,
+    FIRST_SINCE,
+    NBYTES,
+    NODE_KERNEL,
+    OFFLOAD_NODE,
+    REMOVE_NODE,
+    WRAPS,
+)
 from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
 from envs.task import COPIES, COPY, EARLIES, EARLY, KEEP, KEEPS
 from simulator.compiled.jit import stage
-
-# isort: off
-from envs.columns import (
-    ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
-    FREE_NS, HOST_LEFT, IDEAL_NS, LANGUAGE, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED,
-    POSITION, REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
-)  # fmt: skip
-# isort: on
 
 BLOCK = 32  # kernels that are looked at together
 
@@ -36,7 +43,7 @@ def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
 def _copies(task, walk, g):  # type: ignore[no-untyped-def]
     """May the copy of gap g be made after the last write? Walk.form_masks."""
     gaps, first = task.gaps, task.gaps[FIRST_SINCE, g]
-    if gaps[COPY_AT, g] < 0 or (gaps[WRAPS, g] and (walk.row[POSITION] != 0 or first != g)):
+    if gaps[COPY_AT, g] < 0 or (gaps[WRAPS, g] and (walk.row.position != 0 or first != g)):
         return False
     for f in range(first, g):
         if walk.taken[f] >= 0:
@@ -47,7 +54,7 @@ def _copies(task, walk, g):  # type: ignore[no-untyped-def]
 @stage
 def _is_open(task, walk, g):  # type: ignore[no-untyped-def]
     """Walk.open."""
-    gaps, p = task.gaps, walk.row[POSITION]
+    gaps, p = task.gaps, walk.row.position
     return (gaps[AFTER, g] < p or gaps[WRAPS, g] != 0) and p < gaps[BEFORE, g] and walk.taken[g] < 0
 
 
@@ -55,12 +62,12 @@ def _is_open(task, walk, g):  # type: ignore[no-untyped-def]
 def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
     """The mask and validity of the nodes of a gap."""
     gaps, row = task.gaps, walk.row
-    is_open = row[ENDED] == 0 and _is_open(task, walk, g)
+    is_open = row.ended == 0 and _is_open(task, walk, g)
     for way in range(2):
         node = gaps[OFFLOAD_NODE + way, g]
         if node >= 0:
-            valid = 1 if is_open and (way == 1 or gaps[NBYTES, g] <= row[HOST_LEFT]) else 0
-            row[VALID_ACTIONS] += valid - mask[node]
+            valid = 1 if is_open and (way == 1 or gaps[NBYTES, g] <= row.host_left) else 0
+            row.valid_actions += valid - mask[node]
             mask[node] = valid
             nodes[VALID, node] = valid - (1 if walk.taken[g] == OFFLOAD + way else 0)
 
@@ -79,7 +86,7 @@ def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-unt
             early = (
                 language & EARLIES
                 and mask[node]
-                and early_kernel(gaps[BEFORE, g], walk.row[POSITION], walk.need, task.limit) >= 0
+                and early_kernel(gaps[BEFORE, g], walk.row.position, walk.need, task.limit) >= 0
             )
             mask[EARLY * size + node] = 1 if early else 0
 
@@ -152,7 +159,7 @@ def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
         j -= 1
     _divide(inside[: order.size], 0.0, max(total, 1.0), product, bits, shares)
     relief, actions, gap_of = nodes[RELIEF], task.nodes[ACTIONS], task.nodes[ACTION_GAPS]
-    for j in range(task.row[N_ACTIONS]):
+    for j in range(task.row.n_actions):
         relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
 
 
@@ -172,15 +179,15 @@ def _show_pressure(task, need, first, last, shares, nodes):  # type: ignore[no-u
 @stage
 def _show_time(task, walk, scratch, nodes, moved):  # type: ignore[no-untyped-def]
     """How far ahead the nodes are, the copy queue, where the walk gets stuck."""
-    starts, begins, ideal = task.times, task.begins, task.row[IDEAL_NS]
+    starts, begins, ideal = task.times, task.begins, task.row.ideal_ns
     n = begins.size - 1
-    now = begins[min(walk[POSITION], n - 1)]
+    now = begins[min(walk.position, n - 1)]
     if moved:
         _divide(starts, np.float64(now), np.float64(ideal), scratch.product, scratch.bits, nodes[AHEAD])
-    queue = np.float32(max(0, walk[FREE_NS] - now) / ideal)
+    queue = np.float32(max(0, walk.free_ns - now) / ideal)
     if nodes[QUEUE, 0] != queue:
         _fill(nodes[QUEUE, : starts.size], queue)
-    stuck = np.float32(1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal)
+    stuck = np.float32(1.0 if walk.stuck_at == n else (begins[walk.stuck_at] - now) / ideal)
     if nodes[STUCK, 0] != stuck:
         _fill(nodes[STUCK, : starts.size], stuck)
 
@@ -196,27 +203,30 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
         fresh: whether nothing is known of what is shown.
     """
     walk, need, gaps, limit = state.row, state.need, task.gaps, task.limit
-    n, p = need.size - 1, walk[POSITION]
+    n, p = need.size - 1, walk.position
     stuck = p
     while stuck < n and need[stuck] <= limit:
         stuck += 1
-    walk[STUCK_AT] = stuck
+    walk.stuck_at = stuck
     behind = gaps.shape[1]
     if not fresh:
         if g >= 0:
             _show_gap(task, state, g, mask, nodes)
         # Gaps that have opened, and those that have ended.
         for row in range(2):
-            at, column = walk[OPENED + row], AFTER + row
+            at, column = walk.closed if row else walk.opened, AFTER + row
             while at < behind:
                 other = gaps[BY_AFTER + row, at]
                 if gaps[column, other] + (1 - row) > p or (row == 0 and gaps[WRAPS, other]):
                     break
                 _show_gap(task, state, other, mask, nodes)
                 at += 1
-            walk[OPENED + row] = at
+            if row:
+                walk.closed = at
+            else:
+                walk.opened = at
     else:
-        walk[VALID_ACTIONS] = 0
+        walk.valid_actions = 0
         for node in range(mask.size):
             mask[node] = 0
         for other in range(behind):
@@ -224,22 +234,22 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
         at = 0
         while at < behind and gaps[WRAPS, gaps[BY_AFTER, at]] == 0 and gaps[AFTER, gaps[BY_AFTER, at]] < p:
             at += 1
-        walk[OPENED] = at
+        walk.opened = at
         at = 0
         while at < behind and gaps[BEFORE, gaps[BY_BEFORE, at]] <= p:
             at += 1
-        walk[CLOSED] = at
-    if walk[ENDED] == 0 and stuck == p and walk[VALID_ACTIONS] == 0:
-        walk[ENDED] = walk[DEAD_END] = 1
-    if walk[ENDED] and walk[VALID_ACTIONS]:
+        walk.closed = at
+    if walk.ended == 0 and stuck == p and walk.valid_actions == 0:
+        walk.ended = walk.dead_end = 1
+    if walk.ended and walk.valid_actions:
         for other in range(behind):
             _show_gap(task, state, other, mask, nodes)
-    mask[0] = 1 if walk[ENDED] or stuck > p else 0
+    mask[0] = 1 if walk.ended or stuck > p else 0
     nodes[VALID, 0] = mask[0]
-    if options[FORMS] > 1:
-        _show_forms(task, state, mask, options[SHOWN_NODES], options[FORMS], options[LANGUAGE])
+    if options.forms > 1:
+        _show_forms(task, state, mask, options.shown_nodes, options.forms, options.language)
     if g >= 0 or fresh:
         _show_relief(task, need, scratch, nodes)
-        _show_pressure(task, need, walk[NEW_FROM], walk[NEW_TO], scratch.shares, nodes)
+        _show_pressure(task, need, walk.new_from, walk.new_to, scratch.shares, nodes)
     _show_time(task, walk, scratch, nodes, moved or fresh)
     return task.node_at[p]

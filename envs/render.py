@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs import columns
 from envs.batch import Batch
 from simulator.compiled import encoding
 
@@ -35,10 +34,9 @@ class Scene(NamedTuple):
     def of(cls, batch: Batch, i: int) -> Scene:
         """Walk i of a batch."""
         task, walk, rows = batch.task(i), batch.walks[i], batch.plan_rows(i)
-        n, position = len(task.program.kernels), int(walk[columns.POSITION])
-        at = int(batch.options[columns.NEED_AT])
+        n, position = len(task.program.kernels), int(walk["position"])
         host, moving, dropped = [], [], []
-        now, until = task.start_ns[position], int(walk[columns.FREE_NS])
+        now, until = task.start_ns[position], int(walk["free_ns"])
         for kind, tensor, after, before in rows[
             ::-1, [encoding.KIND, encoding.TENSOR, encoding.AFTER, encoding.BEFORE]
         ]:
@@ -51,10 +49,9 @@ class Scene(NamedTuple):
                 moving.append(name)
             until -= task.machine.d2h_ns(task.program.tensors[tensor].nbytes)
             host += [name] if away else []
-        overhead = np.nan if walk[columns.DEAD_END] else float(batch.overhead[i])
         title = f"{task.program.name} on {task.machine.name}, {task.limit / task.program.peak_bytes:.0%} of the memory"
-        return cls(title, task.start_ns, task.live_bytes, walk[at : at + n].copy(), task.limit,
-                   position, tuple(host), tuple(moving), tuple(dropped), overhead)  # fmt: skip
+        return cls(title, task.start_ns, task.live_bytes, batch.arrays[i, :n].copy(), task.limit,
+                   position, tuple(host), tuple(moving), tuple(dropped), float(batch.overhead[i]))  # fmt: skip
 
     @property
     def words(self) -> str:

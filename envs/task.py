@@ -44,10 +44,7 @@ class Task:
         self.tensor, self.after, self.before = self.graph.gap_columns
         self.wraps = self.after >= self.before
         self.start_ns = np.array(program.start_ns, np.int64)
-        self.duration_ns = np.diff(self.start_ns).astype(np.float64)
         self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
-        self.d2h_ns = np.array([machine.d2h_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
-        self.h2d_ns = np.array([machine.h2d_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
         self.copy_at, self.first_since = self._copies()
         self.offloads = np.flatnonzero(self.graph.action_kind == OFFLOAD)
         self.offload_gap = self.graph.action_gap[self.offloads]

@@ -14,11 +14,7 @@ too; structure2vec-<seed>/ and dqn-<seed>/ with the state, log.jsonl and the wei
 from __future__ import annotations
 
 import json
-import math
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,27 +24,14 @@ from rich.progress import Progress, TaskID
 
 from experiments.common import cli, report, workers
 from experiments.common.endings import goes_on
-from simulator.files import FormatError, load_json, write_json
-from simulator.machine import PRESETS, Machine
-from simulator.program import Program
+from experiments.pretrain_tasks import LIMITS, Network, capture_one, drawn_machine, on_task, task_rng, timed
+from simulator.files import FormatError
+from simulator.machine import Machine
 
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
 
-Network = dict[str, list[Any]]  # the values of each setting of a workload
-
-MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # of a program
-LIMITS = 0.3, 0.8  # of the peak
 JOINT = 0.8  # of the tasks; the rest swap or recompute
-# What each direction (in, out) carries of its own rate while both are busy: nvbandwidth has about 0.5 and 0.95 of
-# A100s, 0.95 and 0.62 of H800s.
-SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)
-CAPTURED_ON = "v100"  # the durations are set by the machine of each task
-MODELLED = 0.6  # of the tasks: kernel times are the model's of some GPU, the others' a roofline's
-SCATTER = 0.2  # of the logarithm of a modelled GPU's rates
-SHARES_OF_PEAK = ("elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
-                  "conv_1x1_backward", "conv_bandwidth", "conv_float32", "conv_float32_backward", "matmul",
-                  "matmul_float32", "attention")  # fmt: skip
 VALIDATED = 48  # tasks of the families that are held out
 
 
@@ -75,9 +58,9 @@ def main(cfg: DictConfig) -> None:
         raise cli.UsageError(f"dqn_programs: expected {len(sets)} integers, at most those of each set, got {some}")
 
     from agents.learned import expert_iteration as learning  # a mistyped key is answered before
-    from agents.learned.dqn import Args
+    from agents.learned.checkpoint import save_weights
+    from agents.learned.dqn_config import Args
     from agents.learned.optimisation import one_thread
-    from agents.learned.training_state import save_weights
 
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
     args = cli.dataclass_of(Args, cfg.dqn, "dqn")
@@ -165,21 +148,6 @@ def check_network(where: str, entry: Any) -> Network:
     return lists
 
 
-def program_path(out: Path, i: int) -> Path:
-    """Where program ``i`` is kept."""
-    return out / "programs" / f"{i:04d}.json.gz"
-
-
-def times_path(out: Path, i: int) -> Path:
-    """Where the kernel times of the tasks of program ``i`` are kept."""
-    return out / "times" / f"{i:04d}.json"
-
-
-def timed(out: Path, i: int) -> int:
-    """The tasks of a program whose kernel times are known; raises FormatError."""
-    return len(read_times(times_path(out, i))) if times_path(out, i).exists() else 0
-
-
 def run(
     work: Callable[[Any], Any], tasks: Sequence[Any], at: tuple[str, int | None], what: str, done: Callable[[Any], None]
 ) -> None:
@@ -226,76 +194,6 @@ class Lines:
         self.file.flush()
 
 
-def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
-    """Captures a network drawn at random, again where it is too small or too large, and writes the program and the
-    durations of its kernels on the machine of each task."""
-    from experiments import workloads
-
-    out, networks, seed, i, each = task
-    rng = random.Random(f"{seed}:{i}")
-    machine = Machine.load(CAPTURED_ON)
-    while True:
-        chosen = {key: rng.choice(values) for key, values in rng.choice(networks).items()}
-        captured = workloads.load({"name": chosen["family"], **chosen}, machine)
-        program = captured.program
-        gaps = len(program.gaps(2**20))
-        if len(program.kernels) <= MOST_KERNELS and LEAST_GAPS <= gaps <= MOST_GAPS:
-            machines = [drawn_machine(task_rng(seed, i, j)) for j in range(each)]
-            write_json(
-                times_path(out, i),
-                [[k.duration_ns for k in captured.on(machine).program.kernels] for machine in machines],
-            )
-            program.save(program_path(out, i))
-            return
-
-
-def task_rng(seed: int, i: int, j: int) -> random.Random:
-    """What draws a task: its machine first."""
-    return random.Random(f"{seed}:{i}:{j}")
-
-
-def drawn_machine(rng: random.Random) -> Machine:
-    """Of MODELLED of ten a machine with the time model, else one with a roofline."""
-    return modelled_machine(rng) if rng.random() < MODELLED else random_machine(rng)
-
-
-def modelled_machine(rng: random.Random) -> Machine:
-    """A GPU with a model of kernel times, its rates and shares off by SCATTER, on a random machine's link."""
-    link = random_machine(rng)
-    gpu = rng.choice([m for m in map(Machine.load, sorted(p.stem for p in PRESETS.glob("*.yaml"))) if m.kernel_times])
-    times = gpu.kernel_times
-    assert times is not None
-
-    def off(rate: float, most: float = math.inf) -> float:
-        return min(most, rate * math.exp(rng.gauss(0, SCATTER)))
-
-    shares = {name: off(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
-    return replace(
-        link, memory_bytes_per_s=int(off(gpu.memory_bytes_per_s)), kernel_times=replace(times, **shares),
-        flops_per_s={dtype: int(off(rate)) for dtype, rate in gpu.flops_per_s.items()},
-    )  # fmt: skip
-
-
-def random_machine(rng: random.Random) -> Machine:
-    """FLOP rates from a small GPU's to a large one's, links of 4 to 60 GB/s, one copy engine or two."""
-
-    def between(low: float, high: float) -> float:
-        return math.exp(rng.uniform(math.log(low), math.log(high)))
-
-    flops, link = between(4e12, 2e14), between(4e9, 6e10)
-    kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
-    h2d, (h2d_share, d2h_share) = link * rng.uniform(0.85, 1.1), rng.choice(SHARES)
-    latency_ns = rng.choice([5_000, 10_000, 20_000])
-    return Machine(
-        name="random", memory_bytes=2**50, d2h_bytes_per_s=int(link), h2d_bytes_per_s=int(h2d),
-        d2h_latency_ns=latency_ns, h2d_latency_ns=latency_ns, copy_engines=1 if rng.random() < 0.1 else 2,
-        duplex_h2d_bytes_per_s=int(h2d_share * h2d), duplex_d2h_bytes_per_s=int(d2h_share * link),
-        host_bytes=2**50, flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
-        memory_bytes_per_s=int(flops * between(0.03, 0.12)), launch_ns=int(between(1_500, 8_000)),
-        efficiency={kind: rng.uniform(0.35, 0.95) for kind in kinds},
-    )  # fmt: skip
-
-
 def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
     """The teacher's plans of a task drawn at random: a line of lessons-0.jsonl. No plans: nothing is to be learned."""
     from agents.learned.expert_iteration import first_plans, reachable
@@ -334,34 +232,6 @@ def read_lessons(out: Path, round_: int) -> list[Lesson]:
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path}: line {number} is no task with plans ({error})") from None
     return found
-
-
-@cache
-def captured(out: Path, i: int) -> Program:
-    """Program ``i``, read once."""
-    return Program.load(program_path(out, i))
-
-
-def read_times(path: Path) -> list[list[int]]:
-    """Of each task of a program, ns per kernel."""
-
-    def read(data: object) -> list[list[int]]:
-        if not isinstance(data, list) or any(not isinstance(row, list) for row in data):
-            raise FormatError("expected a list of ns per kernel for each task")
-        return data
-
-    return load_json(path, read)
-
-
-@cache
-def kernel_times(out: Path, i: int) -> list[list[int]]:
-    """See ``read_times``; read once."""
-    return read_times(times_path(out, i))
-
-
-def on_task(out: Path, i: int, j: int) -> Program:
-    """A program with the kernel times of its task ``j``."""
-    return captured(out, i).with_durations(kernel_times(out, i)[j])
 
 
 def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:

@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from agents.learned.dqn import DQN, Args
+from agents.learned.checkpoint import save_weights
+from agents.learned.dqn import DQN
+from agents.learned.dqn_config import Args
 from agents.learned.expert_iteration import reachable
-from agents.learned.training_state import save_weights
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import anneal
-from envs.edit.starts import policy_plans
+from envs.edit.starts import policy, policy_plans
 from envs.edit.task import EditTask
 from envs.tasks import load
 from experiments.common import report
-from experiments.pretrain import LIMITS, captured, drawn_machine, on_task, task_rng
+from experiments.pretrain_tasks import LIMITS, captured, drawn_machine, on_task, task_rng
 from simulator.machine import Machine
 
 MOST_GAPS = 600  # of a task
@@ -47,7 +48,7 @@ def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
     machine, program = drawn_machine(rng), on_task(out, i, j)
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
     try:
-        task = EditTask(program, machine, limit, start="policy")
+        task = EditTask(program, machine, limit, "joint", MIB, policy)
     except ValueError:  # nothing can be moved, or no plan fits
         return entry
     return {**entry, "machine": machine.to_dict(), "limit": limit, **_starts(task)}
@@ -84,7 +85,7 @@ def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
         return starts
 
     program = on_task(out, entry["program"], entry["task"])
-    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), start=given)
+    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), "joint", MIB, given)
     return task, float(entry["reference"])
 
 
@@ -94,7 +95,7 @@ def named_tasks() -> list[tuple[EditTask, float]]:
     for name, fractions in NAMED.items():
         program, machine = load(name)
         for fraction in fractions:
-            task = EditTask(program, machine, int(fraction * program.peak_bytes), start="policy")
+            task = EditTask(program, machine, int(fraction * program.peak_bytes), "joint", MIB, policy)
             found.append((task, float(_starts(task)["reference"])))
     return found
 

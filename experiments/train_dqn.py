@@ -52,12 +52,11 @@ def settings_of(words: list[str]) -> list[str]:
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
-    from agents.learned import dqn_paper, dqn_training  # PyTorch takes seconds; a mistyped key is answered before that
-    from agents.learned.dqn import Args
-    from agents.learned.dqn_config import PaperConfig
-    from agents.learned.own_network import OwnNetworkError
+    from agents.learned import dqn, dqn_paper  # PyTorch takes seconds; a mistyped key is answered before that
+    from agents.learned.checkpoint import save_weights
+    from agents.learned.dqn_config import Args, PaperConfig
+    from agents.learned.structure2vec import OwnNetworkError
     from agents.learned.training import train
-    from agents.learned.training_state import save_weights
 
     machine = cli.machine(cfg)
     seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
@@ -100,8 +99,8 @@ def main(cfg: DictConfig) -> Path:
         )  # fmt: skip
         with Watch(config.iterations if edits else config.episodes, begin, log, curve) as watch:
             try:
-                trainer = (dqn_training.Trainer(*task, config, seed) if edits
-                           else dqn_paper.Trainer.on(*task, config, seed, variant))  # fmt: skip
+                trainer = (dqn.FineTuning(*task, config, seed) if edits
+                           else dqn_paper.Trainer(*task, config, seed, variant))  # fmt: skip
                 result = train(trainer, out / "checkpoint.pt", resume, watch, watch.step)
             except OwnNetworkError as error:
                 raise cli.UsageError(str(error)) from None
@@ -128,7 +127,7 @@ def main(cfg: DictConfig) -> Path:
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
         shown = None
-        if isinstance(trainer, dqn_training.Trainer):
+        if isinstance(trainer, dqn.FineTuning):
             shown = trainer.dqn.history, curve.points
             save_weights(trainer.dqn.net, out / "weights.pt")
         write_training(out, program, machine, result.best, agent, result.history, rows, shown)

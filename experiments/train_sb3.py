@@ -39,8 +39,8 @@ def main(cfg: DictConfig) -> Path:
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
     from agents.learned.dqn_paper import Variant
-    from agents.learned.own_network import OwnNetworkError
-    from agents.learned.training import check_reachable
+    from agents.learned.structure2vec import OwnNetworkError
+    from agents.learned.training import Episode, check_reachable
 
     seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
@@ -82,15 +82,19 @@ def main(cfg: DictConfig) -> Path:
             curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.scalars)
             alone = gymnasium.make("GpuMemory-v0", **environment)
 
-            def ended(e: sb3.Episode) -> None:
+            def ended(e: Episode) -> None:
                 curve.episode(e.overhead)
                 text = f"training, best {e.best_overhead:.2%}"
-                bar.update(task, completed=min(e.steps, steps), description=text)
+                bar.update(task, completed=min(record.steps, steps), description=text)
+
+            def stepped(*_: object) -> bool:
+                curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, alone))
+                return True
 
             record.on_episode = ended
             sb3.watch(model, record, scalars.scalars)
             start = time.perf_counter()
-            model.learn(steps, sb3.Steps(lambda: curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, alone))))
+            model.learn(steps, stepped)
             spent = time.perf_counter() - start
             model.logger.dump(model.num_timesteps)
             curve.point(record.calls, sb3.greedy_overhead(model, alone))

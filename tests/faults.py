@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import yaml
 
+from agents.learned.checkpoint import TrainingStateError, read_training_state, read_weights, write_training_state
 from agents.learned.policy_net import PolicyNet
-from agents.learned.training_state import TrainingStateError, read_training_state, read_weights, write_training_state
 from experiments.common import cli
 from experiments.common.resume import resumed_words
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate

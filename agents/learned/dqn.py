@@ -14,8 +14,9 @@ et al., 2016), as in Rainbow (Hessel et al., 2018). Deviations:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,98 +26,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from agents.learned.dqn_config import among, positive
-from agents.learned.dqn_planner import WEIGHTS
-from agents.learned.edit_net import EditGraph, EditNet, edit_graph
-from agents.learned.optimisation import MASKED, one_thread
-from agents.learned.training_state import (
+from agents.learned.checkpoint import (
     must_match,
     read_training_state,
     read_weights,
     restoring,
     write_training_state,
 )
-from agents.planner import LEAST
+from agents.learned.dqn_config import Args
+from agents.learned.dqn_planner import DQN as Planner, WEIGHTS
+from agents.learned.edit_net import EditGraph, EditNet, edit_graph
+from agents.learned.optimisation import MASKED, descend, one_thread
+from agents.learned.training import Episode, Trainer
+from agents.planner import Rows, infeasible
+from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
 from envs.edit.walkers import BIN_COLUMNS
-from simulator.modes import MODES
-from simulator.plan import Plan
+from simulator import Plan, simulate
+from simulator.compiled.encoding import decisions_of
+from simulator.machine import Machine
+from simulator.program import Program
 
 Floats = NDArray[np.float32]
 ROUNDS = 2  # of structure2vec
-
-
-@dataclass(frozen=True)
-class Args:
-    """Hyperparameters; the names are the keys of configs/agent/dqn.yaml, whose values are for one task.
-
-    Attributes:
-        iterations: each walks ``passes`` passes of one task and makes ``updates`` updates.
-        init: "pretrained" on other programs, or from "scratch".
-        mode: swap, recompute or joint. min_bytes: tensors below this size stay.
-        message_passing: structure2vec's rounds (``ROUNDS``), or none.
-        walkers: per task. passes: of the network, per iteration. tries: edits per pass, at most.
-        neighbours: M, edits that are drawn for each pass.
-        least_calls, most_calls: simulator calls of an episode, drawn log-uniformly between these two.
-        gamma: per tried edit. n_step: passes.
-        buffer_size: iterations that are kept. learning_starts: iterations before the first update.
-        learning_rate: at its highest; it falls linearly to a twentieth.
-        target_every: updates. auxiliary: weight of the auxiliary losses.
-        shaping: weight of the present plan's reward beside the best plan's.
-        coldest, hottest: temperatures of Boltzmann exploration, in units of Q. least_epsilon, most_epsilon: likewise.
-        uniform: share of the walkers that choose at random.
-        greedy_calls: simulator calls of the greedy policy's plan.
-        checkpoint_every: iterations.
-    """
-
-    iterations: int = 3000
-    init: str = "scratch"
-    mode: str = "joint"
-    min_bytes: int = 2**20
-    message_passing: bool = True
-    width: int = 32
-    walkers: int = 12
-    passes: int = 16
-    tries: int = 6
-    neighbours: int = 32
-    least_calls: int = 100
-    most_calls: int = 2000
-    gamma: float = 0.97
-    n_step: int = 2
-    buffer_size: int = 240
-    learning_starts: int = 20
-    updates: int = 6
-    batch_size: int = 24
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-4
-    target_every: int = 150
-    auxiliary: float = 0.1
-    shaping: float = 0.3
-    coldest: float = 1e-3
-    hottest: float = 3e-2
-    least_epsilon: float = 0.02
-    most_epsilon: float = 0.3
-    uniform: float = 0.25
-    priority_exponent: float = 0.6
-    importance_exponent: float = 0.7
-    greedy_calls: int = 1000
-    checkpoint_every: int = 20
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the first value that is out of its range."""
-        among(self, init=("pretrained", "scratch"), mode=MODES)
-        positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
-                 "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
-        if self.most_calls < self.least_calls:
-            raise ValueError(f"most_calls: expected at least {self.least_calls}, got {self.most_calls}")
-        if self.greedy_calls < LEAST:
-            raise ValueError(f"greedy_calls: expected at least {LEAST}, got {self.greedy_calls}")
-
-    @property
-    def weights(self) -> Path:
-        """The file of pretrained weights."""
-        return WEIGHTS[self.message_passing]
+CURVE_CALLS = 200  # simulator calls of the greedy policy at a point of a curve
 
 
 class Observed(NamedTuple):
@@ -255,7 +189,7 @@ class DQN:
 
     def _network(self) -> EditNet:
         if self.args.init == "pretrained":
-            return read_weights(self.args.weights, EditNet, "the DQN")
+            return read_weights(WEIGHTS[self.args.message_passing], EditNet, "the DQN")
         static = torch.from_numpy(np.concatenate([task.static for task in self.tasks]))
         rounds = ROUNDS if self.args.message_passing else 0
         net = EditNet(static.shape[1], self.tasks[0].static_bins.shape[1], self.args.width, rounds)
@@ -325,10 +259,7 @@ class DQN:
         side = side + F.binary_cross_entropy_with_logits(
             improves.gather(1, tries["edit"])[used], (observed < -0.003).float()
         )
-        self.optimizer.zero_grad()
-        (loss + self.args.auxiliary * side).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        self.optimizer.step()
+        descend(loss + self.args.auxiliary * side, self.net, self.optimizer, 1.0)
         self.updates += 1
         if self.updates % self.args.target_every == 0:
             self.target.load_state_dict(self.net.state_dict())
@@ -392,3 +323,72 @@ class DQN:
         must_match(path, state, {"args": asdict(self.args), "seed": self.seed})
         with restoring(path):
             self.restore(state)
+
+
+class FineTuning(Trainer):
+    """Learns on one task. Rewards are above the ideal time, since the floor is not known.
+
+    Raises:
+        Infeasible: no start plan fits the limit.
+        FormatError: the pretrained weights cannot be read.
+    """
+
+    def __init__(self, program: Program, machine: Machine, limit: int, args: Args, seed: int) -> None:
+        super().__init__(program, machine, limit, args, seed, "iterations", "episodes")
+        try:
+            self.task = EditTask(program, machine, limit, args.mode, args.min_bytes, starts.policy)
+        except ValueError:
+            raise infeasible(Planner(min_bytes=args.min_bytes), program, limit, None) from None
+        self.dqn = DQN([self.task], [0.0], args, seed)
+        start = self.task.starts[0]
+        self.best, self.best_overhead = self._plan_of(start.rows), start.iteration_ns / self.task.ideal_ns - 1
+
+    @property
+    def simulator_calls(self) -> int:
+        """Those of the start plans and of all walks."""
+        return self.task.start_calls + self.dqn.calls
+
+    @property
+    def done(self) -> bool:
+        """Have there been enough iterations, or can no plan be better?"""
+        return self.episodes >= self.config.iterations or self.best_overhead <= 0
+
+    def step(self) -> list[Episode]:
+        """One iteration."""
+        before = self.dqn.calls
+        row = self.dqn.iterate()
+        walk = self.dqn.walks[0]
+        if walk.best_overhead < self.best_overhead:
+            self.best, self.best_overhead = walk.best, walk.best_overhead
+        self.history.append(Episode(
+            len(self.history) + 1, row.get("overhead", math.nan), True, self.best_overhead, float(walk.epsilon.mean()),
+            row.get("loss", math.nan), self.dqn.calls - before, self.simulator_calls,
+        ))  # fmt: skip
+        return self.history[-1:]
+
+    def _plan_of(self, rows: Rows) -> Plan:
+        return Plan.of(self.program, decisions_of(rows), "dqn", self.limit, self.machine.name)
+
+    def _greedy(self, calls: int) -> Plan:
+        planner = Planner(calls, self.config.mode, min_bytes=self.config.min_bytes, seed=self.seed)
+        made = self.task.engine.calls
+        rows = planner.search(self.task, self.dqn.net.eval(), max(calls - self.task.start_calls - 1, 0))
+        self.task.engine.calls = made
+        return self._plan_of(rows)
+
+    def greedy(self) -> Plan:
+        """The plan of the greedy policy in ``greedy_calls`` simulator calls, those of the start plans included."""
+        return self._greedy(self.config.greedy_calls)
+
+    def greedy_overhead(self) -> float:
+        """The greedy policy's overhead after CURVE_CALLS calls."""
+        plan = self._greedy(self.task.start_calls + 1 + CURVE_CALLS)
+        return simulate(self.program, plan, self.machine, self.limit).overhead
+
+    def state(self) -> dict[str, Any]:
+        """The replay buffer and the walkers are not kept."""
+        return self.dqn.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``DQN.restore``."""
+        self.dqn.restore(state)

@@ -1,10 +1,11 @@
-"""The hyperparameters of the paper's plain form (dqn_paper.py), and how those of any agent are read and checked."""
+"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py), and how they are read and checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from agents.planner import LEAST
 from simulator.modes import MODES
 
 POOLS = ("sum", "mean")  # of the graph state
@@ -48,6 +49,73 @@ class PaperConfig:
         among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
         positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
                   "update_every", "buffer_size")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Args:
+    """Hyperparameters; the names are the keys of configs/agent/dqn.yaml, whose values are for one task.
+
+    Attributes:
+        iterations: each walks ``passes`` passes of one task and makes ``updates`` updates.
+        init: "pretrained" on other programs, or from "scratch".
+        mode: swap, recompute or joint. min_bytes: tensors below this size stay.
+        message_passing: structure2vec's rounds, or none.
+        walkers: per task. passes: of the network, per iteration. tries: edits per pass, at most.
+        neighbours: M, edits that are drawn for each pass.
+        least_calls, most_calls: simulator calls of an episode, drawn log-uniformly between these two.
+        gamma: per tried edit. n_step: passes.
+        buffer_size: iterations that are kept. learning_starts: iterations before the first update.
+        learning_rate: at its highest; it falls linearly to a twentieth.
+        target_every: updates. auxiliary: weight of the auxiliary losses.
+        shaping: weight of the present plan's reward beside the best plan's.
+        coldest, hottest: temperatures of Boltzmann exploration, in units of Q. least_epsilon, most_epsilon: likewise.
+        uniform: share of the walkers that choose at random.
+        greedy_calls: simulator calls of the greedy policy's plan.
+        checkpoint_every: iterations.
+    """
+
+    iterations: int = 3000
+    init: str = "scratch"
+    mode: str = "joint"
+    min_bytes: int = 2**20
+    message_passing: bool = True
+    width: int = 32
+    walkers: int = 12
+    passes: int = 16
+    tries: int = 6
+    neighbours: int = 32
+    least_calls: int = 100
+    most_calls: int = 2000
+    gamma: float = 0.97
+    n_step: int = 2
+    buffer_size: int = 240
+    learning_starts: int = 20
+    updates: int = 6
+    batch_size: int = 24
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-4
+    target_every: int = 150
+    auxiliary: float = 0.1
+    shaping: float = 0.3
+    coldest: float = 1e-3
+    hottest: float = 3e-2
+    least_epsilon: float = 0.02
+    most_epsilon: float = 0.3
+    uniform: float = 0.25
+    priority_exponent: float = 0.6
+    importance_exponent: float = 0.7
+    greedy_calls: int = 1000
+    checkpoint_every: int = 20
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the first value that is out of its range."""
+        among(self, init=("pretrained", "scratch"), mode=MODES)
+        positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
+                 "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
+        if self.most_calls < self.least_calls:
+            raise ValueError(f"most_calls: expected at least {self.least_calls}, got {self.most_calls}")
+        if self.greedy_calls < LEAST:
+            raise ValueError(f"greedy_calls: expected at least {LEAST}, got {self.greedy_calls}")
 
 
 def among(config: object, **known: tuple[Any, ...]) -> None:

@@ -5,13 +5,12 @@ As in the paper (its Figure 3) the plan returned is the best one found; the fina
 the paper is silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
 ``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
 exploration and in equation 5. Settings that are not the paper's (dqn_config.py) are there for networks of one's own
-(own_network.py). Read on in ``Trainer.step`` and ``Trainer.update``.
+(structure2vec.py). Read on in ``Trainer.step`` and ``Trainer.update``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,31 +19,102 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.learned.dqn_config import PaperConfig, by_todays_names
-from agents.learned.experience_buffer import ExperienceBuffer, State
+from agents.learned.checkpoint import TrainingStateError, read_training_state
+from agents.learned.dqn_config import PaperConfig
 from agents.learned.optimisation import MASKED, descend, one_thread
-from agents.learned.own_network import OwnNetwork
-from agents.learned.structure2vec import Structure2Vec
-from agents.learned.training import Episode, check_reachable
-from agents.learned.training_state import (
-    TrainingStateError,
-    must_match,
-    read_training_state,
-    restoring,
-    write_training_state,
-)
-from agents.planner import Rows
+from agents.learned.structure2vec import OwnNetwork, Structure2Vec
+from agents.learned.training import Episode, Trainer as OneTask, check_reachable
 from envs.graph import FEATURES, STATIC
 from envs.task import Task
 from envs.walk import Walk
 from simulator import Plan
-from simulator.compiled.engine import decisions_of, rows_of
 from simulator.machine import Machine
 from simulator.program import Program
 
 
+class State(NamedTuple):
+    """The part of an observation that changes."""
+
+    dynamic: NDArray[np.float16]  # (N, 3): the node features of the moment, from column STATIC on
+    current: int
+    mask: NDArray[np.bool_]  # (A,)
+
+
+class Batch(NamedTuple):
+    """A sample of B transitions; ``next_*`` is the state after n steps, meaningless where not ``more``."""
+
+    place: NDArray[np.int64]  # in the ring
+    dynamic: NDArray[np.float16]
+    current: NDArray[np.int64]
+    action: NDArray[np.int64]
+    reward: NDArray[np.float32]  # discounted sum over n steps
+    more: NDArray[np.bool_]  # the episode went on after n steps
+    next_dynamic: NDArray[np.float16]
+    next_current: NDArray[np.int64]
+    next_mask: NDArray[np.bool_]
+
+
+class ExperienceBuffer:
+    """Experience replay (Algorithm 1's D), a ring of transitions: what changes is stored, once per state.
+
+    Whole episodes are added, so that the state n steps after a transition is n places further on in the ring, and is
+    overwritten later than the transition itself.
+
+    Args:
+        capacity: transitions.
+    """
+
+    def __init__(self, capacity: int, nodes: int, actions: int):
+        self.capacity = capacity
+        self.size = self.head = 0
+        self.arrays: dict[str, NDArray[Any]] = {
+            "dynamic": np.zeros((capacity, nodes, FEATURES - STATIC), np.float16),
+            "current": np.zeros(capacity, np.int64),
+            "mask": np.zeros((capacity, actions), np.bool_),
+            "action": np.zeros(capacity, np.int64),
+            "reward": np.zeros(capacity, np.float32),
+            "ahead": np.zeros(capacity, np.int64),  # places to the state after n steps; 0: the episode ended
+        }
+
+    def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
+        """Adds an ended episode, (state, action, reward) per step; one longer than the ring loses its start."""
+        rewards = np.array([reward for _, _, reward in trail])
+        discounts = gamma ** np.arange(len(trail))
+        a = self.arrays
+        for i in range(max(0, len(trail) - self.capacity), len(trail)):
+            (dynamic, current, mask), action, _ = trail[i]
+            end = min(i + n_step, len(trail))
+            at = self.head
+            a["dynamic"][at], a["current"][at], a["mask"][at], a["action"][at] = dynamic, current, mask, action
+            a["reward"][at] = rewards[i:end] @ discounts[: end - i]
+            a["ahead"][at] = end - i if end < len(trail) else 0
+            self.head = (self.head + 1) % self.capacity
+            self.size = min(self.size + 1, self.capacity)
+
+    def sample(self, batch: int, rng: np.random.Generator) -> Batch:
+        """Draws transitions with replacement."""
+        a = self.arrays
+        index = rng.integers(self.size, size=batch)
+        later = (index + a["ahead"][index]) % self.capacity
+        return Batch(
+            index, a["dynamic"][index], a["current"][index], a["action"][index], a["reward"][index],
+            a["ahead"][index] > 0, a["dynamic"][later], a["current"][later], a["mask"][later],
+        )  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint: the filled part."""
+        out: dict[str, Any] = {k: torch.from_numpy(v[: self.size].copy()) for k, v in self.arrays.items()}
+        return {**out, "size": self.size, "head": self.head}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self.size, self.head = int(state["size"]), int(state["head"])
+        for key, array in self.arrays.items():
+            array[: self.size] = state[key].numpy()
+
+
 class Variant(NamedTuple):
-    """Of the environment and the network: reward and actions as Walk's, a class of one's own (own_network.py)."""
+    """Of the environment and the network: reward and actions as Walk's, a class of one's own (structure2vec.py)."""
 
     reward: str = "paper"
     actions: str = "paper"
@@ -65,14 +135,21 @@ class Variant(NamedTuple):
         ]
 
 
-class Trainer:
-    """Algorithm 1. One ``step`` moves every walk by one action and learns."""
+class Trainer(OneTask):
+    """Algorithm 1. One ``step`` moves every walk by one action and learns.
+
+    Raises:
+        Infeasible: the limit cannot be reached.
+    """
 
     def __init__(
-        self, task: Task, config: PaperConfig, seed: int, planner: str = "dqn_paper", variant: Variant = Variant()  # noqa: B008
+        self, program: Program, machine: Machine, limit: int, config: PaperConfig, seed: int,
+        variant: Variant = Variant(),  # noqa: B008
     ):  # fmt: skip
-        self.task, self.config, self.seed, self.planner, self.variant = task, config, seed, planner, variant
-        self.program, self.limit, self.checkpoint_every = task.program, task.limit, config.checkpoint_every
+        super().__init__(program, machine, limit, config, seed, "episodes", "history")
+        self.config: PaperConfig = config
+        self.task, self.variant = Task(program, machine, limit, config.min_bytes, config.mode), variant
+        check_reachable(self.task, config.min_bytes)
         one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
@@ -84,26 +161,13 @@ class Trainer:
         adam = config.optimizer == "adam"
         self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
         self.actions = self.q.codes.numpy()  # (A,) node of each action, or node + N * form
-        self.static = torch.from_numpy(task.graph.features)
-        self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions))
+        self.static = torch.from_numpy(self.task.graph.features)
+        self.buffer = ExperienceBuffer(config.buffer_size, len(self.task.graph), len(self.actions))
         self.walks = [self._walk() for _ in range(config.num_envs)]
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
-        self.best_rows: Rows | None = None
-        self.best_overhead = float("nan")
         self.started = 0  # transitions since the last update
         self.updates = 0
         self.losses: list[float] = []
-        self.history: list[Episode] = []
-
-    @classmethod
-    def on(
-        cls, program: Program, machine: Machine, limit: int, config: PaperConfig, seed: int,
-        variant: Variant = Variant(),  # noqa: B008
-    ) -> Trainer:  # fmt: skip
-        """A training on one program; raises Infeasible if the limit cannot be reached."""
-        task = Task(program, machine, limit, config.min_bytes, config.mode)
-        check_reachable(task, config.min_bytes)
-        return cls(task, config, seed, variant=variant)
 
     def _walk(self) -> Walk:
         return Walk(self.task, self.variant.reward, self.variant.actions)
@@ -125,19 +189,6 @@ class Trainer:
             raise TrainingStateError(
                 f"agent.weights: {path} has no network of these sizes (embedding_size, features, mixing)"
             ) from None
-
-    @property
-    def best(self) -> Plan | None:
-        """The best plan found so far."""
-        task, rows = self.task, self.best_rows
-        if rows is None:
-            return None
-        return Plan.of(task.program, decisions_of(rows), self.planner, task.limit, task.machine.name)
-
-    @property
-    def episodes(self) -> int:
-        """How many have ended."""
-        return len(self.history)
 
     @property
     def simulator_calls(self) -> int:
@@ -207,7 +258,7 @@ class Trainer:
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
         if feasible and not walk.overhead >= self.best_overhead:  # the first one compares with nan
-            self.best_rows, self.best_overhead = walk.rows.copy(), walk.overhead
+            self.best, self.best_overhead = walk.plan("dqn_paper"), walk.overhead
         loss = float(np.mean(self.losses)) if self.losses else float("nan")
         self.losses = []
         episode = Episode(
@@ -249,7 +300,7 @@ class Trainer:
     def greedy(self) -> Plan | None:
         """The plan of the greedy policy, or None where it ends in a dead end."""
         walk = self._greedy()
-        return None if walk.dead_end else walk.plan(self.planner)
+        return None if walk.dead_end else walk.plan("dqn_paper")
 
     def greedy_overhead(self) -> float:
         """That of the greedy policy, NaN in a dead end; training goes on as if it had not been asked."""
@@ -271,57 +322,34 @@ class Trainer:
             walk.step(int(self.actions[self.act([self._state(walk)], 0.0)[0]]))
         return walk
 
-    # ---------------------------------------------------------------------------------- checkpoints
-
     def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be of this run."""
-        return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
-                "program": self.task.program.fingerprint,
-                "machine": json.dumps(self.task.machine.to_dict()), "variant": self.variant.names}  # fmt: skip
+        return {**super()._identity(), "variant": self.variant.names}
 
-    def save(self, path: Path) -> None:
-        """Writes everything that the rest of the run depends on; the file appears whole or not at all."""
-        state = {
-            **self._identity(),
+    def state(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on."""
+        return {
             "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
             "replay": self.buffer.state(),
             "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
             "started": self.started, "updates": self.updates, "losses": list(self.losses),
-            "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
-            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+            "calls": self.task.engine.calls,
         }  # fmt: skip
-        write_training_state(path, state)
 
-    def load(self, path: Path) -> None:
-        """Continues where ``save`` was called.
-
-        Raises:
-            TrainingStateError: the file is no checkpoint, or one of another run.
-        """
-        state = read_training_state(path)
-        if isinstance(state.get("config"), dict):
-            known = asdict(PaperConfig()) | by_todays_names(state["config"])  # an older file lacks newer keys
-            state["config"] = known | {"episodes": self.config.episodes}  # it may have more
-        state.setdefault("variant", Variant().names)  # of older versions
-        must_match(path, state, self._identity())
-        with restoring(path):
-            self.q.load_state_dict(state["q"])
-            self.target.load_state_dict(state["target"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.buffer.restore(state["replay"])
-            for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
-                walk.reset()
-                trail.clear()
-                for node in nodes:
-                    before = self._state(walk)
-                    action = int(np.searchsorted(self.actions, node))
-                    trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
-            self.rng.bit_generator.state = json.loads(state["numpy_rng"])
-            torch.set_rng_state(state["torch_rng"])
-            self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
-            self.history = [Episode(*e) for e in state["history"]]
-            best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
-            self.best_rows = rows_of(best.decisions) if best is not None else None
-            self.best_overhead = state["best_overhead"]
-            self.task.engine.calls = state["calls"]
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state``."""
+        self.q.load_state_dict(state["q"])
+        self.target.load_state_dict(state["target"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.buffer.restore(state["replay"])
+        for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
+            walk.reset()
+            trail.clear()
+            for node in nodes:
+                before = self._state(walk)
+                action = int(np.searchsorted(self.actions, node))
+                trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
+        self.rng.bit_generator.state = json.loads(state["numpy_rng"])
+        torch.set_rng_state(state["torch_rng"])
+        self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+        self.task.engine.calls = state["calls"]

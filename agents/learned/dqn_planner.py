@@ -1,10 +1,11 @@
-"""The DQN as a planner: its greedy policy edits whole plans, with weights that were learned on other programs.
+"""Both DQNs as planners. DQN's greedy policy edits whole plans, with weights that were learned on other programs;
+DQNPaper trains when it is asked for a plan.
 
 Start plans are decoded from the policy, with more calls also the best heuristic's. Few calls go to one walker; more
 go to ``WALKERS`` with a start each, then to the best of them. Q soon has no edits left that it ranks high, so of many
 calls policy_search's annealing makes those between: it begins at the walkers' plans, and the last walk at its best.
 
-The network reads a plan once for each accepted edit, and ranks drawn neighbours in compiled code (greedy_edits.py).
+The network reads a plan once for each accepted edit, and ranks drawn neighbours in compiled code (edit_walk.py).
 Controls rank without it: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` all alike;
 ``ranks="improves"`` asks the supervised head of the same network.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agents.learned.dqn_config import PaperConfig, config_from
 from agents.learned.policy import Guided, halving
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.annealing import half_way, start
@@ -109,8 +111,7 @@ class DQN:
 
     def search(self, task: EditTask, net: EditNet | None, calls: int | None, until: float | None = None) -> Rows:
         """The best rows that walkers find from the task's start plans."""
-        from agents.learned.edit_walk import EditWalk
-        from agents.learned.greedy_edits import IMPROVES, Q
+        from agents.learned.edit_walk import IMPROVES, EditWalk, Q
 
         if task.starts[0].iteration_ns <= task.ideal_ns:
             return task.starts[0].rows
@@ -199,3 +200,30 @@ class NoStart(Exception):
     def __init__(self, required: int | None, calls: int) -> None:
         super().__init__()
         self.required, self.calls = required, calls
+
+
+class DQNPaper:
+    """``agents.make("dqn_paper")``: the paper's DQN. ``config`` stands for all other options but ``seed``."""
+
+    facts = PlannerInfo(
+        "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
+    )  # fmt: skip
+    name = facts.key
+
+    def __init__(
+        self, seed: int = 0, min_bytes: int = MIB, mode: str | None = None, episodes: int | None = None,
+        config: PaperConfig | None = None,
+    ):  # fmt: skip
+        given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
+        self.seed = seed
+        self.config = config or config_from({k: v for k, v in given.items() if v is not None}, PaperConfig)
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """Trains and returns the best plan found; raises Infeasible."""
+        from agents.learned import dqn_paper
+        from agents.learned.training import train
+
+        result = train(dqn_paper.Trainer(program, machine, limit, self.config, self.seed))
+        self.simulator_calls = result.simulator_calls
+        return result.best

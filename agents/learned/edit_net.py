@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from agents.learned.checkpoint import read_weights
 from agents.learned.optimisation import MASKED
 from agents.learned.structure2vec import NeighbourSum
-from agents.learned.training_state import read_weights
 from envs.edit.batch import GAP_COLUMNS
 from envs.edit.task import EditTask
 from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS

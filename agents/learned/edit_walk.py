@@ -1,17 +1,195 @@
-"""Greedy walks of the Q-network, or of a control, over the plans of one task."""
+"""Greedy walks over the plans of one task: draw edits, rank them by a head of the Q-network, try the best one.
+
+A pool keeps the best neighbours of the present plan that have been drawn and not tried. Each call draws some more in
+the place of the worst ones and tries the best of all, until an edit is accepted: then the network reads the new plan,
+and the pool is drawn anew. With ``RANDOM`` for the head the same walk tries edits as they are drawn: its control.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agents.learned.edit_net import EditNet, edit_graph
-from agents.learned.greedy_edits import FRESH, RANDOM, Q, head_of, hunt, make_pool
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask, Start
-from envs.edit.walkers import BEST_NS, BEST_ROWS, BIN_COLUMNS, BUDGET, STEPS, TIME_NS
+from envs.edit.walkers import (
+    BIN_COLUMNS,
+    apply_edit,
+    close_trial,
+    draw,
+    open_trial,
+    score_trial,
+)
+from simulator.compiled.jit import stage
+from simulator.moves.plan_moves import rows_in_use, uniform
 
+Q, IMPROVES, RANDOM = range(3)  # what edits are ranked by
+NONE = -1e30  # score of an empty slot
+SLOT, FRESH, FILLED, METAS = range(4)
+SEEN, CROWDED = 4096, 2000  # a power of two, places for keys of edits; from so many keys on they are forgotten
+AGAIN = 8  # rounds of draws without a new edit
 NOTHING = np.zeros((1, 1), np.float32)
+
+
+class Head(NamedTuple):
+    """The network's layers after the sum over an edit's changes, w wide."""
+
+    edit_weight: NDArray[np.float32]  # (w, w)
+    edit_bias: NDArray[np.float32]  # (w,)
+    out_weight: NDArray[np.float32]  # (3, w)
+    out_bias: NDArray[np.float32]  # (3,)
+    lift: NDArray[np.float32]  # (1,)
+    hidden: NDArray[np.float32]  # (2, w) scratch
+
+
+class Pool(NamedTuple):
+    """Neighbours of one walker's plan that may be tried."""
+
+    score: NDArray[np.float64]  # (M,) NONE: empty
+    seen: NDArray[np.uint64]  # (SEEN,) keys of edits that are in the pool, or were tried at this plan; 0: free
+    meta: NDArray[np.int64]  # (METAS,) the slot that is tried; whether the pool is to be drawn anew; keys in ``seen``
+
+
+def head_of(net: EditNet | None) -> Head:
+    """The head of a network; None: one that is never read."""
+    if net is None:
+        zeros = np.zeros((1, 1), np.float32)
+        return Head(zeros, zeros[0], np.zeros((3, 1), np.float32), np.zeros(3, np.float32), zeros[0], zeros)
+    parts = [net.edit.weight, net.edit.bias, net.out.weight, net.out.bias, net.lift.view(1)]
+    layers: list[Any] = [part.detach().numpy().copy() for part in parts]
+    return Head._make([*layers, np.zeros((2, net.settings["width"]), np.float32)])
+
+
+def make_pool(neighbours: int) -> Pool:
+    """An empty pool."""
+    meta = np.zeros(METAS, np.int64)
+    meta[FRESH] = 1
+    return Pool(np.full(neighbours, NONE), np.zeros(SEEN, np.uint64), meta)
+
+
+@stage
+def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
+    """The score of an edit: h (G * MODES, w) and base (w,) of the network's encoding."""
+    w, first, second = base.shape[0], head.hidden[0], head.hidden[1]
+    for x in range(w):
+        total = base[x]
+        for c in range(count):
+            total += h[codes[c], x]
+        first[x] = max(total, np.float32(0))
+    for x in range(w):
+        total = head.edit_bias[x]
+        for y in range(w):
+            total += head.edit_weight[x, y] * first[y]
+        second[x] = max(total, np.float32(0))
+    advantage, improves = head.out_bias[0], head.out_bias[2]
+    for y in range(w):
+        advantage += head.out_weight[0, y] * second[y]
+        improves += head.out_weight[2, y] * second[y]
+    if column == IMPROVES:
+        return np.float64(improves)
+    return np.float64(advantage + head.lift[0] / (np.float32(1) + np.float32(math.exp(-improves))))
+
+
+@stage
+def _is_new(pool, codes, rows, count):  # type: ignore[no-untyped-def]
+    """Adds an edit's key to those that were seen; False if it was there."""
+    key = np.uint64(1469598103934665603)
+    for c in range(count):
+        key = (key ^ np.uint64(codes[c])) * np.uint64(1099511628211)
+        for x in range(rows.shape[1]):
+            key = (key ^ np.uint64(rows[c, x] + 7)) * np.uint64(1099511628211)
+    key |= np.uint64(1)
+    if pool.meta[FILLED] >= CROWDED:
+        pool.seen[:] = 0
+        pool.meta[FILLED] = 0
+    at: Any = np.int64(key & np.uint64(SEEN - 1))
+    while pool.seen[at] != np.uint64(0):
+        if pool.seen[at] == key:
+            return False
+        at = (at + 1) & (SEEN - 1)
+    pool.seen[at] = key
+    pool.meta[FILLED] += 1
+    return True
+
+
+@stage
+def _extreme(score, sign):  # type: ignore[no-untyped-def]
+    """The first slot of the highest (1) or lowest (-1) score."""
+    best = 0
+    for e in range(1, score.shape[0]):
+        if sign * score[e] > sign * score[best]:
+            best = e
+    return best
+
+
+@stage
+def _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
+    """Draws so many neighbours in the place of those with the lowest scores."""
+    for _ in range(count):
+        slot = _extreme(pool.score, -1.0)
+        draw(walkers, i, slot, limit, gaps, new, scratch)
+        found, codes = walkers.counts[i, slot], walkers.codes[i, slot]
+        pool.score[slot] = NONE
+        if found > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], found):
+            if column == RANDOM:
+                pool.score[slot] = uniform(walkers.rng[i])
+            else:
+                pool.score[slot] = rank(h, base, head, codes, found, column)
+
+
+@stage(entry=True)
+def hunt(  # type: ignore[no-untyped-def]
+    walkers, i, calls, draws, answer_ns, pool, h, base, head, column, accept, hot, cold, ideal, limit, gaps, new,
+    scratch, engine,
+):  # fmt: skip
+    """Tries the best neighbours of walker i one after the other, until one is accepted or the calls are spent.
+
+    Args:
+        calls: simulator calls, at most. draws: neighbours that are drawn for each of them.
+        answer_ns: as of ``walkers.step``.
+        column: Q, IMPROVES or RANDOM.
+
+    Returns:
+        Calls that were made; whether the last edit was accepted; whether only ``Engine.score`` can settle the plan.
+    """
+    state, meta, asked = walkers.state[i], pool.meta, answer_ns >= 0
+    for call in range(calls):
+        slot, ns = meta[SLOT], answer_ns
+        if not asked:
+            scratch.differ[0] = -1
+            count = draws
+            if meta[FRESH] != 0:
+                pool.score[:] = NONE
+                pool.seen[:] = 0
+                meta[FRESH], meta[FILLED], count = 0, 0, pool.score.shape[0]
+            for _ in range(AGAIN):
+                _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch)
+                slot = _extreme(pool.score, 1.0)
+                if pool.score[slot] > NONE:
+                    break
+            meta[SLOT] = slot
+            open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
+            if pool.score[slot] == NONE:  # every neighbour was tried: they may be again
+                meta[FRESH] = 1
+                continue
+            apply_edit(walkers, i, slot, gaps, new, scratch)
+        rows = rows_in_use(new, scratch.plan)
+        if not asked:
+            ns = score_trial(state, rows, ideal, scratch, engine)
+            if ns < 0:
+                state.time_ns = rows
+                return call, False, True
+        asked = False
+        pool.score[slot] = NONE
+        if close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
+            meta[FRESH] = 1
+            return call + 1, True, False
+    return calls, False, False
 
 
 class EditWalk(EditBatch):
@@ -20,7 +198,7 @@ class EditWalk(EditBatch):
     Args:
         net: ranks the neighbours; None: they are tried as they are drawn.
         neighbours: of a pool. draws: for each call.
-        column: of the network's outputs (greedy_edits.py).
+        column: Q, IMPROVES or RANDOM.
     """
 
     def __init__(
@@ -53,7 +231,8 @@ class EditWalk(EditBatch):
             done: how far the temperature has fallen, from 0 to 1.
         """
         task, walkers = self.tasks[0], self._walkers[0]
-        walkers.ints[i, BUDGET] = round(min((walkers.ints[i, STEPS] + 1) / max(done, 1e-9), 1e12))
+        state = walkers.state[i : i + 1]
+        state["budget"] = round(min((int(state["steps"][0]) + 1) / max(done, 1e-9), 1e12))
         if self.net is not None and self._pools[i].meta[FRESH]:
             self._read(i)
         h, base = self._bases[i]
@@ -66,7 +245,7 @@ class EditWalk(EditBatch):
             )  # fmt: skip
             made += more
             if waits:
-                answer = task.engine.score(self._moves[0].proposed(int(walkers.ints[i, TIME_NS]))).iteration_ns
+                answer = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns
         if accepted and self.net is not None:
             self._show_plan(i)
         self.simulated += made - (task.engine.calls - begin)  # Engine.score has counted its own
@@ -75,7 +254,7 @@ class EditWalk(EditBatch):
     def best(self, i: int) -> Start:
         """The best plan of walker i."""
         walkers = self._walkers[0]
-        return Start(int(walkers.ints[i, BEST_NS]), walkers.best[i, : walkers.ints[i, BEST_ROWS]].copy())
+        return Start(int(walkers.state["best_ns"][i]), walkers.best[i, : walkers.state["best_rows"][i]].copy())
 
     def _read(self, i: int) -> None:
         one = np.zeros(self.count, np.bool_)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
+from agents.learned.checkpoint import read_training_state, write_training_state
 from agents.learned.optimisation import descend
 from agents.learned.policy import Guided, decoded, halving
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
@@ -262,7 +263,7 @@ def train(
     averaged = cast(PolicyNet, average.module)
     best, kept, first = float("inf"), net.state_dict(), 0
     if state.exists():
-        found = torch.load(state, weights_only=True)
+        found = read_training_state(state)
         net.load_state_dict(found["weights"])
         average.load_state_dict(found["average"])
         optimizer.load_state_dict(found["optimizer"])
@@ -280,10 +281,10 @@ def train(
         if validation < best:
             best, kept = validation, {key: value.clone() for key, value in averaged.state_dict().items()}
         watch({"epoch": epoch, "loss": float(np.mean(losses)), "validation": validation})
-        new = state.with_suffix(".new")
-        torch.save({"weights": net.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict(),
-                    "rate": rate.state_dict(), "best": best, "kept": kept, "epoch": epoch + 1}, new)  # fmt: skip
-        new.replace(state)
+        write_training_state(state, {
+            "weights": net.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict(),
+            "rate": rate.state_dict(), "best": best, "kept": kept, "epoch": epoch + 1,
+        })  # fmt: skip
     net.load_state_dict(kept)
     return net.eval()
 

@@ -1,8 +1,8 @@
 """The policy as a planner: a network that was trained once, on other programs (experiments/pretrain.py), plans at once.
 
-``Policy`` decodes what the network says (decoding.py), the likeliest plan and some that it draws, of which it takes the
-fastest, and searches nothing. ``PolicySearch`` goes on from there by the local search of annealing (local_search.py),
-which picks gaps and their ways by the network's probabilities.
+``Policy`` decodes the likeliest plan and some that it draws (policy_net.py), takes the fastest, and searches nothing.
+``PolicySearch`` goes on from there by the local search of annealing (local_search.py), which picks gaps and their ways
+by the network's probabilities.
 
 The control is the same search from every gap emptied, with all gaps and ways alike: ``guide=False``.
 """
@@ -70,7 +70,7 @@ def decoded(
 ) -> None:  # fmt: skip
     """Offers the network's plans, no more of them once ``until`` (time.monotonic()) has come, and makes its
     probabilities the weights of the search."""
-    from agents.learned.decoding import decode, drawn, fitted
+    from agents.learned.policy_net import decode, drawn, fitted
     from simulator.moves.gap_graph import GapGraph
 
     engine, moves, rng = found.engine, found.moves, np.random.default_rng(seed)

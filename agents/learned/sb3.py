@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -23,7 +23,6 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3 import DQN
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.policies import BasePolicy
@@ -33,8 +32,8 @@ from torch import Tensor, nn
 
 from agents.learned.dqn_config import POOLS
 from agents.learned.optimisation import MASKED, one_thread
-from agents.learned.own_network import OwnNetwork
-from agents.learned.structure2vec import Structure2Vec
+from agents.learned.structure2vec import OwnNetwork, Structure2Vec
+from agents.learned.training import Episode
 from envs import Task
 from envs.graph import OBSERVED, OperationGraph
 from simulator import Plan
@@ -65,7 +64,7 @@ class GraphFeatures(BaseFeaturesExtractor):
     Args:
         graph: as ``graph_of``.
         forms: in how many an action may be taken; so many scores of each node, form by form.
-        own: a class in the place of structure2vec (own_network.py); the others are not used then.
+        own: a class in the place of structure2vec (OwnNetwork); the others are not used then.
         embedding_size, message_passing_steps, pool, mixing: as Structure2Vec; it reads all features observed.
 
     Raises:
@@ -183,16 +182,6 @@ class MaskedDQN(DQN):
 # ------------------------------------------------------------------------------------------- training
 
 
-class Episode(NamedTuple):
-    """What is kept of one finished episode."""
-
-    episode: int
-    overhead: float  # of its plan; nan in a dead end
-    feasible: bool
-    best_overhead: float  # so far; nan before the first feasible one
-    steps: int  # of all environments so far
-
-
 @dataclass
 class Record:
     """The episodes of all environments, and the best plan among them."""
@@ -212,13 +201,14 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
 
     def __init__(self, env: gymnasium.Env[Observation, np.int64], record: Record, scale: float):
         super().__init__(env)
-        self.record, self.scale = record, scale
+        self.record, self.scale, self.steps = record, scale, 0
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """The environment's step; a finished plan that is better than the record's takes its place."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         record = self.record
         record.steps += 1
+        self.steps += 1
         record.calls += terminated or not record.causal
         if terminated:
             best = record.history[-1].best_overhead if record.history else float("nan")
@@ -226,7 +216,10 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
             if info["feasible"] and not overhead >= best:  # the first one compares with nan
                 best = overhead
                 record.best = self.get_wrapper_attr("plan")(record.planner)
-            episode = Episode(len(record.history) + 1, overhead, info["feasible"], best, record.steps)
+            episode = Episode(
+                len(record.history) + 1, overhead, info["feasible"], best, np.nan, np.nan, self.steps, record.calls
+            )
+            self.steps = 0
             record.history.append(episode)
             if record.on_episode:
                 record.on_episode(episode)
@@ -252,18 +245,6 @@ def watch(model: BaseAlgorithm, record: Record, tell: Callable[[int, Mapping[str
     """Tells ``tell`` all that the library logs, by simulator calls. To be called before ``learn``; the rest is told by
     ``model.logger.dump``."""
     model.set_logger(Logger(None, [Scalars(lambda _, values: tell(record.calls, values))]))
-
-
-class Steps(BaseCallback):
-    """Calls ``on_step`` after each step of all environments."""
-
-    def __init__(self, on_step: Callable[[], None]):
-        super().__init__()
-        self.on_step_ = on_step
-
-    def _on_step(self) -> bool:
-        self.on_step_()
-        return True
 
 
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {

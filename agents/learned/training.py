@@ -1,27 +1,33 @@
-"""A training on one task, of any form of the DQN: episodes until there are enough, checkpoints, the best plan."""
+"""A training on one task, of either DQN: steps until there are enough, checkpoints, the best plan."""
 
 from __future__ import annotations
 
+import json
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from agents.learned.checkpoint import must_match, read_training_state, restoring, write_training_state
+from agents.learned.dqn_config import by_todays_names
 from agents.planner import Infeasible, held_back
 from envs.task import Task
 from simulator import Plan, Swap
 from simulator.compiled.engine import rows_of
+from simulator.machine import Machine
 from simulator.program import Program
 
 
 class Episode(NamedTuple):
-    """Log entry of a finished episode of dqn_paper, or of an iteration of dqn."""
+    """Log entry of a finished episode, or of an iteration of dqn."""
 
     episode: int  # or iteration: how many have ended
     overhead: float  # of its plan, in the mean of the episodes that ended; nan in a dead end, and if none ended
     feasible: bool
     best_overhead: float  # so far; nan before the first feasible one
-    epsilon: float
+    epsilon: float  # nan of Stable-Baselines3, and the loss
     loss: float  # mean over the updates since the last episode ended; nan where there was none
     steps: int
     simulator_calls: int  # in all
@@ -38,42 +44,85 @@ class DQNResult:
     simulator_calls: int
 
 
-class Trainer(Protocol):
-    """A training that moves step by step.
+class Trainer(ABC):
+    """A training on one task that moves step by step.
 
     Attributes:
-        program: planned under ``limit`` bytes. history: entries so far. episodes: how many of them there are.
-        checkpoint_every: entries. simulator_calls: so far. done: whether there are enough. best: plan found so far.
+        program: planned on ``machine`` under ``limit`` bytes. config: hyperparameters.
+        history: entries so far. checkpoint_every: entries. simulator_calls: so far. done: whether there are enough.
+        best, best_overhead: plan found so far.
+
+    Args:
+        length: name of the hyperparameter that a continued run may change.
+        entries: key of ``history`` in a checkpoint.
     """
 
-    program: Program
-    limit: int
-    history: list[Episode]
-    checkpoint_every: int
+    def __init__(
+        self, program: Program, machine: Machine, limit: int, config: Any, seed: int, length: str, entries: str
+    ) -> None:
+        self.program, self.machine, self.limit, self.config, self.seed = program, machine, limit, config, seed
+        self.checkpoint_every: int = config.checkpoint_every
+        self.history: list[Episode] = []
+        self.best: Plan | None = None
+        self.best_overhead = math.nan
+        self._length, self._entries = length, entries
 
     @property
-    def episodes(self) -> int: ...
+    def episodes(self) -> int:
+        """How many entries there are."""
+        return len(self.history)
+
     @property
+    @abstractmethod
     def simulator_calls(self) -> int: ...
+
     @property
+    @abstractmethod
     def done(self) -> bool: ...
-    @property
-    def best(self) -> Plan | None: ...
 
+    @abstractmethod
     def step(self) -> list[Episode]:
-        """Moves on; the entries that this ended."""
+        """Moves on; returns the entries that this ended."""
 
+    @abstractmethod
     def greedy(self) -> Plan | None:
-        """The greedy policy's plan; None in a dead end."""
+        """Returns the greedy policy's plan; None in a dead end."""
 
+    @abstractmethod
     def greedy_overhead(self) -> float:
-        """Its overhead, for a curve; NaN in a dead end."""
+        """Returns the greedy policy's overhead, NaN in a dead end; the training is not affected."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Returns what ``restore`` continues from, beside the history and the best plan."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state``."""
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be of this run; it may be longer."""
+        return {"config": asdict(self.config) | {self._length: 1}, "seed": self.seed, "limit": self.limit,
+                "program": self.program.fingerprint, "machine": json.dumps(self.machine.to_dict())}  # fmt: skip
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint, whole or not at all."""
+        write_training_state(path, {
+            **self._identity(), **self.state(), self._entries: [list(e) for e in self.history],
+            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+        })  # fmt: skip
 
     def load(self, path: Path) -> None:
-        """Continues from a checkpoint; raises TrainingStateError."""
+        """Continues from a checkpoint; raises TrainingStateError if the file is of another run."""
+        state = read_training_state(path)
+        if isinstance(state.get("config"), dict):  # an older file lacks newer keys
+            state["config"] = asdict(type(self.config)()) | by_todays_names(state["config"]) | {self._length: 1}
+        must_match(path, state, self._identity())
+        with restoring(path):
+            self.restore(state)
+            self.history = [Episode(*e) for e in state[self._entries]]
+            self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
+            self.best_overhead = state["best_overhead"]
 
 
 def train(

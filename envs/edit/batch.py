@@ -1,4 +1,4 @@
-"""Walkers of several tasks, stepped together: what both environments of env.py are made of."""
+"""Walkers of several tasks, stepped together: the batch of both environments of env.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
+from envs.batch import one_of
+from envs.batch_env import EnvBatch, Observation
 from envs.edit import walkers as of
 from envs.edit.task import BOUND, EditTask, Start
 from envs.edit.walkers import BIN_COLUMNS, BINS, CHANGES, MODES, PLAN_COLUMNS, TRIAL_COLUMNS, WHOLE_COLUMNS
@@ -23,7 +26,7 @@ AGES = 1 << 14
 GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 
 
-class EditBatch:
+class EditBatch(EnvBatch):
     """Walkers over tasks.
 
     Attributes, for W walkers, G gaps of the largest task and M neighbours:
@@ -38,20 +41,22 @@ class EditBatch:
         reward, shaping, reference, accept, hot, cold: see env.py.
     """
 
+    INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
+
     def __init__(
         self, tasks: Sequence[EditTask], count: int, neighbours: int = 64, edits: str = "neighbours",
         budget: int | tuple[int, int] | None = None, accept: str = "metropolis", hot: float = 1e-3,
         cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         for name, value, known in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
-            if value not in known:
-                raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+            one_of(name, value, known)
         least = budget[0] if isinstance(budget, tuple) else budget
         if neighbours < 1 or (least is not None and least < 1):
             raise ValueError(f"neighbours, budget: expected at least 1, got {neighbours} and {budget}")
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
-        self.tasks, self.count, self.by_gap, self.budget = tuple(tasks), count, edits == "gap", budget
+        super().__init__(tasks, count)
+        self.by_gap, self.budget = edits == "gap", budget
         self.accept, self.hot, self.cold = ACCEPT.index(accept), hot, cold
         self.logarithmic, self.shaping = reward == "log", shaping
         self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
@@ -69,11 +74,10 @@ class EditBatch:
         self.edits = np.full((count, slots, CHANGES), -1, np.int32)
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
-        self.rewards, self.overhead, self.best_overhead, self.effect_ns, self.temperature = np.zeros((5, count))
-        self.accepted, self.feasible, self.terminated, self.truncated = np.zeros((4, count), np.bool_)
-        self.calls = np.zeros(count, np.int64)
+        self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))
+        self.accepted, self.calls = np.zeros(count, np.bool_), np.zeros(count, np.int64)
         self.over = np.ones(count, np.bool_)
-        self._ints = np.zeros((count, of.INTS), np.int64)  # of each walker's task, copied
+        self._state = np.zeros(count, of.STATE)  # of each walker's task, copied
         self._random = [np.random.default_rng() for _ in range(count)]
         self._ages = np.log1p(np.arange(AGES))
         self._ideal = np.array([task.ideal_ns for task in self.tasks], np.float64)
@@ -107,10 +111,8 @@ class EditBatch:
         walkers.rows[i], walkers.on[i], walkers.load[i] = moves.rows, moves.on, moves.load
         walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
         walkers.best[i, : len(start.rows)] = start.rows
-        walkers.ints[i] = 0
-        walkers.ints[i, [of.NOW_NS, of.BEST_NS, of.TIME_NS]] = start.iteration_ns
-        walkers.ints[i, of.BEST_ROWS] = len(start.rows)
-        walkers.ints[i, of.BUDGET] = self._calls(i, chosen)
+        ns = start.iteration_ns
+        walkers.state[i] = ns, ns, 0, 0, 0, len(start.rows), self._calls(i, chosen), ns, 0
         walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1
         self.static[i], self.gaps[i] = 0, 0
         self.static[i, : len(chosen.graph)] = chosen.static
@@ -145,7 +147,7 @@ class EditBatch:
         actions = np.ascontiguousarray(actions, np.int64)
         if actions.shape != (self.count,) or ((actions < 0) | (actions >= self.actions))[which].any():
             raise ValueError(f"actions: expected {self.count} integers from 0 to {self.actions - 1}")
-        before = self._ints[:, [of.NOW_NS, of.BEST_NS]].astype(np.float64)
+        before = self._times()
         for t, members in self._by_task(which):
             task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
             valid = actions.copy()
@@ -161,18 +163,18 @@ class EditBatch:
                     float(task.ideal_ns), *self._moved(t), room,
                 )  # fmt: skip
                 if at < len(members):
-                    rows = moves.proposed(int(walkers.ints[members[at], of.TIME_NS]))
+                    rows = moves.proposed(int(walkers.state["time_ns"][members[at]]))
                     answer = task.engine.score(rows).iteration_ns
-            for i in members[walkers.ints[members, of.ACCEPT] > 0].tolist():
+            for i in members[walkers.state["accept"][members] > 0].tolist():
                 self._show_plan(i)
         self._finish(which)
         self._judge(which, before)
 
     def _nothing(self, walkers: of.Walkers, members: NDArray[np.int64]) -> None:
         """Counts a step that tries no plan."""
-        walkers.ints[members, of.STEPS] += 1
-        walkers.ints[members, of.SINCE] += 1
-        walkers.ints[members, of.TIME_NS], walkers.ints[members, of.ACCEPT] = NEVER, 0
+        walkers.state["steps"][members] += 1
+        walkers.state["since"][members] += 1
+        walkers.state["time_ns"][members], walkers.state["accept"][members] = NEVER, 0
 
     def _by_task(self, which: NDArray[np.bool_]) -> list[tuple[int, NDArray[np.int64]]]:
         """The walkers ``which`` of each task that has some."""
@@ -201,7 +203,7 @@ class EditBatch:
         for t, members in self._by_task(which):
             walkers, moves = self._walkers[t], self._moves[t]
             of.show_trials(walkers, members, self._ages, self.gaps[:, :, PLAN_COLUMNS - 1 :])
-            self._ints[members] = walkers.ints[members]
+            self._state[members] = walkers.state[members]
             if self.by_gap:
                 self.mask[members] = 0
                 of.mask_of(walkers, members, moves.arrays[2], self.mask)
@@ -209,22 +211,25 @@ class EditBatch:
                 self.edits[members] = walkers.codes[members]
                 self.mask[members] = walkers.counts[members] > 0
         self.mask[which & ~self.mask.any(1), 0] = 1  # no plan is near: the episode ends with the next step
-        ints, ideal = self._ints[which], self._ideal[self.task[which]]
-        now, best = ints[:, of.NOW_NS] / ideal - 1, ints[:, of.BEST_NS] / ideal - 1
-        done = np.minimum(ints[:, of.STEPS] / np.maximum(ints[:, of.BUDGET], 1), 1.0)
+        state, ideal = self._state[which], self._ideal[self.task[which]]
+        now, best = state["now_ns"] / ideal - 1, state["best_ns"] / ideal - 1
+        done = np.minimum(state["steps"] / np.maximum(state["budget"], 1), 1.0)
         heat = self.hot * (self.cold / self.hot) ** done
         self.overhead[which], self.best_overhead[which], self.temperature[which] = now, best, heat
-        self.calls[which] = ints[:, of.STEPS]
+        self.calls[which] = state["steps"]
         columns = [
             np.log1p(100 * now) / 2, np.log1p(300 * (now - best)), done, np.log(heat / 3e-4) / math.log(10),
-            np.log1p(ints[:, of.SINCE]) / 4, np.log1p(ints[:, of.ACCEPTED]) / 4,
+            np.log1p(state["since"]) / 4, np.log1p(state["accepted"]) / 4,
         ]  # fmt: skip
         self.plan[which] = np.stack(columns, 1).clip(-BOUND, BOUND)
 
+    def _times(self) -> NDArray[np.float64]:
+        """(W, 2) times of the present and the best plan."""
+        return np.stack([self._state["now_ns"], self._state["best_ns"]], 1).astype(np.float64)
+
     def _judge(self, which: NDArray[np.bool_], before: NDArray[np.float64]) -> None:
         """Rewards and ends of the walkers ``which``. ``before``: (W, 2) times of the present and the best plan."""
-        ints, ideal = self._ints, self._ideal[self.task][:, None]
-        after = ints[:, [of.NOW_NS, of.BEST_NS]].astype(np.float64)
+        state, after, ideal = self._state, self._times(), self._ideal[self.task][:, None]
         if self.logarithmic:
             reference = np.array(self.reference)[self.task][:, None]
             old, new = (np.log(np.maximum(100 * (t / ideal - 1) - reference, 0) + OFFSET) for t in (before, after))
@@ -232,13 +237,13 @@ class EditBatch:
         else:
             gain = 100 * (before - after) / ideal
         self.rewards[which] = (gain[:, 1] + self.shaping * gain[:, 0])[which]
-        tried = ints[:, of.TIME_NS]
+        tried = state["time_ns"]
         self.feasible[which] = tried[which] < NEVER
         self.effect_ns[which] = np.where(tried < NEVER, tried - before[:, 0], np.inf)[which]
-        self.accepted[which] = ints[which, of.ACCEPT] > 0
-        self.terminated[which] = (ints[:, of.BEST_NS] <= self._ideal[self.task])[which]
+        self.accepted[which] = state["accept"][which] > 0
+        self.terminated[which] = (state["best_ns"] <= self._ideal[self.task])[which]
         stuck = ~self._has_moves()
-        spent = ints[:, of.STEPS] >= ints[:, of.BUDGET]
+        spent = state["steps"] >= state["budget"]
         self.truncated[which] = ((spent | stuck) & ~self.terminated)[which]
         self.over[which] = (self.terminated | self.truncated)[which]
 
@@ -251,6 +256,40 @@ class EditBatch:
     def best_plan(self, i: int, planner: str = "") -> Plan:
         """The best plan of walker i's episode."""
         t = int(self.task[i])
-        rows = self._walkers[t].best[i, : self._walkers[t].ints[i, of.BEST_ROWS]]
+        rows = self._walkers[t].best[i, : self._walkers[t].state["best_rows"][i]]
         task = self.tasks[t]
         return Plan.of(task.program, decisions_of(rows), planner, task.limit, task.machine.name)
+
+    # What envs of either kind ask of a batch (batch_env.py).
+
+    def ended(self) -> NDArray[np.bool_]:
+        """(W,) whether the episode has ended: a view."""
+        return self.over
+
+    def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
+        """Spaces of the actions and observations of one walker (env.py)."""
+        gaps, features = self.static.shape[1:]
+        return spaces.Discrete(self.actions), spaces.Dict({
+            "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
+            "gaps": spaces.Box(-BOUND, BOUND, (gaps, GAP_COLUMNS), np.float32),
+            "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
+            "plan": spaces.Box(-BOUND, BOUND, (WHOLE_COLUMNS,), np.float32),
+            "edits": spaces.Box(-1, MODES * gaps - 1, (self.edits.shape[1], CHANGES), np.int32),
+            "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
+            "task": spaces.Discrete(len(self.tasks)),
+        })  # fmt: skip
+
+    def views(self) -> Observation:
+        """Observations of all walkers, as views."""
+        return {"static": self.static, "gaps": self.gaps, "bins": self.bins, "plan": self.plan, "edits": self.edits,
+                "action_mask": self.mask, "task": self.task}  # fmt: skip
+
+    def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
+        """Steps every walker, or begins it anew if its episode is ``over``."""
+        self.step(actions, ~over)
+        if over.any():
+            self.reset(over)
+
+    def final_plan(self, i: int) -> Plan:
+        """The best plan of walker i's episode, which has ended."""
+        return self.best_plan(i)

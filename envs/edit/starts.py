@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from envs.edit.task import EditTask
 from simulator.compiled.encoding import Ints
 from simulator.modes import STAYS
-
-if TYPE_CHECKING:
-    from envs.edit.task import EditTask
 
 LEAST = 0.03  # added to every probability, so that every neighbour can be drawn
 
 
-def plans_from(task: EditTask, start: str) -> list[Ints]:
-    """Returns the rows of the start plans of a kind: "policy", "heuristic" or "empty"."""
+def empty(task: EditTask) -> list[Ints]:
+    """Returns the rows that empty every gap in its first mode."""
+    from agents.search.annealing import everything
+
+    return [everything(task.program, task.mode, task.min_bytes)]
+
+
+def heuristic(task: EditTask) -> list[Ints]:
+    """Returns the rows of the best published heuristic's plan, if one fits."""
     from agents.search import annealing
 
-    if start == "empty":
-        return [annealing.everything(task.program, task.mode, task.min_bytes)]
-    plans = policy_plans(task) if start == "policy" else []
     best, _, _ = annealing.start(task.program, task.machine, task.limit, task.engine, task.mode, task.min_bytes)
-    return plans if best is None else [*plans, best]
+    return [] if best is None else [best]
+
+
+def policy(task: EditTask) -> list[Ints]:
+    """Returns the rows of ``policy_plans`` and of the best published heuristic's plan."""
+    return [*policy_plans(task), *heuristic(task)]
+
+
+STARTS = {"policy": policy, "heuristic": heuristic, "empty": empty}
 
 
 def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, until: float | None = None) -> list[Ints]:

@@ -18,7 +18,6 @@ from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 
-STARTS = ("policy", "heuristic", "empty")
 PRIOR_FLOOR, PRIOR_SCALE = 1e-3, 3.0  # of the logarithm of a mode's prior probability
 BOUND = 10.0  # of every observed number
 
@@ -40,9 +39,7 @@ class EditTask:
         limit: bytes.
         mode: "swap", "recompute" or "joint".
         min_bytes: tensors below this size stay.
-        start: a plan, or where plans come from: "policy" (decoded from the planner ``policy``, whose probabilities also
-            weight the neighbours that are drawn, and the best published heuristic's), "heuristic" (that alone) or
-            "empty" (every gap emptied in its first mode); or a function that returns the rows of such plans.
+        start: a plan, or a function of the task that returns the rows of plans (starts.py).
 
     Attributes:
         static: (G, F) float32 columns of the gaps that no edit changes; the last four are the log prior of each mode.
@@ -50,13 +47,12 @@ class EditTask:
         starts: the feasible start plans, the fastest first. start_calls: simulator calls that finding them took.
 
     Raises:
-        ValueError: ``start`` is unknown, no start plan is feasible, or the program has no gap that can be emptied.
+        ValueError: no start plan is feasible, or the program has no gap that can be emptied.
     """
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, mode: str = "joint", min_bytes: int = 2**20,
-        start: str | Plan | StartMaker = "heuristic",
-    ) -> None:  # fmt: skip
+        self, program: Program, machine: Machine, limit: int, mode: str, min_bytes: int, start: Plan | StartMaker
+    ) -> None:
         self.program, self.machine, self.limit, self.mode = program, machine, int(limit), check_mode(mode)
         self.engine = Engine(program, machine, self.limit)
         self.moves = Moves(program, self.limit, mode, min_bytes, 0)
@@ -74,25 +70,18 @@ class EditTask:
         self.static_bins = np.clip(np.concatenate([self.graph.bins, bins], 1), -BOUND, BOUND)
         self.times = self._times()
 
-    def _starts(self, start: str | Plan | StartMaker) -> list[Start]:
+    def _starts(self, start: Plan | StartMaker) -> list[Start]:
         if isinstance(start, Plan):
             start.check(self.program)
             found = [rows_of(start.decisions)]
             if not self.moves.takes(found[0]):
                 raise ValueError("start: the plan moves tensors that this task leaves alone")
-        elif callable(start):
-            found = list(start(self))
-        elif start in STARTS:
-            from envs.edit.starts import plans_from
-
-            found = plans_from(self, start)
         else:
-            raise ValueError(f"start: expected a Plan or one of {', '.join(map(repr, STARTS))}, got {start!r}")
+            found = list(start(self))
         scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in found]
         fits = [one for one in scored if one.iteration_ns < NEVER]
         if not fits:
-            what = "the plan does not fit" if isinstance(start, Plan) else f"no plan of {start!r} fits"
-            raise ValueError(f"start: {what} {self.limit:,} bytes; use a larger limit or another start")
+            raise ValueError(f"start: no start plan fits {self.limit:,} bytes; use a larger limit or another start")
         return sorted(fits, key=lambda one: one.iteration_ns)
 
     def _static(self) -> NDArray[np.float32]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.columns import integers
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
@@ -41,9 +42,9 @@ METROPOLIS, BETTER, ALWAYS = range(3)
 LOOK = 0.02  # of the ideal time: a plan slower than the present one by more is not simulated to its end
 FAILED = 2.0  # points: the effect that is reported of a plan that does not fit, or that is slower by more than LOOK
 
-# Columns of Walkers.ints: time of the present and the best plan; edits tried, accepted, tried since the best; rows
-# of the best plan; the budget; what the last trial did: TIME_NS (NEVER: no plan), whether it was ACCEPT-ed.
-NOW_NS, BEST_NS, STEPS, ACCEPTED, SINCE, BEST_ROWS, BUDGET, TIME_NS, ACCEPT, INTS = range(10)
+# Numbers of a walker: time of the present and the best plan; edits tried, accepted, tried since the best; rows of the
+# best plan; the budget; what the last trial did: time_ns (NEVER: no plan), whether it was accepted (``accept``).
+STATE = integers("now_ns best_ns steps accepted since best_rows budget time_ns accept")
 
 
 class Walkers(NamedTuple):
@@ -53,7 +54,7 @@ class Walkers(NamedTuple):
     on: NDArray[np.bool_]  # (W, m)
     load: NDArray[np.int64]  # (W, n)
     rng: NDArray[np.uint64]  # (W, 1)
-    ints: NDArray[np.int64]  # (W, INTS)
+    state: NDArray[Any]  # (W,) STATE
     best: NDArray[np.int64]  # (W, m, 6)
     codes: NDArray[np.int64]  # (W, M, CHANGES) gap * MODES + mode, or -1
     changed_rows: NDArray[np.int64]  # (W, M, CHANGES, 6)
@@ -183,15 +184,15 @@ def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[n
 
 
 @stage
-def open_trial(ints, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped-def]
-    """Counts a trial, and draws into ints[ACCEPT] the time from which its plan is not taken."""
-    now_ns = ints[NOW_NS]
-    ints[STEPS] += 1
-    ints[SINCE] += 1
-    done = min(ints[STEPS] / max(ints[BUDGET], 1), 1.0)
+def open_trial(state, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped-def]
+    """Counts a trial, and draws into state.accept the time from which its plan is not taken."""
+    now_ns = state.now_ns
+    state.steps += 1
+    state.since += 1
+    done = min(state.steps / max(state.budget, 1), 1.0)
     heat = hot * (cold / hot) ** done * ideal
     more = -heat * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
-    ints[ACCEPT] = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
+    state.accept = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
 
 
 @stage
@@ -204,24 +205,24 @@ def apply_edit(walkers, i, slot, gaps, new, scratch):  # type: ignore[no-untyped
 
 
 @stage
-def score_trial(ints, rows, ideal, scratch, engine):  # type: ignore[no-untyped-def]
+def score_trial(state, rows, ideal, scratch, engine):  # type: ignore[no-untyped-def]
     """Simulates the first ``rows`` rows of scratch.plan; -1 if only ``Engine.score`` can settle it."""
-    return score_one(*engine, scratch.plan, rows, max(ints[ACCEPT], ints[NOW_NS] + int(LOOK * ideal)))
+    return score_one(*engine, scratch.plan, rows, max(state.accept, state.now_ns + int(LOOK * ideal)))
 
 
 @stage
 def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignore[no-untyped-def]
     """Records what the trial of neighbour ``slot`` did, and takes the plan or not; returns whether."""
-    ints, now, codes = walkers.ints[i], plan_of(walkers, i), walkers.codes[i, slot]
-    taken = ns < min(ints[ACCEPT], NEVER)
-    effect = effect_of(ns, ints[NOW_NS], ideal)
+    state, now, codes = walkers.state[i], plan_of(walkers, i), walkers.codes[i, slot]
+    taken = ns < min(state.accept, NEVER)
+    effect = effect_of(ns, state.now_ns, ideal)
     for c in range(walkers.counts[i, slot]):
         g, mode = codes[c] // MODES, codes[c] % MODES
         walkers.effect[i, g, mode] = effect
-        walkers.tried_at[i, g, mode] = ints[STEPS]
-        walkers.accepted_at[i, g, mode] = ints[ACCEPTED]
+        walkers.tried_at[i, g, mode] = state.steps
+        walkers.accepted_at[i, g, mode] = state.accepted
         if taken:
-            walkers.changed_at[i, g] = ints[STEPS]
+            walkers.changed_at[i, g] = state.steps
     if taken:
         for g in range(now.on.shape[0]):
             now.on[g] = new.on[g]
@@ -229,14 +230,14 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignor
                 now.rows[g, c] = new.rows[g, c]
         for k in range(now.load.shape[0]):
             now.load[k] = new.load[k]
-        ints[NOW_NS] = ns
-        ints[ACCEPTED] += 1
-        if ns < ints[BEST_NS]:
-            ints[BEST_NS], ints[BEST_ROWS], ints[SINCE] = ns, rows, 0
+        state.now_ns = ns
+        state.accepted += 1
+        if ns < state.best_ns:
+            state.best_ns, state.best_rows, state.since = ns, rows, 0
             for r in range(rows):
                 for c in range(now.rows.shape[1]):
                     walkers.best[i, r, c] = scratch.plan[r, c]
-    ints[TIME_NS], ints[ACCEPT] = ns, taken
+    state.time_ns, state.accept = ns, taken
     return taken
 
 
@@ -253,12 +254,12 @@ def step(  # type: ignore[no-untyped-def]
         new, scratch: of ``Moves``. engine: ``Engine.direct``.
 
     Returns:
-        The position in ``which`` of the walker whose plan (scratch.plan, its rows in ints[TIME_NS]) only
+        The position in ``which`` of the walker whose plan (scratch.plan, its rows in state.time_ns) only
         ``Engine.score`` can settle; len(which) when all are done.
     """
     for at in range(begin, which.shape[0]):
         i = which[at]
-        ints, a = walkers.ints[i], actions[i]
+        state, a = walkers.state[i], actions[i]
         slot = 0 if by_gap else a
         asked = at == begin and answer_ns >= 0
         ns, valid = answer_ns, True
@@ -275,13 +276,13 @@ def step(  # type: ignore[no-untyped-def]
             else:
                 apply_edit(walkers, i, a, gaps, new, scratch)
             valid = valid and walkers.counts[i, slot] > 0
-            open_trial(ints, walkers.rng[i], accept, hot, cold, ideal)
+            open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
             ns = NEVER
         rows = rows_in_use(new, scratch.plan)
         if valid and not asked:
-            ns = score_trial(ints, rows, ideal, scratch, engine)
+            ns = score_trial(state, rows, ideal, scratch, engine)
             if ns < 0:
-                ints[TIME_NS] = rows
+                state.time_ns = rows
                 return at
         taken = close_trial(walkers, i, slot, ns, rows, ideal, new, scratch)
         if not by_gap:
@@ -303,7 +304,7 @@ def show_trials(walkers, which, ages, out):  # type: ignore[no-untyped-def]
     """
     most = ages.shape[0] - 1
     for i in which:
-        step_no, accepted = walkers.ints[i, STEPS], walkers.ints[i, ACCEPTED]
+        step_no, accepted = walkers.state[i].steps, walkers.state[i].accepted
         for g in range(walkers.on.shape[1]):
             since = walkers.changed_at[i, g]
             out[i, g, 0] = 3.0 if since < 0 else ages[min(step_no - since, most)] / 4
@@ -444,7 +445,7 @@ def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walk
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
         np.zeros((*shape, 6), np.int64), np.zeros(shape, np.bool_), np.zeros((walkers, kernels), np.int64),
-        np.ones((walkers, 1), np.uint64), np.zeros((walkers, INTS), np.int64), np.zeros((*shape, 6), np.int64),
+        np.ones((walkers, 1), np.uint64), np.zeros(walkers, STATE), np.zeros((*shape, 6), np.int64),
         np.full((walkers, neighbours, CHANGES), -1, np.int64),
         np.zeros((walkers, neighbours, CHANGES, 6), np.int64), np.zeros((walkers, neighbours), np.int64),
         np.zeros((*shape, MODES), np.float32), np.full((*shape, MODES), -1, np.int64),

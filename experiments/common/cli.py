@@ -147,7 +147,7 @@ def expected_errors() -> tuple[type[Exception], ...]:
     kinds: list[type[Exception]] = [UsageError, FormatError, PlanError, OmegaConfBaseException]
     for module, name in (
         ("agents.planner", "Infeasible"),
-        ("agents.learned.training_state", "TrainingStateError"),
+        ("agents.learned.checkpoint", "TrainingStateError"),
         ("executor.capture.capture", "CaptureError"),
         ("experiments.workloads", "WorkloadError"),
     ):

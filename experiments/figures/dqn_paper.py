@@ -53,7 +53,7 @@ def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tupl
     from agents.learned.dqn_paper import Trainer  # PyTorch
 
     built = program(name, machine)
-    trainer = Trainer.on(built, machine, limit_bytes(task["limit"], built), config, task["seed"])
+    trainer = Trainer(built, machine, limit_bytes(task["limit"], built), config, task["seed"])
     before = {"greedy_before": percent(trainer.greedy_overhead()), "q_before": trainer.first_value()}
     while not trainer.done:
         trainer.step()

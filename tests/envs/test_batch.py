@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from envs import columns
+import envs
 from envs.batch import Batch
 from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
+from simulator import OutOfMemory, simulate
 from simulator.compiled.encoding import STEP_COLUMNS
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
@@ -20,7 +21,7 @@ from tests.strategies import machines, networks, programs, reachable_limits
 
 def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     """Walk i of the batch is, and shows, what the readable one is."""
-    n, row = len(walk.task.graph), batch.walks[i]
+    n = len(walk.task.graph)
     masks = walk.form_masks()[: batch.forms]
     kind = walk.task.graph.action_kind
     spoken = {"copy": [kind == OFFLOAD, False], "keep": [kind == REMOVE, False], "at": [False, kind == REMOVE]}
@@ -36,9 +37,10 @@ def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     assert batch.current[i] == current_node(walk)
     assert (batch.plan_rows(i) == walk.rows).all()
     state = walk.position, walk.iteration_ns, walk.done, walk.dead_end, walk.stuck_at, walk.host_left, walk.free_ns
-    of_state = columns.POSITION, columns.ITERATION, columns.ENDED, columns.DEAD_END, columns.STUCK_AT, columns.HOST_LEFT
-    assert state == tuple(row[[*of_state, columns.FREE_NS]])
-    assert (batch.overhead[i], batch.feasible[i]) == (walk.overhead, walk.done and not walk.dead_end)
+    fields = ["position", "iteration", "ended", "dead_end", "stuck_at", "host_left", "free_ns"]
+    assert state == batch.walks[i][fields].item()
+    overhead = np.nan if walk.dead_end else walk.overhead
+    np.testing.assert_equal((batch.overhead[i], batch.feasible[i]), (overhead, walk.done and not walk.dead_end))
 
 
 def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, steps: int, little_room: bool) -> int:
@@ -70,9 +72,14 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
             assert_shown(batch, i, walk, actions)
             over[i] = result[1]
             total[i] += result[0]
+            task = walk.task
             if over[i] and not walk.dead_end:
-                late = walk.iteration_ns - walk.task.program.ideal_ns
-                assert total[i] == pytest.approx(-late / walk.task.ideal_ns, rel=1e-9, abs=1e-9)
+                late = walk.iteration_ns - task.program.ideal_ns
+                assert total[i] == pytest.approx(-late / task.ideal_ns, rel=1e-9, abs=1e-9)
+                assert simulate(task.program, batch.plan(i), task.machine, task.limit).iteration_ns == walk.iteration_ns
+            elif over[i]:  # no plan of its kind helps the kernel that cannot start
+                with pytest.raises(OutOfMemory):
+                    simulate(task.program, batch.plan(i), task.machine, task.limit)
             episodes += int(over[i])
     return episodes
 
@@ -119,7 +126,7 @@ def test_threads_share_nothing() -> None:
         for batch in batches:
             batch.step(chosen)
         for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):
-            assert (getattr(batches[0], name) == getattr(batches[1], name)).all(), name
+            np.testing.assert_equal(*(getattr(batch, name) for batch in batches), name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("reward", "both"), ("invalid", "skip"), ("actions", "all")])
@@ -127,3 +134,11 @@ def test_an_unknown_setting(name: str, value: str) -> None:
     program, machine = small_task()
     with pytest.raises(ValueError, match=f"{name}: expected .*, got '{value}'"):
         Batch([Task(program, machine, program.peak_bytes)], 1, **{name: value})
+
+
+def test_a_walk_refuses_an_invalid_action() -> None:
+    program, machine = small_task()
+    walk = envs.Walk(Task(program, machine, round(0.6 * program.peak_bytes)))
+    with pytest.raises(ValueError, match="node 1 is not a valid action"):
+        walk.step(1)
+    assert not walk.mask()[1] and walk.position == 0

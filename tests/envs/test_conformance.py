@@ -1,4 +1,4 @@
-"""What every registered environment keeps: two libraries' checks, seeds, its specification, its vector form."""
+"""What every registered environment keeps: two libraries' checks, seeds, its specification."""
 
 from __future__ import annotations
 
@@ -54,16 +54,6 @@ def test_an_environment_conforms(name: str, arguments: dict[str, Any]) -> None:
     first = walked(env, 3, 30)
     for other in (env, gymnasium.make(EnvSpec.from_json(env.spec.to_json()))):
         np.testing.assert_equal(walked(other, 3, 30), first)
-    vector = gymnasium.make_vec(name, 2, "vector_entry_point", **arguments)
-    peer = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(name, **arguments)] * 2)
-    assert (vector.single_action_space, vector.observation_space) == (peer.single_action_space, peer.observation_space)
-    ours, theirs = vector.reset(seed=5)[0], peer.reset(seed=5)[0]
-    rng = np.random.default_rng(5)
-    for _ in range(30):
-        np.testing.assert_equal(ours, theirs)
-        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in ours["action_mask"]])
-        (ours, *mine, _), (theirs, *its, _) = vector.step(actions), peer.step(actions)
-        np.testing.assert_equal(mine, its)
 
 
 @pytest.mark.parametrize("name", TASKS)

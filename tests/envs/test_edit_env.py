@@ -1,6 +1,5 @@
-"""``GpuMemoryEdit-v0``: what it reports is what the simulator says, and many walkers are as many environments."""
+"""``GpuMemoryEdit-v0``: what it reports is what the simulator says."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,10 +7,11 @@ import numpy as np
 import pytest
 
 from agents.search import annealing
+from envs.edit import starts
 from envs.edit.batch import EditBatch
-from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
+from envs.edit.env import MemoryEditEnv
 from envs.edit.task import EditTask
-from envs.edit.walkers import BUDGET, FAILED, MODES
+from envs.edit.walkers import FAILED, MODES, PLAN_COLUMNS
 from envs.memory_env import small_task
 from simulator import Plan, simulate
 from simulator.compiled.encoding import decisions_of
@@ -76,38 +76,6 @@ def test_observations_follow_the_plan() -> None:
     assert tried[mode] and not after["gaps"][:, 22:27][np.arange(len(after["gaps"])) != gap].min() < 0
 
 
-def test_many_walkers_are_as_many_environments() -> None:
-    options: dict[str, Any] = {"limit": [0.6, 0.7], "neighbours": 8, "budget": 12, "reward": "log", "shaping": 0.3}
-    together = MemoryEditVectorEnv(3, **options)
-    alone = [MemoryEditEnv(**options) for _ in range(3)]
-    many, _ = together.reset(seed=5)
-    ones = [env.reset(seed=5 + i)[0] for i, env in enumerate(alone)]
-    rng, over = np.random.default_rng(0), np.zeros(3, np.bool_)
-    for _ in range(40):
-        for key, values in many.items():
-            for i, one in enumerate(ones):
-                np.testing.assert_array_equal(values[i], one[key], err_msg=key)
-        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in many["action_mask"]])
-        many, rewards, ended, truncated, infos = together.step(actions)
-        for i, env in enumerate(alone):
-            if over[i]:  # the next step begins an episode
-                ones[i], _ = env.reset()
-                continue
-            ones[i], reward, *ends, info = env.step(actions[i])
-            assert (reward, *ends) == (rewards[i], ended[i], truncated[i])
-            assert ends == [False, False] or info["plan"] == infos["plan"][i]
-        over = ended | truncated
-
-
-def test_a_copy_goes_on_by_itself() -> None:
-    env = MemoryEditVectorEnv(2, limit=0.6, neighbours=8, budget=40)
-    env.reset(seed=1)
-    other = copy.deepcopy(env)
-    for _ in range(30):
-        for one, same in zip(env.step(np.zeros(2, np.int64))[:4], other.step(np.zeros(2, np.int64))[:4], strict=True):
-            np.testing.assert_equal(one, same)
-
-
 def test_where_plans_start() -> None:
     program, machine = small_task()
     limit = int(0.6 * program.peak_bytes)
@@ -139,30 +107,36 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
 def batch(count: int, **options: Any) -> EditBatch:
     """Walkers of the small task, at the start of an episode."""
     program, machine = small_task()
-    found = EditBatch([EditTask(program, machine, int(0.6 * program.peak_bytes), min_bytes=1)], count, 8, **options)
+    task = EditTask(program, machine, int(0.6 * program.peak_bytes), "joint", 1, starts.heuristic)
+    found = EditBatch([task], count, 8, **options)
     for i in range(count):
         found.seed(i, i)
     found.reset(np.ones(count, np.bool_))
     return found
 
 
+def budgets(walkers: EditBatch) -> np.ndarray:
+    """The budgets of the episodes, of whose calls one is made: column 2 of ``plan`` is its share."""
+    walkers.step(np.argmax(walkers.mask, 1))
+    return np.round(1 / walkers.plan[:, 2]).astype(int)
+
+
 def test_a_budget_is_drawn_from_a_range() -> None:
     """Log-uniformly, anew for each episode, and an episode ends with its last call."""
     many, drawn = batch(20, budget=(10, 1000)), []
     for _ in range(20):
-        drawn.append(many._walkers[0].ints[:, BUDGET].copy())
+        drawn.append(budgets(many))
         many.reset(np.ones(20, np.bool_))
-    budgets = np.array(drawn)
-    assert budgets.min() >= 10 and budgets.max() <= 1000 and len(np.unique(budgets[:, 0])) > 10
-    assert np.median(budgets) == pytest.approx(100, rel=0.25)  # 505 if it were uniform
-    quarters = np.quantile(np.log(budgets), [0.25, 0.75])
+    found = np.array(drawn)
+    assert found.min() >= 10 and found.max() <= 1000 and len(np.unique(found[:, 0])) > 10
+    assert np.median(found) == pytest.approx(100, rel=0.25)  # 505 if it were uniform
+    quarters = np.quantile(np.log(found), [0.25, 0.75])
     assert quarters == pytest.approx(np.log([10**1.5, 10**2.5]), abs=0.3)
     few = batch(6, budget=(5, 9))
-    ends = few._walkers[0].ints[:, BUDGET].copy()
+    ends = budgets(few)
     while not few.over.all():
-        going = ~few.over
-        few.step(np.argmax(few.mask, 1), going)
-        assert (few.over == (few.calls >= ends))[~few.terminated & few._has_moves()].all()
+        few.step(np.argmax(few.mask, 1), ~few.over)
+        assert (few.over == (few.calls >= ends))[~few.terminated & (few.edits[:, :, 0] >= 0).any(1)].all()
     with pytest.raises(ValueError, match="budget"):
         batch(1, budget=(0, 9))
 
@@ -196,7 +170,7 @@ def test_effects_are_those_that_the_observation_shows() -> None:
         walkers.step(actions)
         for i, effect in enumerate(walkers.effects().tolist()):
             gap, mode = divmod(int(codes[i, 0]), MODES)
-            assert effect == pytest.approx(walkers._walkers[0].effect[i, gap, mode], abs=1e-6)
+            assert effect == pytest.approx(walkers.gaps[i, gap, PLAN_COLUMNS + mode], abs=1e-6)
             assert np.isfinite(walkers.effect_ns[i]) or effect == pytest.approx(np.log1p(20 * FAILED) / 3)
             seen.append(effect)
     assert min(seen) < -0.1 and max(seen) > 0.1 and np.abs(seen).max() <= np.log1p(20 * FAILED) / 3 + 1e-6
@@ -205,17 +179,17 @@ def test_effects_are_those_that_the_observation_shows() -> None:
 def test_a_start_that_is_a_function() -> None:
     program, machine = small_task()
     limit = int(0.6 * program.peak_bytes)
-    heuristic = EditTask(program, machine, limit, min_bytes=1).starts[0].rows
+    heuristic = EditTask(program, machine, limit, "joint", 1, starts.heuristic).starts[0].rows
     asked = []
 
     def start(task: EditTask) -> list[Any]:
         asked.append(task)
         return [annealing.everything(program, task.mode, 1), heuristic, heuristic[:0]]
 
-    task = EditTask(program, machine, limit, min_bytes=1, start=start)
+    task = EditTask(program, machine, limit, "joint", 1, start)
     assert asked == [task] and len(task.starts) == 2 and task.start_calls == 3  # the empty plan does not fit
     first, second = (one.iteration_ns for one in task.starts)
     assert first <= second and task.starts[0].rows is heuristic
     assert simulate(program, Plan(decisions_of(heuristic)), machine, limit).iteration_ns == first
-    with pytest.raises(ValueError, match="start: no plan"):
-        EditTask(program, machine, limit, min_bytes=1, start=lambda _: [])
+    with pytest.raises(ValueError, match="start"):
+        EditTask(program, machine, limit, "joint", 1, lambda _: [])

@@ -11,7 +11,7 @@ from torch import nn
 
 from agents.learned.dqn_config import PaperConfig
 from agents.learned.dqn_paper import Trainer, Variant
-from agents.learned.own_network import OwnNetwork, OwnNetworkError
+from agents.learned.structure2vec import OwnNetwork, OwnNetworkError
 from envs import Task
 from envs.memory_env import small_task
 from simulator import Plan
@@ -86,7 +86,7 @@ def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
 def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
     """Each form is its own action, with its own Q-value; a checkpoint is of its variant only."""
     config = PaperConfig(episodes=40, num_envs=2, features=8, embedding_size=16, n_step=1000, optimizer="adam")
-    trainer = Trainer(task(), config, 0, variant=Variant("causal", "full"))
+    trainer = Trainer(PROGRAM, MACHINE, LIMIT, config, 0, variant=Variant("causal", "full"))
     n = len(trainer.task.graph)
     assert set(np.unique(trainer.actions // n)) == {0, 1, 2}
     while len(trainer.history) < config.episodes:
@@ -99,6 +99,6 @@ def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
     assert trainer.greedy_overhead() >= 0
     assert before == (trainer.rng.bit_generator.state, trainer.task.engine.calls)
     trainer.save(tmp_path / "checkpoint.pt")
-    Trainer(task(), config, 0, variant=Variant("causal", "full")).load(tmp_path / "checkpoint.pt")
+    Trainer(PROGRAM, MACHINE, LIMIT, config, 0, variant=Variant("causal", "full")).load(tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match="variant"):
-        Trainer(task(), config, 0).load(tmp_path / "checkpoint.pt")
+        Trainer(PROGRAM, MACHINE, LIMIT, config, 0).load(tmp_path / "checkpoint.pt")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from agents.learned.training_state import TrainingStateError, read_training_state, write_training_state
+from agents.learned.checkpoint import TrainingStateError, read_training_state, write_training_state
 from experiments.common import cli, report
 from experiments.plotting.plots import figure
 from simulator import FormatError, Machine, Plan, Program, Swap, files

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agents.learned import sb3
 from agents.learned.optimisation import MASKED
+from agents.learned.training import Episode
 from envs import MemoryEnv, Task
 from envs.memory_env import small_task
 from experiments.common import curves
@@ -70,7 +71,7 @@ def test_maskable_ppo_learns_the_small_task() -> None:
 def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(algorithm: str) -> None:
     histories = []
     for seed in (5, 5, 6):
-        told: list[sb3.Episode] = []
+        told: list[Episode] = []
         model, record = made(algorithm, seed, **SMALL[algorithm])
         record.on_episode = told.append
         model.learn(512)

@@ -38,7 +38,7 @@ class Clock:
         """A copy is issued when kernel ``issued`` has ended, of this iteration or of the one before."""
         task = self.task
         ended, late = (task.start_ns, task.program.ideal_ns) if before_iteration else (self.ended, 0)
-        self.out_free = max(self.out_free, int(ended[issued + 1]) - late) + int(task.d2h_ns[g])
+        self.out_free = max(self.out_free, int(ended[issued + 1]) - late) + task.machine.d2h_ns(int(task.nbytes[g]))
         self.out_end[g] = self.out_free
         self.queue.append(g)
 
@@ -57,7 +57,7 @@ class Clock:
                 first = 0 if task.wraps[g] else int(task.after[g]) + 1
                 tight = np.flatnonzero(need[first:k] + task.nbytes[g] > task.limit)
                 fits = int(self.ended[first + tight[-1] + 1]) if len(tight) else -task.program.ideal_ns
-                self.in_free = max(self.in_free, int(self.out_end[g]), fits) + int(task.h2d_ns[g])
+                self.in_free = max(self.in_free, int(self.out_end[g]), fits) + task.machine.h2d_ns(int(task.nbytes[g]))
                 now = max(now, self.in_free)
             # What has not left yet is there beside the planned residency (rule 8).
             while self.queue:
@@ -176,7 +176,7 @@ class Walk:
     def relief(self) -> NDArray[np.float64]:
         """(G,) share of what is over the limit, in bytes x time by the planned residency, within each gap."""
         task = self.task
-        over = np.maximum(0, self.need - task.limit) * task.duration_ns
+        over = np.maximum(0, self.need - task.limit) * np.diff(task.start_ns).astype(np.float64)
         until = np.concatenate([[0.0], np.cumsum(over)])
         inside = until[task.before] - until[task.after + 1]
         inside[task.wraps] += until[-1]
@@ -234,7 +234,7 @@ class Walk:
     def _offload(self, g: int, copy: int) -> None:
         """Args: copy: the kernel at whose end the copy is issued; -1: as the memory is given up."""
         task, p = self.task, self.position
-        duration = int(task.d2h_ns[g])
+        duration = task.machine.d2h_ns(int(task.nbytes[g]))
         if task.wraps[g] and p == 0:
             issued = int(task.after[g]) if copy < 0 else copy
             begin = int(task.start_ns[issued + 1]) - task.program.ideal_ns

@@ -11,16 +11,16 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import agents
-from agents.learned import dqn_paper, dqn_training
-from agents.learned.dqn import DQN, Args, Observed, Rollout
-from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.checkpoint import TrainingStateError, save_weights
+from agents.learned.dqn import DQN, FineTuning, Observed, Rollout
+from agents.learned.dqn_config import Args, PaperConfig, config_from
+from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
-from agents.learned.edit_walk import EditWalk
-from agents.learned.greedy_edits import IMPROVES, NONE, SLOT, Q
+from agents.learned.edit_walk import IMPROVES, NONE, SLOT, EditWalk, Q
 from agents.learned.optimisation import MASKED
 from agents.learned.training import Episode, Trainer, train
-from agents.learned.training_state import TrainingStateError, save_weights
+from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
 from envs.memory_env import small_task
@@ -44,7 +44,7 @@ Config = Args | PaperConfig
 def pyramid_task() -> EditTask:
     """93 gaps that can be swapped out or recomputed, in chains."""
     program = pyramid(24, 0)
-    return EditTask(program, LINK, int(0.6 * program.peak_bytes), "joint", 1, "empty")
+    return EditTask(program, LINK, int(0.6 * program.peak_bytes), "joint", 1, starts.empty)
 
 
 # ------------------------------------------------------------------------------------------ network
@@ -162,7 +162,7 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
 
 def test_the_temporal_difference_falls() -> None:
     """From scratch. With a learning rate of 0 the error of the last iterations is 0.85 of the first ones'."""
-    dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, "policy")], [0.0], replace(SMALL, iterations=24))
+    dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, starts.policy)], [0.0], replace(SMALL, iterations=24))
     before = [x.clone() for x in dqn.net.parameters()]
     dqn.train()
     error = [row["td"] for row in dqn.history if "td" in row]
@@ -187,7 +187,9 @@ def test_edits_of_high_value_gain_more_than_random_ones() -> None:
 
 def test_save_load_and_continue(tmp_path: Path) -> None:
     """Of several tasks; the walkers and the replay buffer begin anew."""
-    tasks = [EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1) for f in (0.55, 0.6)]
+    tasks = [
+        EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1, starts.heuristic) for f in (0.55, 0.6)
+    ]
     dqn = DQN(tasks, [0.0, 1.0], SMALL, 5)
     for _ in range(5):
         dqn.iterate()
@@ -285,7 +287,7 @@ BOTH = pytest.mark.parametrize("small", [SMALL, test_dqn_paper.SMALL], ids=["dqn
 
 
 def trainer(config: Config, limit: int = LIMIT, seed: int = 0) -> Trainer:
-    kind = dqn_training.Trainer if isinstance(config, Args) else dqn_paper.Trainer.on
+    kind = FineTuning if isinstance(config, Args) else PaperTrainer
     return kind(PROGRAM, MACHINE, limit, config, seed)  # type: ignore[arg-type]
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from agents.learned.checkpoint import TrainingStateError
 from agents.learned.dqn_config import RENAMED, PaperConfig, config_from
-from agents.learned.dqn_paper import Trainer
-from agents.learned.experience_buffer import ExperienceBuffer, State
+from agents.learned.dqn_paper import ExperienceBuffer, State, Trainer
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training import train
-from agents.learned.training_state import TrainingStateError
 from envs.memory_env import small_task
 from envs.task import Task
 from envs.tasks import load
@@ -28,6 +27,7 @@ SMALL = PaperConfig(
     n_step=1000, double=True, target_every=100, optimizer="adam", learning_rate=2e-3, reward_scale=10.0,
     buffer_size=2000, update_every=8, epsilon_end=0.02, explore=0.3, checkpoint_every=30,
 )  # fmt: skip
+SWAPS = replace(SMALL, mode="swap")
 
 
 def test_equations_one_to_three_as_printed():
@@ -77,7 +77,7 @@ def test_the_policy_learns():
     at_random = np.mean([overhead_at_random(task, rng) for _ in range(200)])
     before, after = [], []
     for seed in range(4):
-        trainer = Trainer(task, SMALL, seed)
+        trainer = Trainer(PROGRAM, MACHINE, task.limit, SWAPS, seed)
         before.append(simulate(PROGRAM, trainer.greedy(), MACHINE, task.limit).overhead)
         while not trainer.done:
             trainer.step()
@@ -93,8 +93,8 @@ def test_a_training_is_exact(settings, greedy, mean):
     """Overheads of the greedy policy after 40 episodes and of the episodes: worse than chance as printed, optimal
     with the tuned settings."""
     config = cli.dataclass_of(PaperConfig, OmegaConf.load(cli.CONFIGS / "agent" / f"{settings}.yaml"), "agent")
-    task = Task(PROGRAM, MACHINE, round(0.7 * PROGRAM.peak_bytes))
-    trainer = Trainer(task, replace(config, episodes=40), 0)
+    limit = round(0.7 * PROGRAM.peak_bytes)
+    trainer = Trainer(PROGRAM, MACHINE, limit, replace(config, episodes=40, mode="swap"), 0)
     history = train(trainer).history
     assert trainer.greedy_overhead() == greedy
     assert np.mean([episode.overhead for episode in history]) == pytest.approx(mean, abs=1e-12)
@@ -102,18 +102,18 @@ def test_a_training_is_exact(settings, greedy, mean):
 
 def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
     """Weights are size-free: the same Q-values as the training that wrote them has for the other program's graph."""
-    first = Trainer(Task(PROGRAM, MACHINE, LIMIT), replace(SMALL, episodes=8), 0)
+    first = Trainer(PROGRAM, MACHINE, LIMIT, replace(SWAPS, episodes=8), 0)
     train(first, checkpoint=tmp_path / "checkpoint.pt")
-    other = Task(load("vgg16")[0], MACHINE, load("vgg16")[0].peak_bytes // 2)
+    other = load("vgg16")[0], MACHINE, load("vgg16")[0].peak_bytes // 2
     for weights in (tmp_path, tmp_path / "checkpoint.pt"):
-        tuned = Trainer(other, replace(SMALL, weights=str(weights)), 1)
+        tuned = Trainer(*other, replace(SWAPS, weights=str(weights)), 1)
         for network in (tuned.q, tuned.target):
             assert all(torch.equal(a, b) for a, b in zip(network.parameters(), first.q.parameters(), strict=True))
-    assert tuned.first_value() != Trainer(other, SMALL, 1).first_value()
+    assert tuned.first_value() != Trainer(*other, SWAPS, 1).first_value()
     with pytest.raises(TrainingStateError, match=r"agent\.weights: .*embedding_size"):
-        Trainer(other, replace(SMALL, embedding_size=4, weights=str(tmp_path)), 1)
+        Trainer(*other, replace(SWAPS, embedding_size=4, weights=str(tmp_path)), 1)
     with pytest.raises(TrainingStateError, match=r"nothing\.pt"):
-        Trainer(other, replace(SMALL, weights=str(tmp_path / "nothing.pt")), 1)
+        Trainer(*other, replace(SWAPS, weights=str(tmp_path / "nothing.pt")), 1)
 
 
 def test_keys_of_older_versions_are_named_anew(tmp_path):
@@ -121,13 +121,13 @@ def test_keys_of_older_versions_are_named_anew(tmp_path):
         with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED[old]}"):
             config_from({old: 1}, PaperConfig)
     config = replace(SMALL, episodes=8)
-    train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
+    train(Trainer(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
     state = torch.load(tmp_path / "new.pt", weights_only=True)
     names = {new: old for old, new in RENAMED.items()}
     newer = ("gamma", "weights")
     older = {names.get(key, key): value for key, value in state["config"].items() if key not in newer}
     torch.save({**state, "config": older}, tmp_path / "old.pt")
-    train(Trainer.on(PROGRAM, MACHINE, LIMIT, config, 0), resume=tmp_path / "old.pt")
+    train(Trainer(PROGRAM, MACHINE, LIMIT, config, 0), resume=tmp_path / "old.pt")
 
 
 def but(valid: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -144,7 +144,7 @@ def q_values(trainer: Trainer, network: Structure2Vec, state: State) -> np.ndarr
 
 def test_an_invalid_action_is_never_taken():
     """Also where its Q-value is the highest."""
-    trainer = Trainer(Task(PROGRAM, MACHINE, LIMIT), SMALL, 0)
+    trainer = Trainer(PROGRAM, MACHINE, LIMIT, SWAPS, 0)
     state = trainer._state(trainer.walks[0])
     q = q_values(trainer, trainer.q, state)
     state = state._replace(mask=but(np.ones(len(q), bool), q))
@@ -161,9 +161,9 @@ def test_an_invalid_action_is_never_taken():
 def test_an_invalid_action_never_enters_the_target(double, target_every):
     """Equation 5, and with ``double`` the value by the target network of the action that the network itself would
     take. The next state forbids the best action of both; with either, the target would be another number."""
-    config = replace(SMALL, double=double, target_every=target_every, n_step=1, gamma=0.5, optimizer="sgd")
-    trainer = Trainer(Task(PROGRAM, MACHINE, LIMIT), config, 0)
-    trainer.target.load_state_dict(Trainer(trainer.task, config, 1).q.state_dict())
+    config = replace(SWAPS, double=double, target_every=target_every, n_step=1, gamma=0.5, optimizer="sgd")
+    trainer = Trainer(PROGRAM, MACHINE, LIMIT, config, 0)
+    trainer.target.load_state_dict(Trainer(PROGRAM, MACHINE, LIMIT, config, 1).q.state_dict())
     for each in (trainer.q, trainer.target):
         each.w7.weight.data *= 300  # Q-values of untrained networks are near 0
     network = trainer.target if target_every else trainer.q

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from agents.learned import expert_iteration as learning
-from agents.learned.decoding import rows_of_ways
-from agents.learned.policy_net import batch_of
+from agents.learned.policy_net import batch_of, rows_of_ways
 from simulator import Machine
 from simulator.compiled.engine import Engine
 from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED

@@ -8,10 +8,19 @@ import torch
 from hypothesis import given, strategies as st
 
 import agents
-from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
+from agents.learned.checkpoint import save_weights
 from agents.learned.policy import WEIGHTS
-from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, trained
-from agents.learned.training_state import save_weights
+from agents.learned.policy_net import (
+    MASKED,
+    PolicyNet,
+    batch_of,
+    data_of,
+    decode,
+    drawn,
+    fitted,
+    rows_of_ways,
+    trained,
+)
 from agents.planner import Infeasible
 from agents.search.annealing import everything
 from experiments.common.report import heuristics

@@ -9,8 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from agents.floor import floor
-from agents.learned.dqn import Args
-from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.dqn_config import Args, PaperConfig, config_from
 from experiments.common import cli
 from simulator import Machine, Plan, Program, Swap, simulate
 from simulator.compiled.engine import Engine, rows_of

@@ -1,4 +1,4 @@
-"""Checkpoints, which are written whole or not at all, and files of weights; in neither is anything executed."""
+"""Files of training states and of weights. They are written whole or not at all, and nothing in them is executed."""
 
 from __future__ import annotations
 
