@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,9 @@ from agents.floor.lp import Linear, Row, Terms
 from agents.floor.reruns import Past, Reruns
 from agents.floor.transfers import Transfers
 from simulator.machine import Machine
-from simulator.modes import KINDS_OF, check_mode, spans
+from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program
+from simulator.residency import residency
 
 COVERS = ("swap", "recompute", "rerun")  # kinds of decisions: every plan of these is a point of the linear program
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
@@ -91,18 +91,18 @@ def floor(
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     past, n = Past(program), len(program.kernels)
-    empty = {}  # gap: the kernels at which it can be empty
-    for g in program.gaps(1):
-        at = past.away(g)
-        empty[g] = spans(*g[1:], n) if mode != "recompute" else (slice(at.start, at.stop),) if at else ()
-    lowest = live_bytes - _away(((nbytes[g.tensor], empty[g]) for g in empty), n)
-    least_bytes = int(lowest.max())
-    least = _least(sorted((nbytes[g.tensor] for g in empty if empty[g]), reverse=True), max_gaps)
-    gaps = [g for g in empty if empty[g] and nbytes[g.tensor] >= least]
-    live_bytes -= _away(((nbytes[g.tensor], empty[g]) for g in empty if nbytes[g.tensor] < least), n)
+    possible = [g for g in program.gaps(1) if mode != "recompute" or past.away(g)]
+    size = np.array([nbytes[g.tensor] for g in possible], np.int64)
+    where = np.array([(g.after, g.before if mode != "recompute" else past.away(g).stop) for g in possible], np.int64)
+    where = where.reshape(-1, 2)
+    lowest = residency(live_bytes, where, size)
+    least = _least(sorted(size.tolist(), reverse=True), max_gaps)
+    gaps, rest = [g for g in possible if nbytes[g.tensor] >= least], size < least
+    live_bytes, least_bytes = residency(live_bytes, where[rest], size[rest]), int(lowest.max())
     none = np.zeros(len(gaps))
-    if least_bytes > limit or live_bytes.max() <= limit or not detail:
-        return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+    ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+    if not ideal.feasible or live_bytes.max() <= limit or not detail:
+        return ideal
     copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
     link, n = copies / max(program.ideal_ns, 1), len(past.until)
     fewest = FEWEST * min(1.0, LINK / max(link, 1.0))
@@ -127,25 +127,14 @@ def floor(
                 if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
                     break
     except TimeoutError:
-        return Floor(True, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+        return ideal
     if solution is None:
-        return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+        return replace(ideal, feasible=False)
     delay = solution.bound * problem.tick if language == mode else 0.0  # of swaps alone, less than 1 ns says nothing
     iteration = program.ideal_ns + max(0, int(np.ceil(delay - ROUNDING)))
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)
-
-
-def _away(gaps: Iterable[tuple[int, tuple[slice, ...]]], n: int) -> NDArray[np.int64]:
-    """int64[n]: bytes that are away at each kernel, of gaps of so many bytes at some spans of kernels."""
-    change = np.zeros(n + 1, dtype=np.int64)
-    for nbytes, where in gaps:
-        for span in where:
-            change[span.start] += nbytes
-            change[span.stop] -= nbytes
-    away: NDArray[np.int64] = change[:n].cumsum()
-    return away
 
 
 def _least(sizes: list[int], most: int) -> int:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Callable, Collection
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -137,7 +137,8 @@ class Reruns:
         for i in range(len(self.versions)):
             self._version(i)
         while self._pending:
-            self._inputs(*self._pending.pop())
+            j, w = self._pending.pop()
+            self._inputs(j, w, self.again[j, w], partial(self._again, j))
         for j in range(1, len(self.windows)):
             self._futures(j)
 
@@ -217,9 +218,7 @@ class Reruns:
         if not fixed:
             for j in sorted({int(self.window_of[k]) for k in v.uses}):
                 if j > max(begin, 0):
-                    terms, constant = self.held(j, i)
-                    again = [(self.runs(j, v.writer), -1.0)] if self.can(j, v.writer) else []
-                    lp.row([*((c, -x) for c, x in terms), *again], constant - 1)
+                    self._need(j, i, [], -1.0, partial(self._again, j))
             for a, b in pairwise([v.writer, *v.uses]):
                 j = int(self.window_of[b])
                 if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can(j, v.writer):
@@ -252,21 +251,28 @@ class Reruns:
             self._pending.append((j, w))
         return self.again[j, w]
 
-    def _inputs(self, j: int, w: int) -> None:
-        """Kernel w runs again in window j only with what it reads."""
-        lp, program, one = self.lp, self.program, self.again[j, w]
+    def _again(self, j: int, w: int) -> Terms:
+        """Kernel w runs again in window j, if it can, as a term to subtract."""
+        return [(self.runs(j, w), -1.0)] if self.can(j, w) else []
+
+    def _need(self, j: int, i: int, whole: Terms, right: float, again: Callable[[int], Terms]) -> None:
+        """whole <= right + version i is held at the start of window j + its writer runs again."""
+        terms, constant = self.held(j, i)
+        if constant < 1:
+            self.lp.row([*whole, *((c, -f) for c, f in terms), *again(self.versions[i].writer)], right + constant)
+
+    def _inputs(self, j: int, w: int, one: int, again: Callable[[int], Terms]) -> None:
+        """Kernel w runs again (``one``) only with what it reads: held at the start of window j, or written again."""
+        program = self.program
         for x in dict.fromkeys(program.kernels[w].inputs):
             writer = self.past.version(x, w)
             if program.tensors[x].persistent:
                 if any(w <= k < self.windows[j][0] for k in program.writes[x]):
-                    lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+                    self.lp.row([(one, 1), *again(writer)], 0)
             elif (x, writer) in self.at:
-                terms, constant = self.held(j, self.at[x, writer])
-                if constant < 1:
-                    again = [(self.runs(j, writer), -1.0)] if self.can(j, writer) else []
-                    lp.row([(one, 1), *((c, -f) for c, f in terms), *again], constant)
+                self._need(j, self.at[x, writer], [(one, 1)], 0, again)
         for writer in self.past.earlier(w):
-            lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+            self.lp.row([(one, 1), *again(writer)], 0)
 
     def _futures(self, j: int) -> None:
         """What is not held at the start of window j and used later runs again in some window from j on, once at least,
@@ -274,43 +280,25 @@ class Reruns:
 
         Without this, a hundredth of an input that is held could serve a hundred windows to write one hundredth each.
         """
-        lp, program = self.lp, self.program
         later: dict[int, int] = {}  # kernel: it runs again in window j or later
         pending: list[int] = []
-        last = len(self.windows)
 
-        def need(i: int, whole: list[tuple[int, float]], right: float) -> None:
-            """whole <= right + version i is held + its writer runs again."""
-            terms, constant = self.held(j, i)
-            if constant >= 1 or self.window_of[self.versions[i].writer] >= j:
-                return
-            again = [(w, -1.0) for w in runs(self.versions[i].writer)]
-            lp.row([*whole, *((c, -f) for c, f in terms), *again], right + constant)
-
-        def runs(w: int) -> list[int]:
+        def again(w: int) -> Terms:
             if w not in later:
-                columns = [(self.again[k, w], -1.0) for k in range(j, last) if (k, w) in self.again]
+                columns = [(self.again[k, w], -1.0) for k in range(j, len(self.windows)) if (k, w) in self.again]
                 if not columns:
                     return []
-                later[w] = lp.new()
-                lp.row([(later[w], 1.0), *columns], 0)
+                later[w] = self.lp.new()
+                self.lp.row([(later[w], 1.0), *columns], 0)
                 pending.append(w)
-            return [later[w]]
+            return [(later[w], -1.0)]
 
         for i, v in enumerate(self.versions):
             if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
-                need(i, [], -1.0)
+                self._need(j, i, [], -1.0, again)
         while pending:
             w = pending.pop()
-            for x in dict.fromkeys(program.kernels[w].inputs):
-                writer = self.past.version(x, w)
-                if program.tensors[x].persistent:
-                    if any(w <= k < self.windows[j][0] for k in program.writes[x]):
-                        lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
-                elif (x, writer) in self.at:
-                    need(self.at[x, writer], [(later[w], 1.0)], 0)
-            for writer in self.past.earlier(w):
-                lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
+            self._inputs(j, w, later[w], again)
 
     # ------------------------------------------------------------------------------------------- memory
 

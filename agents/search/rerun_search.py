@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.planner import PlannerInfo, Rows, RowsPlanner, at_least, positive
 from agents.search.in_time import in_time
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from simulator.compiled.encoding import Ints, rows_of
@@ -41,26 +42,21 @@ PRICE = 10.0  # at first, of the ideal time for the excess of the empty plan
 SLACK = 0.01  # a kicked plan is kicked next if its reruns take at most that much longer than the best one's
 
 
-class RerunSearch:
+@dataclass(eq=False)
+class RerunSearch(RowsPlanner):
     """The search.
 
     Args:
         seconds: of wall-clock time. Where they end the search, the plan depends on the speed of the computer.
         kicks: at most so many.
-        min_bytes: tensors below this size stay.
     """
 
     facts = PlannerInfo(
         "rerun_search", "rerun search", "", family="search", slot=5, place=250, moves="recompute", slow=3,
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, seconds: float = 60.0, kicks: int = 300, min_bytes: int = MIB, seed: int = 0) -> None:
-        check_budget(seconds=seconds)
-        if kicks < 0:
-            raise ValueError(f"kicks: expected at least 0, got {kicks}")
-        self.seconds, self.kicks, self.min_bytes, self.seed = seconds, kicks, min_bytes, seed
-        self.simulator_calls = 0
+    seconds: float = positive(60.0)
+    kicks: int = at_least(0, 300)
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -72,7 +68,7 @@ class RerunSearch:
             table = tables(program, self.min_bytes)
             least = least_bytes(program, table)
             if least > limit:
-                raise infeasible(self, program, limit, least)
+                raise self.beyond_reach(engine, least)
             search = _Search(program, table, limit, self.seed, until)
             for explore in EXPLORE:
                 search.first(explore)
@@ -81,9 +77,9 @@ class RerunSearch:
                     break
                 search.kick()
             if search.best_ns < 0:
-                raise infeasible(self, program, limit, None)
+                raise self.beyond_reach(engine, None)
             runs = counting(table, search.best)
-        return finish(self, program, machine, limit, engine, rows(runs, len(program.kernels)))
+        return self.finish(engine, rows(runs, len(program.kernels)))
 
 
 def rows(runs: Ints, n: int) -> Rows:

@@ -20,7 +20,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 def evaluator(limit: int = LIMIT) -> Evaluator:
     """The tiny program; a particle is a placement of a1 and one of a2."""
-    return Evaluator(PROGRAM, MACHINE, limit, [Gap(A1, 1, 6), Gap(A2, 2, 5)])
+    return Evaluator(Engine(PROGRAM, MACHINE, limit), [Gap(A1, 1, 6), Gap(A2, 2, 5)])
 
 
 def particles(*rows: tuple[int, ...]) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
     rng = np.random.default_rng(0)
     program = pyramid(8, 1)
     gaps = [f.gap for f in home.feature_maps(program, 1)]
-    one, together = (Evaluator(program, MACHINE, int(0.6 * program.peak_bytes), gaps) for _ in range(2))
+    one, together = (Evaluator(Engine(program, MACHINE, int(0.6 * program.peak_bytes)), gaps) for _ in range(2))
     x, leader, own = rng.integers(0, 3, (3, 40, len(gaps))).astype(np.int8)
     cost = one.evaluate(x)
     alone = [one.update(x[i : i + 1], cost[i : i + 1], leader[i : i + 1], own[i : i + 1]) for i in range(len(x))]
@@ -116,7 +116,7 @@ def test_the_best_of_all_placements(seed: int) -> None:
     limit = int(0.7 * program.peak_bytes)
     planner = agents.make("home", min_bytes=1, particles=40, seed=seed)
     found = Engine(program, MACHINE, limit).score(rows_of(planner.plan(program, MACHINE, limit).decisions))
-    everything = Evaluator(program, MACHINE, limit, [f.gap for f in home.feature_maps(program, 1)])
+    everything = Evaluator(Engine(program, MACHINE, limit), [f.gap for f in home.feature_maps(program, 1)])
     placements = particles(*itertools.product(range(3), repeat=len(everything.swaps)))
     assert len(placements) == 3**5  # the last output has no gap
     assert found.iteration_ns == everything.evaluate(placements)[:, 1].min() > program.ideal_ns
