@@ -2,14 +2,8 @@
 
 Every plan is a point of a linear program: fractions of tensors that are held, swapped and written again, bytes per
 kernel that leave and return, waits (``reruns``, ``transfers``). Every relaxation is on the optimistic side,
-so that no plan beats its least value. That value is taken from the dual solution (``lp``). Read on in ``floor``.
-What is relaxed (reasons in README.md):
-
-1. A tensor may be swapped or run again in part; near the ends of a swapped gap all of it counts.
-2. A byte takes as long as in the transfer, latency included, that is fastest per byte of its class by size.
-3. A tensor not written since its last swap-out leaves without a transfer as far as earlier gaps were swapped (rule 4).
-4. Within a window of kernels, what runs again does so in the best order; its own memory in a pass is free.
-5. Tensors beyond those of the ``max_gaps`` largest gaps take no memory in their gaps.
+so that no plan beats its least value. That value is taken from the dual solution (``lp``). Read on in ``floor``; what
+is relaxed: agents/README.md.
 """
 
 from __future__ import annotations

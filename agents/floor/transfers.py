@@ -11,8 +11,7 @@ before their use, A those that left before their gap opened, at the start (1) an
     out + early, in <= rate x wait_k, then x d_k     each way, and both together as the link allows
     minimise the sum of wait_k
 
-Indices are cyclic: the program is one iteration of a steady state (rule 10), so that what is left to do at the end of
-an iteration is done in the next.
+Indices are cyclic: what is left to do at the end of an iteration is done in the next (rule 10).
 """
 
 from __future__ import annotations

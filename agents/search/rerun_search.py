@@ -3,14 +3,7 @@
 The plans are sets of ``Rerun``: any kernel again, any number of times, early where that lets something go, backward
 ones too; a copy lives until its last use before its writer's next run. That is the language of Checkmate (MLSys 2020,
 section 4: R) and of MOCCASIN ("Efficient Tensor Rematerialization for Neural Networks", ICML 2023, section 2: retention
-intervals). How it differs from these two; reasons in README.md; read on in ``RerunSearch.plan``:
-
-1. No solver: annealing by the moves of rerun_moves.py; then kicks of its plan.
-2. A linear program of gaps alone (``relaxed``) says which tensors are worth splitting.
-3. Memory above the limit is allowed on the way, at a price that rises while there is any and falls while there is none.
-4. A kick bans a kernel that runs again, or locks one that does not into the plan, for a short annealing.
-5. Passes run in program order; a kernel runs again as often as it pays (MOCCASIN: at most a given number of times).
-6. Kernels that write one tensor in turns run again together, with what reads it in between.
+intervals). Read on in ``RerunSearch.plan``; how it differs from these two: README.md.
 """
 
 from __future__ import annotations
