@@ -15,9 +15,8 @@ import pytest
 
 import agents
 from agents.heuristics.memonger import Stages, splits
-from simulator import Kernel, Machine, Program, Recompute, Tensor, simulate
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from simulator import Kernel, Program, Recompute, Tensor, simulate
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def chain(n: int) -> Program:

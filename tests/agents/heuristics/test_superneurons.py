@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import agents
 from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
-from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from simulator import Gap, Kernel, Program, Recompute, Swap, Tensor, simulate
 from simulator.modes import RECOMPUTED, SWAPPED
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Program:

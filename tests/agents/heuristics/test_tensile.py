@@ -7,10 +7,9 @@ import pytest
 import agents
 from agents.heuristics.tensile import TENSILE
 from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from tests.programs import BYTE_PER_NS
 from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
-
-BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list[int], peak: int) -> Program:

@@ -8,11 +8,11 @@ import pytest
 
 import agents
 from agents.heuristics.vdnn import offloads, prefetches
-from simulator import Gap, Kernel, Machine, Program, Swap, Tensor, simulate
+from simulator import Gap, Kernel, Program, Swap, Tensor, simulate
 from simulator.program import KernelKind
 from simulator.timeline import Breakdown
+from tests.programs import BYTE_PER_NS as MACHINE
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 PLENTY = 1000
 
 # Every kernel takes 10 ns. A1 waits from k1 to k6, A2 from k2 to k5; A3 and A4 are used again at once.
