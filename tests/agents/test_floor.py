@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import agents
 from agents.floor import bound as bound_module, floor
@@ -290,6 +290,7 @@ def test_no_time_to_solve_is_no_floor() -> None:
     assert found.feasible and found.overhead == 0.0 and not found.swapped.any()
 
 
+@settings(max_examples=4 * settings().max_examples)
 @given(st.data())
 def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
     program, machine = data.draw(programs() | networks()), data.draw(machines())

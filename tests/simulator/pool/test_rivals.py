@@ -30,12 +30,12 @@ def in_units(packing: Packing, unit: int) -> tuple[list[float], float]:
 HOLES = table([(0, 2, 4 * KB), (0, 9, KB), (0, 3, 2 * KB), (0, 9, KB), (3, 9, 2 * KB), (3, 9, KB)])
 
 
-# CnMem: the last two are free in a reserve of 6, in the order b (middle), a, c: then all of it is one piece.
+# Free in the order b (middle), a, c: then all of [0, 6) is one piece, and d takes it.
 MERGED = table([(0, 2, 2 * KB), (0, 1, 2 * KB), (0, 3, 2 * KB), (3, 4, 6 * KB)])
 
 
 @pytest.mark.parametrize(("packing", "offsets", "footprint", "calls"), [
-    # CnMem: free are [0, 4), [5, 7) and what is above 8. e fits c's place just so; f takes the smaller of the other two.
+    # CnMem: free are [0, 4), [5, 7) and what is above 8. e fits c's place; f takes the smaller of the other two.
     # Of 10 KB the piece above 8 has 2: as many as [5, 7), which is lower, and fewer than [0, 4).
     (cnmem.pack(HOLES, None), [0, 4, 5, 7, 5, 0], 8, (1, 0)),
     (cnmem.pack(HOLES, 10 * KB), [0, 4, 5, 7, 5, 8], 10, (1, 0)),
