@@ -76,18 +76,15 @@ def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
     assert together.engine.calls == one.engine.calls - len(x)
 
 
-def test_a_tie_is_the_particles_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Evaluator, "evaluate", lambda self, x: np.array([[0, 7]] * len(x)))
-    x, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
-    assert x.tolist() == [[2, 1]]
-
-
-def test_over_the_limit_fewer_bytes_win() -> None:
-    # The peak, b4, takes 180 bytes; 140 with a1 away.
+def test_ties_and_particles_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The peak, b4, takes 180 bytes; 140 with a1 away. Over the limit fewer bytes win.
     cost = evaluator(100).evaluate(particles((0, 0), (1, 0)))
     assert cost.tolist() == [[80, NEVER], [40, NEVER]]
     x, _ = evaluator(100).update(particles((0, 0)), cost[:1], particles((1, 0)), particles((0, 0)))
     assert x.tolist() == [[1, 0]]
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self, x: np.array([[0, 7]] * len(x)))
+    x, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
+    assert x.tolist() == [[2, 1]]  # the particle's own
 
 
 def test_plan_of_the_tiny_program() -> None:

@@ -66,17 +66,14 @@ def test_recency_is_that_of_the_last_use() -> None:
     assert agents.make("superneurons", min_bytes=1).plan(program, MACHINE, 20).decisions == (Swap(1, 1, 4),)
 
 
-def test_prefetch_is_issued_at_the_conv_layer_before() -> None:
-    assert prefetch(NET, Gap(1, 1, 10)) == 7  # the start of conv_backward, kernel 8
-    assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
-
-
 def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert segments(NET)[1:7] == [1, 1, 1, 2, 2, 3]
     assert max(layer_bytes(NET, k) for k in range(12)) == 22  # l_peak
     # Outputs of 10 each; kernels 8 and 9 touch 22 bytes, 10 and 20 of which are among them.
     assert segment_bytes(NET, [Gap(2, 2, 9)]) == 22
     assert segment_bytes(NET, [Gap(2, 2, 9), Gap(3, 3, 8)]) == 32
+    assert prefetch(NET, Gap(1, 1, 10)) == 7  # the start of conv_backward, kernel 8
+    assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
     planner = agents.make("superneurons", min_bytes=1)
     assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
     both = agents.make("superneurons", min_bytes=1, mode="recompute").plan(NET, MACHINE, 51).decisions

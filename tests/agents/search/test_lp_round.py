@@ -12,9 +12,7 @@ def test_it_finds_the_plans_that_are_best_by_hand() -> None:
     # Writing the tensor again takes 10 ns, moving it 200.
     for mode, best in (("joint", Recompute(0, 0, 2)), ("swap", Swap(0, 0, 2))):
         assert agents.make("lp_round", min_bytes=1, mode=mode).plan(sandwich(), MACHINE, 100).decisions == (best,)
-
-
-def test_it_stops_at_the_floor() -> None:
+    # It stops at the floor.
     planner = agents.make("lp_round", min_bytes=1)
     planner.plan(sandwich(), MACHINE, 100)
     assert planner.floor.iteration_ns == 60
