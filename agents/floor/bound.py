@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor.groups import Groups
-from agents.floor.lp import Linear, Row, Terms
+from agents.floor.lp import Linear, Row, Solver, Terms
 from agents.floor.reruns import Past, Reruns
 from agents.floor.transfers import Transfers
 from simulator.machine import Machine
@@ -37,6 +38,11 @@ FEWEST, MERGED = 160, 400_000  # joint: not more of them than times gaps are MER
 ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
 ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
 ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
+# Families of rows that only raise the bound: what is not held when a window starts runs again as a whole (futures);
+# early copies take their time, and large tensors near the ends of a gap; the host holds so much. And of a mode without
+# swaps: memory rows rounded to cuts, and branch and bound.
+FAMILIES = ("futures", "early_copies", "whole_tensors", "host", "cuts", "branching")
+UNPROVEN = FAMILIES[:4]  # without the two that leave the optimum of the first program as it is
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Floor:
 
 def floor(
     program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None,
-    detail: float = 1.0, proofs: bool = True, seconds: float | None = None,
+    detail: float = 1.0, families: Collection[str] = FAMILIES, seconds: float | None = None,
 ) -> Floor:  # fmt: skip
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
@@ -72,13 +78,15 @@ def floor(
         max_gaps: gaps that the linear program decides about, those of the largest tensors; the rest are emptied for
             nothing. None: LARGEST, less with less ``detail``.
         detail: of what is not merged in a large program; less takes less time, and the floor is lower.
-        proofs: cuts, and branch and bound, where nothing is swapped.
+        families: of rows, of ``FAMILIES``; without one the floor is lower or the same.
         seconds: of solving, about; the ideal time is the floor where that is not enough. What comes before takes time
             in proportion to ``detail``; with 0 of it nothing is solved.
 
     Raises:
-        ValueError: there is no such mode, or it has decisions of a kind that is not relaxed here.
+        ValueError: no such mode or family, or the mode has decisions of a kind that is not relaxed here.
     """
+    if unknown_families := set(families) - set(FAMILIES):
+        raise ValueError(f"families: expected some of {', '.join(FAMILIES)}, got {min(unknown_families)!r}")
     if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
         raise ValueError(f"the floor cannot bound plans that {unknown[0]}: mode {mode!r} has some")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
@@ -111,13 +119,14 @@ def floor(
     try:
         for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
             problem = _Problem(
-                program, machine, limit, language, gaps, live_bytes, lowest, least, int(cells * detail), count
+                program, machine, limit, language, gaps, live_bytes, lowest, least, int(cells * detail), count, families
             )
-            solver = problem.lp.solver(until)
-            part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" and proofs else 0.0
-            solution = solver.cut(problem.knapsacks, round(ROUNDS * part), WORK)
+            solver = Solver(problem.lp, until)
+            part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" else 0.0
+            solution = solver.cut(problem.knapsacks, round(ROUNDS * part * ("cuts" in families)), WORK)
             if solution is not None:
-                solution = solver.branch(solution, problem.whole(), round(NODES * part), WORK)
+                nodes = round(NODES * part * ("branching" in families))
+                solution = solver.branch(solution, problem.whole(), nodes, WORK)
                 if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
                     break
     except TimeoutError:
@@ -153,6 +162,7 @@ class _Problem:
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap],
         live_bytes: NDArray[np.int64], lowest: NDArray[np.int64], least: int, cells: int, most_groups: int,
+        families: Collection[str],
     ) -> None:  # fmt: skip
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Units of bytes and of time in which the numbers of the linear program are near 1.
@@ -161,7 +171,7 @@ class _Problem:
         self.transfers: Transfers | None = None
         self.reruns: Reruns | None = None
         if mode != "swap":
-            self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte)
+            self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte, families)
         self.knapsacks: list[Row] = []
         if mode == "recompute" and self.reruns is not None:
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))
@@ -177,7 +187,9 @@ class _Problem:
             loads = {k: ([], float(live_bytes[k]) / byte) for k in rows}
         else:
             loads = self.reruns.load(set(rows))
-        self.transfers = Transfers(self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick)
+        self.transfers = Transfers(
+            self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick, families
+        )
 
     def _expanded(self, terms: Terms, right: float) -> Row:
         """The memory of a kernel in columns of 0 and 1: what is held."""

@@ -106,11 +106,12 @@ class Reruns:
         parts: into about so many windows, by the bytes that they use, in parts of the peak load; or as many as give
             at most ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
+        families: of rows, as in ``floor``.
     """
 
     def __init__(
         self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], least: int, parts: int,
-        cells: int, byte: float,
+        cells: int, byte: float, families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.limit = lp, program, limit
         self.byte, self.past = byte, Past(program)
@@ -139,7 +140,7 @@ class Reruns:
         while self._pending:
             j, w = self._pending.pop()
             self._inputs(j, w, self.again[j, w], partial(self._again, j))
-        for j in range(1, len(self.windows)):
+        for j in range(1, len(self.windows)) if "futures" in families else ():
             self._futures(j)
 
     # ---------------------------------------------------------------------------------------- windows

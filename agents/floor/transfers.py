@@ -17,6 +17,7 @@ Indices are cyclic: what is left to do at the end of an iteration is done in the
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +58,13 @@ class Transfers:
         loads: per kernel whose memory is looked at, what it needs when nothing is swapped (``Reruns.load``).
         reruns: None where nothing runs again; its windows begin with groups of one kernel.
         byte, tick: the units of the linear program, in bytes and ns.
+        families: of rows, as in ``floor``.
     """
 
     def __init__(
         self, lp: Linear, program: Program, machine: Machine, limit: int, gaps: list[Gap], groups: Groups,
         loads: dict[int, tuple[Terms, float]], reruns: Reruns | None, byte: float, tick: float,
+        families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.machine, self.gaps, self.groups = lp, program, machine, gaps, groups
         self.n, m = len(program.kernels), len(gaps)
@@ -85,9 +88,12 @@ class Transfers:
         self._host_copies()
         self._flows()
         self._memory(loads)
-        self._early_copies()
-        self._whole_tensors()
-        self._host_bytes()
+        if "early_copies" in families:
+            self._early_copies()
+        if "whole_tensors" in families:
+            self._whole_tensors()
+        if "host" in families:
+            self._host_bytes()
         if reruns is not None:
             self._beside(reruns)
 

@@ -20,7 +20,7 @@ from itertools import count, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.floor import Floor, floor
+from agents.floor import UNPROVEN, Floor, floor
 from agents.planner import (
     LEAST,
     PlannerInfo,
@@ -123,18 +123,18 @@ class LPRound(RowsPlanner):
         that grows with the square of the detail."""
         gaps = GUIDES if self.mode == "joint" and len(program.kernels) < FEW else None
         if self.seconds is None:
-            return floor(program, machine, limit, self.mode, gaps, proofs=False)
+            return floor(program, machine, limit, self.mode, gaps, 1.0, UNPROVEN)
         part, seconds, kernels = LINEAR
         left = part * self.seconds
         detail = min(0.5 * left / (seconds * min(1.0, len(program.kernels) / kernels)), 1.0)
         detail = detail if detail > ROUGH else 0.0
         began = time.monotonic()
-        rough = floor(program, machine, limit, self.mode, gaps, detail, False, left)
+        rough = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, left)
         took = time.monotonic() - began
         if not 0 < detail < 1 or not rough.feasible or took > left / 6:
             return rough
         detail = min(1.0, detail * ((left - took) / took / 2) ** 0.5)
-        fine = floor(program, machine, limit, self.mode, gaps, detail, False, left - took)
+        fine = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, left - took)
         return fine if fine.iteration_ns > rough.iteration_ns or not fine.feasible else rough
 
     def _fractions(self, program: Program) -> tuple[list[Gap], NDArray[np.float64], NDArray[np.float64]]:

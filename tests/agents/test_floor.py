@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
-from agents.floor import bound as bound_module, floor
+from agents.floor import FAMILIES, bound as bound_module, floor
 from agents.floor.lp import Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.modes import MODES
@@ -165,6 +165,24 @@ def test_the_limit_and_the_host(program: Program, host: int, limit: int, mode: s
     if not found.feasible:
         with pytest.raises(agents.Infeasible):
             agents.make("lp_round", min_bytes=1, mode=mode).plan(program, replace(MACHINE, host_bytes=host), limit)
+
+
+@pytest.mark.parametrize(("family", "program", "machine", "fraction", "mode"), [
+    ("futures", TENTHS, MACHINE, 320 / TENTHS.peak_bytes, "recompute"),
+    ("early_copies", pyramid(3, 0), MACHINE, 0.8, "swap"), ("whole_tensors", pyramid(3, 0), MACHINE, 0.8, "swap"),
+    ("host", IN_TURN, replace(MACHINE, host_bytes=99), 0.5, "joint"),
+    ("cuts", TENTHS, MACHINE, 320 / TENTHS.peak_bytes, "recompute"),
+    ("branching", pyramid(8, 1), MACHINE, 0.7, "recompute"),
+])  # fmt: skip
+def test_every_family_of_rows_raises_the_floor(
+    family: str, program: Program, machine: Machine, fraction: float, mode: str
+) -> None:
+    limit = round(fraction * program.peak_bytes)
+    found, rest = floor(program, machine, limit, mode), [other for other in FAMILIES if other != family]
+    without = floor(program, machine, limit, mode, families=rest)
+    assert without.feasible and (not found.feasible or without.iteration_ns < found.iteration_ns)
+    with pytest.raises(ValueError, match="families"):
+        floor(program, machine, limit, mode, families=["cut"])
 
 
 def test_the_program_planned_by_hand() -> None:
