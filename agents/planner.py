@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import SWAPPED, least_residency, spans, ways_to_empty
+from simulator.modes import SWAPPED, least_residency, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.residency import residency
@@ -182,8 +182,6 @@ class Candidates:
         self.gaps = list(gaps)
         self.live_bytes = np.array(program.live_bytes, dtype=np.int64)
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
-        n = len(program.kernels)
-        self._open = [spans(g.after, g.before, n) for g in self.gaps]
         self._where = columns_of(self.gaps)[:, 1:]
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
@@ -198,11 +196,9 @@ class Candidates:
     @cached_property
     def absent(self) -> NDArray[np.bool_]:
         """The kernels at which each gap is open."""
-        out = np.zeros((len(self.gaps), len(self.live_bytes)), dtype=bool)
-        for row, opened in zip(out, self._open, strict=True):
-            for span in opened:
-                row[span] = True
-        return out
+        (after, before), k = self._where.T[:, :, None], np.arange(len(self.live_bytes))
+        absent: NDArray[np.bool_] = np.where(after < before, (after < k) & (k < before), (after < k) | (k < before))
+        return absent
 
     def residency(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> NDArray[np.int64]:
         """int64[n]: load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""

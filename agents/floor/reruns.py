@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
+from simulator.residency import residency
 
 MANY = 1900  # versions: with more, fewer cells
 FINE = 2000  # kernels x versions: so few have a window each
@@ -372,11 +373,8 @@ class Reruns:
 
     def _droppable_bytes(self) -> NDArray[np.int64]:
         """int64[n]: bytes of droppable versions that a kernel does not use, within their lives."""
-        change = np.zeros(self.n + 1, dtype=np.int64)
-        for i, v in enumerate(self.versions):
-            if self.droppable[i]:
-                nbytes = self.program.tensors[v.tensor].nbytes
-                for a, b in pairwise([v.writer, *v.uses]):
-                    change[a + 1] += nbytes
-                    change[b] -= nbytes
-        return np.cumsum(change)[: self.n]
+        some = [v for v, droppable in zip(self.versions, self.droppable, strict=True) if droppable]
+        idle = [(v, pair) for v in some for pair in pairwise([v.writer, *v.uses])]
+        nbytes = np.array([self.program.tensors[v.tensor].nbytes for v, _ in idle], np.int64)
+        where = np.array([pair for _, pair in idle], np.int64).reshape(-1, 2)
+        return -residency(np.zeros(self.n, np.int64), where, nbytes)

@@ -319,7 +319,7 @@ class Transfers:
             for side, transfer in ((0, self.out_time[i]), (1, self.in_time[i])):
                 k, step = (g.after, 1) if side == 0 else (g.before, -1)
                 time, with_it, waits = 0.0, [i], dict[int, None]()
-                while True:
+                while time < transfer * (1 - 1e-9):
                     waits[self.wait[self.groups.of[(k + 1) % n if side == 0 else k]]] = None
                     at = (k + step) % n
                     if at == (g.before if side == 0 else g.after):
@@ -339,8 +339,6 @@ class Transfers:
                         total = float(size[with_it].sum())
                         terms += [(w, -total / least) for w in waits]
                         self.lp.rarely.append(([*terms, (self.whole[at, end][side], -1)], 0.0))
-                    if time >= transfer * (1 - 1e-9):
-                        break
                     with_it = with_it + [
                         j for j in (self.opens, self.closes)[side][at] if size[j] >= size[i] and j != i
                     ]
