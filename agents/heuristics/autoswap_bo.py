@@ -24,7 +24,7 @@ from agents.heuristics.autoswap import (
     peak_gaps,
     submodular_weighted_duration,
     weighted_duration,
-)  # fmt: skip
+)
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine

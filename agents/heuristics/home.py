@@ -162,9 +162,7 @@ class Evaluator:
         scores = self.engine.score_batch(self.rows(x), (x != RETAINED).sum(axis=1), self._threads)
         return np.stack([np.maximum(scores.required_bytes - self.engine.limit, 0), scores.iteration_ns], axis=1)
 
-    def update(
-        self, x: Placements, cost: Costs, leader: Placements, own: Placements
-    ) -> tuple[Placements, Costs]:  # fmt: skip
+    def update(self, x: Placements, cost: Costs, leader: Placements, own: Placements) -> tuple[Placements, Costs]:
         """Algorithm 3 on particles ``x`` of known cost, side by side; each has its P_1 (``leader``) and P_2 (``own``).
 
         Returns:

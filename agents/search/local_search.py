@@ -49,7 +49,7 @@ class Cooling(NamedTuple):
 @stage(entry=True)
 def walk(  # type: ignore[no-untyped-def]
     rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns
-):  # fmt: skip
+):
     """Steps of ``anneal``, at most one for each of ``chances``, and none with a plan of ``enough_ns``.
 
     Args:

@@ -18,7 +18,7 @@ from simulator.pool.pinned_places import Held
 ])  # fmt: skip
 def test_a_place_is_held_while_its_copy_is_needed(
     copies, returns, nbytes, period, alignment, spans, offsets, footprint
-):  # fmt: skip
+):
     held = Held(copies, returns, nbytes, period, alignment)
     assert list(zip(held.intervals.lower.tolist(), held.intervals.upper.tolist(), strict=True)) == spans
     assert (held.tensors, held.offsets, held.footprint) == (list(range(len(spans))), offsets, footprint)
