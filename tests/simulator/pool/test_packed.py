@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -48,31 +46,23 @@ def test_a_better_packing_is_searched_for_if_smartpools_is_over_the_limit() -> N
     assert overlap(blocks, better.offsets) is None
 
 
-def attempt_at(asked: list[int]) -> Callable[[int], tuple[int, Timeline]]:
+def test_smaller_parts_of_a_limit_are_tried_until_the_packing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
     def attempt(limit: int) -> tuple[int, Timeline]:
         asked.append(limit)
         return limit, simulate(PROGRAM, SWAP_PLAN, MACHINE, limit)
 
-    return attempt
-
-
-def test_smaller_parts_of_a_limit_are_tried_until_the_packing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
     found = {200: 230, int(200 * SHARES[1]): 205, int(200 * SHARES[2]): 199}
-    monkeypatch.setattr(packed, "packed_bytes", lambda timeline, limit, alignment: found[asked[-1]])
-    assert first_that_packs(200, attempt_at(asked)) == (int(200 * SHARES[2]), 199)
+    monkeypatch.setattr(packed, "packed_bytes", lambda timeline, limit, alignment: found.get(asked[-1], 10 * asked[-1]))
+    assert first_that_packs(200, attempt) == (int(200 * SHARES[2]), 199)
     assert asked == list(found)
-
-
-def test_nothing_that_packs_is_said_with_the_smallest_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(packed, "packed_bytes", lambda timeline, limit, alignment: 10 * asked[-1])
     least = lower(PROGRAM, SWAP_PLAN).required_bytes
     with pytest.raises(DoesNotPack) as caught:
-        first_that_packs(least + 1, attempt_at(asked))
-    assert caught.value.packed_bytes == 10 * (least + 1) and asked[0] == least + 1 and asked[1] < least
+        first_that_packs(least + 1, attempt)
+    assert caught.value.packed_bytes == 10 * (least + 1) and asked[3] == least + 1 and asked[4] < least
     with pytest.raises(OutOfMemory):  # not even a plan for all of it
-        first_that_packs(least - 1, attempt_at(asked))
+        first_that_packs(least - 1, attempt)
 
 
 def test_a_step_without_a_plan_packs_its_persistent_tensors_once() -> None:

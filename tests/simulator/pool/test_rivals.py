@@ -160,17 +160,6 @@ def test_a_circle_is_unrolled(found: list, name: str) -> None:
     assert len(blocks) >= len(circle)
 
 
-@pytest.mark.nightly
-def test_sixty_thousand_blocks() -> None:
-    rng = np.random.default_rng(0)
-    lower = rng.integers(0, 20_000, 20_000)
-    nbytes = rng.integers(1, 10**8, 20_000)
-    circle = Intervals(lower, lower + rng.integers(1, 2_000, 20_000), nbytes, period=22_000)
-    for name in ONLINE:
-        blocks, packing = run(name, circle)
-        assert len(blocks) >= 60_000 and 1 <= packing.ratio(blocks) < 1.15
-
-
 # ------------------------------------------------------------------------------------------ run and times
 
 
