@@ -334,3 +334,30 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
         assert found.feasible and found.least_bytes <= required
         assert found.iteration_ns <= timeline.iteration_ns
         assert ((found.swapped >= 0) & (found.swapped + found.recomputed <= 1 + 1e-6)).all()
+
+
+# ------------------------------------------------------------------------------------------- rounding the floor
+
+
+def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
+    # Writing the tensor again takes 10 ns, moving it 200.
+    for mode, best in (("joint", Recompute(0, 0, 2)), ("swap", Swap(0, 0, 2))):
+        assert agents.make("lp_round", min_bytes=1, mode=mode).plan(sandwich(), MACHINE, 100).decisions == (best,)
+    # It stops at the floor.
+    planner = agents.make("lp_round", min_bytes=1)
+    planner.plan(sandwich(), MACHINE, 100)
+    assert planner.floor.iteration_ns == 60
+    assert planner.simulator_calls == 2  # the rounded plan, and the final check
+
+
+def test_with_few_seconds_or_calls_there_is_a_plan() -> None:
+    program = pyramid(60, 1)
+    limit = int(0.6 * program.peak_bytes)
+    for seconds in (0.1, 1.0):
+        planner = agents.make("lp_round", min_bytes=1, seconds=seconds)
+        plan = planner.plan(program, MACHINE, limit)
+        found = simulate(program, plan, MACHINE, limit).overhead
+        assert planner.floor.overhead <= found < float("inf")
+    few = agents.make("lp_round", min_bytes=1, seconds=60.0, calls=100)
+    few.plan(program, MACHINE, limit)
+    assert few.simulator_calls <= 100
