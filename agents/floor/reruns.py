@@ -144,8 +144,6 @@ class Reruns:
         for j in range(1, len(self.windows)) if "futures" in families else ():
             self._futures(j)
 
-    # ---------------------------------------------------------------------------------------- windows
-
     def _windows(self, parts: int) -> list[tuple[int, int]]:
         over = np.flatnonzero(self.live_bytes > self.limit)
         first, last = int(over[0]), int(over[-1])
@@ -193,8 +191,6 @@ class Reruns:
     def _until(self, i: int, until: list[int]) -> int:
         v = self.versions[i]
         return max([v.ends, *(until[u] for u in v.uses if self.past.until[u] > u)])
-
-    # --------------------------------------------------------------------------------- columns and rows
 
     def _version(self, i: int) -> None:
         """kept and back of version i."""
@@ -301,8 +297,6 @@ class Reruns:
         while pending:
             w = pending.pop()
             self._inputs(j, w, later[w], again)
-
-    # ------------------------------------------------------------------------------------------- memory
 
     @cached_property
     def _of_window(self) -> list[list[int]]:

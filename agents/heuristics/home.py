@@ -89,13 +89,9 @@ class HOME(RowsPlanner):
 
     def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:
         """The gaps of the feature maps that may leave, and the placements that each may have."""
-        gaps, allowed = [], []
-        for item in feature_maps(program, self.min_bytes):
-            ways = placements(program, item.gap, self.mode)
-            if len(ways) > 1:
-                gaps.append(item.gap)
-                allowed.append(ways)
-        return gaps, allowed
+        every = ((m.gap, placements(program, m.gap, self.mode)) for m in feature_maps(program, self.min_bytes))
+        found = [(gap, ways) for gap, ways in every if len(ways) > 1]
+        return [gap for gap, _ in found], [ways for _, ways in found]
 
     def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost]:
         """Algorithm 1: the best particle and its cost."""

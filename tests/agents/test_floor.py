@@ -336,9 +336,6 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
         assert ((found.swapped >= 0) & (found.swapped + found.recomputed <= 1 + 1e-6)).all()
 
 
-# ------------------------------------------------------------------------------------------- rounding the floor
-
-
 def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
     # Writing the tensor again takes 10 ns, moving it 200.
     for mode, best in (("joint", Recompute(0, 0, 2)), ("swap", Swap(0, 0, 2))):

@@ -36,9 +36,6 @@ EVERY = pytest.mark.parametrize("name", PACKERS)
 FRAGMENT = table([(0, 2, 3), (1, 4, 2), (3, 6, 2), (4, 6, 3)])
 
 
-# ------------------------------------------------------------------------------------------------ all of them
-
-
 def right(blocks: Intervals, packing: Packing, alignment: int = 1) -> None:
     """No two blocks share a byte, and the footprint is the end of the last."""
     rounded = blocks.rounded(alignment)
@@ -99,8 +96,6 @@ def test_twenty_thousand_blocks(name: str, ratio: float) -> None:
     assert 1 <= (portfolio.pack(blocks, work=0) if name == "portfolio" else PACKERS[name](blocks)).ratio(blocks) < ratio
 
 
-# -------------------------------------------------------------------------------------------------- SmartPool
-
 # By size: 10 lies at 0; 8 meets it and lies on it, at 10; 4 meets both: 18; 3 meets all three: 22. When 2 comes, 10 and
 # 4 have gone: the holes are [0, 10) and [18, 22).
 LADDER = [(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)]
@@ -120,9 +115,6 @@ def test_smartpool_by_hand(rows: list, period: int, alignment: int, fit: str, of
     packing = smartpool.pack(blocks, alignment, fit)
     right(blocks, packing, alignment)
     assert packing.offsets.tolist() == offsets
-
-
-# -------------------------------------------------------------------------------------------------- portfolio
 
 
 @pytest.mark.parametrize(("name", "limit"), [("A", 1.06), pytest.param("K", 1.12, marks=pytest.mark.nightly)])
@@ -156,9 +148,6 @@ def test_offsets_that_leave_no_bits_for_blocks() -> None:
     big = 1 << 60
     blocks = table([(0, 2, big), (1, 4, big + 1), (3, 6, big), (4, 6, 2 * big + 1), (5, 7, 1)])
     assert overlaps(blocks, portfolio.pack(blocks, work=1_000_000).offsets) == []
-
-
-# ------------------------------------------------------------------------------------------- the exact search
 
 
 def least_footprint(blocks: Intervals) -> int:

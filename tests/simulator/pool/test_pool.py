@@ -28,9 +28,6 @@ def in_ns(lives: Lifetimes, iteration_ns: int) -> list[tuple[int, int, int]]:
     return sorted((t, times[a], times[b]) for t, a, b in zip(lives.owner.tolist(), lower, upper, strict=True))
 
 
-# ------------------------------------------------------------------------------------------- lifetimes
-
-
 def test_lifetimes_of_a_program() -> None:
     lives = program_lifetimes(tiny.PROGRAM)
     # Kernels f1 f2 f3 f4 b4 b3 b2 b1 are 0 to 7; see the table of reads and writes in tiny.py.

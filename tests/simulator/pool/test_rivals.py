@@ -24,8 +24,6 @@ def in_units(packing: Packing, unit: int) -> tuple[list[float], float]:
     return (packing.offsets / unit).tolist(), packing.footprint / unit
 
 
-# ------------------------------------------------------------------------------------- where they differ
-
 # (lower, upper, KB): a 4, b 1, c 2 and d 1 lie side by side at 0, 4, 5 and 7. Then a and c go, e 2 and f 1 come.
 HOLES = table([(0, 2, 4 * KB), (0, 9, KB), (0, 3, 2 * KB), (0, 9, KB), (3, 9, 2 * KB), (3, 9, KB)])
 
@@ -50,9 +48,6 @@ def test_where_blocks_go(packing: Packing, offsets: list[int], footprint: int, c
     assert (packing.driver_mallocs, packing.driver_frees) == calls
 
 
-# ------------------------------------------------------------------------------------------------- CnMem
-
-
 def test_cnmem_does_not_merge_what_it_got_from_two_cudamallocs() -> None:
     blocks = table([(0, 2, 2 * KB), (0, 2, 2 * KB), (2, 3, 4 * KB)])
     grown = cnmem.pack(blocks)
@@ -63,9 +58,6 @@ def test_cnmem_does_not_merge_what_it_got_from_two_cudamallocs() -> None:
     whole = cnmem.pack(blocks, reserve_bytes=4 * KB - 1)  # rounded up to 4 KB
     assert in_units(whole, KB) == ([0, 2, 0], 4)
     assert whole.driver_mallocs == cnmem.pack(blocks, reserve_bytes=None).driver_mallocs == 1
-
-
-# ------------------------------------------------------------------------------------ PyTorch's allocator
 
 
 @pytest.mark.parametrize(
@@ -109,8 +101,6 @@ def test_caching_merges_within_a_segment_only() -> None:
     blocks = table([(0, 1, 12 * MB), (0, 1, 12 * MB), (1, 2, 20 * MB), (2, 3, 12 * MB)])
     assert in_units(caching.pack(blocks), MB) == ([0, 12, 24, 0], 44)  # the lowest of the two smallest
 
-
-# ---------------------------------------------------------------------------------------- random blocks
 
 lives = st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20), st.integers(0, 6)), max_size=25)
 units = st.sampled_from([1, 300, 1024, MB // 2, 3 * MB])
@@ -158,9 +148,6 @@ def test_a_circle_is_unrolled(found: list, name: str) -> None:
     assert overlaps(blocks, packing.offsets) == []
     assert blocks.peak_bytes == circle.peak_bytes
     assert len(blocks) >= len(circle)
-
-
-# ------------------------------------------------------------------------------------------ run and times
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)

@@ -44,9 +44,6 @@ def replay(recorded: Stream, found: Iteration) -> None:
             assert all(end <= begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
 
 
-# ------------------------------------------------------------------------------------------------------ by hand
-
-
 FIRST, MIDDLE, LAST = (f"+a4 <w >a +b6 <a >b -a <b {how}>m >w -b " for how in ("+m9 ", "", "+p1 >p -p "))
 
 
@@ -115,9 +112,6 @@ def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
         detect(stream("+b8 " + 2 * turns))
 
 
-# ----------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -168,9 +162,6 @@ def test_wrong_streams(text: str, operation: int, reason: str) -> None:
     with pytest.raises(StreamError, match=f"operation {operation}: {reason}") as caught:
         stream(text)
     assert caught.value.operation == operation
-
-
-# ----------------------------------------------------------------------------------------------------- programs
 
 
 def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
