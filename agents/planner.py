@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import SWAPPED, least_residency, spans, ways_to_empty
+from simulator.modes import SWAPPED, least_residency, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.residency import with_gaps_emptied
@@ -29,7 +29,7 @@ MIB = 2**20
 LEAST = 20  # simulator calls of a search
 
 Rows = NDArray[np.int64]  # (n, 6), its columns named in simulator/compiled/encoding.py
-
+NO_ROWS: Rows = np.empty((0, 6), np.int64)
 
 Family = Literal[
     "swap: AutoSwap", "swap: other heuristics", "recompute", "swap and recompute", "search", "learned", "other"
@@ -91,19 +91,79 @@ class Planner(Protocol):
         ...
 
 
-class NoPlan:
+def at_least(least: float, default: float | None) -> Any:
+    """An option of a ``RowsPlanner`` that is a number, or None: not given."""
+    return field(default=default, metadata={"accepts": lambda value: value >= least, "expected": f"at least {least}"})
+
+
+def positive(default: float | None) -> Any:
+    """An option of a ``RowsPlanner`` that is a number above 0, or None: not given."""
+    return field(default=default, metadata={"accepts": lambda value: value > 0, "expected": "more than 0"})
+
+
+def one_of(words: Sequence[str], default: str) -> Any:
+    """An option of a ``RowsPlanner`` that is one of some words."""
+    expected = f"one of {', '.join(words)}"
+    return field(default=default, metadata={"accepts": lambda value: value in words, "expected": expected})
+
+
+@dataclass(eq=False)
+class RowsPlanner:
+    """Base class of planners: a subclass is a dataclass of its options and returns the rows of a plan in ``choose``.
+
+    Args:
+        min_bytes: tensors below this size stay.
+        seed: of what is drawn; a method that draws nothing ignores it.
+    """
+
+    facts: ClassVar[PlannerInfo | tuple[PlannerInfo, ...]]
+    _: KW_ONLY
+    min_bytes: int = MIB
+    seed: int = 0
+    name: str = field(init=False)
+    simulator_calls: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.init and (value := getattr(self, one.name)) is not None and "accepts" in one.metadata:
+                if not one.metadata["accepts"](value):
+                    raise ValueError(f"{one.name}: expected {one.metadata['expected']}, got {value!r}")
+        kinds = self.facts if isinstance(self.facts, tuple) else (self.facts,)
+        self.name = next(f.key for f in kinds if all(getattr(self, key) == word for key, word in f.options.items()))
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The plan that ``choose`` returns; raises Infeasible if it has none or that does not fit ``limit``."""
+        engine = Engine(program, machine, limit)
+        return self.finish(engine, self.choose(engine))
+
+    def finish(self, engine: Engine, rows: Rows) -> Plan:
+        """``finish`` for the engine's program, machine and limit."""
+        return finish(self, engine.program, engine.machine, engine.limit, engine, rows)
+
+    def choose(self, engine: Engine) -> Rows:
+        """Returns the rows of a plan for the engine's program, machine and limit; raises Infeasible if it has none."""
+        raise NotImplementedError
+
+    def reachable(self, engine: Engine, gaps: Sequence[Gap]) -> Candidates:
+        """Returns ``gaps`` as candidates; raises Infeasible if the limit is not reached with all of them emptied."""
+        candidates = Candidates(engine.program, gaps)
+        if candidates.least > engine.limit:
+            raise self.beyond_reach(engine, candidates.least)
+        return candidates
+
+    def beyond_reach(self, engine: Engine, least: int | None) -> Infeasible:
+        """``infeasible`` for the engine's program, limit and calls."""
+        return infeasible(self, engine.program, engine.limit, least, engine.calls)
+
+
+class NoPlan(RowsPlanner):
     """The empty plan, where the limit allows it. Its options are ignored."""
 
     facts = PlannerInfo("none", "no plan", "", "search", 0, 0, "")
-    name = facts.key
 
-    def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
-        self.simulator_calls = 0
-
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The empty plan; raises Infeasible when the peak is above ``limit``."""
-        engine = Engine(program, machine, limit)
-        return finish(self, program, machine, limit, engine, Candidates(program, []).rows)
+    def choose(self, engine: Engine) -> Rows:
+        """No rows."""
+        return NO_ROWS
 
 
 class Candidates:
@@ -122,8 +182,6 @@ class Candidates:
         self.gaps = list(gaps)
         self.live_bytes = np.array(program.live_bytes, dtype=np.int64)
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
-        n = len(program.kernels)
-        self._open = [spans(g.after, g.before, n) for g in self.gaps]
         self._where = columns_of(self.gaps)[:, 1:]
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
@@ -138,11 +196,9 @@ class Candidates:
     @cached_property
     def absent(self) -> NDArray[np.bool_]:
         """The kernels at which each gap is open."""
-        out = np.zeros((len(self.gaps), len(self.live_bytes)), dtype=bool)
-        for row, opened in zip(out, self._open, strict=True):
-            for span in opened:
-                row[span] = True
-        return out
+        (after, before), k = self._where.T[:, :, None], np.arange(len(self.live_bytes))
+        absent: NDArray[np.bool_] = np.where(after < before, (after < k) & (k < before), (after < k) | (k < before))
+        return absent
 
     def residency(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> NDArray[np.int64]:
         """int64[n]: load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""

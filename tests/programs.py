@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from simulator import Kernel, Program, Tensor, Timeline
+from simulator import Kernel, Machine, Program, Tensor, Timeline
+
+BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def straight(tensors: list[Tensor], *lines: tuple) -> Program:  # type: ignore[type-arg]

@@ -2,33 +2,28 @@
 
 Every plan is a point of a linear program: fractions of tensors that are held, swapped and written again, bytes per
 kernel that leave and return, waits (``reruns``, ``transfers``). Every relaxation is on the optimistic side,
-so that no plan beats its least value. That value is taken from the dual solution (``lp``). Read on in ``floor``.
-What is relaxed (reasons in README.md):
-
-1. A tensor may be swapped or run again in part; near the ends of a swapped gap all of it counts.
-2. A byte takes as long as in the transfer, latency included, that is fastest per byte of its class by size.
-3. A tensor not written since its last swap-out leaves without a transfer as far as earlier gaps were swapped (rule 4).
-4. Within a window of kernels, what runs again does so in the best order; its own memory in a pass is free.
-5. Tensors beyond those of the ``max_gaps`` largest gaps take no memory in their gaps.
+so that no plan beats its least value. That value is taken from the dual solution (``lp``). Read on in ``floor``; what
+is relaxed: agents/README.md.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor.groups import Groups
-from agents.floor.lp import Linear, Row, Terms
+from agents.floor.lp import Linear, Row, Solver, Terms
 from agents.floor.reruns import Past, Reruns
 from agents.floor.transfers import Transfers
 from simulator.machine import Machine
-from simulator.modes import KINDS_OF, check_mode, spans
+from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program
+from simulator.residency import residency
 
 COVERS = ("swap", "recompute", "rerun")  # kinds of decisions: every plan of these is a point of the linear program
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
@@ -43,6 +38,11 @@ FEWEST, MERGED = 160, 400_000  # joint: not more of them than times gaps are MER
 ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
 ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
 ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
+# Families of rows that only raise the bound: what is not held when a window starts runs again as a whole (futures);
+# early copies take their time, and large tensors near the ends of a gap; the host holds so much. And of a mode without
+# swaps: memory rows rounded to cuts, and branch and bound.
+FAMILIES = ("futures", "early_copies", "whole_tensors", "host", "cuts", "branching")
+UNPROVEN = FAMILIES[:4]  # without the two that leave the optimum of the first program as it is
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Floor:
 
 def floor(
     program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None,
-    detail: float = 1.0, proofs: bool = True, seconds: float | None = None,
+    detail: float = 1.0, families: Collection[str] = FAMILIES, seconds: float | None = None,
 ) -> Floor:  # fmt: skip
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
@@ -78,31 +78,33 @@ def floor(
         max_gaps: gaps that the linear program decides about, those of the largest tensors; the rest are emptied for
             nothing. None: LARGEST, less with less ``detail``.
         detail: of what is not merged in a large program; less takes less time, and the floor is lower.
-        proofs: cuts, and branch and bound, where nothing is swapped.
+        families: of rows, of ``FAMILIES``; without one the floor is lower or the same.
         seconds: of solving, about; the ideal time is the floor where that is not enough. What comes before takes time
             in proportion to ``detail``; with 0 of it nothing is solved.
 
     Raises:
-        ValueError: there is no such mode, or it has decisions of a kind that is not relaxed here.
+        ValueError: no such mode or family, or the mode has decisions of a kind that is not relaxed here.
     """
+    if unknown_families := set(families) - set(FAMILIES):
+        raise ValueError(f"families: expected some of {', '.join(FAMILIES)}, got {min(unknown_families)!r}")
     if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
         raise ValueError(f"the floor cannot bound plans that {unknown[0]}: mode {mode!r} has some")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     past, n = Past(program), len(program.kernels)
-    empty = {}  # gap: the kernels at which it can be empty
-    for g in program.gaps(1):
-        at = past.away(g)
-        empty[g] = spans(*g[1:], n) if mode != "recompute" else (slice(at.start, at.stop),) if at else ()
-    lowest = live_bytes - _away(((nbytes[g.tensor], empty[g]) for g in empty), n)
-    least_bytes = int(lowest.max())
-    least = _least(sorted((nbytes[g.tensor] for g in empty if empty[g]), reverse=True), max_gaps)
-    gaps = [g for g in empty if empty[g] and nbytes[g.tensor] >= least]
-    live_bytes -= _away(((nbytes[g.tensor], empty[g]) for g in empty if nbytes[g.tensor] < least), n)
+    possible = [g for g in program.gaps(1) if mode != "recompute" or past.away(g)]
+    size = np.array([nbytes[g.tensor] for g in possible], np.int64)
+    where = np.array([(g.after, g.before if mode != "recompute" else past.away(g).stop) for g in possible], np.int64)
+    where = where.reshape(-1, 2)
+    lowest = residency(live_bytes, where, size)
+    least = _least(sorted(size.tolist(), reverse=True), max_gaps)
+    gaps, rest = [g for g in possible if nbytes[g.tensor] >= least], size < least
+    live_bytes, least_bytes = residency(live_bytes, where[rest], size[rest]), int(lowest.max())
     none = np.zeros(len(gaps))
-    if least_bytes > limit or live_bytes.max() <= limit or not detail:
-        return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+    ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+    if not ideal.feasible or live_bytes.max() <= limit or not detail:
+        return ideal
     copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
     link, n = copies / max(program.ideal_ns, 1), len(past.until)
     fewest = FEWEST * min(1.0, LINK / max(link, 1.0))
@@ -117,35 +119,25 @@ def floor(
     try:
         for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
             problem = _Problem(
-                program, machine, limit, language, gaps, live_bytes, lowest, least, int(cells * detail), count
+                program, machine, limit, language, gaps, live_bytes, lowest, least, int(cells * detail), count, families
             )
-            solver = problem.lp.solver(until)
-            part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" and proofs else 0.0
-            solution = solver.cut(problem.knapsacks, round(ROUNDS * part), WORK)
+            solver = Solver(problem.lp, until)
+            part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" else 0.0
+            solution = solver.cut(problem.knapsacks, round(ROUNDS * part * ("cuts" in families)), WORK)
             if solution is not None:
-                solution = solver.branch(solution, problem.whole(), round(NODES * part), WORK)
+                nodes = round(NODES * part * ("branching" in families))
+                solution = solver.branch(solution, problem.whole(), nodes, WORK)
                 if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
                     break
     except TimeoutError:
-        return Floor(True, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+        return ideal
     if solution is None:
-        return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+        return replace(ideal, feasible=False)
     delay = solution.bound * problem.tick if language == mode else 0.0  # of swaps alone, less than 1 ns says nothing
     iteration = program.ideal_ns + max(0, int(np.ceil(delay - ROUNDING)))
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)
-
-
-def _away(gaps: Iterable[tuple[int, tuple[slice, ...]]], n: int) -> NDArray[np.int64]:
-    """int64[n]: bytes that are away at each kernel, of gaps of so many bytes at some spans of kernels."""
-    change = np.zeros(n + 1, dtype=np.int64)
-    for nbytes, where in gaps:
-        for span in where:
-            change[span.start] += nbytes
-            change[span.stop] -= nbytes
-    away: NDArray[np.int64] = change[:n].cumsum()
-    return away
 
 
 def _least(sizes: list[int], most: int) -> int:
@@ -170,6 +162,7 @@ class _Problem:
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap],
         live_bytes: NDArray[np.int64], lowest: NDArray[np.int64], least: int, cells: int, most_groups: int,
+        families: Collection[str],
     ) -> None:  # fmt: skip
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Units of bytes and of time in which the numbers of the linear program are near 1.
@@ -178,7 +171,7 @@ class _Problem:
         self.transfers: Transfers | None = None
         self.reruns: Reruns | None = None
         if mode != "swap":
-            self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte)
+            self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte, families)
         self.knapsacks: list[Row] = []
         if mode == "recompute" and self.reruns is not None:
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))
@@ -194,7 +187,9 @@ class _Problem:
             loads = {k: ([], float(live_bytes[k]) / byte) for k in rows}
         else:
             loads = self.reruns.load(set(rows))
-        self.transfers = Transfers(self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick)
+        self.transfers = Transfers(
+            self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick, families
+        )
 
     def _expanded(self, terms: Terms, right: float) -> Row:
         """The memory of a kernel in columns of 0 and 1: what is held."""

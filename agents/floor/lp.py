@@ -70,16 +70,12 @@ class Linear:
         """sum of coefficient x column = right."""
         self.equations.append((list(terms), right))
 
-    def solver(self, until: float = np.inf) -> Solver:
-        """HiGHS with these columns and rows; those that are added here later are not in it."""
-        return Solver(self, until)
-
 
 class Solver:
     """HiGHS with a linear program, in which every optimum is found from the one before.
 
     Args:
-        linear: its columns, equations and rows.
+        linear: its columns, equations and rows; those that are added to it later are not in the solver.
         until: of ``time.monotonic()``; optima that are not found by then raise TimeoutError.
     """
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Callable, Collection
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
+from simulator.residency import residency
 
 MANY = 1900  # versions: with more, fewer cells
 FINE = 2000  # kernels x versions: so few have a window each
@@ -106,11 +107,12 @@ class Reruns:
         parts: into about so many windows, by the bytes that they use, in parts of the peak load; or as many as give
             at most ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
+        families: of rows, as in ``floor``.
     """
 
     def __init__(
         self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], least: int, parts: int,
-        cells: int, byte: float,
+        cells: int, byte: float, families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.limit = lp, program, limit
         self.byte, self.past = byte, Past(program)
@@ -137,11 +139,10 @@ class Reruns:
         for i in range(len(self.versions)):
             self._version(i)
         while self._pending:
-            self._inputs(*self._pending.pop())
-        for j in range(1, len(self.windows)):
+            j, w = self._pending.pop()
+            self._inputs(j, w, self.again[j, w], partial(self._again, j))
+        for j in range(1, len(self.windows)) if "futures" in families else ():
             self._futures(j)
-
-    # ---------------------------------------------------------------------------------------- windows
 
     def _windows(self, parts: int) -> list[tuple[int, int]]:
         over = np.flatnonzero(self.live_bytes > self.limit)
@@ -191,8 +192,6 @@ class Reruns:
         v = self.versions[i]
         return max([v.ends, *(until[u] for u in v.uses if self.past.until[u] > u)])
 
-    # --------------------------------------------------------------------------------- columns and rows
-
     def _version(self, i: int) -> None:
         """kept and back of version i."""
         v, lp = self.versions[i], self.lp
@@ -217,9 +216,7 @@ class Reruns:
         if not fixed:
             for j in sorted({int(self.window_of[k]) for k in v.uses}):
                 if j > max(begin, 0):
-                    terms, constant = self.held(j, i)
-                    again = [(self.runs(j, v.writer), -1.0)] if self.can(j, v.writer) else []
-                    lp.row([*((c, -x) for c, x in terms), *again], constant - 1)
+                    self._need(j, i, [], -1.0, partial(self._again, j))
             for a, b in pairwise([v.writer, *v.uses]):
                 j = int(self.window_of[b])
                 if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can(j, v.writer):
@@ -252,21 +249,28 @@ class Reruns:
             self._pending.append((j, w))
         return self.again[j, w]
 
-    def _inputs(self, j: int, w: int) -> None:
-        """Kernel w runs again in window j only with what it reads."""
-        lp, program, one = self.lp, self.program, self.again[j, w]
+    def _again(self, j: int, w: int) -> Terms:
+        """Kernel w runs again in window j, if it can, as a term to subtract."""
+        return [(self.runs(j, w), -1.0)] if self.can(j, w) else []
+
+    def _need(self, j: int, i: int, whole: Terms, right: float, again: Callable[[int], Terms]) -> None:
+        """whole <= right + version i is held at the start of window j + its writer runs again."""
+        terms, constant = self.held(j, i)
+        if constant < 1:
+            self.lp.row([*whole, *((c, -f) for c, f in terms), *again(self.versions[i].writer)], right + constant)
+
+    def _inputs(self, j: int, w: int, one: int, again: Callable[[int], Terms]) -> None:
+        """Kernel w runs again (``one``) only with what it reads: held at the start of window j, or written again."""
+        program = self.program
         for x in dict.fromkeys(program.kernels[w].inputs):
             writer = self.past.version(x, w)
             if program.tensors[x].persistent:
                 if any(w <= k < self.windows[j][0] for k in program.writes[x]):
-                    lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+                    self.lp.row([(one, 1), *again(writer)], 0)
             elif (x, writer) in self.at:
-                terms, constant = self.held(j, self.at[x, writer])
-                if constant < 1:
-                    again = [(self.runs(j, writer), -1.0)] if self.can(j, writer) else []
-                    lp.row([(one, 1), *((c, -f) for c, f in terms), *again], constant)
+                self._need(j, self.at[x, writer], [(one, 1)], 0, again)
         for writer in self.past.earlier(w):
-            lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+            self.lp.row([(one, 1), *again(writer)], 0)
 
     def _futures(self, j: int) -> None:
         """What is not held at the start of window j and used later runs again in some window from j on, once at least,
@@ -274,45 +278,25 @@ class Reruns:
 
         Without this, a hundredth of an input that is held could serve a hundred windows to write one hundredth each.
         """
-        lp, program = self.lp, self.program
         later: dict[int, int] = {}  # kernel: it runs again in window j or later
         pending: list[int] = []
-        last = len(self.windows)
 
-        def need(i: int, whole: list[tuple[int, float]], right: float) -> None:
-            """whole <= right + version i is held + its writer runs again."""
-            terms, constant = self.held(j, i)
-            if constant >= 1 or self.window_of[self.versions[i].writer] >= j:
-                return
-            again = [(w, -1.0) for w in runs(self.versions[i].writer)]
-            lp.row([*whole, *((c, -f) for c, f in terms), *again], right + constant)
-
-        def runs(w: int) -> list[int]:
+        def again(w: int) -> Terms:
             if w not in later:
-                columns = [(self.again[k, w], -1.0) for k in range(j, last) if (k, w) in self.again]
+                columns = [(self.again[k, w], -1.0) for k in range(j, len(self.windows)) if (k, w) in self.again]
                 if not columns:
                     return []
-                later[w] = lp.new()
-                lp.row([(later[w], 1.0), *columns], 0)
+                later[w] = self.lp.new()
+                self.lp.row([(later[w], 1.0), *columns], 0)
                 pending.append(w)
-            return [later[w]]
+            return [(later[w], -1.0)]
 
         for i, v in enumerate(self.versions):
             if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
-                need(i, [], -1.0)
+                self._need(j, i, [], -1.0, again)
         while pending:
             w = pending.pop()
-            for x in dict.fromkeys(program.kernels[w].inputs):
-                writer = self.past.version(x, w)
-                if program.tensors[x].persistent:
-                    if any(w <= k < self.windows[j][0] for k in program.writes[x]):
-                        lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
-                elif (x, writer) in self.at:
-                    need(self.at[x, writer], [(later[w], 1.0)], 0)
-            for writer in self.past.earlier(w):
-                lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
-
-    # ------------------------------------------------------------------------------------------- memory
+            self._inputs(j, w, later[w], again)
 
     @cached_property
     def _of_window(self) -> list[list[int]]:
@@ -383,11 +367,8 @@ class Reruns:
 
     def _droppable_bytes(self) -> NDArray[np.int64]:
         """int64[n]: bytes of droppable versions that a kernel does not use, within their lives."""
-        change = np.zeros(self.n + 1, dtype=np.int64)
-        for i, v in enumerate(self.versions):
-            if self.droppable[i]:
-                nbytes = self.program.tensors[v.tensor].nbytes
-                for a, b in pairwise([v.writer, *v.uses]):
-                    change[a + 1] += nbytes
-                    change[b] -= nbytes
-        return np.cumsum(change)[: self.n]
+        some = [v for v, droppable in zip(self.versions, self.droppable, strict=True) if droppable]
+        idle = [(v, pair) for v in some for pair in pairwise([v.writer, *v.uses])]
+        nbytes = np.array([self.program.tensors[v.tensor].nbytes for v, _ in idle], np.int64)
+        where = np.array([pair for _, pair in idle], np.int64).reshape(-1, 2)
+        return -residency(np.zeros(self.n, np.int64), where, nbytes)

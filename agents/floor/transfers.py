@@ -11,13 +11,13 @@ before their use, A those that left before their gap opened, at the start (1) an
     out + early, in <= rate x wait_k, then x d_k     each way, and both together as the link allows
     minimise the sum of wait_k
 
-Indices are cyclic: the program is one iteration of a steady state (rule 10), so that what is left to do at the end of
-an iteration is done in the next.
+Indices are cyclic: what is left to do at the end of an iteration is done in the next (rule 10).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,11 +58,13 @@ class Transfers:
         loads: per kernel whose memory is looked at, what it needs when nothing is swapped (``Reruns.load``).
         reruns: None where nothing runs again; its windows begin with groups of one kernel.
         byte, tick: the units of the linear program, in bytes and ns.
+        families: of rows, as in ``floor``.
     """
 
     def __init__(
         self, lp: Linear, program: Program, machine: Machine, limit: int, gaps: list[Gap], groups: Groups,
         loads: dict[int, tuple[Terms, float]], reruns: Reruns | None, byte: float, tick: float,
+        families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.machine, self.gaps, self.groups = lp, program, machine, gaps, groups
         self.n, m = len(program.kernels), len(gaps)
@@ -86,9 +88,12 @@ class Transfers:
         self._host_copies()
         self._flows()
         self._memory(loads)
-        self._early_copies()
-        self._whole_tensors()
-        self._host_bytes()
+        if "early_copies" in families:
+            self._early_copies()
+        if "whole_tensors" in families:
+            self._whole_tensors()
+        if "host" in families:
+            self._host_bytes()
         if reruns is not None:
             self._beside(reruns)
 
@@ -314,7 +319,7 @@ class Transfers:
             for side, transfer in ((0, self.out_time[i]), (1, self.in_time[i])):
                 k, step = (g.after, 1) if side == 0 else (g.before, -1)
                 time, with_it, waits = 0.0, [i], dict[int, None]()
-                while True:
+                while time < transfer * (1 - 1e-9):
                     waits[self.wait[self.groups.of[(k + 1) % n if side == 0 else k]]] = None
                     at = (k + step) % n
                     if at == (g.before if side == 0 else g.after):
@@ -334,8 +339,6 @@ class Transfers:
                         total = float(size[with_it].sum())
                         terms += [(w, -total / least) for w in waits]
                         self.lp.rarely.append(([*terms, (self.whole[at, end][side], -1)], 0.0))
-                    if time >= transfer * (1 - 1e-9):
-                        break
                     with_it = with_it + [
                         j for j in (self.opens, self.closes)[side][at] if size[j] >= size[i] and j != i
                     ]

@@ -2,35 +2,35 @@
 
 Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. The four
 scores are here; autoswap_bo.py weighs them by Bayesian optimisation (section IV-C), smartpool_autoswap.py adds
-addresses (section V). Read on in ``AutoSwap.plan``. Choices and deviations: README.md, by their numbers.
+addresses (section V). Read on in ``AutoSwap.choose``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible, is_open
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, RowsPlanner, is_open, one_of
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
 from simulator.files import no_collections
 from simulator.machine import Machine
-from simulator.plan import Plan
 from simulator.program import Gap, Program
 
 PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV'
+NAMES = ("doa", "aoa", "wdoa", "swdoa")
 
 
-class AutoSwap:
+@dataclass(eq=False)
+class AutoSwap(RowsPlanner):
     """AutoSwap with one of its four scores.
 
     Args:
         score: doa, aoa, wdoa or swdoa.
-        min_bytes: tensors below this size are no candidates.
-        seed: unused; AutoSwap draws nothing.
     """
 
     facts = tuple(
@@ -38,43 +38,20 @@ class AutoSwap:
             f"autoswap_{score}", f"AutoSwap {score.upper()}", PAPER, family="swap: AutoSwap", slot=i, place=20 + 10 * i,
             moves="swap", options={"score": score},
         )
-        for i, score in enumerate(("doa", "aoa", "wdoa", "swdoa"))
+        for i, score in enumerate(NAMES)
     )  # fmt: skip
 
-    def __init__(self, score: str = "swdoa", min_bytes: int = MIB, seed: int = 0) -> None:
-        if score not in SCORES:
-            raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {score!r}")
-        self.name = f"autoswap_{score}"
-        self.min_bytes = min_bytes
-        self.simulator_calls = 0
-        self._order = SCORES[score]
+    score: str = one_of(NAMES, "swdoa")
 
     @no_collections()
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates are not enough."""
-        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
-        chosen = self.select(candidates, program, machine, limit)
-        if chosen is None:
-            raise infeasible(self, program, limit, candidates.least)
-        return finish(self, program, machine, limit, Engine(program, machine, limit), candidates.rows[chosen])
+    def choose(self, engine: Engine) -> Rows:
+        """Swaps until the planned residency fits the limit; raises Infeasible when all candidates are not enough."""
+        candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
+        return candidates.rows[self.select(candidates, engine.program, engine.machine, engine.limit)]
 
-    def select(
-        self, candidates: Candidates, program: Program, machine: Machine, limit: int
-    ) -> NDArray[np.int64] | None:
-        """``select`` in the order of this score."""
-        return select(candidates, self._order(candidates, program, machine), limit)
-
-
-def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[np.int64] | None:
-    """Section IV-D: indices of the selected candidates in the order of selection; None when all of them leave the
-    peak above ``limit``.
-
-    Args:
-        order: every candidate, the highest score first.
-    """
-    if candidates.least > limit:
-        return None
-    return candidates.first(order, limit)
+    def select(self, candidates: Candidates, program: Program, machine: Machine, limit: int) -> NDArray[np.int64]:
+        """Section IV-D: indices of the selected candidates in the order of selection, by this score."""
+        return candidates.first(SCORES[self.score](candidates, program, machine), limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
@@ -213,4 +190,4 @@ def _by_swdoa(candidates: Candidates, program: Program, machine: Machine) -> Ite
 
 
 Order = Callable[[Candidates, Program, Machine], Iterator[int]]
-SCORES: dict[str, Order] = {"doa": _by_doa, "aoa": _by_aoa, "wdoa": _by_wdoa, "swdoa": _by_swdoa}
+SCORES: dict[str, Order] = dict(zip(NAMES, (_by_doa, _by_aoa, _by_wdoa, _by_swdoa), strict=True))

@@ -5,12 +5,13 @@ section IV-C.
 
 The four scores of autoswap.py are standardised and summed with weights in [-1, 1]; Bayesian optimisation with a
 Gaussian process prior finds the weights whose selection (section IV-D) has the least overhead, here the simulated one.
-Read on in ``AutoSwapBO.plan``. Choices and deviations: README.md, by their numbers.
+Read on in ``AutoSwapBO.choose``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,12 @@ from agents.heuristics.autoswap import (
     descending,
     duration_of_absence,
     peak_gaps,
-    select,
     submodular_weighted_duration,
     weighted_duration,
-)  # fmt: skip
-from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible
+)
+from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan
 from simulator.program import Program
 
 BASIC = ("aoa", "doa", "wdoa", "swdoa")  # as in equation 3
@@ -37,35 +36,27 @@ PROPOSALS = 2048  # weight vectors among which expected improvement is maximised
 Floats = NDArray[np.float64]
 
 
-class AutoSwapBO:
+@dataclass(eq=False)
+class AutoSwapBO(RowsPlanner):
     """AutoSwap with the weights of its four scores optimised.
 
     Args:
         evaluations: weight vectors tried, at least the four unit vectors.
         random: how many of them are drawn before the first update.
-        min_bytes: tensors below this size are no candidates.
     """
 
     facts = PlannerInfo(
         "autoswap_bo", "AutoSwap BO", '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV-C',
         family="swap: AutoSwap", slot=4, place=60, moves="swap",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, evaluations: int = 30, random: int = 4, min_bytes: int = MIB, seed: int = 0) -> None:
-        if evaluations < 4:
-            raise ValueError(f"evaluations: expected at least the 4 unit vectors, got {evaluations}")
-        if random < 0:
-            raise ValueError(f"random: expected at least 0, got {random}")
-        self.evaluations, self.random, self.min_bytes, self.seed = evaluations, random, min_bytes, seed
-        self.simulator_calls = 0
+    evaluations: int = at_least(4, 30)
+    random: int = at_least(0, 4)
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan of the best weights; raises Infeasible when all candidates leave the peak above ``limit``."""
-        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
-        if candidates.least > limit:
-            raise infeasible(self, program, limit, candidates.least)
-        engine = Engine(program, machine, limit)
+    def choose(self, engine: Engine) -> Rows:
+        """The swaps of the best weights; raises Infeasible when all candidates leave the peak above the limit."""
+        program, machine, limit = engine.program, engine.machine, engine.limit
+        candidates = self.reachable(engine, peak_gaps(program, self.min_bytes))
         rng = np.random.default_rng(self.seed)
         scores = standardised_scores(candidates, program, machine)
         tried: list[Floats] = []
@@ -79,7 +70,7 @@ class AutoSwapBO:
                 drawn = i < 4 + self.random or not tried
                 weights = rng.uniform(-1, 1, 4) if drawn else propose(np.array(tried), np.array(overheads), rng)
                 order = descending(scores @ weights)
-            rows = candidates.rows[select(candidates, order, limit)]
+            rows = candidates.rows[candidates.first(order, limit)]
             score = engine.score(rows)
             if not score.feasible:
                 continue
@@ -89,7 +80,7 @@ class AutoSwapBO:
                 best, best_overhead = rows, overheads[-1]
             if best_overhead <= 0:
                 break
-        return finish(self, program, machine, limit, engine, best)
+        return best
 
 
 def standardised_scores(candidates: Candidates, program: Program, machine: Machine) -> Floats:

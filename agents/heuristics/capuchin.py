@@ -8,23 +8,24 @@ feedback at run time corrects the triggers. A candidate is a gap: an evicted-acc
                  = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
 
 Swaps come first, longest free time first, while they can be hidden; then a swap competes with the recomputation of the
-highest MSPS, memory saved per second of recomputation (hybrid policy). Written without the text of the paper, from what
-is known of it. Read on in ``Capuchin.plan`` and ``Policy.decide``. Choices and deviations: README.md, by their numbers.
+highest MSPS, memory saved per second of recomputation (hybrid policy). Written without the text of the paper. Read
+on in ``Capuchin.choose`` and ``Policy.decide``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
+from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import RECOMPUTED, check_mode, ways_to_empty
+from simulator.modes import MODES, RECOMPUTED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.residency import present, reruns
@@ -33,39 +34,32 @@ from simulator.timeline import Timeline
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
 
 
-class Capuchin:
+@dataclass(eq=False)
+class Capuchin(RowsPlanner):
     """Capuchin's policy maker and its feedback.
 
     Args:
         mode: swap, recompute or joint (the hybrid policy).
         rounds: simulated iterations of feedback, at least 1.
-        min_bytes: tensors below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = PlannerInfo(
         "capuchin", "Capuchin", '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020',
         family="swap and recompute", slot=1, place=120, moves="joint",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, mode: str = "joint", rounds: int = 50, min_bytes: int = MIB, seed: int = 0) -> None:
-        if rounds < 1:
-            raise ValueError(f"rounds: expected at least 1, got {rounds}")
-        self.mode, self.rounds, self.min_bytes = check_mode(mode), rounds, min_bytes
-        self.simulator_calls = 0
+    mode: str = one_of(MODES, "joint")
+    rounds: int = at_least(1, 50)
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan of the policy maker after feedback; raises Infeasible when the candidates do not reach ``limit``."""
-        engine = Engine(program, machine, limit)
-        policy = Policy(program, machine, engine, self.mode, self.min_bytes)
+    def choose(self, engine: Engine) -> Rows:
+        """The policy maker's choice after feedback; raises Infeasible when the candidates do not reach the limit."""
+        policy = Policy(engine.program, engine.machine, engine, self.mode, self.min_bytes)
         if not policy.decide():
-            least = policy.candidates.least if self.mode != "recompute" else None
-            raise infeasible(self, program, limit, least)
+            raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
         rows = policy.rows()
         if engine.score(rows).feasible:  # infeasible where the host cannot hold what is swapped
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
-        return finish(self, program, machine, limit, engine, rows)
+        return rows
 
     def _feedback(self, policy: Policy, engine: Engine, rows: Rows) -> Rows:
         """Choice 6: ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round."""

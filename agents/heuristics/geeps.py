@@ -4,7 +4,7 @@ GPU memory is a pinned part and a pool of buffers. Pinned tensors stay. All othe
 as much as the intermediate states of layers, live in host memory: they are fetched into the pool before each kernel
 that accesses them and written back after it, in the background. The pool is twice the largest layer, so that one layer
 is computed while the next is fetched and the last is written back. Written without the text of the paper, from its
-abstract and from how its published implementation behaves. Read on in ``GeePS.plan`` and ``unpinned``. Choices and
+abstract and from how its published implementation behaves. Read on in ``GeePS.choose`` and ``unpinned``. Choices and
 deviations: README.md, by their numbers.
 """
 
@@ -12,43 +12,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible
+from agents.planner import PlannerInfo, Rows, RowsPlanner
 from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
-from simulator.plan import Plan
 from simulator.program import Gap, Program
 
 
-class GeePS:
-    """GeePS' memory management as a plan of swaps.
-
-    Args:
-        min_bytes: tensors below this size are pinned.
-        seed: unused; nothing is drawn.
-    """
+class GeePS(RowsPlanner):
+    """GeePS' memory management as a plan of swaps; tensors below ``min_bytes`` are pinned."""
 
     facts = PlannerInfo(
         "geeps", "GeePS",
         '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016',
         family="swap: other heuristics", slot=3, place=150, moves="swap",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
-        self.min_bytes = min_bytes
-        self.simulator_calls = 0
-
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Swaps of all that is not pinned; raises Infeasible when ``limit`` is less than one kernel needs."""
+    def choose(self, engine: Engine) -> Rows:
+        """Swaps of all that is not pinned; raises Infeasible when the limit is less than one kernel needs."""
+        program, limit = engine.program, engine.limit
         gaps = program.gaps(self.min_bytes)
-        candidates = Candidates(program, gaps)
-        if candidates.least > limit:
-            raise infeasible(self, program, limit, candidates.least)
+        self.reachable(engine, gaps)
         swapped, pool = unpinned(program, gaps, limit)
         rows = [(SWAP, *g, trigger(program, g, swapped, pool), -1) for g in gaps if g.tensor in swapped]
-        engine = Engine(program, machine, limit)
-        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 6))
+        return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
 def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], int]:

@@ -4,25 +4,24 @@ A particle is a placement per feature map: 0 retain, 1 swap, 2 recompute (sectio
 particles and repeats: evaluate every particle, remember the best ever, update the particles. Algorithm 3 updates one
 particle: tensor by tensor it tries the placement of P_1, the best particle of the last iteration, and that of P_2, the
 particle's own best so far, with its other placements as they are, and keeps the one with the smaller overhead.
-Constants: 500 particles, 500 iterations. Read on in ``HOME.plan``, ``HOME._search`` and ``Evaluator``. Choices and
+Constants: 500 particles, 500 iterations. Read on in ``HOME.choose``, ``HOME._search`` and ``Evaluator``. Choices and
 deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
+from agents.planner import NO_ROWS, Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import NEVER, Engine
-from simulator.machine import Machine
-from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
-from simulator.plan import Plan
+from simulator.modes import KEPT, MODES, RECOMPUTED, STAYS, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
 
 RETAINED = STAYS
@@ -42,7 +41,8 @@ class Iteration(NamedTuple):
     feasible: int  # particles within the limit
 
 
-class HOME:
+@dataclass(eq=False)
+class HOME(RowsPlanner):
     """HOME's particle swarm.
 
     Args:
@@ -52,7 +52,6 @@ class HOME:
         mode: swap (placements 0 and 1), recompute (0 and 2) or joint.
         jobs: threads that share the simulator calls of an update; None: one per core, or one within a worker process
             of the caller's. The plan does not depend on it.
-        min_bytes: tensors below this size stay.
         update: "tensors": Algorithm 3 as printed; "whole": one evaluation per particle and iteration (choice 11).
 
     Attributes:
@@ -63,58 +62,36 @@ class HOME:
         "home", "HOME", '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
         family="search", slot=3, place=160, moves="joint", slow=3,
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(
-        self,
-        particles: int = 500,
-        iterations: int = 500,
-        calls: int | None = None,
-        mode: str = "joint",
-        jobs: int | None = None,
-        min_bytes: int = MIB,
-        seed: int = 0,
-        update: str = "tensors",
-    ) -> None:
-        for option, value, least in (
-            ("particles", particles, 1), ("iterations", iterations, 1), ("calls", calls, 2), ("jobs", jobs, 1)
-        ):  # fmt: skip
-            if value is not None and value < least:
-                raise ValueError(f"{option}: expected at least {least}, got {value}")
-        if update not in UPDATES:
-            raise ValueError(f"update: expected {' or '.join(map(repr, UPDATES))}, got {update!r}")
-        self.update = update
-        self.particles, self.iterations, self.mode, self.jobs = particles, iterations, check_mode(mode), jobs
-        self.calls = calls
-        self.min_bytes, self.seed = min_bytes, seed
-        self.simulator_calls = 0
-        self.history: list[Iteration] = []
+    particles: int = at_least(1, 500)
+    iterations: int = at_least(1, 500)
+    calls: int | None = at_least(2, None)
+    mode: str = one_of(MODES, "joint")
+    jobs: int | None = at_least(1, None)
+    update: str = one_of(UPDATES, "tensors")
+    history: list[Iteration] = field(init=False, default_factory=list)
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best particle ever; raises Infeasible when none was within ``limit``."""
+    def choose(self, engine: Engine) -> Rows:
+        """The best particle ever; raises Infeasible when none was within the limit."""
         self.history = []
-        gaps, allowed = self._placements(program)
-        evaluator = Evaluator(program, machine, limit, gaps, self.jobs)
-        if limit >= program.peak_bytes:
-            return finish(self, program, machine, limit, evaluator.engine, evaluator.swaps[:0])
+        if engine.limit >= engine.program.peak_bytes:
+            return NO_ROWS
+        gaps, allowed = self._placements(engine.program)
         # Swaps alone reach the least; chains of recomputation add to it.
-        least = Candidates(program, gaps).least
-        if least > limit:
-            raise infeasible(self, program, limit, None if self.mode == "recompute" else least)
+        least = Candidates(engine.program, gaps).least
+        if least > engine.limit:
+            raise self.beyond_reach(engine, None if self.mode == "recompute" else least)
+        evaluator = Evaluator(engine, gaps, self.jobs)
         best, cost = self._search(evaluator, allowed)
         if cost[0]:
-            raise infeasible(self, program, limit, None, evaluator.engine.calls)
-        return finish(self, program, machine, limit, evaluator.engine, evaluator.rows(best))
+            raise self.beyond_reach(engine, None)
+        return evaluator.rows(best)
 
     def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:
         """The gaps of the feature maps that may leave, and the placements that each may have."""
-        gaps, allowed = [], []
-        for item in feature_maps(program, self.min_bytes):
-            ways = placements(program, item.gap, self.mode)
-            if len(ways) > 1:
-                gaps.append(item.gap)
-                allowed.append(ways)
-        return gaps, allowed
+        every = ((m.gap, placements(program, m.gap, self.mode)) for m in feature_maps(program, self.min_bytes))
+        found = [(gap, ways) for gap, ways in every if len(ways) > 1]
+        return [gap for gap, _ in found], [ways for _, ways in found]
 
     def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost]:
         """Algorithm 1: the best particle and its cost."""
@@ -157,17 +134,15 @@ class Evaluator:
     """Algorithms 2 and 3, for some of the particles.
 
     Args:
+        engine: the simulator.
         threads: that score plans; None: one a core.
 
     Attributes:
-        engine: the simulator.
         swaps: int64[feature maps, 6], the rows that swap them.
     """
 
-    def __init__(
-        self, program: Program, machine: Machine, limit: int, gaps: list[Gap], threads: int | None = None
-    ) -> None:
-        self.engine, self._threads = Engine(program, machine, limit), threads
+    def __init__(self, engine: Engine, gaps: list[Gap], threads: int | None = None) -> None:
+        self.engine, self._threads = engine, threads
         self.swaps = rows_for(gaps, SWAPPED)
         self._ways = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
         self._ways[SWAPPED], self._ways[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
@@ -183,9 +158,7 @@ class Evaluator:
         scores = self.engine.score_batch(self.rows(x), (x != RETAINED).sum(axis=1), self._threads)
         return np.stack([np.maximum(scores.required_bytes - self.engine.limit, 0), scores.iteration_ns], axis=1)
 
-    def update(
-        self, x: Placements, cost: Costs, leader: Placements, own: Placements
-    ) -> tuple[Placements, Costs]:  # fmt: skip
+    def update(self, x: Placements, cost: Costs, leader: Placements, own: Placements) -> tuple[Placements, Costs]:
         """Algorithm 3 on particles ``x`` of known cost, side by side; each has its P_1 (``leader``) and P_2 (``own``).
 
         Returns:

@@ -5,7 +5,7 @@ stage at a time, when the backward pass reaches them (Algorithm 1; the mirror co
 whose results are kept, else 1). Algorithm 3 places the cuts for a budget B: it walks the layers, adds up their results,
 and ends a stage at the first candidate where the sum exceeds B. It returns x, the bytes kept between stages, and y, the
 bytes of the largest stage. B = sqrt(x y) balances the two, which gives 2 sqrt(n) feature maps for n equal layers, and a
-grid around it finds the plan. Written without the text of the paper. Read on in ``Memonger.plan``. Choices and
+grid around it finds the plan. Written without the text of the paper. Read on in ``Memonger.choose``. Choices and
 deviations: README.md, by their numbers.
 """
 
@@ -13,45 +13,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from agents.heuristics.layers import FeatureMap, feature_maps
-from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
+from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, at_least
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.decisions import can_recompute
 from simulator.files import no_collections
-from simulator.machine import Machine
 from simulator.modes import KEPT
-from simulator.plan import Plan
 from simulator.program import Program
 
 
-class Memonger:
+@dataclass(eq=False)
+class Memonger(RowsPlanner):
     """Sublinear-memory checkpointing, its budget tuned to the limit.
 
     Args:
         trials: steps of the grid over the budget.
-        min_bytes: feature maps below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = PlannerInfo(
         "memonger", "memonger", '"Training Deep Nets with Sublinear Memory Cost", 2016', family="recompute", slot=2,
         place=130, moves="recompute",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, trials: int = 64, min_bytes: int = MIB, seed: int = 0) -> None:
-        if trials < 1:
-            raise ValueError(f"trials: expected at least 1, got {trials}")
-        self.trials, self.min_bytes = trials, min_bytes
-        self.simulator_calls = 0
+    trials: int = at_least(1, 64)
 
     @no_collections()
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The fastest of the plans of the grid that fit ``limit``; raises Infeasible when none does."""
-        engine = Engine(program, machine, limit)
+    def choose(self, engine: Engine) -> Rows:
+        """The fastest of the plans of the grid that fit the limit; raises Infeasible when none does."""
+        program = engine.program
         stages = Stages(program, self.min_bytes)
         budget = 0
         for _ in range(3):
@@ -59,13 +52,13 @@ class Memonger:
             budget = math.isqrt(x * y)
         grid = (round(math.sqrt(2) * budget * i / self.trials) for i in range(self.trials + 1))
         plans = {tuple(dropped): dropped for _, _, dropped in map(stages.divide, grid)}
-        if program.peak_bytes <= limit:  # what runs again can need more memory than nothing dropped
+        if program.peak_bytes <= engine.limit:  # what runs again can need more memory than nothing dropped
             plans[()] = []
         scored = [(engine.score(rows), rows) for rows in map(recomputations, plans.values())]
         best, rows = min(scored, key=lambda s: (not s[0].feasible, s[0].iteration_ns))
         if not best.feasible:
-            raise infeasible(self, program, limit, min(score.required_bytes for score, _ in scored), engine.calls)
-        return finish(self, program, machine, limit, engine, rows)
+            raise self.beyond_reach(engine, min(score.required_bytes for score, _ in scored))
+        return rows
 
 
 class Stages:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.heuristics.memonger import Split, recomputable, recomputations, splits
-from agents.planner import MIB, PlannerInfo, finish, infeasible
+from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import SYNC_SWAP
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
-from simulator.plan import Plan
 from simulator.program import Program
 from simulator.residency import reruns
 
@@ -33,13 +32,12 @@ ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
 UNITS = 10_000  # of the knapsack
 
 
-class Checkpoint:
+@dataclass(eq=False)
+class Checkpoint(RowsPlanner):
     """torch.utils.checkpoint.checkpoint_sequential.
 
     Args:
         segments: sqrt or all.
-        min_bytes: feature maps below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = tuple(
@@ -50,17 +48,11 @@ class Checkpoint:
         for i, (segments, label) in enumerate((("sqrt", "√n segments"), ("all", "every block")))
     )  # fmt: skip
 
-    def __init__(self, segments: str = "sqrt", min_bytes: int = MIB, seed: int = 0) -> None:
-        if segments not in ("sqrt", "all"):
-            raise ValueError(f"segments: expected 'sqrt' or 'all', got {segments!r}")
-        self.name = f"checkpoint_{segments}"
-        self.segments, self.min_bytes = segments, min_bytes
-        self.simulator_calls = 0
+    segments: str = one_of(("sqrt", "all"), "sqrt")
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The one plan it has; raises Infeasible when that does not fit ``limit``."""
-        rows = recomputations(self.dropped(program))
-        return finish(self, program, machine, limit, Engine(program, machine, limit), rows)
+    def choose(self, engine: Engine) -> Rows:
+        """The one plan it has, whether or not that fits the limit."""
+        return recomputations(self.dropped(engine.program))
 
     def dropped(self, program: Program) -> list[FeatureMap]:
         """The feature maps that are not kept."""
@@ -89,27 +81,17 @@ def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
     return ends
 
 
-class OffloadAll:
-    """torch.autograd.graph.save_on_cpu.
-
-    Args:
-        min_bytes: feature maps below this size stay.
-        seed: unused; nothing is drawn.
-    """
+class OffloadAll(RowsPlanner):
+    """torch.autograd.graph.save_on_cpu."""
 
     facts = PlannerInfo(
         "offload_all", "save_on_cpu", "torch.autograd.graph.save_on_cpu", family="swap: other heuristics", slot=5,
         place=200, moves="swap",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
-        self.min_bytes = min_bytes
-        self.simulator_calls = 0
-
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The one plan it has; raises Infeasible when that does not fit ``limit`` or the host."""
-        rows = []
+    def choose(self, engine: Engine) -> Rows:
+        """The one plan it has, whether or not that fits the limit and the host."""
+        program, rows = engine.program, []
         for tensor, _, gap in feature_maps(program, self.min_bytes):
             rows.append((SYNC_SWAP, *gap, gap.before - 1, -1))
             later = [k for k in program.accesses[tensor] if k >= gap.before]
@@ -118,38 +100,29 @@ class OffloadAll:
             for after, before in zip(later, later[1:], strict=False):
                 if before - after > 1 and program.kernels[before].outputs:
                     rows.append((SYNC_SWAP, tensor, after, before, before - 1, -1))
-        engine = Engine(program, machine, limit)
-        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 6))
+        return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
-class ActivationBudget:
+@dataclass(eq=False)
+class ActivationBudget(RowsPlanner):
     """torch.compile's activation_memory_budget, tuned to the limit.
 
     Args:
         runtime: flops (PyTorch's default) or profile: how the knapsack estimates the time of a kernel.
         steps: number of budgets tried, less one.
-        min_bytes: feature maps below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = PlannerInfo(
         "activation_budget", "activation budget", "torch.compile, activation_memory_budget", family="recompute", slot=3,
         place=210, moves="recompute",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, runtime: str = "flops", steps: int = 100, min_bytes: int = MIB, seed: int = 0) -> None:
-        if runtime not in ("flops", "profile"):
-            raise ValueError(f"runtime: expected 'flops' or 'profile', got {runtime!r}")
-        if steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {steps}")
-        self.runtime, self.steps, self.min_bytes = runtime, steps, min_bytes
-        self.simulator_calls = 0
+    runtime: str = one_of(("flops", "profile"), "flops")
+    steps: int = at_least(1, 100)
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan of the largest budget that fits ``limit``; raises Infeasible when none does."""
-        engine = Engine(program, machine, limit)
-        partitioner = Partitioner(program, self.runtime, self.min_bytes)
+    def choose(self, engine: Engine) -> Rows:
+        """The recomputations of the largest budget that fits the limit; raises Infeasible when none does."""
+        partitioner = Partitioner(engine.program, self.runtime, self.min_bytes)
         needs = set()
         last = None
         for i in range(self.steps, -1, -1):
@@ -159,9 +132,9 @@ class ActivationBudget:
             last, rows = dropped, recomputations(dropped)
             score = engine.score(rows)
             if score.feasible:
-                return finish(self, program, machine, limit, engine, rows)
+                return rows
             needs.add(score.required_bytes)
-        raise infeasible(self, program, limit, min(needs), engine.calls)
+        raise self.beyond_reach(engine, min(needs))
 
 
 class Partitioner:

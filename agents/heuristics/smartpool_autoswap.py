@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
+from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, infeasible
 from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
 from simulator.compiled.engine import Engine, decisions_of
 from simulator.machine import Machine
@@ -35,7 +36,8 @@ class _Run(NamedTuple):
     rows: Rows
 
 
-class SmartPoolAutoSwap:
+@dataclass(eq=False)
+class SmartPoolAutoSwap(RowsPlanner):
     """AutoSwap under the load limit that makes SmartPool's footprint fit.
 
     Args:
@@ -44,8 +46,6 @@ class SmartPoolAutoSwap:
         seconds: time for each packing, where ``pool`` is one that searches.
         align: round blocks up to the machine's alignment, as addresses on a GPU are.
         steps: load limits to try, evenly spaced from the limit down to half of it or the least that swaps reach.
-        min_bytes: tensors below this size are no candidates.
-        seed: unused; nothing is drawn.
     """
 
     facts = PlannerInfo(
@@ -53,19 +53,18 @@ class SmartPoolAutoSwap:
         '"Efficient Memory Management for GPU-based Deep Learning Systems", section V', family="swap: AutoSwap", slot=5,
         place=70, moves="swap", addressed=True,
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(
-        self, score: str = "all", pool: str = "smartpool", seconds: float = 1.0, align: bool = True, steps: int = 16,
-        min_bytes: int = MIB, seed: int = 0,
-    ) -> None:  # fmt: skip
-        if allocator(pool).online:
-            raise ValueError(f"pool: {pool} sees one malloc after another; expected one that knows the whole iteration")
-        if steps < 2:
-            raise ValueError(f"steps: expected at least 2, got {steps}")
-        self.autoswaps = [AutoSwap(name, min_bytes) for name in (SCORES if score == "all" else (score,))]
-        self.pool, self.seconds, self.align, self.steps, self.min_bytes = pool, seconds, align, steps, min_bytes
-        self.simulator_calls = 0
+    score: str = "all"
+    pool: str = "smartpool"
+    seconds: float = 1.0
+    align: bool = True
+    steps: int = at_least(2, 16)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if allocator(self.pool).online:
+            raise ValueError(f"pool: {self.pool} sees one malloc after another; it has to know the whole iteration")
+        self.autoswaps = [AutoSwap(score) for score in (SCORES if self.score == "all" else (self.score,))]
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none of those
@@ -75,7 +74,7 @@ class SmartPoolAutoSwap:
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
         for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
             if self._footprint(run, program, machine) <= limit:
-                return self._finish(run, program, machine)
+                return self._finish(run)
         raise infeasible(self, program, limit, None, self.simulator_calls)
 
     def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
@@ -96,7 +95,7 @@ class SmartPoolAutoSwap:
                         footprints[i] = self._footprint(run, program, machine)
                     if footprints[i] < footprint:
                         best, footprint = i, footprints[i]
-            plans.append(self._finish(runs[best], program, machine))
+            plans.append(self._finish(runs[best]))
         return plans
 
     def _runs(
@@ -107,8 +106,8 @@ class SmartPoolAutoSwap:
         engines = [Engine(program, machine, load) for load in loads]
         selections: dict[frozenset[int], NDArray[np.int64]] = {}
         for autoswap, load in product(self.autoswaps, loads):
-            chosen = autoswap.select(candidates, program, machine, load)
-            if chosen is not None:
+            if candidates.least <= load:
+                chosen = autoswap.select(candidates, program, machine, load)
                 selections.setdefault(frozenset(chosen.tolist()), chosen)
         found: dict[tuple[int, int, int], _Run] = {}
         for i, chosen in enumerate(selections.values()):
@@ -128,9 +127,9 @@ class SmartPoolAutoSwap:
         packing = pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1]
         return max(packing.footprint, run.peak_bytes)  # in the first iteration, tensors swapped over the boundary stay
 
-    def _finish(self, run: _Run, program: Program, machine: Machine) -> Plan:
+    def _finish(self, run: _Run) -> Plan:
         calls = self.simulator_calls
-        plan = finish(self, program, machine, run.engine.limit, run.engine, run.rows)
+        plan = self.finish(run.engine, run.rows)
         self.simulator_calls = calls + 1
         return plan
 

@@ -5,24 +5,24 @@ Outputs of CONV layers go to the host (section 3.3.1), but only where a Tensor C
 speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric k (k + 1) / 2 and keeps
 nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer allows it. Liveness analysis
 (section 3.2) is what a Program is; the dynamic choice of convolution algorithms (section 3.5) is workspace.py. Read on
-in ``SuperNeurons.plan``. Choices and deviations: README.md, by their numbers.
+in ``SuperNeurons.choose``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agents.heuristics.workspace import plan_with_variants
-from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
+from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, one_of
 from simulator.compiled.encoding import EXTRA, row_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
+from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
@@ -32,7 +32,8 @@ JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
 STRATEGIES = ("cost", "speed", "memory")
 
 
-class SuperNeurons:
+@dataclass(eq=False)
+class SuperNeurons(RowsPlanner):
     """SuperNeurons' rules as a plan.
 
     Args:
@@ -42,8 +43,6 @@ class SuperNeurons:
         early: leave every prefetch to the simulator (choice 5).
         joins: outputs of joins go to the host, too (choice 1).
         workspace: plan with the least workspaces, then give kernels the fastest algorithms that fit (section 3.5).
-        min_bytes: tensors below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = PlannerInfo(
@@ -51,36 +50,34 @@ class SuperNeurons:
         '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018',
         family="swap and recompute", slot=0, place=80, moves="joint",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(
-        self, mode: str = "joint", recompute: str = "cost", always: bool = False, early: bool = False,
-        joins: bool = False, workspace: bool = False, min_bytes: int = MIB, seed: int = 0,
-    ) -> None:  # fmt: skip
-        if recompute not in STRATEGIES:
-            raise ValueError(f"recompute: expected one of {', '.join(STRATEGIES)}, got {recompute!r}")
-        self.recompute, self.workspace = recompute, workspace
-        self.mode, self.always, self.early, self.min_bytes = check_mode(mode), always, early, min_bytes
-        self.joins = joins
-        self.simulator_calls = 0
+    mode: str = one_of(MODES, "joint")
+    recompute: str = one_of(STRATEGIES, "cost")
+    always: bool = False
+    early: bool = False
+    joins: bool = False
+    workspace: bool = False
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The plan that the rules give; raises Infeasible when they do not reach ``limit``."""
-        if self.workspace:
-            tensors_only = copy.copy(self)
-            tensors_only.workspace = False
-            try:
-                return plan_with_variants(tensors_only, program, machine, limit, own=False)
-            finally:
-                self.simulator_calls = tensors_only.simulator_calls
-        engine = Engine(program, machine, limit)
+        if not self.workspace:
+            return super().plan(program, machine, limit)
+        tensors_only = replace(self, workspace=False)
+        try:
+            return plan_with_variants(tensors_only, program, machine, limit, own=False)
+        finally:
+            self.simulator_calls = tensors_only.simulator_calls
+
+    def choose(self, engine: Engine) -> Rows:
+        """What leaves by the rules, with the algorithms that the kernels have."""
+        program, limit = engine.program, engine.limit
         ways = leaving(program, self.mode, self.min_bytes, self.joins)
         first = [g for g, way in ways.items() if way == RECOMPUTED] if self.always else []
         for target in (limit, 0):
             rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
             if required <= limit:
-                return finish(self, program, machine, limit, engine, rows)
-        raise infeasible(self, program, limit, required, engine.calls)
+                return rows
+        raise self.beyond_reach(engine, required)
 
     def _segments(
         self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int

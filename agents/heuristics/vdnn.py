@@ -4,34 +4,33 @@ Offloads the input feature map X of a layer while that layer's forward pass runs
 before X has left (section III-B, memory offload). In the backward pass, every layer prefetches for the nearest layer
 before it that has something on the host, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The static
 policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), whatever the limit;
-``vdnn_dyn`` tries configurations and keeps one. Written without the text of the paper. Read on in ``VDNN.plan``.
+``vdnn_dyn`` tries configurations and keeps one. Written without the text of the paper. Read on in ``VDNN.choose``.
 Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, PlannerInfo, Rows, finish
+from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, one_of
 from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
-from simulator.plan import Plan
 from simulator.program import Gap, Program
 
 PAPER = '"vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016'
 CONFIGURATIONS = {"all": ("all",), "conv": ("conv",), "dyn": ("none", "conv", "all")}
 
 
-class VDNN:
+@dataclass(eq=False)
+class VDNN(RowsPlanner):
     """vDNN with one of its policies.
 
     Args:
         policy: all, conv or dyn.
         sync: no layer starts before the offload of the one before it is over.
-        min_bytes: tensors below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = tuple(
@@ -42,22 +41,17 @@ class VDNN:
         for i, policy in enumerate(("all", "conv", "dyn"))
     )  # fmt: skip
 
-    def __init__(self, policy: str = "dyn", sync: bool = True, min_bytes: int = MIB, seed: int = 0) -> None:
-        if policy not in CONFIGURATIONS:
-            raise ValueError(f"policy: expected one of {', '.join(CONFIGURATIONS)}, got {policy!r}")
-        self.name = f"vdnn_{policy}"
-        self.policy, self.sync, self.min_bytes = policy, sync, min_bytes
-        self.simulator_calls = 0
+    policy: str = one_of(tuple(CONFIGURATIONS), "dyn")
+    sync: bool = True
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan of the policy; raises Infeasible when it does not fit ``limit``."""
-        engine = Engine(program, machine, limit)
-        tried = [self.rows(program, configuration) for configuration in CONFIGURATIONS[self.policy]]
+    def choose(self, engine: Engine) -> Rows:
+        """The swaps of the policy, whether or not they fit the limit."""
+        tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
         scores = [engine.score(rows) for rows in tried] if len(tried) > 1 else []
         # Of equals that fit, what moves least; where none fits, what comes closest.
         best = min(range(len(scores)), key=lambda i: (
             scores[i].iteration_ns, not scores[i].feasible and scores[i].required_bytes), default=0)  # fmt: skip
-        return finish(self, program, machine, limit, engine, tried[best])
+        return tried[best]
 
     def rows(self, program: Program, configuration: str) -> Rows:
         """int64[m, 6]: the swaps of ``configuration`` (none, conv or all)."""

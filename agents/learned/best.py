@@ -132,7 +132,7 @@ class Best:
         min_bytes = small(program) if self.min_bytes is None else self.min_bytes
         if share.method == "rerun_search":
             budget = (LONG, KICKS) if seconds is None else (seconds, MOST)
-            return RerunSearch(*budget, min_bytes, self.seed)
+            return RerunSearch(*budget, min_bytes=min_bytes, seed=self.seed)
         calls = None if self.calls is None else max(int(share.part * (self.calls - 1)), LEAST)
         seed = self.seed + TURN * turn
         budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}

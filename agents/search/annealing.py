@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,12 +23,12 @@ from agents.heuristics.memonger import Memonger
 from agents.heuristics.pytorch import ActivationBudget
 from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
-from agents.planner import MIB, Planner, PlannerInfo, Rows, check_budget, finish, infeasible, plans_of, ways_of
+from agents.planner import LEAST, Planner, PlannerInfo, Rows, RowsPlanner, at_least, one_of, plans_of, positive, ways_of
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal, check_heat
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
-from simulator.modes import check_mode
+from simulator.modes import MODES
 from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
@@ -36,7 +37,8 @@ CALLS = 20_000
 LONG = 10.0  # seconds: no heuristic that takes longer is among the starts
 
 
-class Annealing:
+@dataclass(eq=False)
+class Annealing(RowsPlanner):
     """Simulated annealing.
 
     Args:
@@ -45,7 +47,6 @@ class Annealing:
         mode: swap, recompute or joint.
         hot: first temperature, as a fraction of the ideal time.
         cold: last temperature.
-        min_bytes: tensors below this size stay.
         seconds: of wall-clock time. With them the plan depends on the computer.
         jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
     """
@@ -53,25 +54,17 @@ class Annealing:
     facts = PlannerInfo(
         "annealing", "simulated annealing", "", family="search", slot=2, place=220, moves="joint", slow=1,
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(
-        self,
-        calls: int | None = None,
-        mode: str = "joint",
-        hot: float = 3e-3,
-        cold: float = 3e-5,
-        min_bytes: int = MIB,
-        seed: int = 0,
-        seconds: float | None = None,
-        jobs: int | None = None,
-    ) -> None:
-        check_budget(calls, seconds, jobs)
-        check_heat(hot, cold)
-        self.calls, self.seconds, self.mode = calls, seconds, check_mode(mode)
-        self.hot, self.cold, self.jobs = hot, cold, jobs
-        self.min_bytes, self.seed = min_bytes, seed
-        self.simulator_calls = 0
+    calls: int | None = at_least(LEAST, None)
+    mode: str = one_of(MODES, "joint")
+    hot: float = 3e-3
+    cold: float = 3e-5
+    seconds: float | None = positive(None)
+    jobs: int | None = at_least(1, None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heat(self.hot, self.cold)
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -81,14 +74,14 @@ class Annealing:
         best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(until))
         if best is None:
             # Chains take memory, so that recomputing everything does not reach the least.
-            raise infeasible(self, program, limit, required if self.mode == "swap" else None, engine.calls)
+            raise self.beyond_reach(engine, required if self.mode == "swap" else None)
         if until is None:
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
             left = self._left(engine.calls)
             best, best_ns = anneal(moves, engine, best, best_ns, left, self.hot, self.cold, self.seed)
         elif time.monotonic() < until:
             best = self._on_all_cores(engine, best, best_ns, until)
-        return finish(self, program, machine, limit, engine, best)
+        return self.finish(engine, best)
 
     def _left(self, calls: int) -> int:
         """Calls that are left after so many; the last one is the final check."""
@@ -148,7 +141,7 @@ def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Plann
     """Those whose plans have only what ``mode`` allows; and about how long they take: s for each gap and each kernel,
     and s for each pair of them."""
     if mode != "recompute":
-        yield from ((2e-5, 0.0, AutoSwap(score, min_bytes)) for score in SCORES)
+        yield from ((2e-5, 0.0, AutoSwap(score, min_bytes=min_bytes)) for score in SCORES)
     if mode != "swap":
         yield 3e-5, 0.0, Memonger(min_bytes=min_bytes)
         yield 0.0, 3e-8, ActivationBudget(min_bytes=min_bytes)

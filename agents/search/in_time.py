@@ -75,6 +75,6 @@ def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple
 
 def _heuristics(mode: str, min_bytes: int) -> Iterator[Planner]:
     if mode != "recompute":
-        yield AutoSwap("doa", min_bytes)
+        yield AutoSwap("doa", min_bytes=min_bytes)
     if mode != "swap":
         yield Memonger(min_bytes=min_bytes)

@@ -14,20 +14,30 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import count, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.floor import Floor, floor
-from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.floor import UNPROVEN, Floor, floor
+from agents.planner import (
+    LEAST,
+    PlannerInfo,
+    Rows,
+    RowsPlanner,
+    at_least,
+    infeasible,
+    one_of,
+    positive,
+)
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
-from simulator.modes import RECOMPUTED, SWAPPED, check_mode, spans, ways_to_empty
+from simulator.modes import MODES, RECOMPUTED, SWAPPED, spans, ways_to_empty
 from simulator.moves.moves import Moves, since_write
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -45,14 +55,14 @@ ROUGH = 0.1  # with less detail than this there is no floor
 _Job = tuple[NDArray[np.float64], Rows, int, float]
 
 
-class LPRound:
+@dataclass(eq=False)
+class LPRound(RowsPlanner):
     """The floor's program, rounded and repaired.
 
     Args:
         calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``, or as many as fit into
             ``seconds``.
         mode: swap, recompute or joint.
-        min_bytes: tensors below this size stay.
         seconds: of wall-clock time; with few, the floor is rough, or the ideal time. With them the plan depends on
             the computer.
         jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
@@ -63,17 +73,12 @@ class LPRound:
     """
 
     facts = PlannerInfo("lp_round", "LP rounding", "", family="search", slot=4, place=230, moves="joint", slow=2)
-    name = facts.key
 
-    def __init__(
-        self, calls: int | None = None, mode: str = "joint", min_bytes: int = MIB, seed: int = 0,
-        seconds: float | None = None, jobs: int | None = None,
-    ) -> None:  # fmt: skip
-        check_budget(calls, seconds, jobs)
-        self.calls, self.mode, self.min_bytes, self.seed = calls, check_mode(mode), min_bytes, seed
-        self.seconds, self.jobs = seconds, jobs
-        self.simulator_calls = 0
-        self.first: Rows | None = None
+    calls: int | None = at_least(LEAST, None)
+    mode: str = one_of(MODES, "joint")
+    seconds: float | None = positive(None)
+    jobs: int | None = at_least(1, None)
+    first: Rows | None = field(init=False, default=None)
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -99,7 +104,7 @@ class LPRound:
                 program, machine, limit, engine, self.mode, self.min_bytes, half_way(until), QUICK
             )
             if found is None:
-                raise infeasible(self, program, limit, required if self.mode == "swap" else None, engine.calls)
+                raise self.beyond_reach(engine, required if self.mode == "swap" else None)
             best = found
         if best_ns > self.floor.iteration_ns and (until is None or time.monotonic() < until):
             fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
@@ -111,25 +116,25 @@ class LPRound:
             search = _Search(self, engine, moves, calls, until, fractions, best, best_ns)
             search.all()
             best, engine.calls = search.best, sum(e.calls for e in search.engines)
-        return finish(self, program, machine, limit, engine, best)
+        return self.finish(engine, best)
 
     def _floor(self, program: Program, machine: Machine, limit: int) -> Floor:
         """With as much detail as there is time for: first roughly, and then so that it takes the time that is left, if
         that grows with the square of the detail."""
         gaps = GUIDES if self.mode == "joint" and len(program.kernels) < FEW else None
         if self.seconds is None:
-            return floor(program, machine, limit, self.mode, gaps, proofs=False)
+            return floor(program, machine, limit, self.mode, gaps, 1.0, UNPROVEN)
         part, seconds, kernels = LINEAR
         left = part * self.seconds
         detail = min(0.5 * left / (seconds * min(1.0, len(program.kernels) / kernels)), 1.0)
         detail = detail if detail > ROUGH else 0.0
         began = time.monotonic()
-        rough = floor(program, machine, limit, self.mode, gaps, detail, False, left)
+        rough = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, left)
         took = time.monotonic() - began
         if not 0 < detail < 1 or not rough.feasible or took > left / 6:
             return rough
         detail = min(1.0, detail * ((left - took) / took / 2) ** 0.5)
-        fine = floor(program, machine, limit, self.mode, gaps, detail, False, left - took)
+        fine = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, left - took)
         return fine if fine.iteration_ns > rough.iteration_ns or not fine.feasible else rough
 
     def _fractions(self, program: Program) -> tuple[list[Gap], NDArray[np.float64], NDArray[np.float64]]:

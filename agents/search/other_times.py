@@ -114,7 +114,7 @@ class OtherTimes:
 
     def __init__(
         self, program: Program, machine: Machine, limit: int, error: TimesError, draws: int = DRAWS, seed: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.machine, self.limit, self.error = program, machine, limit, error
         self.draws, self.seed = draws, seed
         self._own = Engine(program, machine, limit)
@@ -187,9 +187,7 @@ class ForFaster:
         if best is None or not scores[best].feasible:
             raise Infeasible(f"{self.name}: there is no plan of swaps and recomputations to start from")
         left = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
-        rows, _ = anneal(
-            moves, engine, found[best], scores[best].iteration_ns, left, HOT, COLD, self.seed, until=until
-        )  # fmt: skip
+        rows, _ = anneal(moves, engine, found[best], scores[best].iteration_ns, left, HOT, COLD, self.seed, until=until)
         return finish(self, program, machine, limit, engine, rows)
 
 

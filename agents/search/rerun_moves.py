@@ -1,17 +1,11 @@
 """Local search over what runs again, compiled: its moves, and how much memory and time a set of runs takes.
 
 A state is a sorted array of **runs**: before * n + kernel, for each kernel that runs again just before another (a
-``Rerun``; n: kernels of the program). What is kept follows from it: one sweep from the last step to the first
-(``_sweep``) knows which tensors are read again before their writer's next run, so that the cost of a state is the
-duration of its runs plus ``price`` times its excess: the bytes above the limit, summed over the steps. A run that
-writes nothing that is read is taken out. Moves (``_try``):
-
-- remove a run, sometimes two;
-- shift a run, or all of a pass, to another kernel: near, or where one of the run's own tensors is used;
-- split the life of a tensor that stays across a step, the worst or a random one: its writers run again for its next
-  use, and so do those of what would have to stay for them, in a chain of random length (``_split``).
-
-While a state is above the limit some more lives are split at its worst step, before it is accepted or not.
+``Rerun``; n: kernels of the program). What is kept follows from it by one sweep from the last step to the first
+(``_sweep``). Its cost is the duration of its runs plus ``price`` times its excess: the bytes above the limit, summed
+over the steps. A run that writes nothing that is read is taken out. Moves: remove one or two runs (``_drop``); move a
+run, or all of a pass, to another kernel (``_shift``); split the life of a tensor across the worst step or a random one
+(``_split``). While a state is above the limit some more lives are split at its worst step.
 """
 
 from __future__ import annotations

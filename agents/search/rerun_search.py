@@ -3,25 +3,19 @@
 The plans are sets of ``Rerun``: any kernel again, any number of times, early where that lets something go, backward
 ones too; a copy lives until its last use before its writer's next run. That is the language of Checkmate (MLSys 2020,
 section 4: R) and of MOCCASIN ("Efficient Tensor Rematerialization for Neural Networks", ICML 2023, section 2: retention
-intervals). How it differs from these two; reasons in README.md; read on in ``RerunSearch.plan``:
-
-1. No solver: annealing by the moves of rerun_moves.py; then kicks of its plan.
-2. A linear program of gaps alone (``relaxed``) says which tensors are worth splitting.
-3. Memory above the limit is allowed on the way, at a price that rises while there is any and falls while there is none.
-4. A kick bans a kernel that runs again, or locks one that does not into the plan, for a short annealing.
-5. Passes run in program order; a kernel runs again as often as it pays (MOCCASIN: at most a given number of times).
-6. Kernels that write one tensor in turns run again together, with what reads it in between.
+intervals). Read on in ``RerunSearch.plan``; how it differs from these two: README.md.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.planner import PlannerInfo, Rows, RowsPlanner, at_least, positive
 from agents.search.in_time import in_time
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from simulator.compiled.encoding import Ints, rows_of
@@ -41,26 +35,21 @@ PRICE = 10.0  # at first, of the ideal time for the excess of the empty plan
 SLACK = 0.01  # a kicked plan is kicked next if its reruns take at most that much longer than the best one's
 
 
-class RerunSearch:
+@dataclass(eq=False)
+class RerunSearch(RowsPlanner):
     """The search.
 
     Args:
         seconds: of wall-clock time. Where they end the search, the plan depends on the speed of the computer.
         kicks: at most so many.
-        min_bytes: tensors below this size stay.
     """
 
     facts = PlannerInfo(
         "rerun_search", "rerun search", "", family="search", slot=5, place=250, moves="recompute", slow=3,
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(self, seconds: float = 60.0, kicks: int = 300, min_bytes: int = MIB, seed: int = 0) -> None:
-        check_budget(seconds=seconds)
-        if kicks < 0:
-            raise ValueError(f"kicks: expected at least 0, got {kicks}")
-        self.seconds, self.kicks, self.min_bytes, self.seed = seconds, kicks, min_bytes, seed
-        self.simulator_calls = 0
+    seconds: float = positive(60.0)
+    kicks: int = at_least(0, 300)
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -72,7 +61,7 @@ class RerunSearch:
             table = tables(program, self.min_bytes)
             least = least_bytes(program, table)
             if least > limit:
-                raise infeasible(self, program, limit, least)
+                raise self.beyond_reach(engine, least)
             search = _Search(program, table, limit, self.seed, until)
             for explore in EXPLORE:
                 search.first(explore)
@@ -81,9 +70,9 @@ class RerunSearch:
                     break
                 search.kick()
             if search.best_ns < 0:
-                raise infeasible(self, program, limit, None)
+                raise self.beyond_reach(engine, None)
             runs = counting(table, search.best)
-        return finish(self, program, machine, limit, engine, rows(runs, len(program.kernels)))
+        return self.finish(engine, rows(runs, len(program.kernels)))
 
 
 def rows(runs: Ints, n: int) -> Rows:

@@ -18,6 +18,7 @@ from experiments.figures.figure import Figure, span
 from experiments.figures.home import NETWORKS
 from experiments.plotting.charts import Axis, Chart, Panel, pairs
 from experiments.plotting.palette import look
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 
 THREADS, PARTICLES, ITERATIONS = 16, 500, 500  # the paper's
@@ -41,7 +42,7 @@ def run(task: Row, machine: Machine) -> Row:
     planner.plan(program, machine, machine.memory_bytes)
     search_s = time.process_time() - begin
     gaps = [m.gap for m in feature_maps(program)]
-    evaluator = Evaluator(program, machine, machine.memory_bytes, gaps)
+    evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
     rng = np.random.default_rng(0)
     ways = [placements(program, gap, "joint") for gap in gaps]
     particles = np.stack([rng.choice(np.array(w, np.int8), EVALUATIONS) for w in ways], axis=1)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import agents
-from agents.floor import floor
+from agents.floor import UNPROVEN, floor
 from agents.planner import small
 from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
 from executor.capture.roofline import with_roofline
@@ -81,7 +81,7 @@ def compared(
     for limit in limits:
         task = (machine, int(limit * modelled.peak_bytes))
         own, _ = planned(measured, *task, calls, seed, None, searches)
-        bound = floor(measured, *task, proofs=False)
+        bound = floor(measured, *task, families=UNPROVEN)
         for name, (program, expected) in believed.items():
             plan, spread = planned(program, *task, calls, seed, expected, searches)
             found.append({

@@ -2,9 +2,7 @@
 
 ``intervals`` says who holds how many bytes from when to when. An allocator is a module with one function,
 ``pack(intervals, …) -> Packing``; ``ALLOCATORS`` names them all and ``run`` runs one. Offline allocators know the whole
-iteration and pack a circle; online ones (cudaMalloc, PyTorch's caching allocator, CnMem, SuperNeurons' heap) see one
-malloc or free after another on a line. ``times`` says how long they take, ``validate`` finds blocks that share an
-address, ``trace`` finds the iteration in a stream of mallocs and frees, ``files`` reads and writes instances.
+iteration and pack a circle; online ones see one malloc or free after another on a line.
 
     lives = program_lifetimes(program)                       # or timeline_lifetimes(timeline)
     blocks, packing = run("smartpool", lives.intervals, machine.alignment)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.pool import ITERATIONS
 from simulator.pool.intervals import program_lifetimes, timeline_lifetimes
 from simulator.pool.online import caching
 from simulator.program import Program
 from simulator.timeline import Timeline
-
-ITERATIONS = 3  # that the caching allocator sees of a step that repeats
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,6 @@ def _program(program: Program, iteration: bool | None) -> Buffers:
     return Buffers(tuple(f"t{x}" if x >= 0 else f"w{-1 - x}" for x in lives.owner.tolist()), blocks)
 
 
-# ----------------------------------------------------------------------------------------------------- MiniMalloc
-
 _COLUMNS = {"id": "id", "buffer": "id", "buffer_id": "id", "lower": "lower", "start": "lower", "begin": "lower",
             "upper": "upper", "end": "upper", "size": "size"}  # fmt: skip
 
@@ -157,8 +155,6 @@ def _amount(value: int, where: str, most: int) -> int:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------- streams
-
 _Lines = list[tuple[str, int, int]]  # kind, block, bytes
 
 
@@ -201,9 +197,6 @@ def _log(text: list[str], iteration: bool | None) -> Buffers:
         lines.append((kind, block, nbytes))
         numbers.append(number)
     return _stream(lines, lambda i: f"line {numbers[i]}", str, iteration)
-
-
-# -------------------------------------------------------------------------------------------------------- snapshots
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -4,12 +4,10 @@ Time is logical (the operation index of "Efficient Memory Management for GPU-bas
 it counts mallocs and frees in the order in which they happen. ``Lifetimes.time_ns`` says when each event was.
 Iterations repeat, so time is a circle of ``period`` events. A block is one stay in device memory:
 
-- a tensor, from the start of the kernel that first writes it (or of its swap-in, or of the step that recomputes it)
-  until its last use ends, it is dropped or released, or its swap-out completes. After a swap or a recomputation it is
-  another block, at another address. A tensor that stays over the iteration boundary is one block that ends in the
-  next iteration; a persistent tensor that is never swapped out fills the circle;
-- a workspace, while its kernel or recomputation step runs;
-- what a recomputation writes on the way, in memory of its own.
+- a tensor, from the start of the kernel that first writes it (or of its swap-in or recomputation) until its last use
+  ends, it is dropped, or its swap-out completes. A tensor that stays over the iteration boundary is one block that ends
+  in the next iteration; a persistent tensor that is never swapped out fills the circle;
+- a workspace, while its kernel runs, and what a recomputation writes on the way.
 
 Whoever runs a packing must make a malloc wait for the frees before it at the same addresses (README.md says why).
 """

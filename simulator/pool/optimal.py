@@ -2,16 +2,8 @@
 
 After Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023):
 branch and bound over canonical packings (every block rests on the bottom or on another block); the load of each
-section of time must fit above its floor; parts of time that no block joins are separate problems.
-Differences (reasons in simulator/pool/README.md; the search itself is ``skyline``):
-
-1. It asks whether a capacity fits: first the peak load, then by bisection up to the best packing known.
-2. A node branches over the blocks that can rest on the ground of one section, or none, not over all that come next.
-3. Sections where branches failed before are preferred (Boussemart et al., ECAI 2004).
-4. Subproblems that do not fit are remembered by a hash of 64 bits.
-5. Runs are restarted (Luby, Sinclair and Zuckerman, 1993) with other orders of the blocks; threads search side by side.
-6. Time may be a circle: the sections are a ring until nothing crosses some point of it.
-7. Above ``MAX_BLOCKS`` blocks only the heuristics run.
+section of time must fit above its floor; parts of time that no block joins are separate problems. The search itself is
+``skyline``. Differences: simulator/pool/README.md.
 """
 
 from __future__ import annotations

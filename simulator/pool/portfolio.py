@@ -7,16 +7,7 @@ packing in turns, until the time is over or the footprint equals the peak load:
 - *Squeaky wheel* (Joslin and Clements, JAIR 10, 1999) over the skyline's priorities;
 - *Ejection*: the guided ejection search of Nagata and Bräysy (Operations Research Letters 37(5), 2009).
 
-simulator/pool/README.md says how each works. Left open by them, or different here:
-
-1. The skyline's priority is duration^a * size^b: ``MIXES`` first, then random exponents and noise every ``TURNS`` runs.
-2. Basins are filled in any order, not the lowest first: they do not meet before they are full.
-3. Squeaky wheel multiplies priorities by ``BLAME`` and does not sort by them: a skyline picks among those that fit.
-4. Ejection takes any number of blocks out at once, the next one at random, and moves no others at random in between.
-5. It gives a target up after ``PATIENCE`` blocks without progress; the next one depends on success.
-6. The two searches share the work that they count themselves, not the time: ``seconds`` only says when to stop.
-7. What is always held lies at the bottom: it meets every other block, so none is worse off above it.
-8. Ejection packs offset and block into 64 bits to sort them; where they do not fit it is left out.
+How each works, and what is different here: simulator/pool/README.md.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """The compiled search of ``optimal``: do these blocks fit under a capacity?
 
 Time is cut into *sections*, the instants at which most blocks are held together: two blocks meet if and only if they
-share a section. A block covers consecutive sections (of a ring, since time may be a circle). Blocks are placed from the
-bottom up. The *skyline* of a section is a height below which nothing more will go; a *basin* is a run of sections of
-equal height between higher ones. A block whose sections all lie in a basin can rest on its ground; any other block that
-reaches into it must lie at the height of a bank or above.
-
-So, for any section of any basin: either one of the blocks that cover it and fit into the basin rests on the ground,
-or the section stays empty up to the next height at which something can lie (the lower bank, or the top of a block that
-rests in the basin beside it). Those are the branches. They are complete for *canonical* packings (MiniMalloc,
-section 4: every block rests on the bottom or on another one), and every packing can be made canonical.
+share a section. A block covers consecutive sections of a line or a ring. The *skyline* of a section is a height below
+which nothing more will go; a *basin* is a run of sections of equal height between higher ones. For a section of a
+basin, the branches are the blocks that cover it and fit into the basin, each resting on the ground, and the section
+empty up to the next height at which something can lie. They are complete for *canonical* packings (MiniMalloc, section
+4: every block rests on the bottom or on another one), and every packing can be made canonical.
 
 ``fits`` walks them depth first on a ``State``; each change is written to a trail, from which ``undo`` takes it back.
 """

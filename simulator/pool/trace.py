@@ -2,15 +2,7 @@
 
 The device records every malloc, free, read and write; "once two consecutive subsequences are detected to be
 repeating, the subsequence is fed into PoolOpt": here, packed as a circle. The paper does not say how repetition is
-detected. Choices (reasons in simulator/pool/README.md):
-
-1. Equal operations: same kind, same bytes, and the same block or the same distance from the malloc of their block.
-2. Which of the two distances counts: a block held for less than half of the stream may be the iteration's own.
-3. The repeating part is at least half of the stream, the set-up (leading mallocs of blocks that stay) not counted.
-4. So it covers the middle of the stream, and four Z-functions give every candidate in linear time (Main, Lorentz 1984).
-5. The iteration is the period with the longest repeating part; of its multiples, the shortest.
-6. Lifetimes must close: a block of the iteration is freed before its malloc comes again; else the next longest period.
-7. As far as two repetitions are left, the iteration begins where the fewest bytes are held: between iterations.
+detected: choices, by their numbers, in simulator/pool/README.md.
 """
 
 from __future__ import annotations

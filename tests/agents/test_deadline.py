@@ -45,11 +45,8 @@ def test_where_the_search_has_no_plan_in_time_a_quick_one_is_returned(mode: str)
     assert search.seconds == 0.2 and search.simulator_calls
     assert {d.kind for d in plan.decisions} <= ({mode} if mode != "joint" else {"swap", "recompute"})
     simulate(PROGRAM, plan, MACHINE, LIMIT)
-
-
-def test_where_there_is_none_it_says_so() -> None:
     with pytest.raises(Infeasible, match="search: found no plan"):
-        Search().plan(PROGRAM, MACHINE, 60)
+        Search(mode).plan(PROGRAM, MACHINE, 60)
 
 
 @pytest.mark.parametrize(("seconds", "more"), [(None, 0), (0.2, 1)])

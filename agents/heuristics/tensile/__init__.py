@@ -11,27 +11,27 @@ and deviations: ../README.md, by their numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from agents.heuristics.tensile.schedule import Channel, Schedule, array
-from agents.planner import MIB, PlannerInfo, finish, infeasible
+from agents.planner import PlannerInfo, RowsPlanner, infeasible, one_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import check_mode
+from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
 __all__ = ["TENSILE", "Channel"]
 
 
-class TENSILE:
+@dataclass(eq=False)
+class TENSILE(RowsPlanner):
     """TENSILE, for one job (``plan``) or several (``plan_jobs``).
 
     Args:
         mode: swap, recompute or joint.
         max_swap_ratio: share of the tensors that may be swapped, 0 to 1; for several jobs one of each, or one for all.
             The less a job may swap, the higher its priority (section 4.1).
-        min_bytes: tensors below this size stay.
-        seed: unused; nothing is drawn.
     """
 
     facts = PlannerInfo(
@@ -40,16 +40,16 @@ class TENSILE:
         'system", 2021',
         family="swap and recompute", slot=2, place=170, moves="joint",
     )  # fmt: skip
-    name = facts.key
 
-    def __init__(
-        self, mode: str = "joint", max_swap_ratio: float | Sequence[float] = 1.0, min_bytes: int = MIB, seed: int = 0
-    ) -> None:
-        ratios = [max_swap_ratio] if isinstance(max_swap_ratio, (int, float)) else list(max_swap_ratio)
-        if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
-            raise ValueError(f"max_swap_ratio: expected numbers from 0 to 1, got {max_swap_ratio}")
-        self.mode, self.ratios, self.min_bytes = check_mode(mode), ratios, min_bytes
-        self.simulator_calls = 0
+    mode: str = one_of(MODES, "joint")
+    max_swap_ratio: float | Sequence[float] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ratios = self.max_swap_ratio
+        self.ratios = [ratios] if isinstance(ratios, (int, float)) else list(ratios)
+        if not self.ratios or not all(0 <= ratio <= 1 for ratio in self.ratios):
+            raise ValueError(f"max_swap_ratio: expected numbers from 0 to 1, got {ratios}")
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Algorithm 3; raises Infeasible when neither swaps nor recomputation bring the plan within ``limit``."""
@@ -89,7 +89,7 @@ class TENSILE:
         for job, mine in zip(jobs, least, strict=True):
             left = limit - sum(least) + mine  # what the others leave
             engine = job.engine if left == limit else Engine(job.program, machine, left)
-            plans.append(finish(self, job.program, machine, left, engine, array(job.rows)))
+            plans.append(self.finish(engine, array(job.rows)))
             calls += self.simulator_calls
         self.simulator_calls = calls
         return tuple(plans)

@@ -222,7 +222,8 @@ class Schedule:
         """Section 4.4: the gaps at the peak that may be recomputed, each with 1 / MSPS, the best first."""
         released = {g.tensor for g in self.scheduled}
         fresh = [g for g in self._at_peak() if g.tensor not in released and ways_to_empty(self.program, g, "recompute")]
-        return sorted(((self._seconds_per_byte(gap), gap) for gap in fresh), key=lambda entry: entry[0])
+        cost = ((recompute_ns(self.program, gap) / self.nbytes(gap), gap) for gap in fresh)
+        return sorted(cost, key=lambda entry: entry[0])
 
     def drop(self, gap: Gap) -> bool:
         """Recomputes a tensor of the peak; False where that would not lower it."""
@@ -234,10 +235,6 @@ class Schedule:
         self.scheduled.add(gap)
         self.footprint = footprint
         return True
-
-    def _seconds_per_byte(self, gap: Gap) -> float:
-        """1 / MSPS."""
-        return recompute_ns(self.program, gap) / self.nbytes(gap)
 
     def _position(self, k: int, gap: Gap) -> int:
         """The position of kernel ``k`` of a gap, counted from the iteration in which the gap opens."""

@@ -43,7 +43,7 @@ class KernelTimes:
 
     def __init__(
         self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32], least: float, most: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._net, self._mean, self._scale, self._range = net, mean, scale, (least, most)
 
     @classmethod

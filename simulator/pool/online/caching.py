@@ -8,12 +8,7 @@
   large one. Otherwise the request keeps the whole block.
 - A freed block is merged with the free blocks before and after it in its segment (``try_merge_blocks``).
 
-Deviations (more in simulator/pool/README.md):
-
-1. Segments lie one after another, in order of time; the footprint is ``reserved_bytes``.
-2. ``pack``: memory is unlimited, so segments are never given back.
-3. One stream, no graphs; of PYTORCH_CUDA_ALLOC_CONF only ``expandable_segments`` is a choice, in ``serve``.
-4. ``steps``: each search, insertion and removal goes down a balanced tree of the m free blocks: binary digits of m.
+Deviations: simulator/pool/README.md. ``steps``: a search, insertion or removal goes down a tree of the m free blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """CnMem, NVIDIA's memory pool for CUDA (https://github.com/NVIDIA/cnmem, 2015, ``src/cnmem.cpp``): an online free list.
 
-The rival of SmartPool in Table I and Fig. 10 of "Efficient Memory Management for GPU-based Deep Learning Systems"
-(2020).
-
 - A request is rounded up to 512 bytes.
 - The free list is ordered by address. A malloc looks at all of it and takes the smallest piece that is large enough,
   of several the lowest; the rest of the piece stays in the list.
@@ -11,12 +8,7 @@ The rival of SmartPool in Table I and Fig. 10 of "Efficient Memory Management fo
 - If no piece is large enough, the pool grows by one cudaMalloc of the rounded request. Pieces of two cudaMallocs
   never merge, and nothing is given back before the pool is destroyed.
 
-Deviations (reasons in simulator/pool/README.md):
-
-1. The pool begins empty and grows; the original lets the user choose (``reserve_bytes``; 0 there: half of the GPU).
-2. cudaMallocs lie one after another, in order of time; the footprint is what the pool holds, or needs of its reserve.
-3. Memory is unlimited: no CNMEM_STATUS_OUT_OF_MEMORY, no stealing from another stream's manager; one stream.
-4. ``steps`` counts the list entries that are looked at, not the locks.
+Deviations: simulator/pool/README.md.
 """
 
 from __future__ import annotations

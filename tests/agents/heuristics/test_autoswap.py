@@ -14,9 +14,8 @@ from agents.heuristics.autoswap import (
     weighted_duration,
 )
 from agents.planner import Candidates
-from simulator import Gap, Kernel, Machine, Program, Swap, Tensor
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from simulator import Gap, Kernel, Program, Swap, Tensor
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def straight(gaps: list[tuple[int, int]], sizes: list[int], durations: list[int], workspaces: list[int]) -> Program:

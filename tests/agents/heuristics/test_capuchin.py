@@ -26,25 +26,16 @@ def overhead_ns(plan: Plan) -> int:
 w, a1, a2 = 0, 1, 2
 
 
-def test_free_time_is_what_the_transfers_leave() -> None:
+def test_free_times_lanes_and_overheads_by_hand() -> None:
     made = policy()
     assert made.gaps == [Gap(W, 0, 7), Gap(A1, 1, 6), Gap(A2, 2, 5)]
     # Back-access less swap-in time, less end of the evicted-access and swap-out time:
     # (100 - 10) - (10 + 10), (80 - 40) - (20 + 40), (60 - 40) - (30 + 40)
     assert made.free.tolist() == [70, -20, -50]
     assert list(made.can_swap) == [w, a1, a2]
-
-
-def test_a_lane_carries_one_transfer_at_a_time() -> None:
-    # Out: w 10-20, a1 20-60, then a2, evicted at 30, 60-100. In, from the last: w 90-100, a1 40-80, a2 0-40 where
-    # alone it would start at 20.
-    end, begin = policy().lanes([w, a1, a2])
-    assert end.tolist() == [20, 60, 100]
-    assert begin.tolist() == [90, 40, 0]
-
-
-def test_overhead_of_a_set_of_swaps() -> None:
-    made = policy()
+    # A lane carries one transfer at a time. Out: w 10-20, a1 20-60, then a2, evicted at 30, 60-100. In, from the last:
+    # w 90-100, a1 40-80, a2 0-40 where alone it would start at 20.
+    assert [lane.tolist() for lane in made.lanes([w, a1, a2])] == [[20, 60, 100], [90, 40, 0]]
     # w has left at 20, before f4 at 30, and need not start back before 90, after b4 has ended at 60.
     assert made.overhead([w]) == max(20 - 90, 20 - 30, 60 - 90)
     # a1 is out at 60, f4 would start at 30: 30 ns; its way back begins at 40, b4 ends at 60: 20 ns. The simulator

@@ -20,7 +20,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 def evaluator(limit: int = LIMIT) -> Evaluator:
     """The tiny program; a particle is a placement of a1 and one of a2."""
-    return Evaluator(PROGRAM, MACHINE, limit, [Gap(A1, 1, 6), Gap(A2, 2, 5)])
+    return Evaluator(Engine(PROGRAM, MACHINE, limit), [Gap(A1, 1, 6), Gap(A2, 2, 5)])
 
 
 def particles(*rows: tuple[int, ...]) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
     rng = np.random.default_rng(0)
     program = pyramid(8, 1)
     gaps = [f.gap for f in home.feature_maps(program, 1)]
-    one, together = (Evaluator(program, MACHINE, int(0.6 * program.peak_bytes), gaps) for _ in range(2))
+    one, together = (Evaluator(Engine(program, MACHINE, int(0.6 * program.peak_bytes)), gaps) for _ in range(2))
     x, leader, own = rng.integers(0, 3, (3, 40, len(gaps))).astype(np.int8)
     cost = one.evaluate(x)
     alone = [one.update(x[i : i + 1], cost[i : i + 1], leader[i : i + 1], own[i : i + 1]) for i in range(len(x))]
@@ -76,18 +76,15 @@ def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
     assert together.engine.calls == one.engine.calls - len(x)
 
 
-def test_a_tie_is_the_particles_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Evaluator, "evaluate", lambda self, x: np.array([[0, 7]] * len(x)))
-    x, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
-    assert x.tolist() == [[2, 1]]
-
-
-def test_over_the_limit_fewer_bytes_win() -> None:
-    # The peak, b4, takes 180 bytes; 140 with a1 away.
+def test_ties_and_particles_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The peak, b4, takes 180 bytes; 140 with a1 away. Over the limit fewer bytes win.
     cost = evaluator(100).evaluate(particles((0, 0), (1, 0)))
     assert cost.tolist() == [[80, NEVER], [40, NEVER]]
     x, _ = evaluator(100).update(particles((0, 0)), cost[:1], particles((1, 0)), particles((0, 0)))
     assert x.tolist() == [[1, 0]]
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self, x: np.array([[0, 7]] * len(x)))
+    x, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
+    assert x.tolist() == [[2, 1]]  # the particle's own
 
 
 def test_plan_of_the_tiny_program() -> None:
@@ -116,7 +113,7 @@ def test_the_best_of_all_placements(seed: int) -> None:
     limit = int(0.7 * program.peak_bytes)
     planner = agents.make("home", min_bytes=1, particles=40, seed=seed)
     found = Engine(program, MACHINE, limit).score(rows_of(planner.plan(program, MACHINE, limit).decisions))
-    everything = Evaluator(program, MACHINE, limit, [f.gap for f in home.feature_maps(program, 1)])
+    everything = Evaluator(Engine(program, MACHINE, limit), [f.gap for f in home.feature_maps(program, 1)])
     placements = particles(*itertools.product(range(3), repeat=len(everything.swaps)))
     assert len(placements) == 3**5  # the last output has no gap
     assert found.iteration_ns == everything.evaluate(placements)[:, 1].min() > program.ideal_ns

@@ -15,9 +15,8 @@ import pytest
 
 import agents
 from agents.heuristics.memonger import Stages, splits
-from simulator import Kernel, Machine, Program, Recompute, Tensor, simulate
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from simulator import Kernel, Program, Recompute, Tensor, simulate
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def chain(n: int) -> Program:
@@ -66,25 +65,20 @@ def test_memory_grows_with_the_square_root(n: int) -> None:
     assert simulate(program, plan, MACHINE, 2 * root * 10).overhead <= 1 / 3  # one forward pass at most
 
 
-def test_what_cannot_be_kept_or_run_again() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "change", "cuts", "budget", "dropped"),
+    [
+        ("m1", {}, [0, 1, 2, 3, 4, 5], 0, []),  # nothing crosses after the last
+        ("m3", {"recomputable": False}, [0, 1, 2, 3, 4, 5], 1000, [1, 2, 4, 5]),  # a3 is kept whatever the budget
+        ("t4", {"inputs": (7,)}, [0, 1, 3, 4, 5], 0, []),  # a3 is not read and dies in the forward pass
+        ("m4", {"outputs": (4, 3)}, [0, 1, 3, 4, 5], 0, [3]),  # a3 is overwritten: what m4 read is no longer there
+        ("m4", {"inputs": (3, 1)}, [0, 3, 4, 5], 0, [2, 3]),  # a skip connection from m1 crosses at m2 and m3
+    ],
+)
+def test_where_stages_end(kernel: str, change: dict, cuts: list[int], budget: int, dropped: list[int]) -> None:
     program = chain(6)
-    assert [s.kernel for s in splits(program, 1)] == [0, 1, 2, 3, 4, 5]  # nothing crosses after the last
-    # m3 cannot run twice: a3, and nothing else, is kept whatever the budget.
-    kernels = [replace(k, recomputable=k.name != "m3") for k in program.kernels]
-    assert [m.tensor for m in Stages(replace(program, kernels=tuple(kernels)), 1).divide(1000)[2]] == [1, 2, 4, 5]
-    # t4 does not read a3, which then dies in the forward pass: no split after m3.
-    kernels = [replace(k, inputs=k.inputs[1:]) if k.name == "t4" else k for k in program.kernels]
-    assert [s.kernel for s in splits(replace(program, kernels=tuple(kernels)), 1)] == [0, 1, 3, 4, 5]
-    # m4 overwrites a3: what m4 read is no longer there.
-    kernels = [replace(k, outputs=(4, 3)) if k.name == "m4" else k for k in program.kernels]
-    assert 2 not in [s.kernel for s in splits(replace(program, kernels=tuple(kernels)), 1)]
-
-
-def test_two_tensors_side_by_side_are_one_stage() -> None:
-    # The skip connection from m1 to m4 crosses at m2 and m3.
-    program = chain(6)
-    kernels = tuple(replace(k, inputs=(*k.inputs, 1)) if k.name == "m4" else k for k in program.kernels)
-    skip = replace(program, kernels=kernels)
-    assert [s.kernel for s in splits(skip, 1)] == [0, 3, 4, 5]
-    assert [m.tensor for m in Stages(skip, 1).divide(0)[2]] == [2, 3]
-    assert [s.kernel for s in splits(skip, 11)] == [0, 1, 2, 3, 4, 5]  # small ones stay and do not count
+    kernels = tuple(replace(k, **change) if k.name == kernel else k for k in program.kernels)
+    program = replace(program, kernels=kernels)
+    assert [s.kernel for s in splits(program, 1)] == cuts
+    assert [m.tensor for m in Stages(program, 1).divide(budget)[2]] == dropped
+    assert not change or len(splits(program, 11)) >= len(cuts)  # small ones stay and do not count

@@ -16,10 +16,9 @@ import agents
 from agents.heuristics.layers import feature_maps
 from agents.heuristics.memonger import splits
 from agents.heuristics.pytorch import Checkpoint, Partitioner, layer_ends
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
+from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor, simulate
 from tests import tiny
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def chain(

@@ -39,7 +39,7 @@ REACH: list[tuple[str, dict[str, object], Program, int]] = [
     ("checkpoint_sqrt", {}, test_pytorch.chain(9, h=100), 350),
     ("activation_budget", {}, test_pytorch.THREE, 30),  # test_the_budget_is_tuned_to_the_limit
     ("lp_round", {}, sandwich(), 100),  # as the floor proves
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "options", "program", "least"), REACH, ids=lambda v: v if isinstance(v, str) else "")

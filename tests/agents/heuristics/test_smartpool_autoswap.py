@@ -69,34 +69,32 @@ def test_a_lower_load_limit_keeps_blocks_apart() -> None:
     assert pack(tiny.PROGRAM, replace(plan, limit=160), tiny.MACHINE).footprint > 160
 
 
-def test_addresses_are_aligned_unless_told_otherwise() -> None:
-    program = straight([(0, 1), (1, 2)], [10, 10], [1] * 3, [0] * 3)
-    assert make().plan(program, MACHINE, 20).decisions == ()
-    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
-        make(align=True).plan(program, MACHINE, 1023)
-    assert make(align=True).plan(program, MACHINE, 1024).decisions == ()
+TWO = straight([(0, 1), (1, 2)], [10, 10], [1] * 3, [0] * 3)
+# By size: 7 at 0; the workspace of kernel 0, 4, at 7; 4 at 11; 2 at 7, between 7 and 4; the other 2 comes when 7 has
+# gone: first-fit puts it at 0, best-fit at 9, where 1, which still meets 7, would have had its place.
+HOLES = straight([(1, 4), (3, 5), (1, 4), (0, 2), (0, 4)], [1, 2, 2, 7, 4], [10] * 6, [4, 0, 0, 0, 0, 0])
 
 
-def test_the_pool_decides() -> None:
-    # By size: 7 at 0; the workspace of kernel 0, 4, at 7; 4 at 11; 2 at 7, between 7 and 4; the other 2 comes when 7
-    # has gone: first-fit puts it at 0, best-fit at 9, where 1, which still meets 7, would have had its place.
-    program = straight([(1, 4), (3, 5), (1, 4), (0, 2), (0, 4)], [1, 2, 2, 7, 4], [10] * 6, [4, 0, 0, 0, 0, 0])
-    assert program.peak_bytes == 15
-    assert make(min_bytes=100, pool="smartpool_first").plan(program, MACHINE, 15).decisions == ()
+@pytest.mark.parametrize(("program", "options", "least"), [
+    (TWO, {}, 20), (TWO, {"align": True}, 1024),
+    (HOLES, {"min_bytes": 100, "pool": "smartpool_first"}, HOLES.peak_bytes), (HOLES, {"min_bytes": 100}, 16),
+])  # fmt: skip
+def test_the_packing_decides_what_fits(program: Program, options: dict[str, object], least: int) -> None:
+    assert make(**options).plan(program, MACHINE, least).decisions == ()
     with pytest.raises(agents.Infeasible):
-        make(min_bytes=100).plan(program, MACHINE, 15)
-    assert make(min_bytes=100).plan(program, MACHINE, 16).decisions == ()
+        make(**options).plan(program, MACHINE, least - 1)
 
 
-def test_swap_ins_are_just_in_time_and_one_at_a_time() -> None:
-    # Kernels of 10 ns; 12 and 6 bytes are both due at kernel 5, at 50. Of two with one access the higher tensor
-    # comes later: 1 starts at 44, after kernel 3 has ended at 40; 0 must end by 44: it starts at 32, after kernel 2.
-    program = straight([(0, 5), (0, 5)], [12, 6], [10] * 6, [0] * 6)
+@pytest.mark.parametrize(("nbytes", "pinned"), [
+    # Kernels of 10 ns; 12 and 6 bytes are both due at kernel 5, at 50. Of two with one access the higher tensor comes
+    # later: 1 starts at 44, after kernel 3 has ended at 40; 0 must end by 44: it starts at 32, after kernel 2.
+    (12, [2, 3]),
+    (60, [0, 3]),  # cannot be in time: at once
+])  # fmt: skip
+def test_swap_ins_are_just_in_time_and_one_at_a_time(nbytes: int, pinned: list[int]) -> None:
+    program = straight([(0, 5), (0, 5)], [nbytes, 6], [10] * 6, [0] * 6)
     rows = np.array([(SWAP, 0, 0, 5, -1, -1), (SWAP, 1, 0, 5, -1, -1)])
-    assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == [2, 3]
-    # 60 bytes cannot be in time: at once.
-    program = straight([(0, 5), (0, 5)], [60, 6], [10] * 6, [0] * 6)
-    assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == [0, 3]
+    assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == pinned
 
 
 @pytest.mark.parametrize(("nbytes", "pinned"), [(5, 3), (15, 2), (25, 1)])

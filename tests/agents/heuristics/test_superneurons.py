@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import agents
 from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
-from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from simulator import Gap, Kernel, Program, Recompute, Swap, Tensor, simulate
 from simulator.modes import RECOMPUTED, SWAPPED
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Program:
@@ -67,17 +66,14 @@ def test_recency_is_that_of_the_last_use() -> None:
     assert agents.make("superneurons", min_bytes=1).plan(program, MACHINE, 20).decisions == (Swap(1, 1, 4),)
 
 
-def test_prefetch_is_issued_at_the_conv_layer_before() -> None:
-    assert prefetch(NET, Gap(1, 1, 10)) == 7  # the start of conv_backward, kernel 8
-    assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
-
-
 def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert segments(NET)[1:7] == [1, 1, 1, 2, 2, 3]
     assert max(layer_bytes(NET, k) for k in range(12)) == 22  # l_peak
     # Outputs of 10 each; kernels 8 and 9 touch 22 bytes, 10 and 20 of which are among them.
     assert segment_bytes(NET, [Gap(2, 2, 9)]) == 22
     assert segment_bytes(NET, [Gap(2, 2, 9), Gap(3, 3, 8)]) == 32
+    assert prefetch(NET, Gap(1, 1, 10)) == 7  # the start of conv_backward, kernel 8
+    assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
     planner = agents.make("superneurons", min_bytes=1)
     assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
     both = agents.make("superneurons", min_bytes=1, mode="recompute").plan(NET, MACHINE, 51).decisions

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import agents
 from agents.heuristics.tensile import TENSILE
-from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from simulator import Kernel, Program, Recompute, Swap, Tensor, simulate
+from tests.programs import BYTE_PER_NS
 from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
-
-BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list[int], peak: int) -> Program:
@@ -78,9 +79,6 @@ def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
     assert agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
     alone = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
     assert alone.decisions == (Recompute(A1, 1, 6),)
-
-
-def test_recomputation_goes_by_msps() -> None:
     # With f1 of 40 ns a1 saves 1 byte a nanosecond, a2 still 4.
     slower = PROGRAM.with_durations([40, *(k.duration_ns for k in PROGRAM.kernels[1:])])
     plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(slower, MACHINE, LIMIT)
@@ -120,19 +118,14 @@ def test_the_copy_on_the_host_serves_the_rest_of_the_accesses() -> None:
     assert agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50).decisions == plan.decisions[:1]
 
 
-def test_max_swap_ratio() -> None:
-    half = agents.make("tensile", min_bytes=1, max_swap_ratio=0.5)
-    assert {d.tensor for d in half.plan(TWO, BYTE_PER_NS, 70).decisions} == {0}
-    with pytest.raises(agents.Infeasible, match="70 bytes"):
-        half.plan(TWO, BYTE_PER_NS, 50)
-    with pytest.raises(agents.Infeasible, match="100 bytes"):
-        agents.make("tensile", min_bytes=1, max_swap_ratio=0.0).plan(TWO, BYTE_PER_NS, 70)
-
-
-def test_no_more_is_swapped_than_the_host_holds() -> None:
-    small = Machine("small host", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=29)
-    with pytest.raises(agents.Infeasible, match="80 bytes"):  # b alone
-        agents.make("tensile", min_bytes=1).plan(TWO, small, 70)
+@pytest.mark.parametrize(("ratio", "host", "swapped", "least"), [
+    (0.5, 10**9, {0}, 70), (0.0, 10**9, set(), 100), (1.0, 29, {1}, 80), (1.0, 10**9, {0, 1}, 50),
+])  # fmt: skip
+def test_the_ratio_and_the_host_bound_what_is_swapped(ratio: float, host: int, swapped: set, least: int) -> None:
+    planner, machine = TENSILE(min_bytes=1, max_swap_ratio=ratio), replace(BYTE_PER_NS, host_bytes=host)
+    assert {d.tensor for d in planner.plan(TWO, machine, least).decisions} == swapped
+    with pytest.raises(agents.Infeasible, match=f"{least} bytes"):
+        planner.plan(TWO, machine, least - 1)
 
 
 def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
@@ -165,6 +158,5 @@ def test_the_jobs_share_the_channel() -> None:
 
 
 def test_all_jobs_share_the_host() -> None:
-    small = Machine("small host", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=59)
-    first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], small, 150)
+    first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], replace(BYTE_PER_NS, host_bytes=59), 150)
     assert sorted(d.tensor for d in (*first.decisions, *second.decisions)) == [0, 1]  # 30 and 20 bytes

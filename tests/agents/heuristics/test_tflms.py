@@ -5,29 +5,25 @@ from __future__ import annotations
 import pytest
 
 import agents
-from agents.heuristics.tflms import least_tensors, rewrite
+from agents.heuristics.tflms import rewrite
 from simulator import Gap, Swap, simulate
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
-
-A1_GAP, A2_GAP = Gap(A1, 1, 6), Gap(A2, 2, 5)  # the feature maps that wait, in the order of their layers
 
 
 def test_n_tensors_count_from_the_input() -> None:
     # Loads 170 and 180 in kernels 3 and 4; a1 is away in 2 to 5, a2 in 3 and 4, 40 bytes each.
-    assert [least_tensors(PROGRAM, [A1_GAP, A2_GAP], limit) for limit in (180, 179, 140, 139, 110, 109)] == [
-        0, 1, 1, 2, 2, None,
-    ]  # fmt: skip
+    planner = agents.make("tflms", min_bytes=1)
+    limits = (180, 179, 140, 139, 110)
+    assert [len(planner.plan(PROGRAM, MACHINE, limit).decisions) for limit in limits] == [0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("lower_bound", "trigger"), [(1, 5), (2, 4), (3, 4), (100, 4)])
-def test_the_control_dependency_is_a_backward_kernel_at_that_distance(lower_bound: int, trigger: int) -> None:
+@pytest.mark.parametrize(("gap", "lower_bound", "trigger"), [
     # b2 (6) consumes a1; the backward pass starts with b4 (4).
-    assert rewrite(PROGRAM, [A1_GAP], lower_bound).tolist() == [[0, A1, 1, 6, trigger, -1]]
-
-
-def test_first_backward_kernel_as_consumer() -> None:
-    # No backward kernel comes before b4: the swap-in waits for f4 (3), the last one before it.
-    assert rewrite(PROGRAM, [Gap(A2, 1, 4)], 2).tolist() == [[0, A2, 1, 4, 3, -1]]
+    *((Gap(A1, 1, 6), bound, kernel) for bound, kernel in ((1, 5), (2, 4), (3, 4), (100, 4))),
+    (Gap(A2, 1, 4), 2, 3),  # no backward kernel comes before b4: the swap-in waits for f4 (3), the last one before it
+])  # fmt: skip
+def test_the_control_dependency_is_a_backward_kernel_at_that_distance(gap: Gap, lower_bound: int, trigger: int) -> None:
+    assert rewrite(PROGRAM, [gap], lower_bound).tolist() == [[0, *gap, trigger, -1]]
 
 
 def test_lower_bound_is_tuned() -> None:

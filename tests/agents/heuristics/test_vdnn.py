@@ -8,11 +8,11 @@ import pytest
 
 import agents
 from agents.heuristics.vdnn import offloads, prefetches
-from simulator import Gap, Kernel, Machine, Program, Swap, Tensor, simulate
+from simulator import Gap, Kernel, Program, Swap, Tensor, simulate
 from simulator.program import KernelKind
 from simulator.timeline import Breakdown
+from tests.programs import BYTE_PER_NS as MACHINE
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 PLENTY = 1000
 
 # Every kernel takes 10 ns. A1 waits from k1 to k6, A2 from k2 to k5; A3 and A4 are used again at once.
@@ -70,19 +70,11 @@ def test_all_offloads_every_input_and_waits() -> None:
     assert timeline.breakdown == Breakdown(80, 0, 30, 30, 40)
 
 
-def test_conv_offloads_for_conv_layers_only() -> None:
-    assert plan("conv", PLENTY).decisions == (ALL[1],)
-
-
 def test_nobody_waits_without_sync() -> None:
     loose = plan("all", PLENTY, sync=False)
     assert loose.decisions == tuple(replace(d, sync=False) for d in ALL)
     # a1 leaves [10, 50), a2 [50, 60), beside k1 … k4; a2 returns [60, 70) for k5 and then a1 [70, 110) for k6.
     assert simulate(NETWORK, loose, MACHINE, PLENTY, iterations=1).iteration_ns == 130
-
-
-def test_static_policies_do_not_look_at_the_limit() -> None:
-    assert [plan("all", limit).decisions for limit in (70, 105, PLENTY)] == [ALL] * 3
 
 
 def test_the_search_for_a_prefetch_ends_at_a_conv_layer() -> None:
@@ -122,17 +114,15 @@ def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
     assert offloads(program, "conv", 1) == []
 
 
-@pytest.mark.parametrize(
-    ("limit", "decisions", "iteration_ns"),
-    [
-        (105, (), 80),  # the peak: nothing need leave
-        # conv: a2 leaves [20, 30); beside k4 (95) there is no room for it, so that k5 waits [50, 60).
-        # all takes 140, as above.
-        (100, ALL[1:], 90),
-        (94, ALL, 140),
-    ],
-)
-def test_dyn_takes_the_fastest_that_fits(limit: int, decisions: tuple[Swap, ...], iteration_ns: int) -> None:
-    made = plan("dyn", limit)
+@pytest.mark.parametrize(("policy", "limit", "decisions", "iteration_ns"), [
+    ("all", 94, ALL, 140), ("all", 105, ALL, 140),  # static policies do not look at the limit
+    ("conv", PLENTY, ALL[1:], 80),
+    ("dyn", 105, (), 80),  # the peak: nothing need leave
+    # conv: a2 leaves [20, 30); beside k4 (95) there is no room for it, so that k5 waits [50, 60). all: as above.
+    ("dyn", 100, ALL[1:], 90),
+    ("dyn", 94, ALL, 140),
+])  # fmt: skip
+def test_policies(policy: str, limit: int, decisions: tuple[Swap, ...], iteration_ns: int) -> None:
+    made = plan(policy, limit)
     assert made.decisions == decisions
     assert simulate(NETWORK, made, MACHINE, limit, iterations=1).iteration_ns == iteration_ns

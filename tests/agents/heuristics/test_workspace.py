@@ -139,9 +139,6 @@ def test_the_relaxed_program_has_the_floor(data: st.DataObject) -> None:
     assert bound.iteration_ns <= timeline.iteration_ns
 
 
-# ------------------------------------------------------------------------------------------ planners
-
-
 def network(layers: int = 6) -> Program:
     """Convolutions, forward and backward, of 4 ns in 30 bytes, or of 10 ns without; outputs of 20 bytes."""
     tensors = [Tensor("x", 1, "input", True), *(Tensor(f"y{i}", 20) for i in range(layers))]

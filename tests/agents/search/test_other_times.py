@@ -71,9 +71,6 @@ def test_an_error_out_of_range(kernel: float, step: float) -> None:
         TimesError(kernel, step)
 
 
-# ------------------------------------------------------------------------------- plans for faster kernels
-
-
 def test_kernels_that_are_faster_hide_less() -> None:
     program, machine, limit = just_hidden()
     hidden = Plan.of(program, (Swap(1, 1, 5),))

@@ -13,15 +13,15 @@ import agents
 from agents.search import rerun_search
 from agents.search.rerun_moves import FREE, anneal, counting, nodes_of, tables
 from agents.search.rerun_search import least_bytes, rows
-from simulator import Kernel, Machine, Plan, PlanError, Program, Rerun, Tensor, simulate
+from simulator import Kernel, Plan, PlanError, Program, Rerun, Tensor, simulate
 from simulator.compiled.encoding import decisions_of
 from simulator.schedule import lower
 from tests.agents.search.stepwise import ticking
 from tests.agents.search.test_search import pyramid
 from tests.oracle.enumeration import rerun_plans
+from tests.programs import BYTE_PER_NS as MACHINE
 from tests.strategies import programs
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 DATA = Path(__file__).parents[2] / "data" / "checkmate"
 
 

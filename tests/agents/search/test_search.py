@@ -10,19 +10,16 @@ import pytest
 import agents
 from agents.floor import floor
 from agents.heuristics.autoswap import SCORES
-from agents.planner import Rows
 from agents.search import annealing, local_search
-from agents.search.annealing import everything
-from simulator import Kernel, Machine, Program, Tensor, simulate
+from simulator import Kernel, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
-from simulator.compiled.engine import NEVER, Engine, Score, rows_of
+from simulator.compiled.engine import NEVER, Engine, rows_of
 from simulator.modes import KEPT, MODES, SWAPPED
 from simulator.moves.moves import Moves
 from tests import tiny
-from tests.agents.search.stepwise import anneal, ticking
+from tests.agents.search.stepwise import ticking
 from tests.oracle import enumeration
-
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def pyramid(layers: int, seed: int) -> Program:
@@ -140,33 +137,6 @@ def test_moves_keep_the_residency(mode: str) -> None:
     wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
     assert kinds >= wanted.get(mode, wanted["swap"] | wanted["recompute"])
     assert shifted or mode == "recompute"
-
-
-class Uncut(Engine):
-    """Simulates every plan to its end, and counts those that have one."""
-
-    ended = 0
-    cut = False
-
-    def score(self, rows: Rows, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Score:
-        found = super().score(rows, limit_until, cutoff_ns if self.cut else NEVER)
-        self.ended += found.feasible
-        return found
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_cutoff_changes_nothing(mode: str) -> None:
-    """The same plans are proposed and accepted, with fewer of them simulated to their end."""
-    program = pyramid(12, 0)
-    limit = int(0.7 * program.peak_bytes)
-    left, ended = [], []
-    for cut in (True, False):
-        moves, engine = Moves(program, limit, mode, 1, seed=0), Uncut(program, MACHINE, limit)
-        engine.cut = cut
-        best, best_ns = anneal(moves, engine, everything(program, mode, 1), 10**9, 400, 3e-2, 3e-4, seed=0)
-        left.append((best.tolist(), best_ns, engine.calls, moves.plan().tolist(), moves._rng.tolist()))
-        ended.append(engine.ended)
-    assert left[0] == left[1] and ended[0] < ended[1]
 
 
 def test_weights_decide_what_is_picked() -> None:

@@ -39,8 +39,6 @@ def rows(buffers: Buffers) -> list[tuple[str, int, int, int]]:
     return list(zip(buffers.ids, *columns, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------- CSV
-
 EXAMPLE = [("b1", 0, 3, 4), ("b2", 3, 9, 4), ("b3", 0, 9, 4), ("b4", 9, 21, 4), ("b5", 0, 21, 4)]
 
 
@@ -87,8 +85,6 @@ def test_solution_and_back(tmp_path: Path) -> None:
     assert int((offsets + again.intervals.nbytes).max()) == packing.footprint
 
 
-# ------------------------------------------------------------------------------------------------------------ logs
-
 LOG = """
 # ID is an address here
 malloc 0xff00 9   # the parameter
@@ -121,9 +117,6 @@ def test_log_in_which_nothing_repeats(write: Write) -> None:
     assert rows(load(path)) == [("5@0", 0, 2, 8), ("6", 1, 4, 3), ("5@3", 3, 5, 16)]
     with pytest.raises(FormatError, match=r"trace.txt: no iteration: after the set-up, no two consecutive"):
         load(path, iteration=True)
-
-
-# ------------------------------------------------------------------------------------------------------- snapshots
 
 
 def event(action: str, addr: int, size: int) -> dict[str, Any]:
@@ -231,9 +224,6 @@ def test_a_malicious_pickle_is_refused(
     assert not (tmp_path / "evil").exists()
     pickle.loads(raw)  # it would have
     assert (tmp_path / "evil").exists()
-
-
-# ------------------------------------------------------------------------------------------------------- programs
 
 
 @pytest.mark.parametrize("name", ["tiny.json", "tiny.json.gz"])

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from experiments.benchmark.packing import perfect, scattered
+from simulator.compiled.encoding import NEVER
 from simulator.pool import Intervals, Packing, optimal, portfolio, smartpool
 from simulator.pool.files import load
 from simulator.pool.skyline import FITS
@@ -33,9 +34,6 @@ EVERY = pytest.mark.parametrize("name", PACKERS)
 # SmartPool: 3 and 3 lie at 0, the first 2 on the one, the second 2 meets it and the other 3, so that nothing is left
 # below 5. The load is 5: with the second 2 at 0 and the other 3 at 2 there is room.
 FRAGMENT = table([(0, 2, 3), (1, 4, 2), (3, 6, 2), (4, 6, 3)])
-
-
-# ------------------------------------------------------------------------------------------------ all of them
 
 
 def right(blocks: Intervals, packing: Packing, alignment: int = 1) -> None:
@@ -98,39 +96,25 @@ def test_twenty_thousand_blocks(name: str, ratio: float) -> None:
     assert 1 <= (portfolio.pack(blocks, work=0) if name == "portfolio" else PACKERS[name](blocks)).ratio(blocks) < ratio
 
 
-# -------------------------------------------------------------------------------------------------- SmartPool
+# By size: 10 lies at 0; 8 meets it and lies on it, at 10; 4 meets both: 18; 3 meets all three: 22. When 2 comes, 10 and
+# 4 have gone: the holes are [0, 10) and [18, 22).
+LADDER = [(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)]
 
 
-def test_best_fit_takes_the_smallest_hole_first_fit_the_lowest() -> None:
-    # By size: 10 lies at 0; 8 meets it and lies on it, at 10; 4 meets both: 18; 3 meets all three: 22. When 2
-    # comes, 10 and 4 have gone: the holes are [0, 10) and [18, 22).
-    blocks = table([(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)])
-    assert smartpool.pack(blocks, fit="best").offsets.tolist() == [0, 10, 18, 22, 18]
-    assert smartpool.pack(blocks, fit="first").offsets.tolist() == [0, 10, 18, 22, 0]
-    assert smartpool.pack(blocks).footprint == blocks.peak_bytes == 25
-
-
-def test_the_largest_block_is_placed_first() -> None:
+@pytest.mark.parametrize(("rows", "period", "alignment", "fit", "offsets"), [
+    (LADDER, NEVER, 1, "best", [0, 10, 18, 22, 18]), (LADDER, NEVER, 1, "first", [0, 10, 18, 22, 0]),
     # In the order of mallocs the small one would lie at 0 and both large ones on it; so it lies on them.
-    assert smartpool.pack(table([(0, 3, 1), (0, 1, 6), (2, 3, 5)])).offsets.tolist() == [6, 0, 0]
-
-
-def test_time_is_a_circle() -> None:
-    # Of a period of 10, [8, 12) meets [1, 3) and [9, 10), but not [2, 8).
-    blocks = table([(8, 12, 4), (1, 3, 4), (9, 10, 4), (2, 8, 4)], period=10)
-    assert blocks.peak_bytes == 8
-    assert overlaps(blocks, np.zeros(4, np.int64)) == [(0, 1), (0, 2), (1, 3)]
-    assert smartpool.pack(blocks).offsets.tolist() == [4, 0, 0, 4]  # by malloc: [1, 3), [2, 8), [8, 12), [9, 10)
-    assert overlaps(table([(8, 12, 4), (1, 3, 4)]), np.zeros(2, np.int64)) == []  # without a period
-
-
-def test_sizes_are_rounded_up_to_the_alignment() -> None:
-    blocks = table([(0, 2, 5), (1, 3, 9), (1, 2, 8)])
-    packing = smartpool.pack(blocks, alignment=8)
-    assert (packing.offsets.tolist(), packing.footprint) == ([16, 0, 24], 32)
-
-
-# -------------------------------------------------------------------------------------------------- portfolio
+    ([(0, 3, 1), (0, 1, 6), (2, 3, 5)], NEVER, 1, "best", [6, 0, 0]),
+    # Of a period of 10, [8, 12) meets [1, 3) and [9, 10), but not [2, 8). By malloc: [1, 3), [2, 8), [8, 12), [9, 10).
+    ([(8, 12, 4), (1, 3, 4), (9, 10, 4), (2, 8, 4)], 10, 1, "best", [4, 0, 0, 4]),
+    ([(8, 12, 4), (1, 3, 4)], NEVER, 1, "best", [0, 0]),
+    ([(0, 2, 5), (1, 3, 9), (1, 2, 8)], NEVER, 8, "best", [16, 0, 24]),
+])  # fmt: skip
+def test_smartpool_by_hand(rows: list, period: int, alignment: int, fit: str, offsets: list[int]) -> None:
+    blocks = table(rows, period=period)
+    packing = smartpool.pack(blocks, alignment, fit)
+    right(blocks, packing, alignment)
+    assert packing.offsets.tolist() == offsets
 
 
 @pytest.mark.parametrize(("name", "limit"), [("A", 1.06), pytest.param("K", 1.12, marks=pytest.mark.nightly)])
@@ -164,9 +148,6 @@ def test_offsets_that_leave_no_bits_for_blocks() -> None:
     big = 1 << 60
     blocks = table([(0, 2, big), (1, 4, big + 1), (3, 6, big), (4, 6, 2 * big + 1), (5, 7, 1)])
     assert overlaps(blocks, portfolio.pack(blocks, work=1_000_000).offsets) == []
-
-
-# ------------------------------------------------------------------------------------------- the exact search
 
 
 def least_footprint(blocks: Intervals) -> int:

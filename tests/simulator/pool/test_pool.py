@@ -28,9 +28,6 @@ def in_ns(lives: Lifetimes, iteration_ns: int) -> list[tuple[int, int, int]]:
     return sorted((t, times[a], times[b]) for t, a, b in zip(lives.owner.tolist(), lower, upper, strict=True))
 
 
-# ------------------------------------------------------------------------------------------- lifetimes
-
-
 def test_lifetimes_of_a_program() -> None:
     lives = program_lifetimes(tiny.PROGRAM)
     # Kernels f1 f2 f3 f4 b4 b3 b2 b1 are 0 to 7; see the table of reads and writes in tiny.py.
@@ -41,19 +38,14 @@ def test_lifetimes_of_a_program() -> None:
     assert lives.intervals.peak_bytes == tiny.PROGRAM.peak_bytes
 
 
-def test_lifetimes_under_a_swap() -> None:
-    timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
-    lives = timeline_lifetimes(timeline)
+def test_lifetimes_under_a_plan() -> None:
+    lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT))
     # a1 leaves from 20 to 60 and comes back from 90 on; f4 starts at 60. The drawing is in tiny.py.
     assert in_ns(lives, 170) == [
         (W, 0, 170), (A1, 0, 60), (A1, 90, 170), (A2, 10, 150), (A3, 20, 110), (A4, 60, 90),
         (G4, 70, 110), (G3, 90, 150), (G2, 130, 170),
     ]  # fmt: skip
-
-
-def test_lifetimes_under_recomputation() -> None:
-    timeline = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
-    lives = timeline_lifetimes(timeline)
+    lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT))
     # f2 ends at 20 and drops a1; f1 runs again from 80 to 90, then b2 to 110 and b1 to 130.
     assert [b for b in in_ns(lives, 130) if b[0] == A1] == [(A1, 0, 20), (A1, 80, 130)]
     assert lives.intervals.peak_bytes == 140  # a2 a3 a4 w g4 in b4

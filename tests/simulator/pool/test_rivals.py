@@ -24,39 +24,28 @@ def in_units(packing: Packing, unit: int) -> tuple[list[float], float]:
     return (packing.offsets / unit).tolist(), packing.footprint / unit
 
 
-# ------------------------------------------------------------------------------------- where they differ
-
 # (lower, upper, KB): a 4, b 1, c 2 and d 1 lie side by side at 0, 4, 5 and 7. Then a and c go, e 2 and f 1 come.
 HOLES = table([(0, 2, 4 * KB), (0, 9, KB), (0, 3, 2 * KB), (0, 9, KB), (3, 9, 2 * KB), (3, 9, KB)])
 
 
-def test_cnmem_takes_the_smallest_piece() -> None:
-    # Free: [0, 4), [5, 7) and what is above 8. e fits c's place just so; f takes the smaller of the other two.
-    packing = cnmem.pack(HOLES, reserve_bytes=None)
-    assert in_units(packing, KB) == ([0, 4, 5, 7, 5, 0], 8)
+# Free in the order b (middle), a, c: then all of [0, 6) is one piece, and d takes it.
+MERGED = table([(0, 2, 2 * KB), (0, 1, 2 * KB), (0, 3, 2 * KB), (3, 4, 6 * KB)])
+
+
+@pytest.mark.parametrize(("packing", "offsets", "footprint", "calls"), [
+    # CnMem: free are [0, 4), [5, 7) and what is above 8. e fits c's place; f takes the smaller of the other two.
     # Of 10 KB the piece above 8 has 2: as many as [5, 7), which is lower, and fewer than [0, 4).
-    assert in_units(cnmem.pack(HOLES, reserve_bytes=10 * KB), KB) == ([0, 4, 5, 7, 5, 8], 10)
-
-
-def test_superneurons_takes_the_first_node() -> None:
-    assert in_units(heap.pack(HOLES), KB) == ([0, 4, 5, 7, 0, 2], 8)
-
-
-def test_cudamalloc_takes_what_it_needs_and_no_address_twice() -> None:
-    packing = cudamalloc.pack(HOLES)
-    assert packing.offsets.tolist() == [0, 4 * KB, 5 * KB, 7 * KB, 8 * KB, 10 * KB]
-    assert packing.footprint == HOLES.peak_bytes == 8 * KB
-    assert (packing.driver_mallocs, packing.driver_frees, packing.steps, packing.proven) == (6, 6, 0, True)
-
-
-def test_caching_takes_one_segment() -> None:
-    # As CnMem, from a small segment of 2 MiB.
-    packing = caching.pack(HOLES)
-    assert (packing.offsets // KB).tolist() == [0, 4, 5, 7, 5, 0]
-    assert (packing.footprint, packing.driver_mallocs, packing.driver_frees) == (2 * MB, 1, 0)
-
-
-# ------------------------------------------------------------------------------------------------- CnMem
+    (cnmem.pack(HOLES, None), [0, 4, 5, 7, 5, 0], 8, (1, 0)),
+    (cnmem.pack(HOLES, 10 * KB), [0, 4, 5, 7, 5, 8], 10, (1, 0)),
+    (cnmem.pack(MERGED, 6 * KB), [0, 2, 4, 0], 6, (1, 0)),
+    (heap.pack(HOLES), [0, 4, 5, 7, 0, 2], 8, (1, 0)),  # the first node
+    (heap.pack(MERGED), [0, 2, 4, 0], 6, (1, 0)),
+    (cudamalloc.pack(HOLES), [0, 4, 5, 7, 8, 10], 8, (6, 6)),  # what it needs, and no address twice
+    (caching.pack(HOLES), [0, 4, 5, 7, 5, 0], 2 * KB, (1, 0)),  # as CnMem, from a small segment of 2 MiB
+])  # fmt: skip
+def test_where_blocks_go(packing: Packing, offsets: list[int], footprint: int, calls: tuple[int, int]) -> None:
+    assert in_units(packing, KB) == (offsets, footprint)
+    assert (packing.driver_mallocs, packing.driver_frees) == calls
 
 
 def test_cnmem_does_not_merge_what_it_got_from_two_cudamallocs() -> None:
@@ -69,16 +58,6 @@ def test_cnmem_does_not_merge_what_it_got_from_two_cudamallocs() -> None:
     whole = cnmem.pack(blocks, reserve_bytes=4 * KB - 1)  # rounded up to 4 KB
     assert in_units(whole, KB) == ([0, 2, 0], 4)
     assert whole.driver_mallocs == cnmem.pack(blocks, reserve_bytes=None).driver_mallocs == 1
-
-
-def test_cnmem_merges_on_both_sides() -> None:
-    # Free in the order b (middle), a, c: then all of [0, 6) is one piece, and d takes it.
-    blocks = table([(0, 2, 2 * KB), (0, 1, 2 * KB), (0, 3, 2 * KB), (3, 4, 6 * KB)])
-    assert in_units(cnmem.pack(blocks, 6 * KB), KB) == ([0, 2, 4, 0], 6)
-    assert in_units(heap.pack(blocks), KB) == ([0, 2, 4, 0], 6)
-
-
-# ------------------------------------------------------------------------------------ PyTorch's allocator
 
 
 @pytest.mark.parametrize(
@@ -122,8 +101,6 @@ def test_caching_merges_within_a_segment_only() -> None:
     blocks = table([(0, 1, 12 * MB), (0, 1, 12 * MB), (1, 2, 20 * MB), (2, 3, 12 * MB)])
     assert in_units(caching.pack(blocks), MB) == ([0, 12, 24, 0], 44)  # the lowest of the two smallest
 
-
-# ---------------------------------------------------------------------------------------- random blocks
 
 lives = st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20), st.integers(0, 6)), max_size=25)
 units = st.sampled_from([1, 300, 1024, MB // 2, 3 * MB])
@@ -173,20 +150,6 @@ def test_a_circle_is_unrolled(found: list, name: str) -> None:
     assert len(blocks) >= len(circle)
 
 
-@pytest.mark.nightly
-def test_sixty_thousand_blocks() -> None:
-    rng = np.random.default_rng(0)
-    lower = rng.integers(0, 20_000, 20_000)
-    nbytes = rng.integers(1, 10**8, 20_000)
-    circle = Intervals(lower, lower + rng.integers(1, 2_000, 20_000), nbytes, period=22_000)
-    for name in ONLINE:
-        blocks, packing = run(name, circle)
-        assert len(blocks) >= 60_000 and 1 <= packing.ratio(blocks) < 1.15
-
-
-# ------------------------------------------------------------------------------------------ run and times
-
-
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_run_by_name(name: str) -> None:
     circle = table([(0, 1, 600), (1, 2, 600), (0, 2, 100)], period=2)
@@ -229,27 +192,24 @@ def test_time_of_an_iteration() -> None:
     assert allocation_ns("superneurons", circle, DRIVER) == 2 * (1 + 1 + 1) * STEP_NS
 
 
-def test_caching_gives_cached_segments_back_before_it_fails() -> None:
-    """12 MiB and 14 MiB, one after the other: two segments, of which one is given back where there is no room."""
-    one_by_one = Intervals(np.array([0, 2]), np.array([1, 3]), np.array([12 << 20, 14 << 20]))
-    assert caching.serve(one_by_one) == (26 << 20, True)
-    assert caching.serve(one_by_one, 14 << 20) == (14 << 20, True)
-    assert caching.serve(one_by_one, (14 << 20) - 1)[1] is False
-    at_once = Intervals(np.array([0, 1]), np.array([2, 3]), np.array([12 << 20, 14 << 20]))
-    assert caching.serve(at_once, 26 << 20) == (26 << 20, True) and not caching.serve(at_once, 25 << 20)[1]
-    # A segment of which a part is in use stays: 1.5 MiB of 20 MiB.
-    part = Intervals(np.array([0, 1]), np.array([3, 2]), np.array([3 << 19, 20 << 20]))
-    assert not caching.serve(part, 39 << 20)[1] and caching.serve(part, 40 << 20)[1]
+ONE_BY_ONE = table([(0, 1, 12 * MB), (2, 3, 14 * MB)])
+PART = table([(0, 3, 3 * MB // 2), (1, 2, 20 * MB)])
+GROWN = table([(0, 1, 30 * MB), (2, 3, 50 * MB)])
 
 
-def test_expandable_segments_grow_at_their_end() -> None:
-    """30 MiB, given back, then 50 MiB: 40 MiB mapped, and 20 more behind them; by default two segments."""
-    blocks = Intervals(np.array([0, 2]), np.array([1, 3]), np.array([30 << 20, 50 << 20]))
-    assert caching.serve(blocks, expandable=True) == (60 << 20, True)
-    assert caching.serve(blocks)[0] == 80 << 20
-    assert not caching.serve(blocks, 59 << 20, expandable=True)[1]
-    small = Intervals(np.array([0, 1]), np.array([3, 2]), np.array([1 << 20, 3 << 19]))  # of two pools
-    assert caching.serve(small, expandable=True)[0] == (2 << 20) + (20 << 20)
+@pytest.mark.parametrize(("blocks", "limit", "expandable", "reserved"), [
+    # Two segments, of which one is given back where there is no room.
+    (ONE_BY_ONE, None, False, 26 * MB), (ONE_BY_ONE, 14 * MB, False, 14 * MB), (ONE_BY_ONE, 14 * MB - 1, False, None),
+    (table([(0, 2, 12 * MB), (1, 3, 14 * MB)]), 26 * MB, False, 26 * MB),
+    (table([(0, 2, 12 * MB), (1, 3, 14 * MB)]), 25 * MB, False, None),
+    (PART, 40 * MB, False, 40 * MB), (PART, 39 * MB, False, None),  # a segment stays of which a part is in use
+    # 30 MiB, given back, then 50: 40 MiB mapped, and 20 more behind them; by default two segments.
+    (GROWN, None, True, 60 * MB), (GROWN, None, False, 80 * MB), (GROWN, 59 * MB, True, None),
+    (table([(0, 3, MB), (1, 2, 3 * MB // 2)]), None, True, 22 * MB),  # of two pools
+])  # fmt: skip
+def test_caching_under_a_limit(blocks: Intervals, limit: int | None, expandable: bool, reserved: int | None) -> None:
+    found, served = caching.serve(blocks, limit, expandable)
+    assert served == (reserved is not None) and (not served or found == reserved)
 
 
 @given(lives)

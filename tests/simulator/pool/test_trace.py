@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,8 +14,6 @@ from simulator import Program
 from simulator.pool import program_lifetimes, smartpool
 from simulator.pool.trace import FREE, MALLOC, Iteration, NoIteration, Stream, StreamError, detect
 from tests.strategies import programs
-
-Rows = list[tuple[str, object, int]]
 
 
 def stream(text: str) -> Stream:
@@ -45,54 +44,36 @@ def replay(recorded: Stream, found: Iteration) -> None:
             assert all(end <= begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
 
 
-# ------------------------------------------------------------------------------------------------------ by hand
+FIRST, MIDDLE, LAST = (f"+a4 <w >a +b6 <a >b -a <b {how}>m >w -b " for how in ("+m9 ", "", "+p1 >p -p "))
 
 
-def test_what_is_found() -> None:
-    # The set-up is operations 0 and 1. An iteration is 6 operations; its blocks lie at other ids each time.
-    recorded = stream(
-        "+w9 +v7  "
-        "+a4 <w >a +b8 -a -b  "
-        "+c4 <w >c +a8 -c -a  "
-        "+b4 <w >b +c8 -b -c"
-    )  # fmt: skip
-    found = detect(recorded)
-    assert (found.begin, found.length, found.repetitions) == (2, 6, 3)
-    # w and v stay; a is held from operation 0 to 4, b from 3 to 5.
-    assert blocks(found) == [(0, 6, 9), (0, 6, 7), (0, 4, 4), (3, 5, 8)]
-    assert found.source.tolist() == [0, 1, 2, 5]
-    assert found.block.tolist() == [2, 0, 2, 3, 2, 3]
-    assert found.intervals.peak_bytes == 9 + 7 + 4 + 8
-    replay(recorded, found)
-
-
-def test_a_block_that_stays_over_the_boundary() -> None:
+@pytest.mark.parametrize(("text", "where", "held", "block"), [
+    # The set-up is operations 0 and 1. An iteration is 6 operations; its blocks lie at other ids each time. w and v
+    # stay; a is held from operation 0 to 4, b from 3 to 5.
+    ("+w9 +v7  +a4 <w >a +b8 -a -b  +c4 <w >c +a8 -c -a  +b4 <w >b +c8 -b -c", (2, 6, 3),
+     [(0, 6, 9), (0, 6, 7), (0, 4, 4), (3, 5, 8)], [2, 0, 2, 3, 2, 3]),
     # Of 4 operations, a and c are held from 0 to 3, b and d from 2 to operation 1 of the next iteration. The first
     # iteration (operations 1 to 3) has nothing to free yet, and what it frees it malloc'ed 2 and not 3 operations ago.
-    recorded = stream("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a")
-    found = detect(recorded)
-    assert (found.begin, found.length, found.repetitions) == (4, 4, 2)
-    assert blocks(found) == [(0, 4, 9), (0, 3, 4), (2, 5, 8)]
-    assert found.source.tolist() == [0, 4, 6]
-    assert found.block.tolist() == [1, 2, 2, 1]  # b, malloc'ed before, is what d is one iteration later
-    assert found.intervals.peak_bytes == 9 + 4 + 8
-    replay(recorded, found)
+    # b, malloc'ed before, is what d is one iteration later.
+    ("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a", (4, 4, 2), [(0, 4, 9), (0, 3, 4), (2, 5, 8)], [1, 2, 2, 1]),
     # With one more iteration, the begin is moved to where c alone is held: before "+d8", operation 6.
-    found = detect(stream("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c"))
-    assert (found.begin, found.length, found.repetitions) == (6, 4, 2)
-    assert blocks(found) == [(0, 4, 9), (0, 3, 8), (2, 5, 4)]
-
-
-def test_a_changed_first_and_last_iteration() -> None:
-    # The first iteration makes the momentum m, the last one prints the loss (p).
-    middle = "+a4 <w >a +b6 <a >b -a <b >m >w -b "
-    first = "+a4 <w >a +b6 <a >b -a <b +m9 >m >w -b "
-    last = "+a4 <w >a +b6 <a >b -a <b +p1 >p -p >m >w -b "
-    found = detect(stream("+w9 " + first + 3 * middle + last))
-    # 1 operation of set-up, 12 of the first: the longest part goes from ">m >w -b" of the first, operations 10 to 12,
-    # to "<b" of the last, and of its starts that leave two repetitions, 13 is where w and m alone are held.
-    assert (found.begin, found.length, found.repetitions) == (13, 11, 3)
-    assert blocks(found) == [(0, 11, 9), (0, 11, 9), (0, 6, 4), (3, 10, 6)]
+    ("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c", (6, 4, 2),
+     [(0, 4, 9), (0, 3, 8), (2, 5, 4)], None),
+    # The first iteration makes the momentum m, the last one prints the loss (p): 1 operation of set-up, 12 of it;
+    # the longest part goes from ">m >w -b" of the first, operations 10 to 12, to "<b" of the last, and of its starts
+    # that leave two repetitions, 13 is where w and m alone are held.
+    ("+w9 " + FIRST + 3 * MIDDLE + LAST, (13, 11, 3), [(0, 11, 9), (0, 11, 9), (0, 6, 4), (3, 10, 6)], None),
+    # Operations 0 to 11 equal the 6 before or after them but for ids, yet x, operation 5, is freed by none of them.
+    # Operations 6 to 15 repeat every 5.
+    ("+a2 -a +b2 >b -b +x2 +c2 -c +d2 >d -d +e2 -e +f2 >f -f", (6, 5, 2), [(0, 5, 2), (0, 1, 2), (2, 4, 2)], None),
+])  # fmt: skip
+def test_what_is_found(text: str, where: tuple, held: list, block: list[int] | None) -> None:
+    recorded = stream(text)
+    found = detect(recorded)
+    assert (found.begin, found.length, found.repetitions) == where and blocks(found) == held
+    assert found.source.tolist() == sorted(found.source.tolist())
+    assert block is None or found.block.tolist() == block
+    replay(recorded, found)
 
 
 MICRO, STEP = "+a4 <w >a >g <a -a ", "<g <w >w >g "  # micro-batches of 6 operations, an optimizer step of 4
@@ -131,17 +112,6 @@ def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
         detect(stream("+b8 " + 2 * turns))
 
 
-def test_the_longest_repetition_that_closes() -> None:
-    # Operations 0 to 11 equal the 6 before or after them but for ids, yet x, operation 5, is freed by none of them.
-    # Operations 6 to 15 repeat every 5.
-    found = detect(stream("+a2 -a +b2 >b -b +x2 +c2 -c +d2 >d -d +e2 -e +f2 >f -f"))
-    assert (found.begin, found.length, found.repetitions) == (6, 5, 2)
-    assert blocks(found) == [(0, 5, 2), (0, 1, 2), (2, 4, 2)]
-
-
-# ----------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -166,17 +136,15 @@ def test_nothing_repeats(text: str, reason: str) -> None:
 
 @given(st.integers(0, 2**32 - 1))
 def test_random_streams_are_refused(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows: Rows = []
-    held: list[int] = []
+    rng, rows, held = Random(seed), [], []
     for i in range(200):
         if held and rng.random() < 0.5:
-            rows.append(("free" if rng.random() < 0.5 else "read", held[rng.integers(len(held))], 0))
-            if rows[-1][0] == "free":
-                held.remove(rows[-1][1])  # type: ignore[arg-type]
+            block, freed = rng.choice(held), rng.random() < 0.5
+            rows.append(("free" if freed else "read", block, 0))
+            held = [x for x in held if x != block or not freed]
         else:
             held.append(i)
-            rows.append(("malloc", i, int(rng.integers(1, 6))))
+            rows.append(("malloc", i, rng.randint(1, 5)))
     with pytest.raises(NoIteration):
         detect(Stream.of(rows))
 
@@ -194,9 +162,6 @@ def test_wrong_streams(text: str, operation: int, reason: str) -> None:
     with pytest.raises(StreamError, match=f"operation {operation}: {reason}") as caught:
         stream(text)
     assert caught.value.operation == operation
-
-
-# ----------------------------------------------------------------------------------------------------- programs
 
 
 def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
@@ -248,16 +213,3 @@ def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, 
     # Of the changed stream, tensors that nothing uses may be missing.
     assert lives.peak_bytes - (unused if changed else 0) <= found.intervals.peak_bytes <= lives.peak_bytes
     replay(recorded, found)
-
-
-@pytest.mark.nightly
-def test_twenty_thousand_operations_an_iteration() -> None:
-    rng = np.random.default_rng(0)
-    # 5000 blocks, each malloc'ed, written, read and freed, at random places of the iteration.
-    times = np.sort(rng.permutation(20_000).reshape(5000, 4), axis=1)
-    kind = np.tile(np.array([MALLOC, 1, 2, FREE], np.int8), 5000)[np.argsort(times.ravel())]
-    block = np.repeat(np.arange(5000), 4)[np.argsort(times.ravel())]
-    nbytes = np.where(kind == MALLOC, rng.integers(1, 50, 5000)[block] * 512, 0)
-    recorded = Stream(np.tile(kind, 5), np.concatenate([block + 5000 * (i % 2) for i in range(5)]), np.tile(nbytes, 5))
-    found = detect(recorded)
-    assert (found.begin, found.length, found.repetitions) == (0, 20_000, 5)
