@@ -80,17 +80,17 @@ class Order:
         return Held(when["out"], when["wait"], nbytes, max(len(moves), 1), alignment)
 
 
-def order(schedule: Schedule, timeline: Timeline, limit: int) -> Order:
-    """The order of issue of a plan.
+def order(schedule: Schedule, timeline: Timeline) -> Order:
+    """Returns the order in which a plan is issued.
 
     Args:
-        timeline: of the same plan, simulated at ``limit``.
+        timeline: of the same plan, simulated at the limit that the order keeps.
 
     Raises:
         PlanError: the plan has a decision of a kind that training does not know.
     """
     schedule.plan.only("a training step", "swap", "recompute", "rerun")
-    walk = _Walk(schedule, limit)
+    walk = _Walk(schedule, timeline.limit)
     walk.read(timeline)
     for _ in range(MAX_ITERATIONS):
         before = walk.state()

@@ -236,6 +236,7 @@ class GraphDouble(CudaDouble):
         for module in (graph, graph_rules):
             monkeypatch.setattr(module, "libraries_bytes", graph_memory.libraries_bytes)
         monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
+        monkeypatch.setattr(graph_rules, "device_of", lambda captured: self.gpu)
         monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are the CPU's
         monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
