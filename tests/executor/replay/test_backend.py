@@ -10,7 +10,7 @@ from executor.replay.backend import NEVER, BackendError, first_difference, patte
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from tests.executor.conftest import gpu_backend
-from tests.executor.replay import cupy_double
+from tests.fake_device import cupy
 
 MS = 1_000_000
 # 1 MB takes 10 ms out and 20 ms in; 1 ms of latency.
@@ -20,7 +20,7 @@ MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, MS, MS, host_bytes=2**
 @pytest.fixture(params=["host", "double", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
     if request.param == "double":
-        with cupy_double.opened(MACHINE) as (backend, device):
+        with cupy.opened(MACHINE) as (backend, device):
             yield backend
         assert not device.found
         return

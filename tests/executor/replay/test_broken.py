@@ -12,8 +12,8 @@ from executor.replay.replay import Run, replay, slots
 from executor.replay.streams import ReplayError, circle
 from simulator import Plan, Program, Swap, Tensor
 from tests.executor.replay.conftest import LINK
-from tests.executor.replay.cupy_double import opened
 from tests.executor.replay.test_replay import LARGE, LARGE_SWAP, cases
+from tests.fake_device.cupy import opened
 from tests.tiny import A2, A4
 
 NO_ORDER = "neither waits for the other"

@@ -12,8 +12,8 @@ from executor.replay.backend import BackendError, first_difference, pattern
 from executor.replay.replay import replay
 from simulator import Plan, Recompute, Swap
 from tests.executor.replay.conftest import LINK
-from tests.executor.replay.cupy_double import CUDARuntimeError, compiled, opened
 from tests.executor.replay.test_replay import LARGE, LARGE_SWAP
+from tests.fake_device.cupy import CUDARuntimeError, compiled, opened
 from tests.tiny import A1, A2
 
 US = 1000

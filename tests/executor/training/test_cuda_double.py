@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.executor.cuda_double import CudaDouble
 from tests.executor.training import test_equal_to_eager, test_faults, test_micro_batches, test_planned_step
+from tests.fake_device.cuda import CudaDouble
 
 SAMPLE = {"small", "test_a_kernel_that_fails_is_as_if_the_step_had_not_been", "test_without_a_barrier_between_steps",
           "test_one_memory_for_two_swapped_micro_batches_is_refused"}  # fmt: skip

@@ -20,10 +20,10 @@ from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
-from tests.executor.cuda_memory import BASE
 from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
 from tests.executor.training.test_faults import break_kernel
+from tests.fake_device.memory import BASE
 
 fit_module = sys.modules["executor.fit"]
 

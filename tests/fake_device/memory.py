@@ -1,65 +1,25 @@
-"""What a double of torch.cuda (cuda_double.py) counts with: vector clocks, and an allocator with its own addresses."""
+"""PyTorch's caching allocator on the fake device, with addresses of its own."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tests.executor.cuda_double import CudaDouble, Event, Stream
+from tests.fake_device.order import Clock, Clocks, Span
 
-HOST = "the host"
+if TYPE_CHECKING:
+    from tests.fake_device.cuda import CudaDouble, Event, Stream
+
 BASE = 1 << 60  # addresses of the device are above, the host's below
 POISON = 0xFF
 SEGMENT, SMALL, ROUND = 2 << 20, 1 << 20, 512  # simulator/pool/online/caching.py
-Clock = dict[str, int]
-Span = tuple[int, int]  # addresses of bytes, half-open
-
-
-class Clocks:
-    """Order by vector clocks: of each stream, how much of every other comes before what it does next. The host is one
-    of the streams: what it has done comes before all that it issues from then on."""
-
-    def __init__(self) -> None:
-        self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
-        self.uses: dict[str, list[tuple[int, Span, bool, str]]] = {}  # by stream: when, what, a write?, of what
-
-    def of(self, stream: str) -> Clock:
-        """Of what the stream does next, as the host issues it now."""
-        clock = self.clocks.setdefault(stream, {stream: 0})
-        return self.join(clock, self.clocks[HOST])
-
-    @staticmethod
-    def join(clock: Clock, other: Clock) -> Clock:
-        for stream, at in other.items():
-            if at > clock.get(stream, 0):
-                clock[stream] = at
-        return clock
-
-    def use(self, stream: str, name: str, reads: Iterable[Span], writes: Iterable[Span], after: Clock) -> str | None:
-        """Of something done on the stream, after ``after`` too, what is wrong with it."""
-        clock = self.of(stream)
-        clock[stream] += 1
-        known = self.join(dict(clock), after) if after else clock
-        for memory, write in [(m, False) for m in reads] + [(m, True) for m in writes]:
-            for other_stream, uses in self.uses.items():
-                if other_stream == stream:
-                    continue
-                upto = known.get(other_stream, 0)
-                for at, other, wrote, what in reversed(uses):
-                    if at <= upto:
-                        break
-                    if (write or wrote) and memory[0] < other[1] and other[0] < memory[1]:
-                        return f"{name} and {what} use the same memory, and neither waits for the other"
-            self.uses.setdefault(stream, []).append((known[stream], memory, write, name))
-        return None
 
 
 @dataclass(eq=False)

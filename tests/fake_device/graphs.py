@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from executor.memory import addresses, engines, graph_memory
 from executor.memory.addresses import functions
 from executor.training import graph, graph_rules
-from tests.executor.cuda_double import UNWRITTEN, CudaDouble, Event, Stream, is_real
-from tests.executor.cuda_memory import BASE, HOST, SEGMENT, Block, Clocks
+from tests.fake_device.cuda import UNWRITTEN, CudaDouble, Event, Stream, is_real
+from tests.fake_device.memory import BASE, SEGMENT, Block
+from tests.fake_device.order import HOST, Clocks
 
 ADDRESSES = itertools.count(2 * BASE + (1 << 40), 1 << 40)  # of arenas; the allocator of segments knows all of them
 
