@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from executor.capture.operators import arguments, running_statistics
 from executor.memory import engines, pinned
 from executor.training import planned_step, work
-from tests.fake_device.memory import POISON, Block, Memory
+from tests.fake_device.memory import POISON, Memory
 from tests.fake_device.order import HOST, Clock, Clocks, Queue, Span, by_chance
 
 aten = torch.ops.aten
@@ -151,8 +151,6 @@ class CudaDouble(TorchDispatchMode):
         self.random = random.Random(seed) if seed is not None else None
         self.clocks, self.memory, self.found = Clocks(), Memory(self), list[str]()
         self.omitted: tuple[str, int, int] | None = None
-        self.routes: list[Any] = []  # pools of captures
-        self.capture: Any = None
         self.called: set[tuple[str, int]] = set()
         self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
         self.gpu = torch.device("cuda", 0)
@@ -210,10 +208,6 @@ class CudaDouble(TorchDispatchMode):
     def device(self, device: Any) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def synchronize(self, device: Any = None) -> None:
-        if not self.left_out():
-            self.wait_for_all()
-
     def wait_for_all(self) -> None:
         for stream in self.everything:
             if stream.name in self.clocks.clocks:
@@ -245,27 +239,6 @@ class CudaDouble(TorchDispatchMode):
     def host_waits(self, stream: Stream, upto: int, clock: Clock) -> None:
         stream.run(upto)
         Clocks.join(self.clocks.clocks[HOST], clock)
-
-    def pool_of(self, stream: Stream) -> Any:
-        return stream
-
-    def captured(self, stream: Stream, event: Event, waits: bool = False) -> bool:
-        return False  # graphs.py has them
-
-    def segment(self, pool: Any, nbytes: int) -> int | None:
-        return None  # an address is made up
-
-    def exchange(self, block: Block, into_arena: bool) -> None:
-        pass  # there is none
-
-    def whole(self, pool: Any) -> bool:
-        return False  # a pool does not split its segments
-
-    def do(self, func: Any, args: Any, kwargs: Any, reads: Any, writes: Any) -> Any:
-        return func(*args, **kwargs)
-
-    def transfer(self, stream: Stream, spans: tuple[Span, Span]) -> None:
-        stream.put(partial(self.memory.move, *spans))
 
     def check(self) -> None:
         assert not self.found, self.found[0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.executor.training import test_equal_to_eager, test_faults, test_micro_batches, test_planned_step
-from tests.fake_device.cuda import CudaDouble
+from tests.fake_device.graphs import GraphDouble
 
 SAMPLE = {"small", "test_a_kernel_that_fails_is_as_if_the_step_had_not_been", "test_without_a_barrier_between_steps",
           "test_one_memory_for_two_swapped_micro_batches_is_refused"}  # fmt: skip
@@ -46,7 +46,7 @@ def cases() -> list[Any]:
 @pytest.fixture
 def double(request, monkeypatch):
     seed = zlib.crc32(request.node.name.encode())
-    made = CudaDouble(seed if seed % 2 else None)
+    made = GraphDouble(seed if seed % 2 else None)
     made.install(monkeypatch)
     with made:
         yield made
