@@ -6,7 +6,6 @@ Work is ordered by events alone (executor/training/memory_source.py says which).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -216,10 +215,11 @@ def engines_for(device: torch.device) -> Engines:
     Raises:
         TransferError: there are none for this kind of device.
     """
-    makers: dict[str, Callable[[], Engines]] = {"cpu": HostEngines, "cuda": lambda: CudaEngines(device)}
-    if device.type not in makers:
-        raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
-    return makers[device.type]()
+    if device.type == "cuda":
+        return CudaEngines(device)
+    if device.type == "cpu":
+        return HostEngines()
+    raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
 
 
 def line(error: BaseException) -> str:

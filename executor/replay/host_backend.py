@@ -75,9 +75,6 @@ class HostBackend(Backend):
         if hasattr(self, "host"):
             del self.host
 
-    def close(self) -> None:
-        self.free()
-
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
