@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -355,21 +354,6 @@ def metrics() -> Loop:
 
 
 @case
-def average_in_the_step() -> Loop:
-    model = net(8, 32)
-    mean, optimizer = copy.deepcopy(model).requires_grad_(False), adamw(model)
-    inner = trained(model, [optimizer]).given[0]
-
-    def step(x: Tensor, y: Tensor) -> Any:
-        loss = inner(x, y)
-        with torch.no_grad():
-            torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
-        return loss
-
-    return own(step, [model, mean], [optimizer], pairs)
-
-
-@case
 def average_after_the_step() -> Loop:
     model = net(8, 32)
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -443,18 +427,6 @@ def distillation() -> Loop:
 
 
 # ---------------------------------------------------------------------------------------------------------------- hooks
-
-
-@case
-def of_gradients() -> Loop:
-    loop = network("mlp", sgd)
-    loop.model[0].weight.register_hook(lambda grad: 0.5 * grad)
-
-    def triple(p: Tensor) -> None:
-        p.grad.mul_(3)
-
-    loop.model[-1].bias.register_post_accumulate_grad_hook(triple)
-    return loop
 
 
 @case

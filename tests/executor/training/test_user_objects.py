@@ -29,7 +29,7 @@ CARRIED = {  # blocks of test_random_steps.py that bind a tensor anew, and what 
     "state of an LSTM": "memory", "nonlocal mean": "running_mean", "boxed state": "box",
 }  # fmt: skip
 BLOCKS = (*CARRIED, "appended list", "cleared list", "recent tensors", "table of features", "late loss",
-          "late record", "own generator", "table by parameter")  # fmt: skip
+          "late record", "own generator", "table by parameter", "gradient hooks", "average of weights")  # fmt: skip
 CASES = {name: (name, "adamw") for name in BLOCKS} | {
     "optimizer around another": ("layer", "lookahead of adamw"),
     "optimizer with lists and tables": ("layer", "preconditioned"),
