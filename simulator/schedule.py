@@ -135,6 +135,14 @@ class Schedule:
         return tuple(ends[k] for k in range(len(self.program.kernels)))
 
     @cached_property
+    def gaps_of_blocks(self) -> dict[int, list[Swap]]:
+        """Block -> the gaps in which it is not on the device, in their order."""
+        gaps: dict[int, list[Swap]] = {}
+        for d in sorted(self.moved, key=lambda d: d.after):
+            gaps.setdefault(self.moved[d], []).append(d)
+        return gaps
+
+    @cached_property
     def signals(self) -> frozenset[int]:
         """Kernels for whose end a swap-out, or a swap-in with a ``prefetch`` kernel, waits."""
         return frozenset(k for d in self.moved for k in (d.copied_at, d.prefetch) if k is not None)

@@ -29,13 +29,13 @@ def test_there_are_rows() -> None:
     ids=lambda one: one.split("|")[1].strip() if isinstance(one, str) else "",
 )
 def test_a_row_names_a_test_that_runs(row: str, folder: Path) -> None:
-    named = re.search(r"\| `([\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?` \|$", row)
+    named = re.search(r"\| `([\w/]+\.py)::(test_\w+)(?:\[([\w ]+)\])?` \|$", row)
     assert named is not None
     file, function, case = named.groups()
     text = (folder / file).read_text()
     (found,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function)
     assert not any("skip" in ast.unparse(mark) for mark in found.decorator_list)
-    assert case is None or re.search(rf"def {case}\(", text)
+    assert case is None or re.search(rf'def {case}\(|"{case}"', text)
 
 
 PAPERS = TESTS.parent / "experiments" / "figures" / "README.md"

@@ -311,8 +311,8 @@ class Partitioner(CustomPartitionerFn):
         plan = replace(plan, decisions=tuple(done))
         schedule = lower(program, plan)
         within = max(limit, schedule.required_bytes)
-        timeline = simulate(program, plan, machine, within)
-        items = order(schedule, timeline, within).items
+        timeline = simulate(program, plan, machine, within, schedule=schedule)
+        items = order(schedule, timeline).items
         return _Draft(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
 
     def _look(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:

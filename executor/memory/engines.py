@@ -6,11 +6,7 @@ Work is ordered by events alone (executor/training/memory_source.py says which).
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
-from collections.abc import Callable
 from functools import cache
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -63,108 +59,47 @@ class Engines(Protocol):
 
 
 def move(target: Tensor, source: Tensor) -> None:
-    """What a copy engine of the host does."""
+    """Copies one tensor of the host to another."""
     target.copy_(source)
 
 
-class HostStream:
-    """A stream played by this computer: a thread that does what is put into it, in order, until it is closed.
+class _Copied:
+    """The event of copies on the host: the error of the last one, or None."""
 
-    Args:
-        do: does one piece of work; what it raises is its own to catch.
-    """
-
-    def __init__(self, name: str, do: Callable[[Any], None]) -> None:
-        self.queue: SimpleQueue[Any] = SimpleQueue()
-        self.put = self.queue.put
-        self.thread = threading.Thread(target=_serve, args=(self.queue, do), name=name, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        """It ends after the work that it has; returns when it has ended."""
-        self.put(None)
-        self.thread.join()
-
-
-def _serve(queue: SimpleQueue[Any], do: Callable[[Any], None]) -> None:
-    while (work := queue.get()) is not None:
-        do(work)
-        del work  # which holds no memory while the stream waits
-
-
-class _Copy:
-    """Copies on a host engine, one after the other, and their event."""
-
-    def __init__(self) -> None:
-        self.tensors: tuple[Tensor, Tensor] | None = None
-        self.error: BaseException | None = None
-        self._pending = threading.Lock()  # held while a copy is under way
-
-    def start(self, tensors: tuple[Tensor, Tensor] | None) -> None:
-        self._pending.acquire()
-        self.tensors, self.error = tensors, None
-
-    def run(self) -> None:
-        try:
-            if self.tensors:
-                move(*self.tensors)
-        except BaseException as error:
-            self.error = error.with_traceback(None)  # whose frames hold the tensors
-        finally:
-            self.tensors = None
-            self._pending.release()
-
-    def under_way(self) -> bool:
-        return self._pending.locked()
-
-    def wait(self) -> None:
-        with self._pending:
-            pass
+    error: Exception | None = None
 
 
 class HostEngines:
-    """For tensors in host memory: each engine is a thread that really copies (PyTorch releases the GIL meanwhile)."""
+    """Copy engines for tensors in host memory: a copy is done when it is issued, and fails when it is waited for."""
 
     streams = ()
-
-    def __init__(self) -> None:
-        self._d2h, self._h2d = (HostStream(name, _Copy.run) for name in ("d2h", "h2d"))
-        for stream in (self._d2h, self._h2d):
-            weakref.finalize(self, stream.put, None)
+    event = _Copied
 
     def pinned(self, nbytes: int) -> Bytes:
         return _take(HOST, nbytes)
 
-    def borrow(self, tensor: Tensor) -> None:
-        pass  # there is one pool
-
-    event = _Copy
+    def borrow(self, tensor: Tensor) -> None: ...
 
     def begin(self) -> bool:
         return False  # the calling thread computes
 
-    def copy_out(self, host: Tensor, device: Tensor, event: _Copy) -> None:
-        event.start((host, device))
-        self._d2h.put(event)
+    def copy_out(self, host: Tensor, device: Tensor, event: _Copied) -> None:
+        self.copy_in(host, device, event)
 
-    def copy_in(self, device: Tensor, host: Tensor, event: _Copy) -> None:
-        event.start((device, host))
-        self._h2d.put(event)
+    def copy_in(self, device: Tensor, host: Tensor, event: _Copied) -> None:
+        try:
+            move(device, host)
+            event.error = None
+        except Exception as error:
+            event.error = error.with_traceback(None)  # whose frames hold the tensors
 
-    def join(self, event: _Copy) -> None:
-        event.wait()
-
-    def wait(self, event: _Copy) -> None:
-        event.wait()
+    def wait(self, event: _Copied) -> None:
         if event.error:
             raise TransferError(line(event.error)) from event.error
 
-    def synchronize(self) -> None:
-        for stream in (self._d2h, self._h2d):
-            last = _Copy()
-            last.start(None)
-            stream.put(last)
-            last.wait()
+    def join(self, event: _Copied) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 @cache
@@ -280,10 +215,11 @@ def engines_for(device: torch.device) -> Engines:
     Raises:
         TransferError: there are none for this kind of device.
     """
-    makers: dict[str, Callable[[], Engines]] = {"cpu": HostEngines, "cuda": lambda: CudaEngines(device)}
-    if device.type not in makers:
-        raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
-    return makers[device.type]()
+    if device.type == "cuda":
+        return CudaEngines(device)
+    if device.type == "cpu":
+        return HostEngines()
+    raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
 
 
 def line(error: BaseException) -> str:

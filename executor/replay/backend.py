@@ -148,9 +148,9 @@ class Backend(ABC):
         """Drains the streams and returns arena, host buffer and log; raises nothing. Pinned memory stays pinned for
         the next user (executor/memory/pinned.py)."""
 
-    @abstractmethod
     def close(self) -> None:
         """Frees everything, streams included. The backend cannot be used any more."""
+        self.free()
 
     @property
     @abstractmethod

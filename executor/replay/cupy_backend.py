@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -126,19 +126,15 @@ class CupyBackend(Backend):
         return self._taken
 
     def free(self) -> None:
-        try:
+        # After an error nothing runs any more, and the context gives back its memory with the process.
+        with suppress(runtime.CUDARuntimeError):
             for stream in self.streams.values():
                 stream.synchronize()
-        except runtime.CUDARuntimeError:
-            pass  # after an error nothing runs any more, and the context gives back its memory with the process
         if hasattr(self, "host"):
             del self.host
-        for address in (self._arena, self._log):
-            try:
-                if address:
-                    runtime.free(address)
-            except runtime.CUDARuntimeError:
-                pass  # as above
+        for address in filter(None, (self._arena, self._log)):
+            with suppress(runtime.CUDARuntimeError):
+                runtime.free(address)
         self._arena = self._log = self._bytes = self._slots = self._taken = 0
         self.task = ""
 

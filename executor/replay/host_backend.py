@@ -3,63 +3,33 @@
 1. *Time* is counted, not measured: a kernel begins ``launch_ns`` (in a graph ``graph_launch_ns``) after the one before,
    a copy takes what the machine says, an event and a wait of the compute stream ``event_ns`` and ``wait_ns``; the host
    takes ``issue_ns`` for each kernel or copy and waits while ``queue_depth`` of them are pending on a stream.
-2. *Bytes* are real, and move in the order of the calls.
-3. *Order* is checked by vector clocks: two uses of one byte, of which one writes, that no event orders are refused,
-   whatever their times. So a missing wait is found even if it would do no harm on this machine.
+2. *Bytes* are real, and move in the order of the calls, whatever the streams and events.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from executor.memory.pinned import HOST
-from executor.replay.backend import (
-    NEVER,
-    RAMP,
-    Backend,
-    BackendError,
-    Bytes,
-    Log,
-    Stream,
-    first_difference,
-    pattern,
-    pieces,
-)
+from executor.replay.backend import NEVER, Backend, BackendError, Bytes, Log, Stream, first_difference, pattern
 from simulator.machine import Machine
-
-Space = Literal["arena", "host buffer"]
 
 
 @dataclass(eq=False)
 class _Queue:
-    """A stream: when it is idle, what precedes its next work, and the ends of the work that may be pending."""
+    """A stream: when it is idle, and the ends of the work that may be pending."""
 
-    name: str
     ends: deque[int]
     idle_ns: int = 0
-    clock: dict[str, int] = field(default_factory=dict)  # queue -> how many of its pieces of work are over
 
 
 @dataclass(eq=False)
 class _Event:
     ns: int = 0
-    clock: dict[str, int] = field(default_factory=dict)
-
-
-class _Use(NamedTuple):
-    """Bytes that some work read or wrote."""
-
-    begin: int
-    end: int
-    write: bool
-    queue: str
-    number: int  # of the work on its queue
-    task: str
 
 
 class HostBackend(Backend):
@@ -71,12 +41,11 @@ class HostBackend(Backend):
         self.machine = machine
         self.name = f"host, as {machine.name}"
         self.memory_bytes = machine.memory_bytes
-        self.make_streams(lambda name: _Queue(name, deque(maxlen=machine.queue_depth)), machine.copy_engines)
+        self.make_streams(lambda _: _Queue(deque(maxlen=machine.queue_depth)), machine.copy_engines)
         self._arena: Bytes | None = None
         self._log = np.zeros((3, 0), np.uint64)
-        self._uses: dict[Space, list[_Use]] = {"arena": [], "host buffer": []}
         self._host_ns = 0
-        self._nodes: list[tuple[str, Callable[[], None]]] | None = None  # while a graph is captured
+        self._nodes: list[Callable[[], None]] | None = None  # while a graph is captured
         self._launched = False  # is a graph under way?
 
     # ---------------------------------------------------------------------------------- memory
@@ -106,9 +75,6 @@ class HostBackend(Backend):
         if hasattr(self, "host"):
             del self.host
 
-    def close(self) -> None:
-        self.free()
-
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
@@ -118,8 +84,6 @@ class HostBackend(Backend):
 
         def work() -> None:
             self._count(stream, lasts)
-            self._use(stream, "arena", device, nbytes, write=not out)
-            self._use(stream, "host buffer", host, nbytes, write=out)
             source, target = (on_device, on_host) if out else (on_host, on_device)
             target[:] = source
 
@@ -140,10 +104,7 @@ class HostBackend(Backend):
 
         def work() -> None:
             self._count("compute", 0)
-            self._use("compute", "arena", device, nbytes, write=True)
-            for at in pieces(nbytes):
-                piece = where[at : at + 4 * len(RAMP)]
-                piece[:] = pattern(len(piece), seed, at // 4)
+            where[:] = pattern(nbytes, seed)
 
         self._enqueue(work)
 
@@ -152,7 +113,6 @@ class HostBackend(Backend):
 
         def work() -> None:
             self._count("compute", 0)
-            self._use("compute", "arena", device, nbytes, write=False)
             if (wrong := first_difference(where, seed)) is not None:
                 Log(*self._log).wrong[slot] = wrong
 
@@ -164,7 +124,7 @@ class HostBackend(Backend):
     def _clear_log(self) -> None:
         self._log[:2], self._log[2] = NEVER, 0
 
-    def _bytes(self, space: Space, offset: int, nbytes: int) -> Bytes:
+    def _bytes(self, space: str, offset: int, nbytes: int) -> Bytes:
         assert self._arena is not None, "there is no arena"
         memory = self._arena if space == "arena" else self.host
         self.check_range(offset, nbytes, len(memory), space)
@@ -176,7 +136,7 @@ class HostBackend(Backend):
         if self._nodes is None:
             work()
         else:
-            self._nodes.append((self.task, work))
+            self._nodes.append(work)
 
     def begin_capture(self) -> None:
         self._nodes = []
@@ -187,12 +147,10 @@ class HostBackend(Backend):
         def launch() -> None:
             self._clear_log()
             self._host_ns += self.machine.issue_ns
-            self._launched, before = True, self.task
-            try:
-                for self.task, work in nodes:
-                    work()
-            finally:
-                self._launched, self.task = False, before
+            self._launched = True
+            for work in nodes:
+                work()
+            self._launched = False
 
         return launch
 
@@ -205,7 +163,7 @@ class HostBackend(Backend):
             queue = self.streams[stream]
             if stream == "compute" and not timed:
                 queue.idle_ns += self.machine.event_ns
-            event.ns, event.clock = queue.idle_ns, dict(queue.clock)
+            event.ns = queue.idle_ns
 
         self._enqueue(work)
         return event
@@ -214,15 +172,11 @@ class HostBackend(Backend):
         def work() -> None:
             queue = self.streams[stream]
             queue.idle_ns = max(queue.idle_ns, event.ns) + (self.machine.wait_ns if stream == "compute" else 0)
-            for other, number in event.clock.items():
-                queue.clock[other] = max(queue.clock.get(other, 0), number)
 
         self._enqueue(work)
 
     def synchronize(self) -> None:
         self._host_ns = max(self._host_ns, *(queue.idle_ns for queue in self.streams.values()))
-        for uses in self._uses.values():  # all that is enqueued from now on comes after them
-            uses.clear()
 
     def elapsed_ns(self, first: _Event, second: _Event) -> int:
         return second.ns - first.ns
@@ -233,7 +187,6 @@ class HostBackend(Backend):
     def _count(self, stream: Stream, lasts: int, pause: int = 0) -> tuple[int, int]:
         """Gives the stream a piece of work; returns its begin and end."""
         queue = self.streams[stream]
-        queue.clock[queue.name] = queue.clock.get(queue.name, 0) + 1
         if not self._launched:
             full = len(queue.ends) == queue.ends.maxlen
             self._host_ns = max(self._host_ns, queue.ends[0] if full else 0) + self.machine.issue_ns
@@ -242,20 +195,3 @@ class HostBackend(Backend):
         if not self._launched:
             queue.ends.append(queue.idle_ns)
         return begin, queue.idle_ns
-
-    def _use(self, stream: Stream, space: Space, begin: int, nbytes: int, write: bool) -> None:
-        """Notes bytes that the stream's latest work uses; raises BackendError if a conflicting use is in no order."""
-        queue, end, kept = self.streams[stream], begin + nbytes, list[_Use]()
-        for use in self._uses[space]:
-            if use.begin < end and begin < use.end:
-                ordered = queue.clock.get(use.queue, 0) >= use.number
-                if (write or use.write) and not ordered:
-                    raise BackendError(
-                        f"{self.task}: it uses bytes of the {space} that {use.task} uses, too, and no event orders them"
-                    )
-                if ordered and (write or not use.write) and begin <= use.begin and use.end <= end:
-                    continue  # whoever comes after this use comes after that one
-            kept.append(use)
-        if nbytes:
-            kept.append(_Use(begin, end, write, queue.name, queue.clock[queue.name], self.task))
-        self._uses[space] = kept

@@ -238,35 +238,26 @@ class _Walk:
 
     def _moments(self, timeline: Timeline) -> None:
         """Starts and ends in their order, as simulator.pool.intervals reads them (rule 9)."""
-        spans, n = timeline.spans, len(self.program.kernels)
-        moments: list[tuple[int, bool]] = []  # span, whether it is its end
-        running: list[int] = []
-        kernels = first = 0
-
-        def complete(now: int, following: int) -> None:
-            nonlocal kernels, first
-            over = [i for i in running if spans[i].end_ns <= now]
-            for i in sorted(over, key=lambda i: (spans[i].end_ns, spans[i].stream == "compute")):
-                running.remove(i)
-                moments.append((i, True))
-                kernels += spans[i].kind == "kernel"
-                if kernels == n * (len(timeline.boundaries) - 1) and spans[i].kind == "kernel":
-                    moments.clear()
-                    first = following
-
-        for i, span in enumerate(spans):
-            complete(span.start_ns, i)
-            running.append(i)
-            moments.append((i, False))
-        complete(timeline.boundaries[-1], len(spans))
+        spans, end = timeline.spans, timeline.boundaries[-1]
+        starts = [span.start_ns for span in spans]
+        # An end comes before the first span that starts later and not earlier than that; of several, compute's is last.
+        following = [bisect_left(starts, span.end_ns, i + 1) for i, span in enumerate(spans)]
+        over = {i for i, span in enumerate(spans) if following[i] < len(spans) or span.end_ns <= end}
+        moments = [(i, True, 0, False, i) for i in range(len(spans))]
+        moments += [(following[i], False, spans[i].end_ns, spans[i].stream == "compute", i) for i in over]
+        moments.sort()
+        ends = [m for m, (_, starts_now, *_, i) in enumerate(moments) if not starts_now and spans[i].kind == "kernel"]
+        boundary = ends[-len(self.program.kernels) - 1]  # the last iteration begins after it
+        first = moments[boundary][0]
+        moments = moments[boundary + 1 :]
 
         # What was under way at the begin is what is under way at the end, an iteration later.
-        under_way = {spans[i][2:]: i for i in running}
-        place = [(under_way[spans[i][2:]] if i < first else i) - first for i, _ in moments]
+        under_way = {spans[i][2:]: i for i in range(len(spans)) if i not in over}
         self.jobs = [Job(span) for span in spans[first:]]
         self.begins, self.ends = [0] * len(self.jobs), [0] * len(self.jobs)
-        for position, (j, (_, is_end)) in enumerate(zip(place, moments, strict=True)):
-            (self.ends if is_end else self.begins)[j] = position
+        for position, (_, starts_now, *_, i) in enumerate(moments):
+            j = (under_way[spans[i][2:]] if i < first else i) - first
+            (self.begins if starts_now else self.ends)[j] = position
         self.late = [end < begin for begin, end in zip(self.begins, self.ends, strict=True)]
         self.period = len(moments)
 
@@ -297,11 +288,8 @@ class _Walk:
 
     def _stays(self, lives: Lifetimes, packing: Packing) -> None:
         """Which blocks a job puts where, and the jobs that free what lies there before."""
-        schedule, blocks = self.schedule, lives.intervals
+        schedule, blocks, gaps = self.schedule, lives.intervals, self.schedule.gaps_of_blocks
         step_of = dict(zip(self.compute, schedule.steps, strict=True))
-        gaps: dict[int, list[Swap]] = {}  # block -> the gaps in which it is away
-        for d in sorted(schedule.moved, key=lambda d: d.after):
-            gaps.setdefault(schedule.moved[d], []).append(d)
         begun: dict[int, list[tuple[int, int]]] = {}  # block -> the jobs that put it there, and how many gaps before
         for j, job in enumerate(self.jobs):
             if job.span.kind == "swap_in":

@@ -73,6 +73,11 @@ def device_of(captured: Captured) -> torch.device:
     return torch.device(others[0]) if others else torch.device("cpu")
 
 
+def inputs_of(captured: Captured) -> set[int]:
+    """Returns the tensors of the program that are the batch's."""
+    return {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
+
+
 def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
     """Device of a placeholder's tensors, and their offset in their storage where the graph depends on it."""
     node, source = captured.placeholders[i], captured.sources[i]

@@ -9,21 +9,18 @@ import torch
 from executor.capture.captured import Captured
 from executor.memory import cuda_index
 from executor.memory.graph_memory import libraries_bytes
-from executor.training.bindings import device_of
-from executor.training.node_calls import NUMBER
-from executor.training.work import StepState
+from executor.training.bindings import device_of, inputs_of
+from executor.training.node_calls import NUMBER, Calls
+from executor.training.work import before_the_update
 
 UNDONE = "a replay cannot be undone"
 
 
 def beside_bytes(captured: Captured) -> int:
     """Bytes that a graph takes beside the program's: slots of the batch, and the libraries' workspaces."""
-    inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
     device = device_of(captured)
-    libraries = 0
-    if device.type == "cuda":
-        libraries = libraries_bytes(cuda_index(device))
-    return sum(captured.program.tensors[t].nbytes for t in inputs) + libraries
+    libraries = libraries_bytes(cuda_index(device)) if device.type == "cuda" else 0
+    return sum(captured.program.tensors[t].nbytes for t in inputs_of(captured)) + libraries
 
 
 def not_by_default(captured: Captured, undo: bool) -> str | None:
@@ -35,9 +32,10 @@ def not_by_default(captured: Captured, undo: bool) -> str | None:
     return UNDONE if undo else None
 
 
-def refused(step: StepState) -> str | None:
-    """Why the step cannot be a graph; None where it can."""
-    captured, calls, program = step.captured, step.calls, step.order.program
+def refused(captured: Captured, calls: Calls, undo: bool) -> str | None:
+    """Why the step of these calls cannot be a graph; None where it can."""
+    schedule, device, inputs = calls.schedule, device_of(captured), inputs_of(captured)
+    program = schedule.program
     if captured.returned.gradients:
         return "what it returns is copied, and so would be the gradients that are kept"
     if calls.asks:
@@ -47,19 +45,19 @@ def refused(step: StepState) -> str | None:
             name = program.tensors[captured.values[node.args[0]]].name if node.args[0] in captured.values else node.name
             return f"the host reads the number {name}; an optimizer that is capturable reads none"
     for i, node in enumerate(captured.placeholders):
-        if node in captured.values and not on_device(captured.devices[i], step.device):
+        if node in captured.values and not on_device(captured.devices[i], device):
             return f"{captured.names[i]} is on the host, which a replay does not read: move it to the device"
-    for item in step.order.items:
-        if item.step.again and calls.random(item.step.kernel):
-            return f"the plan recomputes {program.kernels[item.step.kernel].name}, which draws random numbers"
+    for step in schedule.steps:
+        if step.again and calls.random(step.kernel):
+            return f"the plan recomputes {program.kernels[step.kernel].name}, which draws random numbers"
     if captured.draws:
         return "the model's checkpoints put random states back"
-    for t in step.written_inputs:
+    for t in inputs & before_the_update(schedule)[1]:
         return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
-    if step.undoes_all:
+    if undo:
         return UNDONE
-    if step.device.type != "cuda":
-        return f"its tensors are on the device {step.device.type!r}, a graph needs CUDA"
+    if device.type != "cuda":
+        return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
     if "no_split" not in inspect.signature(torch.cuda.MemPool).parameters:
         return f"PyTorch {torch.__version__} has no pools that do not split their segments (2.11 has)"
     return None

@@ -14,6 +14,7 @@ simulator.schedule, each with the **moves** before and after it. Reasons: execut
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -80,17 +81,17 @@ class Order:
         return Held(when["out"], when["wait"], nbytes, max(len(moves), 1), alignment)
 
 
-def order(schedule: Schedule, timeline: Timeline, limit: int) -> Order:
-    """The order of issue of a plan.
+def order(schedule: Schedule, timeline: Timeline) -> Order:
+    """Returns the order in which a plan is issued.
 
     Args:
-        timeline: of the same plan, simulated at ``limit``.
+        timeline: of the same plan, simulated at the limit that the order keeps.
 
     Raises:
         PlanError: the plan has a decision of a kind that training does not know.
     """
     schedule.plan.only("a training step", "swap", "recompute", "rerun")
-    walk = _Walk(schedule, limit)
+    walk = _Walk(schedule, timeline.limit)
     walk.read(timeline)
     for _ in range(MAX_ITERATIONS):
         before = walk.state()
@@ -159,33 +160,25 @@ class _Walk:
         starts += [s + timeline.iteration_ns for s in starts[-len(self.steps) :]]  # the iteration after the last
         self.over: dict[Swap, int] = {}
         self.lead: dict[Swap, int] = {}
-        gaps: dict[int, list[Swap]] = {}  # block -> the gaps in which it is away
-        for d in sorted(self.schedule.moved, key=lambda d: d.after):
-            gaps.setdefault(self.schedule.moved[d], []).append(d)
-        left, came = dict.fromkeys(gaps, 0), dict.fromkeys(gaps, 0)  # how often so far
+        gaps, count = self.schedule.gaps_of_blocks, Counter[tuple[int, bool]]()
         for event in timeline.events:
-            b = event.block
-            if b not in gaps:
+            if (found := gaps.get(event.block)) is None:
                 continue
+            came = event.nbytes >= 0
             # A tensor that is born in the iteration comes once more before its first gap, and dies after its last.
-            born = self.schedule.blocks[b].first >= 0
-            if event.nbytes < 0:
-                turn, gap = divmod(left[b], len(gaps[b]) + born)
-                left[b] += 1
-                if gap < len(gaps[b]):
-                    d = gaps[b][gap]
-                    opened = turn * len(self.steps) + self.schedule.step_of(d.after)
-                    self.over[d] = bisect_left(starts, event.time_ns) - opened
+            born = self.schedule.blocks[event.block].first >= 0
+            turn, gap = divmod(count[event.block, came] - came, len(found) + born)
+            count[event.block, came] += 1
+            if gap == len(found):
                 continue
-            turn, gap = divmod(came[b] - 1, len(gaps[b]) + born)
-            came[b] += 1
-            if gap < len(gaps[b]):
-                # Before the item that is running; where none is or one starts just now, before the next.
-                running = bisect_left(starts, event.time_ns)
-                if running and (running > len(ends) or ends[running - 1] > event.time_ns):
-                    running -= 1
-                d = gaps[b][gap]
-                self.lead[d] = self._first_wait(d.tensor, self._ahead(d, turn * self.n + d.after)) - running
+            d, at = found[gap], bisect_left(starts, event.time_ns)
+            if not came:
+                self.over[d] = at - turn * len(self.steps) - self.schedule.step_of(d.after)
+                continue
+            # Before the item that is running; where none is or one starts just now, before the next.
+            if at and (at > len(ends) or ends[at - 1] > event.time_ns):
+                at -= 1
+            self.lead[d] = self._first_wait(d.tensor, self._ahead(d, turn * self.n + d.after)) - at
 
     def _first_wait(self, t: int, k: int) -> int:
         """The first item that needs the tensor, of those for kernel ``k``."""
@@ -246,9 +239,8 @@ class _Walk:
     def iteration(self) -> Order:
         """Walks over one iteration."""
         self.valid &= self.away.keys()
-        start: dict[int, Literal["host", "out", "in"]] = {}
-        start |= {t: "out" if t in self.leaving else "host" for t in self.away}
-        start |= dict.fromkeys(self.coming, "in")
+        start: dict[int, Literal["host", "out", "in"]] = dict.fromkeys(self.coming, "in")
+        start = {t: "out" if t in self.leaving else "host" for t in self.away} | start
         used = peak = self.used
         items: list[Item] = []
         end = self.position + self.n

@@ -67,12 +67,8 @@ class Watch:
         self.over = False
         for i, item in enumerate(self._work):  # after the calls of each item there is one that looks
             if item.calls:
-                look = self._out, self._look, self._get(i), dict[str, Any]()
+                look = self._out, self._look, lambda table, i=i: (table, i), dict[str, Any]()
                 self._work[i] = item._replace(calls=(*item.calls, look))
-
-    @staticmethod
-    def _get(i: int) -> Any:
-        return lambda table: (table, i)
 
     def begin(self) -> None:
         """A step begins."""

@@ -32,6 +32,7 @@ from executor.training.graph_rules import beside_bytes, not_by_default, refused
 from executor.training.issue_order import order
 from executor.training.memory_check import Allocator, Watch
 from executor.training.memory_source import Place
+from executor.training.node_calls import Calls
 from executor.training.progress import BEGIN, UNDO, Interrupt, Part
 from executor.training.work import compile_step
 from simulator.compiled.engine import simulate
@@ -39,7 +40,8 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.pool.packed import DoesNotPack, first_that_packs
 from simulator.program import Program
-from simulator.schedule import OutOfMemory, lower
+from simulator.schedule import OutOfMemory, Schedule, lower
+from simulator.timeline import Timeline
 
 
 def held(home: Home) -> tuple[int, int]:
@@ -52,18 +54,20 @@ def held(home: Home) -> tuple[int, int]:
     return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
 
 
-def ledger_limit(captured: Captured, plan: Plan, machine: Machine, limit: int) -> int:
-    """For how many bytes a graph's step issues a plan, so that the packing of its blocks and what else a graph takes
-    fit into the limit. If no packing is seen to fit, the least that the plan needs: the capture decides."""
-    program, most = captured.program, min(limit, plan.limit or limit)
+def timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machine: Machine, limit: int) -> Timeline:
+    """Simulates a plan within so few bytes that the packing of its blocks and what else a graph takes fit into the
+    limit. If no packing fits, these are the least bytes that the plan needs: the capture decides.
+    """
+    most = min(limit, plan.limit or limit)
+
+    def attempt(nbytes: int) -> tuple[Timeline, Timeline]:
+        found = simulate(captured.program, plan, machine, min(nbytes, most), schedule=schedule)
+        return found, found
+
     try:
-        return first_that_packs(
-            max(limit - beside_bytes(captured), 1),
-            lambda nbytes: (min(nbytes, most), simulate(program, plan, machine, min(nbytes, most))),
-            machine.alignment,
-        )[0]  # fmt: skip
+        return first_that_packs(max(limit - beside_bytes(captured), 1), attempt, machine.alignment)[0]
     except (DoesNotPack, OutOfMemory):
-        return min(limit, lower(program, plan).required_bytes)
+        return simulate(captured.program, plan, machine, min(limit, schedule.required_bytes), schedule=schedule)
 
 
 class PlannedStep:
@@ -106,15 +110,18 @@ class PlannedStep:
         self.limit = limit or plan.limit or captured.program.peak_bytes
         self.not_graph = "graph=False" if graph is False else None if graph else not_by_default(captured, undo)
         self._only_graph = bool(graph)
+        plan.check(captured.program)
+        schedule = lower(captured.program, plan)
+        calls = Calls(captured, schedule)
+        self.not_graph = self.not_graph or refused(captured, calls, undo)
+        if self.not_graph and graph:
+            raise StepError(f"the step cannot be a graph: {self.not_graph}")
         if self.not_graph is None:
-            ledger = ledger_limit(captured, plan, machine, self.limit)
-            self._compile(machine, ledger, graph=True)
-            self.state.undoes_all = undo
-            self.not_graph = refused(self.state)
-            if self.not_graph and graph:
-                raise StepError(f"the step cannot be a graph: {self.not_graph}")
-        if self.not_graph is not None:
-            self._compile(machine, self.limit, graph=False)
+            timeline = timeline_of_graph(captured, plan, schedule, machine, self.limit)
+        else:
+            timeline = simulate(captured.program, plan, machine, self.limit, schedule=schedule)
+        self.order = order(schedule, timeline)
+        self.state = compile_step(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
         self._watch = Watch(self.state)
@@ -139,12 +146,6 @@ class PlannedStep:
         self._make_undo(undo)
         self.state.host.take()
         self.graph = GraphStep(self.state, self.limit, bool(graph)) if self.not_graph is None else None
-
-    def _compile(self, machine: Machine, ledger: int, graph: bool) -> None:
-        """The order of issue within ``ledger`` bytes, and the step's work."""
-        timeline = simulate(self.captured.program, self.plan, machine, ledger)  # which checks the plan
-        self.order = order(lower(self.captured.program, self.plan), timeline, ledger)
-        self.state = compile_step(self.captured, self.order, graph)
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies on the device, or in the step's host memory."""

@@ -19,11 +19,12 @@ from executor.capture.captured import Captured
 from executor.capture.state import over
 from executor.memory import ALIGNMENT
 from executor.memory.engines import TransferError, engines_for
-from executor.training.bindings import Binding, compare, device_of, meant
+from executor.training.bindings import Binding, compare, device_of, inputs_of, meant
 from executor.training.issue_order import Move, Order
 from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable, shared
 from executor.training.node_calls import Call, Calls
 from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, generators, parts
+from simulator.schedule import Schedule
 
 Action = tuple[Callable[[Any], None], Any]
 
@@ -182,7 +183,19 @@ class StepState:
         return over(copies[memory._cdata], leaf, leaf.device)
 
 
-def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
+def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
+    """Returns the first step of a schedule that writes what cannot be undone, and which tensors are written before."""
+    program, written = schedule.program, set[int]()
+    for i, step in enumerate(schedule.steps):
+        kernel = program.kernels[step.kernel]
+        outputs = () if step.again else kernel.outputs
+        if kernel.phase == "optimizer" and any(program.tensors[t].persistent for t in outputs):
+            return i, written
+        written.update(outputs)
+    return len(schedule.steps), written
+
+
+def compile_step(captured: Captured, order: Order, calls: Calls, graph: bool) -> StepState:
     """Everything of a step that is worked out beforehand.
 
     Args:
@@ -192,10 +205,10 @@ def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
     Raises:
         StepError: the captured tensors cannot be trained under this plan.
     """
-    calls, device, tensors = Calls(captured, order.schedule), device_of(captured), order.program.tensors
+    device, tensors = device_of(captured), order.program.tensors
     bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
                 if node in captured.values and node not in captured.leaves]  # fmt: skip
-    inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
+    inputs = inputs_of(captured)
     held = order.held(ALIGNMENT)
     places, pinned = dict(held.offsets), held.footprint
     for t in places if graph else ():
@@ -225,11 +238,7 @@ def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
     kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
     whole, found = parts(captured, order, calls, kept)
     work: list[WorkItem] = []
-    kernels = order.program.kernels
-    written = [() if item.step.again else kernels[item.step.kernel].outputs for item in order.items]
-    commit = next((i for i, item in enumerate(order.items) if kernels[item.step.kernel].phase == "optimizer"
-                   and any(tensors[t].persistent for t in written[i])), len(order.items))  # fmt: skip
-    early = {t for outputs in written[:commit] for t in outputs}
+    commit, early = before_the_update(order.schedule)
     state = StepState(
         captured, order, calls, device, blocks, HostMemory(blocks, places, device), bindings, inputs, random,
         Progress(blocks, random), Skipping(blocks, work), whole, found, work,

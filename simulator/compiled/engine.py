@@ -28,7 +28,7 @@ from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.schedule import MAX_ITERATIONS as STEADY, check_room, lower
+from simulator.schedule import MAX_ITERATIONS as STEADY, Schedule, check_room, lower
 from simulator.timeline import Timeline
 
 # isort: off
@@ -396,8 +396,11 @@ class Engine:
         _recompute, self._n_steps = True, -1
         return -1
 
-    def timeline(self, plan: Plan, limit_until: int | None = None) -> Timeline:
+    def timeline(self, plan: Plan, limit_until: int | None = None, schedule: Schedule | None = None) -> Timeline:
         """Simulates a plan, its variants included, and returns everything that happened.
+
+        Args:
+            schedule: of this plan, if the caller has lowered it already.
 
         Raises:
             PlanError: the plan does not fit the program or the host.
@@ -407,15 +410,14 @@ class Engine:
         if plan.variants != self.variants:
             engine = self.with_variants(plan.variants)
             try:
-                return engine.timeline(plan, limit_until)
+                return engine.timeline(plan, limit_until, schedule)
             finally:
                 self.calls += engine.calls
         with no_collections():
-            return self._timeline(plan, limit_until)
+            return self._timeline(plan, limit_until, schedule or lower(self.program, plan))
 
-    def _timeline(self, plan: Plan, limit_until: int | None) -> Timeline:
+    def _timeline(self, plan: Plan, limit_until: int | None, schedule: Schedule) -> Timeline:
         """``timeline`` of a plan that was checked, with this engine's variants."""
-        schedule = lower(self.program, plan)
         check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
         self.calls += 1
         log, work = self.log(rows_of(plan.decisions), limit_until, self.iterations), self._work
@@ -471,7 +473,13 @@ def _threads(process: int) -> ThreadPoolExecutor:
 
 
 def simulate(
-    program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2, limit_until: int | None = None
+    program: Program,
+    plan: Plan,
+    machine: Machine,
+    limit: int,
+    iterations: int = 2,
+    limit_until: int | None = None,
+    schedule: Schedule | None = None,
 ) -> Timeline:
     """Runs a program under a plan; the rules are in RULES.md.
 
@@ -479,9 +487,10 @@ def simulate(
         limit: bytes, persistent tensors included.
         iterations: how many are simulated at least; the figures are those of the last one, which is steady (rule 10).
         limit_until: enforce the limit for kernels before this one only; None: everywhere.
+        schedule: what ``lower`` returned for this plan; None: lower it here.
 
     Raises:
         PlanError: the plan does not fit the program, or swaps more than the host can hold.
         OutOfMemory: the plan is infeasible at the limit.
     """
-    return Engine(program, machine, limit, iterations).timeline(plan, limit_until)
+    return Engine(program, machine, limit, iterations).timeline(plan, limit_until, schedule)

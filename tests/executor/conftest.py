@@ -13,8 +13,8 @@ from executor import Captured, capture
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
 from simulator import Machine, Plan, Program, Timeline, simulate
-from tests.executor.cuda_capture import GraphDouble
 from tests.executor.networks import CLASSES, GPT2, adamw, images, sgd, small, words
+from tests.fake_device.graphs import GraphDouble
 
 # Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
 GPU = Machine("test", 2**34, 10**9, 10**9, 1000, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)

@@ -1,6 +1,5 @@
 """The CuPy backend on a double of CuPy: its kernels against NumPy, its order by vector clocks."""
 
-import contextlib
 import ctypes
 from dataclasses import replace
 from random import Random
@@ -11,11 +10,10 @@ import pytest
 from executor import calibrate
 from executor.replay.backend import BackendError, first_difference, pattern
 from executor.replay.replay import replay
-from executor.replay.streams import ReplayError
 from simulator import Plan, Recompute, Swap
 from tests.executor.replay.conftest import LINK
-from tests.executor.replay.cupy_double import CUDARuntimeError, compiled, opened
 from tests.executor.replay.test_replay import LARGE, LARGE_SWAP
+from tests.fake_device.cupy import CUDARuntimeError, compiled, opened
 from tests.tiny import A1, A2
 
 US = 1000
@@ -91,17 +89,6 @@ def test_the_timed_graph_has_kernels_copies_and_the_events_that_another_stream_w
     # swap-out is waited for twice; three events fork and join the streams.
     assert timed.nodes == {"spin": 32, "copy": 8, "record": 4 * 4 + 3, "wait": 4 * 5 + 4}
     assert traced.nodes == {**timed.nodes, "spin": 32 + 2 * 8}
-
-
-def test_a_wait_that_is_missing_is_found(monkeypatch):
-    with opened(LINK) as (backend, device):
-        wait = backend.wait
-        monkeypatch.setattr(
-            backend, "wait", lambda stream, event: None if backend.task.startswith("kernel 6") else wait(stream, event)
-        )
-        with contextlib.suppress(ReplayError):
-            replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, mode="check")
-    assert device.found
 
 
 def test_calibration_finds_what_the_double_plays(monkeypatch):

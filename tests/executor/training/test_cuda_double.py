@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.executor.cuda_double import CudaDouble
 from tests.executor.training import test_equal_to_eager, test_faults, test_micro_batches, test_planned_step
+from tests.fake_device.graphs import GraphDouble
 
 SAMPLE = {"small", "test_a_kernel_that_fails_is_as_if_the_step_had_not_been", "test_without_a_barrier_between_steps",
           "test_one_memory_for_two_swapped_micro_batches_is_refused"}  # fmt: skip
-THREADS = "test_a_step_that_nobody_holds_returns_threads_and_memory_at_once"
 ROWS = ("small", "resnet", "gpt2", "accumulated")  # of the table
 
 
@@ -30,7 +29,7 @@ def cases() -> list[Any]:
     found = [(test_equal_to_eager.test_equal_to_eager, {"name": row}, row) for row in ROWS]
     for module in (test_planned_step, test_faults, test_micro_batches):
         for name, function in vars(module).items():
-            if not name.startswith("test_") or function.__module__ != module.__name__ or name == THREADS:
+            if not name.startswith("test_") or function.__module__ != module.__name__:
                 continue
             marks = getattr(function, "pytestmark", [])
             if {"monkeypatch", "moves"} & set(inspect.signature(function).parameters) or any(
@@ -47,7 +46,7 @@ def cases() -> list[Any]:
 @pytest.fixture
 def double(request, monkeypatch):
     seed = zlib.crc32(request.node.name.encode())
-    made = CudaDouble(seed if seed % 2 else None)
+    made = GraphDouble(seed if seed % 2 else None)
     made.install(monkeypatch)
     with made:
         yield made

@@ -19,11 +19,11 @@ from executor import Captured, PlannedStep, StepError
 from executor.memory import addresses, engines, graph_memory, pinned
 from executor.training import graph, memory_source, planned_step, progress
 from simulator import Plan, Swap
-from tests.executor.cuda_capture import Driver, GraphDouble
 from tests.executor.networks import sgd
 from tests.executor.training.programs import GPU, Loop, Twins, random_plan, required, same, standard, tight
 from tests.executor.training.test_faults import break_kernel, once
 from tests.executor.training.test_graph import graphed, set_rate
+from tests.fake_device.graphs import Driver, GraphDouble
 
 ORDERS = {"wait_event", "wait_stream", "record_stream", "synchronize", "record", "_settle"}
 OF_ENGINES = {"wait", "join", "borrow", "begin", "synchronize"}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,10 @@ from tests.executor.networks import CLASSES, NETWORKS, Attention, ResNet, adamw,
 from tests.executor.training.programs import Loop, Twins, network, own, standard, under_every_plan
 
 CASES: dict[str, Callable[[], Loop]] = {}
-NIGHTLY: set[str] = set()
+NIGHTLY = {
+    "vgg16", "unet", "rnn", "lstm_both_ways", "checkpoint", "reentrant_checkpoint", "accumulated_gpt2", "scaler_resnet",
+    "scaler_gpt2", "warm_up", "foreach_gpt2", "fused_gpt2",
+}  # fmt: skip
 
 
 def case(make: Callable[[], Loop]) -> Callable[[], Loop]:
@@ -43,10 +45,8 @@ def pairs(_: int = 0) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------------------------------- networks and layers
 
-for name, optimizer in {"vgg16": sgd, "resnet": adamw, "unet": sgd, "gpt2": adamw, "lstm": adamw}.items():
-    CASES[name] = partial(network, name, optimizer)
-CASES["small"] = partial(network, "small", sgd)
-NIGHTLY |= {"vgg16", "unet"}
+for name in ("vgg16", "resnet", "unet", "gpt2", "lstm", "small"):
+    CASES[name] = partial(network, name, sgd if name in ("vgg16", "unet", "small") else adamw)
 
 
 class Recurrent(nn.Module):
@@ -117,7 +117,6 @@ CASES |= {
     "checkpoint_in_micro_batches": partial(network, (lambda: Checkpointed(False), images(8)), sgd, accumulate=2),
     "attention": partial(network, (Attentions, words), adamw),
 }
-NIGHTLY |= {"rnn", "lstm_both_ways", "checkpoint", "reentrant_checkpoint"}
 
 
 # ------------------------------------------------------------------------------------------- micro-batches and clipping
@@ -131,19 +130,15 @@ CASES |= {
     "gradients_kept_in_micro_batches": partial(network, "mlp", sgd, accumulate=2, clip_norm=0.05, keep_grads=True),
     "gradients_kept_in_bfloat16": partial(network, "mlp", sgd, autocast=torch.bfloat16, keep_grads=True),
 }
-NIGHTLY.add("accumulated_gpt2")
+
+
+# ------------------------------------------------------------------------------------------------------ mixed precision
 
 
 def layer_used_twice() -> nn.Module:
     """Autocast casts its weight once."""
     layer = nn.Linear(8, 8)
     return nn.Sequential(layer, nn.GELU(), layer)
-
-
-CASES["layer_used_twice"] = partial(network, (layer_used_twice, pairs), adamw, autocast=torch.bfloat16)
-
-
-# ------------------------------------------------------------------------------------------------------ mixed precision
 
 
 def mixed(name: str, optimizer: Any, bad: tuple[int, ...] = (), **options: Any) -> Loop:
@@ -161,6 +156,7 @@ def mixed(name: str, optimizer: Any, bad: tuple[int, ...] = (), **options: Any) 
 
 
 CASES |= {
+    "layer_used_twice": partial(network, (layer_used_twice, pairs), adamw, autocast=torch.bfloat16),
     "scaler_resnet": partial(mixed, "resnet", sgd),
     "scaler_gpt2": partial(mixed, "gpt2", adamw),
     "scaler_and_clipping": partial(mixed, "small", adamw, clip_norm=0.1),
@@ -172,7 +168,6 @@ CASES |= {
         mixed, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True), (1, 3)),
     "skipped_fused": partial(mixed, "mlp", lambda m: torch.optim.AdamW(m.parameters(), fused=True), (0, 2, 5)),
 }  # fmt: skip
-NIGHTLY |= {"scaler_resnet", "scaler_gpt2"}
 
 
 @case
@@ -220,7 +215,6 @@ CASES |= {
         scheduled, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9),
         lambda o: S.ExponentialLR(o, 0.5)),
 }  # fmt: skip
-NIGHTLY.add("warm_up")
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p, **form: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, **form),
@@ -269,14 +263,15 @@ CASES |= {f"foreach_{name}": partial(numbers, name, parts=4, foreach=True)
           for name in ("sgd", "adam", "adamw", "adagrad", "rmsprop")}  # fmt: skip
 CASES |= {f"fused_{name}": partial(numbers, name, parts=4, fused=True) for name in ("sgd", "adam", "adamw", "adagrad")}
 CASES |= {
+    "adafactor": partial(network, (lambda: net(8, 32), pairs),
+                         lambda m: torch.optim.Adafactor(m.parameters(), 0.05, weight_decay=0.01)),
     "foreach_gpt2": partial(numbers, "adam", "gpt2", parts=4, foreach=True),
     "fused_gpt2": partial(numbers, "sgd", "gpt2", parts=4, fused=True),
     "adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=False),
     "foreach_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=True),
     "fused_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), fused=True),
     "fused_sgd_from_zero": partial(numbers, "sgd", factors=(0, 1, 0.5), fused=True),
-}
-NIGHTLY |= {"foreach_gpt2", "fused_gpt2"}
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- steps of the user's own
@@ -314,12 +309,6 @@ def muon() -> Loop:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
     return trained(model, [torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(rest, 0.01)])
-
-
-@case
-def adafactor() -> Loop:
-    model = net(8, 32)
-    return trained(model, [torch.optim.Adafactor(model.parameters(), 0.05, weight_decay=0.01)])
 
 
 @case
@@ -362,21 +351,6 @@ def metrics() -> Loop:
 
     model = net(8, 32)
     return standard(model, loss_fn, adamw(model), pairs)
-
-
-@case
-def average_in_the_step() -> Loop:
-    model = net(8, 32)
-    mean, optimizer = copy.deepcopy(model).requires_grad_(False), adamw(model)
-    inner = trained(model, [optimizer]).given[0]
-
-    def step(x: Tensor, y: Tensor) -> Any:
-        loss = inner(x, y)
-        with torch.no_grad():
-            torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
-        return loss
-
-    return own(step, [model, mean], [optimizer], pairs)
 
 
 @case
@@ -453,18 +427,6 @@ def distillation() -> Loop:
 
 
 # ---------------------------------------------------------------------------------------------------------------- hooks
-
-
-@case
-def of_gradients() -> Loop:
-    loop = network("mlp", sgd)
-    loop.model[0].weight.register_hook(lambda grad: 0.5 * grad)
-
-    def triple(p: Tensor) -> None:
-        p.grad.mul_(3)
-
-    loop.model[-1].bias.register_post_accumulate_grad_hook(triple)
-    return loop
 
 
 @case

@@ -20,10 +20,10 @@ from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
-from tests.executor.cuda_memory import BASE
 from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
 from tests.executor.training.test_faults import break_kernel
+from tests.fake_device.memory import BASE
 
 fit_module = sys.modules["executor.fit"]
 
@@ -273,7 +273,6 @@ def test_wrong_addresses_are_found(wrong, double, monkeypatch):
 @pytest.fixture
 def by_default(double, monkeypatch):
     """The double, on which steps are graphs unless something is against it."""
-    monkeypatch.setattr(graph_rules, "device_of", lambda captured: double.gpu)
     monkeypatch.setattr(planned_step, "not_by_default", graph_rules.not_by_default)
     return double
 
@@ -374,8 +373,8 @@ def test_room_is_left_for_what_a_graph_takes_beside_the_program(by_default, monk
     monkeypatch.setattr(graph_rules, "libraries_bytes", lambda index: 1000)
     assert graph_rules.beside_bytes(captured) == slots + 1000
     limit = captured.program.peak_bytes + 10_000
-    ledger = planned_step.ledger_limit(captured, Plan(), GPU, limit)
-    assert captured.program.peak_bytes <= ledger <= limit - slots - 1000
+    found = planned_step.timeline_of_graph(captured, Plan(), lower(captured.program, Plan()), GPU, limit)
+    assert captured.program.peak_bytes <= found.limit <= limit - slots - 1000
 
 
 def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):

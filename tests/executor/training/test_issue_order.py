@@ -19,7 +19,7 @@ from tests.random_cases import case
 
 
 def ordered(program: Program, plan: Plan, machine: Machine, limit: int) -> Order:
-    return order(lower(program, plan), simulate(program, plan, machine, limit), limit)
+    return order(lower(program, plan), simulate(program, plan, machine, limit))
 
 
 @pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 200), marks=pytest.mark.nightly)])

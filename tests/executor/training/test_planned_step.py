@@ -2,6 +2,7 @@
 
 import copy
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import agents
 from executor import PlannedStep
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
+from simulator.schedule import lower
 from tests.executor.networks import NETWORKS, adamw, sgd
 from tests.executor.training.programs import (
     GPU,
@@ -89,6 +91,26 @@ def test_real_bytes_are_those_of_the_ledger(network):
         loss = step(*batch)
         assert seen.bytes() == step.state.blocks.used + loss.nbytes
     assert seen.peak == step.peak_bytes == step.limit
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_program_is_lowered_once_on_its_way_to_a_step(graph, request):
+    """A step that may be a graph is simulated within several limits, all of one schedule."""
+    if graph:
+        request.getfixturevalue("double")
+    captured = Twins("mlp").captured()
+    plan, lowered = Plan(tuple(Swap(*gap) for gap in captured.program.gaps())), 0
+
+    def count(frame, event, _):
+        nonlocal lowered
+        lowered += event == "call" and frame.f_code is lower.__code__
+
+    sys.setprofile(count)
+    try:
+        step = PlannedStep(captured, plan, GPU, captured.program.peak_bytes, graph=graph)
+    finally:
+        sys.setprofile(None)
+    assert lowered == 1 and (step.graph is not None) is graph
 
 
 @pytest.mark.parametrize("kind", ["none", "recompute"])

@@ -98,6 +98,18 @@ FORWARD = {
     "run twice": "return self.inner(self.inner(h, x), x)",
     "target without gradients": "with torch.no_grad(): target = self.inner(h, x)\nreturn 0.5 * (h + target)",
 }
+# Not drawn: test_user_objects.py has them.
+MORE_FORWARD = {
+    "exchanged entries": "self.two[0], self.two[1] = self.two[1], self.two[0]\nreturn h + self.two[0]",
+    "state of an LSTM": "self.memory = tuple(t.detach() for t in self.lstm(h, self.memory))\nreturn h + self.memory[0]",
+    "table of features": "self.table.update(first=h.detach(), pair=(h.detach().sum(), None))\nreturn 0.5 * h",
+    "late loss": "self.late = h.square().mean()\nreturn h * (1 + self.late)",
+    "table by parameter": "return self.tabled(h)",
+    "another shape": "self.grown = torch.cat([self.grown, h.detach().mean()[None]])\nreturn h",
+    "another list": "h = h + self.two[0]\nself.two = [h.detach().mean(0)]\nreturn h",
+    "numbers in a list": "self.kept.append(3.0)\nreturn h",
+    "set": "self.unordered.add(h.detach())\nreturn h",
+}
 # Bodies of methods that the step calls between the backward pass and the optimizer's step; their blocks are layers.
 AFTER_BACKWARD = {
     "logged gradients": "p = self.layer.bias\nself.log['bias'] = loss.detach() if p.grad is None else p.grad.norm()",
@@ -114,7 +126,10 @@ ATTRIBUTES = {
     "box": "Box(torch.zeros(WIDTH))", "running_mean": "make_running_mean()", "norm": "nn.BatchNorm1d(WIDTH)",
     "spectral": "nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))", "state": "torch.zeros(1, WIDTH)",
     "cell": "nn.GRUCell(WIDTH, WIDTH)", "generator": "torch.Generator().manual_seed(3)",
-    "recording": "make_hooked(True)", "scaling": "make_hooked(False)", "phases": "iter([1.0, 0.5, 0.25] * 5)",
+    "two": "[torch.zeros(WIDTH), torch.ones(WIDTH)]", "lstm": "nn.LSTMCell(WIDTH, WIDTH)", "unordered": "set()",
+    "memory": "(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))", "grown": "torch.zeros(1)",
+    "tabled": "make_tabled()", "recording": "make_hooked(True)", "scaling": "make_hooked(False)",
+    "phases": "iter([1.0, 0.5, 0.25] * 5)",
 }  # fmt: skip
 WRAPPERS = {name for name, body in FORWARD.items() if "self.inner" in body}
 # Seldom drawn, as nothing else of a program with one of them is trained under a plan.
@@ -153,6 +168,15 @@ def make_hooked(records: bool) -> nn.Module:
     return layer
 
 
+def make_tabled() -> nn.Module:
+    """A layer with hooks that look their parameters up in a table."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    scale = {p: torch.full_like(p, 0.5) for p in layer.parameters()}
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * scale[p]))
+    return layer
+
+
 class Block(nn.Module):
     def __init__(self, inner: Block | None) -> None:
         super().__init__()
@@ -162,7 +186,7 @@ class Block(nn.Module):
 
 def make(name: str, inner: Block | None, table: dict[str, Any]) -> Block:
     """A block of a class of its own, with ``table`` as its globals."""
-    forward, after = FORWARD.get(name, FORWARD["layer"]), AFTER_BACKWARD.get(name, "...")
+    forward, after = (FORWARD | MORE_FORWARD).get(name, FORWARD["layer"]), AFTER_BACKWARD.get(name, "...")
     used = re.findall(r"self\.(\w+)", f"{forward} {after}")
     attributes = "\n".join(f"self.{key} = {value}" for key, value in ATTRIBUTES.items() if key in used) or "..."
     bodies = {"make(self)": attributes, "forward(self, h, x)": forward, "after_backward(self, loss)": after}
@@ -191,6 +215,16 @@ class Plain(Optimizer):
     def last_gradient(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         before, state["last"] = state.get("last", torch.zeros_like(gradient)), gradient.clone()
         return gradient + 0.5 * before
+
+    def preconditioned(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        """Keeps a matrix for each dimension in a list, and an average in a table."""
+        if not state:
+            state["matrices"] = [torch.eye(n) for n in gradient.shape]
+            state["slow"] = {"mean": torch.zeros_like(gradient)}
+        for i, matrix in enumerate(state["matrices"]):
+            rows = gradient.transpose(0, i).reshape(gradient.shape[i], -1)
+            matrix.mul_(0.9).add_(rows @ rows.T)
+        return state["slow"]["mean"].lerp_(gradient / state["matrices"][0].diagonal().mean(), 0.5)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -225,6 +259,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "lookahead of adamw": lambda params: Lookahead(AdamW(params, 1e-2)),
 } | {name: functools.partial(Plain, direction=name) for name in ("two_means", "rebound_mean", "last_gradient")}
 
+MORE_OPTIMIZERS = {"preconditioned": functools.partial(Plain, direction="preconditioned")}  # not drawn
+
 
 class Twin:
     """A model, its optimizer and its step, with classes and globals of its own."""
@@ -237,7 +273,7 @@ class Twin:
             inner = (blocks.pop() if blocks else make("layer", None, table)) if name in WRAPPERS else None
             blocks.append(make(name, inner, table))
         self.model = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.ModuleList(blocks[::-1]), nn.Linear(WIDTH, CLASSES))
-        self.optimizer = OPTIMIZERS[program.optimizer](self.model.parameters())
+        self.optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[program.optimizer](self.model.parameters())
         self.schedule = ExponentialLR(self.optimizer, 0.9)
         self.blocks = [m for m in self.model.modules() if isinstance(m, Block)]
 

@@ -15,9 +15,8 @@ import ctypes
 import random
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 from executor.capture.operators import arguments, running_statistics
 from executor.memory import engines, pinned
 from executor.training import planned_step, work
-from tests.executor.cuda_memory import HOST, POISON, Block, Clock, Clocks, Memory, Span
+from tests.fake_device.memory import POISON, Memory
+from tests.fake_device.order import HOST, Clock, Clocks, Queue, Span, by_chance
 
 aten = torch.ops.aten
 STREAMS = 32  # c10/cuda/CUDAStream.h: of a device, handed out in turn
@@ -63,33 +63,18 @@ class Event:
             self.double.host_waits(self.stream, self.at, self.clock)
 
 
-class Stream:
-    """torch.cuda.Stream: what is in its queue is done when it has to be, or by chance."""
+class Stream(Queue):
+    """torch.cuda.Stream. Its work: copies, and waits for events."""
 
     def __init__(self, double: CudaDouble, device: torch.device, handle: int) -> None:
+        super().__init__(f"stream {handle} of {device}")
         self.double, self.device, self.cuda_stream = double, device, handle
-        self.name = f"stream {handle} of {device}"
-        self.queue: deque[tuple[Any, Any]] = deque()  # copies (target, source), waits (stream, how much of it)
-        self.issued = self.done = 0
         self.lags = handle > 0  # until a kernel runs here
 
-    def put(self, work: tuple[Any, Any]) -> None:
-        self.queue.append(work)
-        self.issued += 1
+    def put(self, work: Callable[[], object]) -> None:
+        super().put(work)
         if not self.lags:
             self.run(self.issued)
-
-    def run(self, upto: int) -> None:
-        while self.done < upto:
-            self.step()
-
-    def step(self) -> None:
-        first, second = self.queue.popleft()
-        self.done += 1
-        if isinstance(first, Stream):
-            first.run(second)
-        else:
-            self.double.memory.move(first, second)
 
     def _wait(self, event: Event) -> None:
         if event.stream is None:
@@ -97,7 +82,7 @@ class Stream:
         captured = self.double.captured(self, event, waits=True)
         Clocks.join(self.double.clocks.of(self.name), event.clock)
         if not captured:
-            self.put((event.stream, event.at))
+            self.put(partial(event.stream.run, event.at))
 
     def wait_event(self, event: Event) -> None:
         if not self.double.left_out():
@@ -166,8 +151,6 @@ class CudaDouble(TorchDispatchMode):
         self.random = random.Random(seed) if seed is not None else None
         self.clocks, self.memory, self.found = Clocks(), Memory(self), list[str]()
         self.omitted: tuple[str, int, int] | None = None
-        self.routes: list[Any] = []  # pools of captures
-        self.capture: Any = None
         self.called: set[tuple[str, int]] = set()
         self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
         self.gpu = torch.device("cuda", 0)
@@ -225,10 +208,6 @@ class CudaDouble(TorchDispatchMode):
     def device(self, device: Any) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def synchronize(self, device: Any = None) -> None:
-        if not self.left_out():
-            self.wait_for_all()
-
     def wait_for_all(self) -> None:
         for stream in self.everything:
             if stream.name in self.clocks.clocks:
@@ -261,27 +240,6 @@ class CudaDouble(TorchDispatchMode):
         stream.run(upto)
         Clocks.join(self.clocks.clocks[HOST], clock)
 
-    def pool_of(self, stream: Stream) -> Any:
-        return stream
-
-    def captured(self, stream: Stream, event: Event, waits: bool = False) -> bool:
-        return False  # cuda_capture.py has graphs
-
-    def segment(self, pool: Any, nbytes: int) -> int | None:
-        return None  # an address is made up
-
-    def exchange(self, block: Block, into_arena: bool) -> None:
-        pass  # there is none
-
-    def whole(self, pool: Any) -> bool:
-        return False  # a pool does not split its segments
-
-    def do(self, func: Any, args: Any, kwargs: Any, reads: Any, writes: Any) -> Any:
-        return func(*args, **kwargs)
-
-    def transfer(self, stream: Stream, spans: tuple[Span, Span]) -> None:
-        stream.put(spans)
-
     def check(self) -> None:
         assert not self.found, self.found[0]
 
@@ -289,7 +247,7 @@ class CudaDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._by_chance()
+        by_chance(self.random, self.everything)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if func is aten._foreach_copy_.default:
@@ -299,12 +257,6 @@ class CudaDouble(TorchDispatchMode):
         if func.is_view or func in RESHAPES:
             return func(*args, **kwargs)
         return self._kernel(func, args, kwargs)
-
-    def _by_chance(self) -> None:
-        while self.random and self.random.random() < 0.5:
-            if not (busy := [stream for stream in self.everything if stream.queue]):
-                return
-            self.random.choice(busy).step()
 
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         stream = self.current_stream()

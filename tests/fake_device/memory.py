@@ -1,65 +1,26 @@
-"""What a double of torch.cuda (cuda_double.py) counts with: vector clocks, and an allocator with its own addresses."""
+"""PyTorch's caching allocator on the fake device, with addresses of its own."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tests.executor.cuda_double import CudaDouble, Event, Stream
+from tests.fake_device.order import Clock, Clocks, Span
 
-HOST = "the host"
+if TYPE_CHECKING:
+    from tests.fake_device.cuda import Event, Stream
+    from tests.fake_device.graphs import GraphDouble
+
 BASE = 1 << 60  # addresses of the device are above, the host's below
 POISON = 0xFF
 SEGMENT, SMALL, ROUND = 2 << 20, 1 << 20, 512  # simulator/pool/online/caching.py
-Clock = dict[str, int]
-Span = tuple[int, int]  # addresses of bytes, half-open
-
-
-class Clocks:
-    """Order by vector clocks: of each stream, how much of every other comes before what it does next. The host is one
-    of the streams: what it has done comes before all that it issues from then on."""
-
-    def __init__(self) -> None:
-        self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
-        self.uses: dict[str, list[tuple[int, Span, bool, str]]] = {}  # by stream: when, what, a write?, of what
-
-    def of(self, stream: str) -> Clock:
-        """Of what the stream does next, as the host issues it now."""
-        clock = self.clocks.setdefault(stream, {stream: 0})
-        return self.join(clock, self.clocks[HOST])
-
-    @staticmethod
-    def join(clock: Clock, other: Clock) -> Clock:
-        for stream, at in other.items():
-            if at > clock.get(stream, 0):
-                clock[stream] = at
-        return clock
-
-    def use(self, stream: str, name: str, reads: Iterable[Span], writes: Iterable[Span], after: Clock) -> str | None:
-        """Of something done on the stream, after ``after`` too, what is wrong with it."""
-        clock = self.of(stream)
-        clock[stream] += 1
-        known = self.join(dict(clock), after) if after else clock
-        for memory, write in [(m, False) for m in reads] + [(m, True) for m in writes]:
-            for other_stream, uses in self.uses.items():
-                if other_stream == stream:
-                    continue
-                upto = known.get(other_stream, 0)
-                for at, other, wrote, what in reversed(uses):
-                    if at <= upto:
-                        break
-                    if (write or wrote) and memory[0] < other[1] and other[0] < memory[1]:
-                        return f"{name} and {what} use the same memory, and neither waits for the other"
-            self.uses.setdefault(stream, []).append((known[stream], memory, write, name))
-        return None
 
 
 @dataclass(eq=False)
@@ -77,25 +38,30 @@ class Block:
 
 
 class Free(NamedTuple):
+    """A free segment of a pool."""
+
+    nbytes: int
     begin: int
-    end: int
     after: Clock
 
 
 class Memory:
-    """PyTorch's caching allocator, with addresses of its own: a block is given back to the list of the stream that
-    asked for it and may be that stream's next one at once; after record_stream when all these streams have come so far.
-    Best fit, split, merged."""
+    """PyTorch's caching allocator, with addresses of its own.
 
-    def __init__(self, double: CudaDouble) -> None:
+    Memory that is given back is the next owner's at once, on the stream that asked for it; after record_stream, when all
+    these streams have come so far. Only pools hand out addresses again: they ask their allocator for a whole segment for
+    each block, and take free ones by best fit.
+    """
+
+    def __init__(self, double: GraphDouble) -> None:
         self.double = double
         self.blocks: dict[int, Block] = {}  # by _cdata of the storage
         self.live: dict[int, Block] = {}
         self.order: list[int] = []  # the live ones' addresses
         self.free: dict[Any, list[Free]] = {}
-        self.limbo: list[tuple[Any, Block, list[Event]]] = []
+        self.limbo: list[tuple[Block, list[Event]]] = []  # segments given back
         self.end, self.bytes, self.peak = BASE, 0, 0
-        self.segments: dict[tuple[Any, int], int] = {}  # pool and begin -> end
+        self.segments: dict[tuple[Any, int], int] = {}  # pool and begin -> bytes
         self.trace: list[tuple[str, int, int]] = []  # the record of allocations: action, address, bytes asked for
         self.pinned: dict[int, int] = {}  # what cudaHostRegister was told
         self._resize = torch.UntypedStorage.resize_
@@ -163,9 +129,10 @@ class Memory:
         self.double.use(block.stream, f"the next owner, on {block.stream.name}, of memory that was given back", (),
                         (span,), after)  # fmt: skip
         block.after = after
-        self.limbo.append((block.pool, block, events))
-        if not events:
-            self.process()
+        if isinstance(block.pool, tuple):
+            self.limbo.append((block, events))
+            if not events:
+                self.process()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         """UntypedStorage.resize_."""
@@ -183,48 +150,30 @@ class Memory:
     def process(self) -> None:
         """process_events."""
         waiting, self.limbo = self.limbo, []
-        for where, block, events in waiting:
+        for block, events in waiting:
             if all(event.query() for event in events) and not (events and self.double.routes):
-                end = block.at + -(-block.nbytes // ROUND) * ROUND
-                key = (where, block.nbytes <= SMALL)
-                if self.double.whole(where):
-                    end = self.segments[where, block.at]
-                    key = (where, end - block.at == SEGMENT)
-                self._put(key, Free(block.at, end, block.after))
+                nbytes = self.segments[block.pool, block.at]
+                spans = self.free.setdefault((block.pool, nbytes == SEGMENT), [])
+                spans.append(Free(nbytes, block.at, block.after))
             else:
-                self.limbo.append((where, block, events))
+                self.limbo.append((block, events))
 
     def _malloc(self, nbytes: int, pool: Any) -> tuple[int, Clock]:
+        """The address of a block, and when its last owner was over."""
         self.process()
-        size, key = -(-nbytes // ROUND) * ROUND, (pool, nbytes <= SMALL)
-        spans = self.free.setdefault(key, [])
-        fitting = [(f.end - f.begin, f.begin, i) for i, f in enumerate(spans) if f.end - f.begin >= size]
-        if not fitting:
-            whole = SEGMENT if size <= SMALL else 10 * SEGMENT if size < 10 * SMALL else -(-size // SEGMENT) * SEGMENT
-            if (at := self.double.segment(pool, whole)) is None:
-                at = self.end + ROUND  # segments have no neighbours
-                self.end = at + whole
-            self.segments[pool, at] = at + whole
-            spans.append(Free(at, at + whole, {}))
-            fitting = [(0, 0, len(spans) - 1)]
-        found = spans.pop(min(fitting)[2])
-        if found.begin + size < found.end and not self.double.whole(pool):
-            insort(spans, Free(found.begin + size, found.end, found.after), key=lambda f: f.begin)
-        return found.begin, dict(found.after)
-
-    def _meet(self, pool: Any, a: Free, b: Free) -> bool:
-        first, second = sorted((a, b), key=lambda f: f.begin)
-        return first.end == second.begin and (pool, second.begin) not in self.segments
-
-    def _put(self, key: Any, found: Free) -> None:
-        spans = self.free.setdefault(key, [])
-        i = bisect_left(spans, found.begin, key=lambda f: f.begin)
-        for j in (i, i - 1):
-            if 0 <= j < len(spans) and self._meet(key[0], spans[j], found):
-                other = spans.pop(j)
-                found = Free(min(found.begin, other.begin), max(found.end, other.end),
-                             Clocks.join(dict(found.after), other.after))  # fmt: skip
-        insort(spans, found, key=lambda f: f.begin)
+        size = -(-nbytes // ROUND) * ROUND
+        if not isinstance(pool, tuple):
+            self.end += ROUND + size  # blocks have no neighbours
+            return self.end - size, {}
+        spans = self.free.setdefault((pool, nbytes <= SMALL), [])
+        if fitting := [free for free in spans if free.nbytes >= size]:
+            found = min(fitting)
+            spans.remove(found)
+            return found.begin, dict(found.after)
+        whole = SEGMENT if size <= SMALL else 10 * SEGMENT if size < 10 * SMALL else -(-size // SEGMENT) * SEGMENT
+        at = self.double.segment(pool, whole)
+        self.segments[pool, at] = whole
+        return at, {}
 
     # ---------------------------------------------------------------------------------------- content
 

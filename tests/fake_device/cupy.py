@@ -5,7 +5,7 @@
 All that is enqueued is done when something has to wait for it, or by chance (``seed``), in the order of its stream and
 after the events that this waits for. A graph keeps the calls of its capture and makes them again when it is launched.
 Time is made up: each stream has a clock, copies take what the machine says, kernels what ``now()`` in them says. Two
-uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of cuda_memory.py.
+uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of order.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ import pytest
 
 from executor.memory.pinned import Slabs
 from simulator import Machine
-from tests.executor.cuda_memory import HOST, Clock, Clocks
+from tests.fake_device.order import HOST, Clock, Clocks, Queue, by_chance
 
 SHIM = r"""
 #include <stddef.h>
@@ -92,32 +92,23 @@ class CUDARuntimeError(RuntimeError):
     """cupy.cuda.runtime's."""
 
 
-class Stream:
-    """cupy.cuda.Stream. Its queue: functions from when they can begin to when they are over."""
+class Stream(Queue):
+    """cupy.cuda.Stream, with a clock."""
 
     def __init__(self, device: Device) -> None:
         device.streams.append(self)
-        self.device, self.ptr, self.name = device, len(device.streams), f"stream {len(device.streams)}"
-        self.queue: deque[Callable[[int], int]] = deque()
-        self.issued = self.done = self.ns = 0
+        self.device, self.ptr, self.ns = device, len(device.streams), 0
+        super().__init__(f"stream {self.ptr}")
 
-    def put(self, work: Callable[[int], int]) -> None:
+    def enqueue(self, work: Callable[[int], int]) -> None:
+        """``work``: from when it can begin to when it is over."""
         enqueued = self.device.host_ns  # nothing begins before
-        self.queue.append(lambda ns: work(max(ns, enqueued)))
-        self.issued += 1
-        while self.device.random and self.device.random.random() < 0.5:
-            if not (busy := [stream for stream in self.device.streams if stream.queue]):
-                return
-            self.device.random.choice(busy).step()
 
-    def step(self) -> None:
-        work = self.queue.popleft()
-        self.done += 1
-        self.ns = work(self.ns)
+        def does() -> None:
+            self.ns = work(max(self.ns, enqueued))
 
-    def run(self, upto: int) -> None:
-        while self.done < upto:
-            self.step()
+        self.put(does)
+        by_chance(self.device.random, self.device.streams)
 
     def begin_capture(self) -> None:
         assert not self.device.graph, "one capture at a time"
@@ -140,7 +131,7 @@ class Stream:
             graph.counts.setdefault(self, 0)  # it takes part from now on
             return graph.add(self, "wait", lambda: self.wait_event(event))
         Clocks.join(self.device.clocks.of(self.name), event.clock)
-        self.put(lambda ns: max(ns, event.happened()))
+        self.enqueue(lambda ns: max(ns, event.happened()))
 
     def synchronize(self) -> None:
         if self.device.graph and self in self.device.graph.counts:
@@ -207,7 +198,7 @@ class Event:
             return ns
 
         self.at = stream.issued + 1
-        stream.put(happens)
+        stream.enqueue(happens)
 
     def happened(self) -> int:
         self.stream.run(self.at)
@@ -290,13 +281,13 @@ class Device:
             ctypes.memmove(target, source, nbytes)
             return ns + lasts
 
-        stream.put(copy)
+        stream.enqueue(copy)
 
     def memset_async(self, at: int, value: int, nbytes: int, ptr: int) -> None:
         stream = self.streams[ptr - 1]
         assert not self.graph
         self.use(stream.name, "memset", [], [(at, nbytes)])
-        stream.put(lambda ns: ctypes.memset(at, value, nbytes) * 0 + ns)
+        stream.enqueue(lambda ns: ctypes.memset(at, value, nbytes) * 0 + ns)
 
     def elapsed(self, first: Event, second: Event) -> float:
         assert first.ns >= 0 and second.ns >= 0, "both have to have happened"
@@ -325,7 +316,7 @@ class Device:
 
                 def enqueue() -> None:
                     self.use(stream.name, name, reads, writes)
-                    stream.put(lambda ns: run(ctypes.c_uint64(ns), blocks[0], threads[0], *plain))
+                    stream.enqueue(lambda ns: run(ctypes.c_uint64(ns), blocks[0], threads[0], *plain))
 
                 if self.graph:
                     self.graph.add(stream, name, enqueue)

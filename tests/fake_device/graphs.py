@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from executor.memory import addresses, engines, graph_memory
 from executor.memory.addresses import functions
 from executor.training import graph, graph_rules
-from tests.executor.cuda_double import UNWRITTEN, CudaDouble, Event, Stream, is_real
-from tests.executor.cuda_memory import BASE, HOST, SEGMENT, Block, Clocks
+from tests.fake_device.cuda import UNWRITTEN, CudaDouble, Event, Stream, is_real
+from tests.fake_device.memory import BASE, SEGMENT, Block
+from tests.fake_device.order import HOST, Clocks
 
 ADDRESSES = itertools.count(2 * BASE + (1 << 40), 1 << 40)  # of arenas; the allocator of segments knows all of them
 
@@ -122,8 +123,7 @@ class Pool:
         self.double, self.id, self.allocator = double, (0, 7 + double.made), allocator
         double.made += 1
         double.uses[self.id], double.allocators[self.id] = 1, allocator
-        if no_split:
-            double.unsplit.add(self.id)
+        assert no_split
 
     def __del__(self) -> None:
         if self.double.capture:
@@ -194,7 +194,7 @@ class GraphDouble(CudaDouble):
     Attributes:
         capture: that is under way; ``routes``: pools to which allocations go on, in the allocator's mind.
         nested: pools of use_mem_pool, the innermost last; ``nests``: they go before a capture's.
-        uses: of each pool, by whom it is held; ``allocators``: its own; ``unsplit``: those that split no segment.
+        uses: of each pool, by whom it is held; ``allocators``: its own.
         arenas: what the driver has handed out; ``aliased``: addresses that share memory.
     """
 
@@ -206,7 +206,6 @@ class GraphDouble(CudaDouble):
         self.nests = True
         self.uses: dict[Any, int] = {}
         self.allocators: dict[Any, Any] = {}
-        self.unsplit: set[Any] = set()
         self.graphs: list[Graph] = []
         self.arenas: dict[int, Tensor] = {}
         self.aliased: dict[int, int] = {}
@@ -236,6 +235,7 @@ class GraphDouble(CudaDouble):
         for module in (graph, graph_rules):
             monkeypatch.setattr(module, "libraries_bytes", graph_memory.libraries_bytes)
         monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
+        monkeypatch.setattr(graph_rules, "device_of", lambda captured: self.gpu)
         monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are the CPU's
         monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
@@ -267,11 +267,10 @@ class GraphDouble(CudaDouble):
     def empty_cache(self) -> None:
         """What nobody has of pools without an owner goes back."""
         for (pool, _), spans in self.memory.free.items():
-            for free in spans[:] if isinstance(pool, tuple) and not self.uses[pool[0]] else ():
-                if self.memory.segments.get((pool, free.begin)) == free.end:
-                    del self.memory.segments[pool, free.begin]
-                    spans.remove(free)
-                    self.allocators[pool[0]].free(free.begin)
+            for free in spans[:] if not self.uses[pool[0]] else ():
+                del self.memory.segments[pool, free.begin]
+                spans.remove(free)
+                self.allocators[pool[0]].free(free.begin)
 
     @contextlib.contextmanager
     def use_mem_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:
@@ -293,15 +292,10 @@ class GraphDouble(CudaDouble):
             return self.nested[-1], stream
         return (self.capture.pool, stream) if self.capture and self.is_captured(stream) else stream
 
-    def segment(self, pool: Any, nbytes: int) -> int | None:
-        if not isinstance(pool, tuple):
-            return None
+    def segment(self, pool: Any, nbytes: int) -> int:
         if not (at := self.allocators[pool[0]].allocate(nbytes)):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return int(at)
-
-    def whole(self, pool: Any) -> bool:
-        return isinstance(pool, tuple) and pool[0] in self.unsplit
 
     def record_history(self, enabled: str | None = "all", context: str | None = "all", stacks: str = "all") -> None:
         self.history = enabled is not None
@@ -309,7 +303,7 @@ class GraphDouble(CudaDouble):
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         return [
-            {"segment_pool_id": block.pool[0], "allocated_size": self.memory.segments[block.pool, block.at] - block.at}
+            {"segment_pool_id": block.pool[0], "allocated_size": self.memory.segments[block.pool, block.at]}
             for block in self.memory.live.values()
             if isinstance(block.pool, tuple)
         ]
@@ -352,7 +346,7 @@ class GraphDouble(CudaDouble):
     def do(self, func: Any, args: Any, kwargs: Any, reads: Any, writes: Any) -> Any:
         """In a capture nothing is done; what is made is there, and nothing is in it."""
         if self.capture is None:
-            return super().do(func, args, kwargs, reads, writes)
+            return func(*args, **kwargs)
         assert not any(self.memory.of(t).stream is None for t in tree_leaves((args, kwargs)) if is_real(t))
         fake = self.capture.fake
         real: dict[int, Tensor] = {}
@@ -391,7 +385,7 @@ class GraphDouble(CudaDouble):
 
     def transfer(self, stream: Stream, spans: Any) -> None:
         if self.capture is None:
-            super().transfer(stream, spans)
+            stream.put(functools.partial(self.memory.move, *spans))
             return
         target, source = (Ref(a, (b - a,), (1,), torch.uint8) for a, b in spans)
         self.capture.log.append((Tensor.copy_, False, (target, source), {}, []))

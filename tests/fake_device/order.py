@@ -1,0 +1,78 @@
+"""Streams of the fake device: work in a queue, and by vector clocks the order that events make."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+HOST = "the host"
+Clock = dict[str, int]
+Span = tuple[int, int]  # addresses of bytes, half-open
+
+
+class Queue:
+    """A stream: its work is done in order, when something has to wait for it, or by chance."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.queue = name, deque[Callable[[], object]]()
+        self.issued = self.done = 0
+
+    def put(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+        self.issued += 1
+
+    def step(self) -> None:
+        self.done += 1
+        self.queue.popleft()()
+
+    def run(self, upto: int) -> None:
+        while self.done < upto:
+            self.step()
+
+
+def by_chance(chance: random.Random | None, streams: Sequence[Queue]) -> None:
+    """Does some of what is in the queues; without ``chance`` nothing."""
+    while chance and chance.random() < 0.5:
+        if not (busy := [stream for stream in streams if stream.queue]):
+            return
+        chance.choice(busy).step()
+
+
+class Clocks:
+    """Order by vector clocks: of each stream, how much of every other comes before what it does next. The host is one
+    of the streams: what it has done comes before all that it issues from then on."""
+
+    def __init__(self) -> None:
+        self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
+        self.uses: dict[str, list[tuple[int, Span, bool, str]]] = {}  # by stream: when, what, a write?, of what
+
+    def of(self, stream: str) -> Clock:
+        """Of what the stream does next, as the host issues it now."""
+        clock = self.clocks.setdefault(stream, {stream: 0})
+        return self.join(clock, self.clocks[HOST])
+
+    @staticmethod
+    def join(clock: Clock, other: Clock) -> Clock:
+        for stream, at in other.items():
+            if at > clock.get(stream, 0):
+                clock[stream] = at
+        return clock
+
+    def use(self, stream: str, name: str, reads: Iterable[Span], writes: Iterable[Span], after: Clock) -> str | None:
+        """Of something done on the stream, after ``after`` too, what is wrong with it."""
+        clock = self.of(stream)
+        clock[stream] += 1
+        known = self.join(dict(clock), after) if after else clock
+        for memory, write in [(m, False) for m in reads] + [(m, True) for m in writes]:
+            for other_stream, uses in self.uses.items():
+                if other_stream == stream:
+                    continue
+                upto = known.get(other_stream, 0)
+                for at, other, wrote, what in reversed(uses):
+                    if at <= upto:
+                        break
+                    if (write or wrote) and memory[0] < other[1] and other[0] < memory[1]:
+                        return f"{name} and {what} use the same memory, and neither waits for the other"
+            self.uses.setdefault(stream, []).append((known[stream], memory, write, name))
+        return None
