@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from executor.capture.capture import capture
-from executor.capture.kernel_times import Precision
+from executor.capture.durations import Precision
 from experiments.measured import traces
 from experiments.workloads import resnet
 from simulator import Machine
