@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 from executor.capture.batches import tensors_in
 from executor.capture.captured import Captured, HostRead, MicroBatch, UserHolds, number
 from executor.capture.durations import Precision
-from executor.capture.leaks import remove_fakes
+from executor.capture.effects import remove_fakes
 from executor.capture.operators import (
     ALLOCATIONS,
     adds_gradients,

@@ -159,7 +159,7 @@ class _Twin:
         reach, seen = self.reach(), dict[str, int]()
         for owner in reach.owners.values():
             for key, value in owner.content().items():
-                named = key in reach.seen.names and key not in _NOT_COMPARED
+                named = key in reach.code.names and key not in _NOT_COMPARED
                 if not (isinstance(value, (Tensor, tuple)) or (named and is_scalar(value))):
                     continue
                 name = owner.name(key)
