@@ -29,147 +29,11 @@ GPU = Machine(
 )  # fmt: skip
 
 
-def kernels(model, shape, machine=GPU, optimizer=None, **options):
-    """Durations in seconds by operator, of a step on images of a shape; the same operator again is added."""
-    with torch.device("meta"):
-        batch = torch.empty(shape), torch.empty(())
-    captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=machine, **options)
-    found = {}
-    for k in captured.program.kernels:
-        name = k.name.split(".")[1] if "." in k.name else k.name
-        found[name] = found.get(name, 0) + k.duration_ns / 1e9
-    return found
-
-
-def conv(size=3, stride=1, channels=64, filters=128, **options):
-    with torch.device("meta"):
-        return nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False, **options)
-
-
-def bytes_of(channels, filters, size, image=32, out=32, batch=16, item=4):
-    x, y = batch * channels * image**2, batch * filters * out**2
-    return item * x, item * y, item * channels * filters * size**2, 2 * y * channels * size**2
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "share", "converted"), [(3, 1, 0.5, True), (1, 1, 0.2, False), (1, 2, 0.5, True)]
-)
-def test_convolutions_in_tf32_are_converted_to_nhwc_and_back(size, stride, share, converted):
-    """But 1x1 convolutions of stride 1 are not."""
-    x, y, w, flops = bytes_of(64, 128, size, out=32 // stride)
-    expected = max(flops / (share * 1e14), (x + y + w) / BW) + converted * 2 * (x + y) / BW
-    assert kernels(conv(size, stride), (16, 64, 32, 32))["convolution"] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize(("channels", "filters", "converted"), [(64, 128, 0), (128, 64, 1)])
-def test_gradients_of_a_1x1_convolution(channels, filters, converted):
-    model = nn.Sequential(conv(1, 1, 8, channels), conv(1, 1, channels, filters))
-    with torch.device("meta"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = kernels(model, (16, 8, 32, 32), optimizer=optimizer)["convolution_backward"]
-    x, y, w, flops = bytes_of(channels, filters, 1)
-    second = 2 * max(flops / (0.1 * 1e14), (x + y + w) / BW) + converted * 2 * (x + y) / BW
-    x, y, w, flops = bytes_of(8, channels, 1)
-    first = max(flops / (0.1 * 1e14), (x + y + w) / BW)  # no gradient of images
-    assert found == pytest.approx(first + second, rel=1e-4)
-
-
-def test_channels_last_needs_no_conversion():
-    model = conv().to(memory_format=torch.channels_last)
-    with torch.device("meta"):
-        batch = torch.empty(16, 64, 32, 32).to(memory_format=torch.channels_last), torch.empty(())
-    captured = capture(model, lambda y, _: y.sum(), None, batch, machine=GPU)
-    x, y, w, flops = bytes_of(64, 128, 3)
-    assert captured.program.kernels[0].duration_ns / 1e9 == pytest.approx(max(flops / 5e13, (x + y + w) / BW), rel=1e-4)
-
-
-def test_the_rate_follows_types_and_flags(monkeypatch):
-    x, y, w, flops = bytes_of(64, 128, 3)
-    half = kernels(conv(), (16, 64, 32, 32), autocast=torch.bfloat16)["convolution"]
-    assert half == pytest.approx(max(flops / 1e14, (x + y + w) / 2 / BW) + (x + y) / BW, rel=1e-4)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert kernels(conv(), (16, 64, 32, 32))["convolution"] == pytest.approx(
-        max(flops / (1.6 * 1e13), (x + y + w) / BW), rel=1e-4
-    )  # Winograd's; not converted
-
-
-def test_products_are_in_float32_unless_asked_otherwise():
-    with torch.device("meta"):
-        model = nn.Linear(4096, 4096, bias=False)
-    flops = 2 * 4096**3
-    exact = kernels(model, (4096, 4096))["mm"]
-    assert exact == pytest.approx(flops / (0.25 * 1e13), rel=1e-4)
-    was = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert Precision.now() == Precision(True, True)
-        assert kernels(model, (4096, 4096))["mm"] == pytest.approx(flops / (0.5 * 1e14), rel=1e-4)
-    finally:
-        torch.set_float32_matmul_precision(was)
-    autocast = kernels(model, (4096, 4096), autocast=torch.bfloat16)
-    assert autocast["mm"] == pytest.approx(flops / (0.5 * 2e14), rel=1e-4)
-
-
-def test_few_tiles_leave_multiprocessors_idle():
-    with torch.device("meta"):
-        model = nn.Linear(4096, 640, bias=False)
-    assert kernels(model, (64, 4096))["mm"] == pytest.approx(2 * 64 * 640 * 4096 / (0.25 * 0.1 * 1e13), rel=1e-4)
-
-
-def test_batch_norm_passes_three_and_five_times():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.BatchNorm2d(100), nn.ReLU())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found, nbytes = kernels(model, (16, 100, 32, 32), optimizer=optimizer), 4 * 16 * 100 * 32**2
-    share = 0.5 * (1 - exp(-1))
-    assert found["native_batch_norm"] == pytest.approx(3 * nbytes / (share * BW), rel=1e-4)
-    assert found["native_batch_norm_backward"] == pytest.approx(5 * nbytes / (share * BW), rel=1e-4)
-    assert found["relu"] == pytest.approx(2 * nbytes / BW, rel=1e-4)
-
-
-def test_a_lookup_touches_its_rows_alone():
-    with torch.device("meta"):
-        model, batch = nn.Embedding(100_000, 64), (torch.zeros(8, dtype=torch.int64), torch.empty(()))
-    captured = capture(model, lambda y, _: y.sum(), None, batch, machine=GPU)
-    assert captured.program.kernels[0].duration_ns == 4  # 2 * 8 * 64 * 4 bytes in ns at 1 TB/s
-
-
-@pytest.mark.parametrize(("foreach", "launch", "share"), [(None, 0, 0.5), (False, 1000, 1.0)])
-def test_updates_are_parts_of_multi_tensor_kernels(foreach, launch, share):
-    machine = replace(GPU, kernel_times=replace(TIMES, launch_ns=1000))
-    with torch.device("meta"):
-        model = nn.Linear(1000, 1000, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
-    found = kernels(model, (2, 1000), machine, optimizer)
-    assert found["add_"] == pytest.approx(launch / 1e9 + 3 * 4e6 / (share * BW), rel=1e-4)
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_updates_in_place_count_what_they_write(foreach):
-    with torch.device("meta"):
-        model = nn.Linear(100, 100, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
-        batch = torch.empty(2, 100), torch.empty(())
-    captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=GPU)
-    assert [k.bytes for k in captured.program.kernels if k.phase == "optimizer" and k.bytes] == [120_000]
-
-
-def test_a_type_without_a_figure_is_emulated_in_float32():
-    with torch.device("meta"):
-        model = nn.Linear(4096, 4096, bias=False, dtype=torch.float16)
-        batch = torch.empty(4096, 4096, dtype=torch.float16), torch.empty(())
-    captured = capture(model, lambda y, _: y.sum(), None, batch, machine=GPU)
-    assert captured.program.kernels[0].duration_ns / 1e9 == pytest.approx(2 * 4096**3 / (0.25 * 1e13), rel=1e-4)
-    with pytest.raises(FormatError, match=r"machine\.flops_per_s: round has no figure for float32"):
-        captured.on(replace(GPU, flops_per_s={}))
-
-
-# --------------------------------------------------------------------- rules that need an optional coefficient
-
 MEASURED = replace(GPU, kernel_times=replace(
     TIMES, attention_backward=0.1, unaligned=0.25, columns=0.125, row_ns=10**5, element_flops=200.0
 ))  # fmt: skip
-HALF = torch.bfloat16
+LAUNCHING = replace(GPU, kernel_times=replace(TIMES, launch_ns=1000))
+HALF, LAST, FIRST = torch.bfloat16, torch.channels_last, torch.contiguous_format
 
 
 class Calls(nn.Module):
@@ -183,104 +47,208 @@ class Calls(nn.Module):
         return self.function(x * self.scale)
 
 
-def calls(function, x, *, machine=MEASURED, backward=False):
-    """Durations in seconds by operator of a call on ``x``, with its backward pass if asked."""
-    model = Calls(function, x.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if backward else None
+def meta(*shape, dtype=torch.float32, layout=FIRST):
+    return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=layout)
+
+
+def durations(make, x, machine=GPU, backward=False, foreach=None, **options):
+    """Seconds of each operator in a step of the module or function that ``make`` returns."""
     with torch.device("meta"):
-        batch = x, torch.empty(())
-    captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=machine)
-    return {k.name.split(".")[1]: k.duration_ns / 1e9 for k in captured.program.kernels if "." in k.name}
+        model = make()
+        model = model if isinstance(model, nn.Module) else Calls(model, x.dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach) if backward else None
+        captured = capture(model, lambda y, _: y.sum(), optimizer, (x, torch.empty(())), machine=machine, **options)
+    found = {}
+    for k in captured.program.kernels:
+        found.setdefault(k.name.partition(".")[2].partition(".")[0], []).append(k.duration_ns / 1e9)
+    return found
 
 
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+def conv(size=3, stride=1, channels=64, filters=128):
+    return nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False)
 
 
-@pytest.mark.parametrize(("columns", "share"), [(1000, 0.5), (1001, 0.5 * 0.25)])
-def test_products_with_unaligned_rows_are_slower(columns, share):
-    """Rows of 1,000 bfloat16 are 125 times 16 bytes, rows of 1,001 are no multiple."""
-    with torch.device("meta"):
-        model = nn.Linear(4096, columns, bias=False, dtype=HALF)
-    found = calls(model, meta(4096, 4096, dtype=HALF))["mm"]
-    assert found == pytest.approx(2 * 4096 * 4096 * columns / (share * 2e14), rel=1e-4)
+def moved(channels, filters, size, image=32, out=32, batch=16):
+    """Bytes of a convolution's images and outputs, and of all its tensors; FLOPs."""
+    x, y = batch * channels * image**2, batch * filters * out**2
+    return 4 * (x + y), 4 * (x + y + channels * filters * size**2), 2 * y * channels * size**2
 
 
-@pytest.mark.parametrize(
-    ("channels", "layout", "share"),
-    [(8, torch.channels_last, 0.5), (3, torch.channels_last, 0.5 * 0.25), (3, torch.contiguous_format, 0.5)],
-)
-def test_convolutions_with_unaligned_channels_are_slower(channels, layout, share):
-    """Unless they are converted from NCHW, which pads the channels."""
-    with torch.device("meta"):
-        model = nn.Conv2d(channels, 512, 7, padding=3, bias=False, dtype=HALF).to(memory_format=layout)
-    x = meta(16, channels, 32, 32, dtype=HALF).to(memory_format=layout)
-    found, outputs = calls(model, x)["convolution"], 16 * 512 * 32**2
-    converted = 2 * 2 * (x.numel() + outputs) / BW if layout == torch.contiguous_format else 0
-    assert found == pytest.approx(2 * outputs * channels * 49 / (share * 2e14) + converted, rel=1e-3)
+def linear(rows, columns, **options):
+    return lambda: nn.Linear(rows, columns, bias=False, **options)
 
 
-def test_attention_has_a_rate_per_direction():
-    def attend(x):
-        return nn.functional.scaled_dot_product_attention(x, x, x)
+def attend():
+    return lambda x: nn.functional.scaled_dot_product_attention(x, x, x)
 
-    x, forward = meta(2, 8, 1024, 64, dtype=HALF), 4 * 16 * 1024**2 * 64
+
+def rows_of(length):
+    norm = nn.LayerNorm(length)
+    return lambda x: norm(x).log_softmax(-1)
+
+
+def cases():
+    """Yields name, model, input, options, and the expected seconds by operator."""
+    images, everything, flops = moved(64, 128, 3)
+    x = meta(16, 64, 32, 32)
+    # In TF32 convolutions are converted to NHWC and back, but for 1x1 of stride 1; Winograd's in float32 is not.
+    for size, stride, share, converted in ((3, 1, 0.5, 1), (1, 1, 0.2, 0), (1, 2, 0.5, 1)):
+        a, b, c = moved(64, 128, size, out=32 // stride)
+        expected = max(c / (share * 1e14), b / BW) + converted * 2 * a / BW
+        yield f"conv_{size}x{size}_{stride}", lambda s=size, u=stride: conv(s, u), x, {}, {"convolution": expected}
+    nhwc = max(flops / 5e13, everything / BW)
+    yield "channels_last", lambda: conv().to(memory_format=LAST), x.to(memory_format=LAST), {}, {"convolution": nhwc}
+    expected = max(flops / 1e14, everything / 2 / BW) + images / BW
+    yield "conv_autocast", conv, x, {"autocast": HALF}, {"convolution": expected}
+    for channels, filters, converted in ((64, 128, 0), (128, 64, 1)):  # more channels in than out
+        a, b, c = moved(channels, filters, 1)
+        _, e, f = moved(8, channels, 1)  # the first one has no gradient of images
+        expected = 2 * max(c / 1e13, b / BW) + converted * 2 * a / BW + max(f / 1e13, e / BW)
+        yield (
+            f"gradients_of_1x1_{channels}",
+            lambda c=channels, f=filters: nn.Sequential(conv(1, 1, 8, c), conv(1, 1, c, f)),
+            meta(16, 8, 32, 32),
+            {"backward": True},
+            {"convolution_backward": expected},
+        )
+    # Channels that are no multiple of 16 bytes, unless a conversion pads them.
+    for channels, layout, share in ((8, LAST, 0.5), (3, LAST, 0.125), (3, FIRST, 0.5)):
+        inputs, outputs = meta(16, channels, 32, 32, dtype=HALF, layout=layout), 16 * 512 * 32**2
+        expected = 2 * outputs * channels * 49 / (share * 2e14)
+        expected += 4 * (inputs.numel() + outputs) / BW if layout == FIRST else 0
+        yield (
+            f"conv_of_{channels}_{share}",
+            lambda c=channels, m=layout: nn.Conv2d(c, 512, 7, padding=3, bias=False, dtype=HALF).to(memory_format=m),
+            inputs,
+            {"machine": MEASURED},
+            {"convolution": expected},
+        )
+    # Products: float32, autocast, few tiles, a type without a rate (as float32), rows of 1,001 bfloat16.
+    square, cube = meta(4096, 4096), 2 * 4096**3
+    yield "product", linear(4096, 4096), square, {}, {"mm": cube / 0.25e13}
+    yield "product_autocast", linear(4096, 4096), square, {"autocast": HALF}, {"mm": cube / 1e14}
+    yield "few_tiles", linear(4096, 640), meta(64, 4096), {}, {"mm": 2 * 64 * 640 * 4096 / (0.25 * 0.1 * 1e13)}
+    half = linear(4096, 4096, dtype=torch.float16)
+    yield "emulated", half, meta(4096, 4096, dtype=torch.float16), {}, {"mm": cube / 0.25e13}
+    for columns, share in ((1000, 0.5), (1001, 0.125)):
+        expected = {"mm": 2 * 4096 * 4096 * columns / (share * 2e14)}
+        yield (
+            f"rows_of_{columns}",
+            linear(4096, columns, dtype=HALF),
+            meta(4096, 4096, dtype=HALF),
+            {"machine": MEASURED},
+            expected,
+        )
+    tokens, forward = meta(2, 8, 1024, 64, dtype=HALF), 4 * 16 * 1024**2 * 64
     name = "_scaled_dot_product_flash_attention_for_cpu"
     for machine, share in ((MEASURED, 0.1), (GPU, 0.2)):
-        found = calls(attend, x, machine=machine, backward=True)
-        assert found[name] == pytest.approx(forward / (0.2 * 2e14), rel=1e-4)
-        assert found[f"{name}_backward"] == pytest.approx(2.5 * forward / (share * 2e14), rel=1e-4)
-
-
-@pytest.mark.parametrize(("dim", "share"), [(0, 0.125), (1, 1.0), ((0, 1), 1.0)])
-def test_reductions_that_keep_the_contiguous_dimension_are_slower(dim, share):
-    found = calls(lambda x: x.mean(dim), meta(1000, 1000))["mean"]
-    assert found == pytest.approx(4e6 / (share * BW), rel=2e-3)
-
-
-@pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_channels_last_batch_norm_sums_columns(dtype):
-    """In bfloat16, which cuDNN's batch norm does not take: Welford's three values forward, two sums backward."""
-    model = nn.BatchNorm2d(100, device="meta")
-    x = meta(16, 100, 32, 32, dtype=dtype).to(memory_format=torch.channels_last)
-    found, nbytes = calls(model, x, backward=True), x.numel() * x.itemsize
-    forward, backward = 3 / 0.125 + 2, 2 / 0.125 + 3
-    if dtype == torch.float32:
-        forward, backward = (passes / (0.5 * (1 - exp(-1))) for passes in (3, 5))
-    assert found["native_batch_norm"] == pytest.approx(forward * nbytes / BW, rel=1e-4)
-    assert found["native_batch_norm_backward"] == pytest.approx(backward * nbytes / BW, rel=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "length"), [(1000, 2048), (1000, 200_000)])
-def test_row_normalisations_take_a_time_per_row(rows, length):
-    """The longer of 1 us per row and pass (100 us on each of 100 multiprocessors) and the bytes of a pass."""
-    norm = nn.LayerNorm(length, device="meta")
-    found = calls(lambda x: norm(x).log_softmax(-1), meta(rows, length), backward=True)
-    each = max(rows * 1e-6, 4 * rows * length / (0.5 * BW))
-    norms, softmaxes = (
-        ("native_layer_norm", "native_layer_norm_backward"),
-        ("_log_softmax", "_log_softmax_backward_data"),
+        yield (
+            f"attention_{share}",
+            attend,
+            tokens,
+            {"machine": machine, "backward": True},
+            {name: forward / 0.4e14, f"{name}_backward": 2.5 * forward / (share * 2e14)},
+        )
+    # Batch norm passes three and five times; in bfloat16 and channels-last it sums columns, Welford's three values.
+    norm, cudnn = 16 * 100 * 32**2, 0.5 * (1 - exp(-1))
+    for dtype, passes in ((torch.float32, (3 / cudnn, 5 / cudnn)), (HALF, (3 / 0.125 + 2, 2 / 0.125 + 3))):
+        nbytes = norm * dtype.itemsize
+        both = dict(zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True))
+        yield (
+            f"batch_norm_{dtype}",
+            lambda: nn.BatchNorm2d(100),
+            meta(16, 100, 32, 32, dtype=dtype, layout=LAST),
+            {"machine": MEASURED, "backward": True},
+            {name: p * nbytes / BW for name, p in both.items()},
+        )
+    yield (
+        "batch_norm_relu",
+        lambda: nn.Sequential(nn.BatchNorm2d(100), nn.ReLU()),
+        meta(16, 100, 32, 32),
+        {},
+        {"native_batch_norm": 3 * 4 * norm / (cudnn * BW), "relu": 8 * norm / BW},
     )
-    for name, passes in zip(norms + softmaxes, (2, 5, 3, 4), strict=True):
-        assert found[name] == pytest.approx(passes * each, rel=2e-3), name
+    # Rows take 1 us a pass (100 us on each of 100 multiprocessors) or the bytes of a pass; not short ones, or columns.
+    for length in (2048, 200_000):
+        each = max(1000 * 1e-6, 4 * 1000 * length / (0.5 * BW))
+        passes = {"native_layer_norm": 2, "native_layer_norm_backward": 5, "_log_softmax": 3,
+                  "_log_softmax_backward_data": 4}  # fmt: skip
+        yield (
+            f"rows_{length}",
+            lambda n=length: rows_of(n),
+            meta(1000, length),
+            {"machine": MEASURED, "backward": True},
+            {name: n * each for name, n in passes.items()},
+        )
+    for dim, shape in ((-1, (1000, 1024)), (0, (4096, 1000))):
+        yield (
+            f"softmax_{dim}",
+            lambda d=dim: lambda x: x.softmax(d),
+            meta(*shape),
+            {"machine": MEASURED},
+            {"_softmax": 8 * shape[0] * shape[1] / BW},
+        )
+    for dim, share in ((0, 0.125), (1, 1.0), ((0, 1), 1.0)):  # a sum that keeps the contiguous dimension is slower
+        yield (
+            f"mean_{dim}",
+            lambda d=dim: lambda x: x.mean(d),
+            meta(1000, 1000),
+            {"machine": MEASURED},
+            {"mean": 4e6 / (share * BW)},
+        )
+    ids = torch.zeros(8, dtype=torch.int64, device="meta")
+    yield "lookup", lambda: nn.Embedding(100_000, 64), ids, {}, {"embedding": 4e-9}  # 2 * 8 * 64 * 4 bytes
+    for foreach, launch, share in ((None, 0, 0.5), (False, 1000, 1.0)):  # an update is a part of a multi-tensor kernel
+        yield (
+            f"update_{foreach}",
+            linear(1000, 1000),
+            meta(2, 1000),
+            {"machine": LAUNCHING, "backward": True, "foreach": foreach},
+            {"add_": launch / 1e9 + 3 * 4e6 / (share * BW)},
+        )
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(-1, (1000, 1024)), (0, (4096, 1000))])
-def test_softmax_of_short_rows_or_of_columns_takes_no_time_per_row(dim, shape):
-    found = calls(lambda x: x.softmax(dim), meta(*shape))["_softmax"]
-    assert found == pytest.approx(8 * shape[0] * shape[1] / BW, rel=1e-4)
+@pytest.mark.parametrize(("make", "x", "options", "expected"), [pytest.param(*row, id=name) for name, *row in cases()])
+def test_a_kernel_takes_what_the_rules_say(make, x, options, expected):
+    found = durations(make, x, **options)
+    assert {name: sum(found[name]) for name in expected} == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_flags_of_pytorch_choose_the_rate(monkeypatch):
+    _, everything, flops = moved(64, 128, 3)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    (winograd,) = durations(conv, meta(16, 64, 32, 32))["convolution"]
+    assert winograd == pytest.approx(max(flops / (1.6 * 1e13), everything / BW), rel=1e-4)
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert Precision.now() == Precision(False, True)
+        assert durations(linear(4096, 4096), meta(4096, 4096))["mm"] == pytest.approx([2 * 4096**3 / 0.5e14], rel=1e-4)
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_updates_in_place_count_what_they_write(foreach):
+    with torch.device("meta"):
+        model = nn.Linear(100, 100, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        batch = torch.empty(2, 100), torch.empty(())
+    captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=GPU)
+    assert [k.bytes for k in captured.program.kernels if k.phase == "optimizer" and k.bytes] == [120_000]
+    with pytest.raises(FormatError, match=r"^machine\.flops_per_s"):
+        captured.on(replace(GPU, flops_per_s={}))
 
 
 def test_group_norm_takes_no_time_per_row():
-    norm = nn.GroupNorm(2, 4, device="meta")
-    found = calls(norm, meta(1000, 4, 8, 2))["native_group_norm"]
-    assert found == pytest.approx(2 * 4 * 64_000 / (0.5 * BW), rel=0.05)  # besides its means
+    found = durations(lambda: nn.GroupNorm(2, 4), meta(1000, 4, 8, 2), MEASURED)["native_group_norm"]
+    assert found == pytest.approx([2 * 4 * 64_000 / (0.5 * BW)], rel=0.05)  # besides its means
 
 
 def test_a_machine_without_a_float32_rate_is_refused():
     machine = replace(MEASURED, flops_per_s={"bfloat16": 10**12})
-    with pytest.raises(FormatError, match=r"machine\.flops_per_s: round has no figure for float32"):
-        calls(lambda x: x.t().contiguous(), meta(10, 10), machine=machine)
+    with pytest.raises(FormatError, match=r"^machine\.flops_per_s"):
+        durations(lambda: lambda x: x.t().contiguous(), meta(10, 10), machine)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +264,7 @@ def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name,
     x = meta(1000, 1000)
     with torch.device("meta"):
         elements = function(x).numel()
-    found, without = (calls(function, x, machine=machine)[name] for machine in (MEASURED, GPU))
+    found, without = (durations(lambda: function, x, machine)[name][-1] for machine in (MEASURED, GPU))
     longer = max(without, elements * 2e-11)
     assert found == pytest.approx(without if vectorised else longer, rel=1e-4)
     assert vectorised or found > without
