@@ -167,8 +167,10 @@ class Watched(NamedTuple):
         self.owner.restore(self.before)
 
     def changes(self) -> dict[Any, Change]:
-        """Returns what differs, by key."""
+        """Returns what differs, by key; a list differs as a whole."""
         now, was = self.owner.content(), self.before
+        if isinstance(self.owner.container, list):
+            now, was = {None: tuple(now.values())}, {None: tuple(was.values())}
         return {
             key: Change(self.owner.name(key), was.get(key), now.get(key))
             for key in dict.fromkeys((*was, *now))
