@@ -3,8 +3,8 @@
 from executor.capture.algorithms import with_algorithms
 from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
+from executor.capture.durations import with_roofline
 from executor.capture.reach import CaptureError
-from executor.capture.roofline import with_roofline
 from executor.fit import FitError, FittedStep, FittedSteps, fit
 from executor.replay import open_backend
 from executor.replay.backend import BackendError

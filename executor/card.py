@@ -1,7 +1,7 @@
 """The peak that the card counts while a captured step is trained: what NVML and ``nvidia-smi`` show.
 
 Parts, in bytes: the tensors of the step (the program's ledger); what the user's loop keeps besides, and the optimizer's
-first step and temporaries on CUDA (updates.py); workspaces of libraries; what the caching allocator rounds up, splits
+first step and temporaries on CUDA (``updates``); workspaces of libraries; what the caching allocator rounds up, splits
 and keeps (simulator/pool/online/caching.py); the CUDA context (the machine's preset).
 
 A loop's iterations become one stream of mallocs and frees, from a cold allocator. Choices and sources:
@@ -11,23 +11,31 @@ captured with ``as_cuda``.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from executor.capture.captured import Captured
-from executor.updates import Updates, updates
+from executor.capture.optimizers import chooses_foreach
 from simulator.machine import Machine
 from simulator.pool.card import CardPeak
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
 from simulator.program import Program
 
+Event = tuple[int, int]  # a block, and its bytes; 0: it is given back
 ZeroGrad = Literal["start", "backward", "end", "never"]
 
 
@@ -240,6 +248,87 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
     except Exception as error:
         what = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise ValueError(f"the step of {type(optimizer).__name__} cannot be followed ({what})") from error
+
+
+class Updates(NamedTuple):
+    """Events of the first step and of every later one; blocks of the first that are never given back stay."""
+
+    first: tuple[Event, ...]
+    later: tuple[Event, ...]
+
+
+class _Watch(TorchDispatchMode):
+    """Notes storages of the GPU as they are made and die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.live: dict[StorageWeakRef, tuple[int, StorageWeakRef]] = {}
+        self.known: set[int] = set()
+        self.made = 0
+
+    def reap(self) -> None:
+        """Notes what died since the last operator."""
+        for key, (block, reference) in list(self.live.items()):
+            if reference.expired():
+                self.events.append((block, 0))
+                del self.live[key]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reap()
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                key = StorageWeakRef(tensor.untyped_storage())
+                if key not in self.live and key.cdata not in self.known and tensor.untyped_storage().nbytes():
+                    self.live[key] = self.made, key
+                    self.events.append((self.made, tensor.untyped_storage().nbytes()))
+                    self.made += 1
+        return out
+
+
+def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
+    """Returns what an optimizer's steps take and give back on CUDA: state made at the first step, and temporaries.
+
+    Blocks are numbered from 0. The optimizer's own code runs over fake parameters of CUDA, which need no GPU, in the
+    form that a GPU gives it (``foreach``, if the user has not chosen).
+
+    Args:
+        without: parameters that get no gradient.
+
+    Raises:
+        Exception: the optimizer's own, where its code reads numbers from tensors that have none.
+    """
+    left_out = {id(p) for p in without}
+    clone = copy.copy(optimizer)
+    with FakeTensorMode() as mode, torch.no_grad():
+        groups = []
+        for group in optimizer.param_groups:
+            params = []
+            for p in group["params"]:
+                fake = nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="cuda"),
+                                    p.requires_grad)  # fmt: skip
+                if p.requires_grad and id(p) not in left_out:
+                    fake.grad = torch.empty_like(fake)
+                params.append(fake)
+            made = {k: torch.empty_like(v, device=v.device) if isinstance(v, Tensor) else v for k, v in group.items()
+                    if k != "params"}  # fmt: skip
+            if made.get("foreach", 0) is None and not made.get("fused"):
+                made["foreach"] = chooses_foreach(group, on_cuda=True)
+            groups.append({**made, "params": params})
+        vars(clone)["param_groups"], vars(clone)["state"] = groups, defaultdict(dict)
+        watch = _Watch()
+        watch.known = {StorageWeakRef(t.untyped_storage()).cdata for g in groups for p in g["params"]
+                       for t in (p, p.grad) if t is not None}  # fmt: skip
+        parts = []
+        del mode
+        for _ in range(2):
+            watch.events = []
+            with watch:
+                type(clone).step(clone)
+            watch.reap()
+            parts.append(tuple(watch.events))
+    return Updates(*parts)
 
 
 def _workspaces(captured: Captured, k: int) -> Iterator[int]:

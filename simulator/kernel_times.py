@@ -1,6 +1,6 @@
 """KernelTimes: coefficients of the model of kernel times, fitted to measurements of one GPU architecture.
 
-The model needs the operators' shapes; it stands in executor/capture/kernel_times.py. A share is of the machine's peak:
+The model needs the operators' shapes; it stands in executor/capture/durations.py. A share is of the machine's peak:
 of ``flops_per_s`` for arithmetic, of ``memory_bytes_per_s`` for traffic. experiments/measured/README.md says what each
 coefficient is fitted to, and with which error.
 """

@@ -3,18 +3,7 @@
 Implicit GEMM, GEMM (im2col), FFT and Winograd F(4x4, 3x3). Each is some kernels, one after the other. Its workspace
 follows exactly from the shapes; its time is the sum of the rooflines of its kernels' own arithmetic and memory traffic
 (``Machine.kernel_ns``). For N images, C channels in and K out, images of H x W and P x Q, filters of R x S, elements of
-4 bytes. Sources, formulas and reasons: executor/capture/README.md. cuDNN does not say what it does. Assumed:
-
-1. Each applies where cudnnConvolutionForward documents it; grouped, transposed, 1-D and 3-D ones have one algorithm.
-2. GEMM unrolls the whole batch; 1 x 1 filters of stride 1 without padding need no unrolling.
-3. Implicit GEMM spends INDEXING instructions for each element of the unrolled matrix in each tile of TILE channels.
-4. Otherwise every kernel reads its operands and writes its result once, at the machine's efficiency of ``conv``.
-5. FFT: T is the least power of two that holds the padded image; n real points take 2.5 n log2 n FLOPs.
-6. Winograd's transforms take 144 FLOPs per tile of images, 72 per filter, 100 per tile of outputs, in every pass.
-7. Both gradients need the unrolled matrix and the spectra of the forward pass; Winograd's t counts tiles of 4 x 4.
-8. The two gradients of a captured kernel run in turn in one workspace, each with the fastest that fits; no bias.
-9. A kernel's own algorithm is the fastest; all times are scaled so that the iteration time stays to the nanosecond.
-10. Algorithms that another beats in both bytes and time are left out, and cuDNN's other algorithms.
+4 bytes. Sources, formulas, assumptions and reasons: executor/capture/README.md.
 """
 
 from __future__ import annotations

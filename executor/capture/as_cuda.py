@@ -5,28 +5,55 @@ PyTorch's composite operators choose the operators that they call by the device 
 what the backward pass recomputes. The resulting graph has operators that no CPU runs: it can be planned, not executed.
 
 Sources, in aten/src/ATen/native: Dropout.cpp (``is_fused_kernel_acceptable``), Normalization.cpp
-(``_select_batch_norm_backend``), layer_norm.cpp (``rms_norm_symint``), transformers (cuda_attention.py).
+(``_select_batch_norm_backend``), layer_norm.cpp (``rms_norm_symint``), transformers (cuda/sdp_utils.cpp,
+sdp_utils_cpp.h, attention.cpp), of a PyTorch 2.11 or later with CUDA 13 and cuDNN 9.16 or later. The lists of
+autocast are those of aten/src/ATen/autocast_mode.h; operators that both devices run in half precision are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
-from torch.library import _scoped_library
+from torch.library import Library, _scoped_library, fallthrough_kernel
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils._pytree import tree_map_only
 
-from executor.capture import cuda_autocast
-from executor.capture.cuda_attention import attention
+from executor.capture.reach import CaptureError
 
 aten = torch.ops.aten
 MOST_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
 MOST_IMAGES = 880_801, 65_535  # that cuDNN's batch norm takes, in training and in evaluation
+HALF = (torch.float16, torch.bfloat16)
+NEWEST = (12, 1)  # compute capability that the fused kernels support
+LOWEST_HALF = -65504.0  # cuDNN adds a finite number to what a mask leaves out
+DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *DEFAULT_ORDER]
+
+# AT_FORALL_FP32, of those that are not the CPU's, too.
+FLOAT32 = frozenset(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+    upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()
+)
+# AT_FORALL_FP32_SET_OPT_DTYPE: they are told that their result is float32, and do not convert what they read before.
+RESULT_FLOAT32 = frozenset(
+    """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+)
 
 
 @contextmanager
@@ -39,7 +66,7 @@ def operators_of_cuda(capability: str) -> Iterator[None]:
     composite = {
         "batch_norm": _batch_norm,
         "dropout": _dropout,
-        "scaled_dot_product_attention": partial(attention, capability),
+        "scaled_dot_product_attention": partial(_attention, capability),
     }
     with ExitStack() as stack:
         library = stack.enter_context(_scoped_library("aten", "IMPL"))
@@ -47,7 +74,7 @@ def operators_of_cuda(capability: str) -> Iterator[None]:
             library.impl(name, kernel, "AutogradCPU")
         # PyTorch takes the fused operator where the device has a kernel for it. Fake tensors never call the kernel.
         library.impl("_fused_rms_norm", partial(_composite, aten._fused_rms_norm.default), "CPU")
-        stack.enter_context(cuda_autocast.of_cuda(library))
+        stack.enter_context(_autocast_of_cuda(library))
         yield
 
 
@@ -82,3 +109,241 @@ def _batch_norm(
 def _composite(op: OpOverload, *args: Any) -> Any:
     """What PyTorch's own kernel does; ``OpOverload.decompose`` prefers Python's, which may copy an input."""
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args)
+
+
+@contextmanager
+def _autocast_of_cuda(library: Library) -> Iterator[None]:
+    """Gives autocast on the CPU the policies of CUDA, as far as this PyTorch has them.
+
+    ``torch.autocast("cuda")``, which PyTorch turns off where there is no GPU, is then autocast on the CPU.
+
+    Args:
+        library: takes the policies; they end with it.
+    """
+    cpu, cuda = (
+        {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+         if name.startswith("aten::")}
+        for key in ("AutocastCPU", "AutocastCUDA")
+    )  # fmt: skip
+    for name in cpu - cuda:
+        library.impl(name, fallthrough_kernel, "AutocastCPU")
+    for policy, names in ((_in_float32, FLOAT32), (_to_float32, RESULT_FLOAT32)):
+        for name in names & cuda:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, partial(policy, op), "AutocastCPU")
+    original = torch.autocast.__init__
+
+    def init(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+def _in_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
+        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        return op(*args, **kwargs)
+
+
+def _to_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
+    if given.get("dtype") is None and _is_narrow(args[0]):
+        given["dtype"] = torch.float32
+    with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
+        return op(**given)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if _is_narrow(tensor) else tensor
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+class Attention(NamedTuple):
+    """Arguments of ``scaled_dot_product_attention``, ``[batch, heads, length, width]`` if fused, and the GPU."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    grouped: bool
+    capability: tuple[int, int]
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass follows, as far as queries, keys and values tell."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
+
+
+def _attention(
+    capability: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Runs ``scaled_dot_product_attention`` in the kernel that PyTorch runs on a GPU.
+
+    Args:
+        capability: of the GPU, such as "9.0".
+
+    Raises:
+        CaptureError: the capability is not known.
+    """
+    if not capability:
+        raise CaptureError(
+            'machine.capability: missing, and the kernel of attention depends on it: give it, such as "9.0"'
+        )
+    major, minor = map(int, capability.split("."))
+    given = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, (major, minor))
+    kernel = backend(given)
+    mask = _additive(given, kernel)
+    out: Tensor
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        out = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, given.trains, dropout_p, is_causal, False, scale=scale
+        )[0]
+    elif kernel == SDPBackend.FLASH_ATTENTION:
+        width = query.shape[-1]
+        padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
+        out = aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=width**-0.5 if scale is None else scale
+        )[0]
+        out = out[..., :width] if width % 8 else out
+    elif kernel == SDPBackend.EFFICIENT_ATTENTION:
+        out = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, given.trains, dropout_p, is_causal, scale=scale
+        )[0]
+    else:
+        out = aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return out
+
+
+def backend(given: Attention) -> SDPBackend:
+    """Returns the kernel that PyTorch chooses: the first in its order that is enabled and supports the arguments.
+
+    Raises:
+        RuntimeError: none does, as on the GPU.
+    """
+    order = [SDPBackend(i) for i in torch._C._get_sdp_priority_order()]
+    if order[:3] == DEFAULT_ORDER or order[:4] == CUDNN_FIRST:  # the user gave none (torch.nn.attention.sdpa_kernel)
+        hopper = given.capability[0] in (9, 10)
+        order = CUDNN_FIRST if hopper else [*DEFAULT_ORDER, SDPBackend.CUDNN_ATTENTION]
+    for kernel in order:
+        if kernel in _SUPPORTED and _ENABLED[kernel]() and _SUPPORTED[kernel](given):
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
+    """The mask in the form that the kernel adds."""
+    mask = given.mask
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zero, least = (torch.scalar_tensor(x, dtype=given.query.dtype, device=mask.device) for x in (0.0, -torch.inf))
+        cudnn = kernel == SDPBackend.CUDNN_ATTENTION
+        mask = torch.where(mask.logical_not(), LOWEST_HALF, zero) if cudnn else torch.where(mask, 0.0, least)
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        aligned = mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1])
+        if not aligned:
+            length = mask.shape[-1]
+            mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
+        mask = mask.expand(*given.query.shape[:3], given.key.shape[2])
+    return mask
+
+
+def _is_fused(given: Attention, grouped: bool) -> bool:
+    """What every fused kernel asks for; ``grouped``: it has fewer heads of keys than of queries, where allowed."""
+    tensors = given.query, given.key, given.value
+    if any(t.dim() != 4 or t.dtype != given.query.dtype or len(t) != len(given.query) for t in tensors):
+        return False
+    (heads, length), own, others = given.query.shape[1:3], given.key.shape[1], given.value.shape[1]
+    if own != others or (heads % own if grouped and given.grouped else heads != own):
+        return False
+    return bool(length and given.key.shape[2])
+
+
+def _is_dense(given: Attention, singleton: bool) -> bool:
+    """Whether widths are contiguous; ``singleton``: or 1."""
+    dense = all(t.stride(-1) == 1 for t in (given.query, given.key, given.value))
+    dense = dense or (singleton and given.query.shape[-1] == 1)
+    return dense and (given.mask is None or given.mask.stride(-1) == 1)
+
+
+def _supports_cudnn(given: Attention) -> bool:
+    mask, (keys, width), own = given.mask, given.value.shape[-2:], given.query.shape[-1]
+    if not _is_fused(given, True) or not _is_dense(given, True) or not (8, 0) <= given.capability <= NEWEST:
+        return False
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if strict or given.query.dtype not in HALF or given.dropout * 16 % 1 or (mask is not None and mask.requires_grad):
+        return False
+    if mask is not None:
+        whole = *given.query.shape[:3], given.key.shape[2]
+        if mask.dim() not in (2, 4) or any(
+            a not in (1, b) for a, b in zip(mask.shape, whole[-mask.dim() :], strict=True)
+        ):
+            return False
+    most = 256 if given.capability == (9, 0) else 128
+    if (own, width) == (192, 128) and given.capability[0] == 10:
+        most = 192
+    if max(own, width) > most or own % 8 or width % 8:
+        return False
+    return keys != 1 and not (given.dropout and given.query.shape[2] == 1)
+
+
+def _supports_flash(given: Attention) -> bool:
+    width = given.query.shape[-1]
+    if given.mask is not None or not _is_fused(given, True) or not _is_dense(given, True):
+        return False
+    if not (8, 0) <= given.capability <= NEWEST or given.query.dtype not in HALF or width > 256:
+        return False
+    if any(t.shape[-1] != width for t in (given.key, given.value)):
+        return False
+    small = (8, 6) <= given.capability <= (8, 9) or given.capability >= (12, 0)
+    if small and given.trains and width > 192 and (width <= 224 or given.dropout):
+        return False
+    return not given.causal or given.query.shape[2] == given.key.shape[2]
+
+
+def _supports_efficient(given: Attention) -> bool:
+    width, dtype = given.query.shape[-1], given.query.dtype
+    if not _is_fused(given, False) or not _is_dense(given, False) or not (5, 0) <= given.capability <= NEWEST:
+        return False
+    if given.key.shape[-1] != width or dtype not in (torch.float32, *HALF):
+        return False
+    ampere = given.capability >= (8, 0)
+    if dtype == torch.bfloat16 and not ampere:
+        return False
+    tensor_cores = ampere or (given.capability >= (7, 0) and dtype in HALF)
+    alignment = 16 // dtype.itemsize if tensor_cores else 1
+    return not any(w % alignment or not w for w in (width, given.value.shape[-1]))
+
+
+_SUPPORTED: dict[SDPBackend, Callable[[Attention], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: _supports_cudnn,
+    SDPBackend.FLASH_ATTENTION: _supports_flash,
+    SDPBackend.EFFICIENT_ATTENTION: _supports_efficient,
+    SDPBackend.MATH: lambda given: True,
+}
+_ENABLED: dict[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}

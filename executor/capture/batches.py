@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,43 +95,31 @@ def _own(result: Any) -> Any:
 # ------------------------------------------------------------------------------------------- what PyTorch does not open
 
 
+@dataclass
 class _Record:
     """An object opened; in a spec its shell stands for it."""
 
-    def __init__(self, values: list[Any], shell: _Shell) -> None:
-        self.values, self.shell = values, shell
+    values: list[Any]
+    shell: _Shell
 
 
+@dataclass(frozen=True)
 class _Shell:
     """An object without its entries; equal to those of its class with the same names."""
 
-    def __init__(self, of: Any) -> None:
-        self.kind = type(of)
-        self._empty = copy.copy(of)
-        if isinstance(of, Mapping):
-            self.names = tuple(of)
-            if isinstance(of, UserDict):
-                self._empty.data = {}
-        else:
-            self.names = tuple(f.name for f in fields(of) if hasattr(of, f.name))
-            for name in self.names:
-                object.__setattr__(self._empty, name, None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shell) and (self.kind, self.names) == (other.kind, other.names)
-
-    def __repr__(self) -> str:
-        return f"{self.kind.__name__}({', '.join(map(str, self.names))})"
+    kind: type
+    names: tuple[Any, ...]
+    empty: Any = field(compare=False, repr=False)
 
     def with_entries(self, values: Any) -> Any:
-        """Such an object."""
+        """Returns such an object."""
         if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
             return self.kind(zip(self.names, values, strict=True))
-        made = copy.copy(self._empty)
-        for name, value in zip(self.names, values, strict=True):
-            if isinstance(made, UserDict):
-                made.data[name] = value
-            else:
+        made = copy.copy(self.empty)
+        if isinstance(made, UserDict):
+            made.data = dict(zip(self.names, values, strict=True))
+        else:
+            for name, value in zip(self.names, values, strict=True):
                 object.__setattr__(made, name, value)
         return made
 
@@ -147,9 +135,17 @@ def _opens(leaf: Any) -> bool:
 def _opened(leaf: Any) -> Any:
     if not _opens(leaf):
         return leaf
-    shell = _Shell(leaf)
-    values = [leaf[name] if isinstance(leaf, Mapping) else getattr(leaf, name) for name in shell.names]
-    return _Record([tree_map(_opened, value) for value in values], shell)
+    empty = copy.copy(leaf)
+    if isinstance(leaf, Mapping):
+        table = dict(leaf)
+        if isinstance(empty, UserDict):
+            empty.data = {}
+    else:
+        table = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
+        for name in table:
+            object.__setattr__(empty, name, None)
+    values = [tree_map(_opened, value) for value in table.values()]
+    return _Record(values, _Shell(type(leaf), tuple(table), empty))
 
 
 _known: dict[type, bool] = {}

@@ -4,13 +4,8 @@ The step (forward, loss, backward, optimizer) is traced once by ``make_fx`` over
 size is ever allocated and nothing of the user's is changed. Parameters, buffers, optimizer state and the batch are the
 graph's placeholders, hence persistent tensors. One storage is one tensor; nodes that only make views are no kernels.
 
-Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md). Known differences from eager:
-
-1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
-2. ``foreach`` and ``fused`` updates are split into buckets (``bucket_bytes``).
-3. All parameters lose their gradients at the end of the step, those of no optimizer, too, but with ``keep_grads``.
-4. Python branches are taken as they fall during the trace; an optimizer's numbers are read each step (hyperparameters).
-5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
+Lifetimes are eager PyTorch's, not the graph's. The README has the known differences from eager: cuDNN's kernels and
+workspaces, buckets of updates, gradients at the end of the step, Python's branches, ``capturable`` optimizers.
 """
 
 from __future__ import annotations
@@ -39,8 +34,7 @@ from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.effects import Effects, rebind
-from executor.capture.hyperparameters import Numbers, Option
-from executor.capture.optimizers import BUCKET_BYTES, fixed, options
+from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, fixed, options
 from executor.capture.python_values import PythonValues, changed, untouched
 from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, noted

@@ -16,9 +16,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from executor.capture.optimizers import bucketed, capturable, moved, numbers_of, symbolic_extremes, takes_capturable
+from executor.capture.optimizers import (
+    bucketed,
+    capturable,
+    moved,
+    numbers_of,
+    patched,
+    symbolic_extremes,
+    takes_capturable,
+)
 from executor.capture.recorder import Recorder
 
+Change = tuple[Any, str, Any]  # of ``patched``
 MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
@@ -40,43 +49,34 @@ def count(modules: Iterable[nn.Module]) -> int:
 def traced(
     recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """While a step is traced, the recorder is told of all of these; ``groups``, ``bucket_bytes``, ``undone``:
-    traced_optimizers."""
-    with (
-        traced_optimizers(recorder, groups, bucket_bytes, undone),
-        traced_scalers(recorder),
-        traced_zero_grad(recorder),
-        traced_states(recorder),
-        answers_of_eager(),
-    ):
+    """While a step is traced, the recorder is told of all of these.
+
+    Args:
+        groups: the options of each optimizer at the capture.
+        bucket_bytes: as in ``capture``.
+        undone: takes a sentence for what an optimizer's step changes of Python's numbers.
+    """
+    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_answers_of_eager())
+    with _traced_optimizers(recorder, groups, bucket_bytes, undone), patched(*changes):
         yield
 
 
-@contextmanager
-def answers_of_eager() -> Iterator[None]:
+def _answers_of_eager() -> Iterator[Change]:
     """Libraries that ask whether they are traced, and then do something else, get the answer that they get in eager.
 
-    Checkpoints ask ``_is_compiling``; transformers asks ``is_tracing``, and keeps masks that eager drops.
+    Checkpoints ask ``_is_compiling``; transformers asks ``is_tracing``, and keeps masks that eager drops. The code is
+    changed, because modules have imported the function.
     """
-    asked = [(torch.utils.checkpoint._is_compiling, lambda func, args, kwargs: False)]
+    yield torch.utils.checkpoint._is_compiling, "__code__", (lambda func, args, kwargs: False).__code__
     if (transformers := sys.modules.get("transformers.utils.import_utils")) and hasattr(transformers, "is_tracing"):
-        asked.append((transformers.is_tracing, lambda tensor=None: False))
-    before = [(function, function.__code__) for function, _ in asked]
-    try:
-        for function, answer in asked:  # the code: modules have imported the function
-            function.__code__ = answer.__code__
-        yield
-    finally:
-        for function, code in before:
-            function.__code__ = code
+        yield transformers.is_tracing, "__code__", (lambda tensor=None: False).__code__
 
 
 @contextmanager
-def traced_optimizers(
+def _traced_optimizers(
     recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in. ``undone``: takes a
-    sentence for what such a step changes of Python's numbers."""
+    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
 
     def enter(optimizer: Optimizer, *_: Any) -> None:
@@ -112,11 +112,10 @@ def traced_optimizers(
             stack.pop()[0].close()
 
 
-@contextmanager
-def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
+def _zero_grads(recorder: Recorder) -> Iterator[Change]:
     """Tells the recorder when gradients are given back."""
 
-    def noting(original: Callable[..., None]) -> Callable[..., None]:
+    def recording(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
             recorder.zeroed = len(recorder.ops)
@@ -124,26 +123,17 @@ def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
 
         return zero_grad
 
-    classes: tuple[Any, ...] = (Optimizer, nn.Module)
-    originals = [c.zero_grad for c in classes]
-    for c, original in zip(classes, originals, strict=True):
-        c.zero_grad = noting(original)
-    try:
-        yield
-    finally:
-        for c, original in zip(classes, originals, strict=True):
-            c.zero_grad = original
+    for owner in (Optimizer, nn.Module):
+        yield owner, "zero_grad", recording(owner.zero_grad)
 
 
-@contextmanager
-def traced_scalers(recorder: Recorder) -> Iterator[None]:
-    """While a step is traced, a GradScaler's step is captured as taken; the number that would skip it is asked when the
-    graph runs.
+def _scalers(recorder: Recorder) -> Iterator[Change]:
+    """A GradScaler's step is captured as taken; the number that would skip it is asked when the graph runs.
 
     Eager PyTorch reads on the host whether a gradient was not finite, and leaves out ``optimizer.step()``; fused
     updates ask on the device, and need nothing here. The program is that of the normal step.
     """
-    maybe, update = GradScaler._maybe_opt_step, GradScaler.update
+    update = GradScaler.update
 
     def taken(self: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         found = list(state["found_inf_per_device"].values())
@@ -152,26 +142,17 @@ def traced_scalers(recorder: Recorder) -> Iterator[None]:
         with recorder.optional(found[0]):
             return optimizer.step(*args, **kwargs)
 
-    def updated(self: GradScaler, *args: Any, **kwargs: Any) -> None:
-        with torch.no_grad():  # as all that an optimizer does
-            update(self, *args, **kwargs)
-
-    GradScaler._maybe_opt_step, GradScaler.update = taken, updated  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        GradScaler._maybe_opt_step, GradScaler.update = maybe, update  # type: ignore[method-assign]
+    yield GradScaler, "_maybe_opt_step", taken
+    yield GradScaler, "update", torch.no_grad()(update)  # as all that an optimizer does
 
 
-@contextmanager
-def traced_states(recorder: Recorder) -> Iterator[None]:
+def _random_states(recorder: Recorder) -> Iterator[Change]:
     """Random states that a step keeps and puts back, as ``torch.utils.checkpoint`` does before it recomputes: the
     recorder knows after which operator the state is.
 
     The states of several generators are kept and put back together, as checkpoints do.
     """
     known: list[tuple[Tensor, int]] = []
-    undo: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def getting(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -189,11 +170,5 @@ def traced_states(recorder: Recorder) -> Iterator[None]:
         return call
 
     for module in (torch, torch.random, torch.cuda, torch.cuda.random):
-        for name, make in (("get_rng_state", getting), ("set_rng_state", setting)):
-            undo.append((module, name, getattr(module, name)))
-            setattr(module, name, make(getattr(module, name)))
-    try:
-        yield
-    finally:
-        for module, name, function in undo:
-            setattr(module, name, function)
+        yield module, "get_rng_state", getting(module.get_rng_state)
+        yield module, "set_rng_state", setting(module.set_rng_state)

@@ -1,21 +1,53 @@
-"""Optimizers while a step is traced: the form of their updates, their options, the numbers that they keep in Python."""
+"""Optimizers while a step is traced: the form of their updates, their options, the numbers that they keep in Python.
+
+While an optimizer's step is traced each number among its options (learning rate, betas, …) is a ``SymFloat``, so that
+what Python computes from it (``1 - lr * weight_decay``) is part of the graph, equal to eager to the bit. Where the step
+asks something of a number (``momentum != 0``), the answer is a condition: a number for which it does not hold would
+give another graph. Fused updates take numbers by name (``_fused_adamw_(lr=…)``) and no symbols; there the names are
+connected with the options, and a 0 has to stay one, but for the learning rate.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import sympy
 import torch
-from torch import Tensor, nn
+from torch import SymFloat, Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer, _adafactor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from executor.capture.hyperparameters import is_number
 from executor.capture.python_values import is_scalar
 
 BUCKET_BYTES = 64 * 2**20  # of parameters that one update takes, in steps that are planned
+# PyTorch's own, on which no result depends.
+FLAGS = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
+@contextmanager
+def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets attributes of objects (object, name, value); afterwards they are what they were."""
+    before = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is not _MISSING:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+_MISSING = object()
 
 
 def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
@@ -32,8 +64,8 @@ def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
 @contextmanager
 def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
     """Every parameter group is several, each of parameters of at most ``nbytes`` (or of one)."""
-    groups, buckets = optimizer.param_groups, list[dict[str, Any]]()
-    for group in groups:
+    buckets: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
         bucket: list[Tensor] = []
         for param in group["params"]:
             if bucket and sum(p.nbytes for p in bucket) + param.nbytes > nbytes:
@@ -41,34 +73,27 @@ def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
                 bucket = []
             bucket.append(param)
         buckets.append({**group, "params": bucket})
-    optimizer.param_groups = buckets
-    try:
+    with patched((optimizer, "param_groups", buckets)):
         yield
-    finally:
-        optimizer.param_groups = groups
 
 
 def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
     """Python's numbers of an optimizer: attributes, options, state; by where they are."""
-    found: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in _FLAGS}
+    found: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in FLAGS}
     found |= {(g, key): value for g, group in enumerate(optimizer.param_groups) for key, value in group.items()}
     found |= {(id(p), key): value for p, values in optimizer.state.items() if isinstance(values, dict)
               for key, value in values.items()}  # fmt: skip
-    return {key: value for key, value in found.items() if is_scalar(value) or isinstance(value, torch.SymFloat)}
+    return {key: value for key, value in found.items() if is_scalar(value) or isinstance(value, SymFloat)}
 
 
 def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, ...] | None:
     """Where a number of an optimizer is not what it was; None: nowhere."""
     for key, value in numbers_of(optimizer).items():
         before = was.get(key, was)
-        if value is not before and (isinstance(value, torch.SymFloat) or type(value) is not type(before)
+        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before)
                                     or value != before):  # fmt: skip
             return key
     return None
-
-
-# Of PyTorch's, on which no result depends.
-_FLAGS = "_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:
@@ -76,45 +101,24 @@ def takes_capturable(optimizer: Optimizer) -> bool:
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
-STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-
-
-@contextmanager
-def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
     """The user's hooks do not run in a step that is none of the user's."""
-    before = {which: getattr(optimizer, which) for which in STEP_HOOKS}
-    vars(optimizer).update({which: OrderedDict() for which in STEP_HOOKS})
-    try:
-        yield
-    finally:
-        vars(optimizer).update(before)
+    return patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS))
 
 
-@contextmanager
-def capturable(allowed: bool = True) -> Iterator[None]:
+def capturable(allowed: bool = True) -> AbstractContextManager[None]:
     """Lets optimizers take their ``capturable`` form on any device, as they do under torch.compile."""
-    previous = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = previous or allowed
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = previous
+    return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
 
 
-@contextmanager
-def symbolic_extremes() -> Iterator[None]:
+def symbolic_extremes() -> AbstractContextManager[None]:
     """Adafactor asks for the larger of two numbers that tensors have: an operation of the graph, not a branch."""
 
-    def of(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (symbolic if any(isinstance(a, torch.SymFloat) for a in args) else plain)(*args)
+    def choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (symbolic if any(isinstance(a, SymFloat) for a in args) else plain)(*args)
 
-    before = {name: vars(_adafactor)[name] for name in ("max", "min") if name in vars(_adafactor)}
-    vars(_adafactor).update(max=of(max, torch.sym_max), min=of(min, torch.sym_min))
-    try:
-        yield
-    finally:  # the step of an optimizer may be within that of another
-        del _adafactor.max, _adafactor.min  # type: ignore[attr-defined]
-        vars(_adafactor).update(before)
+    extremes = ("max", choose(max, torch.sym_max)), ("min", choose(min, torch.sym_min))
+    return patched(*((_adafactor, name, function) for name, function in extremes))
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +128,128 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed(options: dict[str, Any]) -> dict[str, Any]:
-    """Of options those that are constants of the graph (the others: hyperparameters.py)."""
+    """Of options those that are constants of the graph (the others: ``Numbers``)."""
     return {k: v for k, v in options.items() if not is_number(k, v) and not
             (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
+
+
+def is_number(key: str, value: Any) -> bool:
+    """Can this option change without a change of the graph? (A learning rate may be an integer at first.)"""
+    return type(value) is float or (key == "lr" and type(value) is int)
+
+
+class Option:
+    """A number where an optimizer has it; calling it reads the present one.
+
+    Attributes:
+        key, part: of a parameter group: its option, and which entry where that is a tuple.
+        was: the number at the capture.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: int, key: str, part: int | None, was: float):
+        self.optimizer, self.group, self.key, self.part, self.was = optimizer, group, key, part, was
+        self.__name__ = self.__qualname__ = key if part is None else f"{key}_{part}"  # what code made from a graph says
+        self.__module__ = "option"
+
+    def __call__(self) -> Any:
+        value = self.optimizer.param_groups[self.group][self.key]
+        return value if self.part is None else value[self.part]
+
+
+class Numbers:
+    """All options of a step that are numbers, and what their present values must fulfil.
+
+    Attributes:
+        options: those that the graph reads or that a condition names.
+    """
+
+    def __init__(self, shapes: ShapeEnv):
+        self._shapes = shapes
+        self._known: dict[tuple[int, int, str, int | None], tuple[Option, sympy.Symbol, SymFloat, fx.Proxy]] = {}
+        self._fused: dict[int, dict[str, fx.Node]] = {}  # id of a parameter -> the nodes of its group's options
+        self._zeros: list[sympy.Basic] = []
+        self.options: tuple[Option, ...] = ()
+        self._conditions: list[tuple[sympy.Basic, list[Option]]] = []
+        self._symbols: dict[Option, sympy.Symbol] = {}
+
+    @contextmanager
+    def symbolic(self, optimizer: Optimizer, groups: tuple[dict[str, Any], ...]) -> Iterator[None]:
+        """While an optimizer's step is traced: symbols in the place of its numbers.
+
+        Args:
+            groups: its options at the capture; one that the step itself has changed since stays a constant.
+        """
+        tables = optimizer.param_groups
+        before = [{key: value for key, value in table.items() if key != "params"} for table in tables]
+        for g, (table, was) in enumerate(zip(tables, groups, strict=True)):
+            for key, value in was.items():
+                now = table.get(key, table)
+                # The step of an optimizer around this one runs, or the step has changed the option.
+                if any(isinstance(v, SymFloat) for v in (now if isinstance(now, tuple) else (now,))) or now != value:
+                    continue
+                parts = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+                numbers = {i: self._symbol(optimizer, g, key, i, v) for i, v in parts if is_number(key, v)}
+                if table.get("fused"):
+                    for i in numbers:
+                        self._name(optimizer, g, key, i, table["params"])
+                elif numbers and isinstance(value, tuple):
+                    table[key] = tuple(numbers.get(i, v) for i, v in enumerate(value))
+                elif numbers:
+                    table[key] = numbers[None]
+        try:
+            yield
+        finally:
+            for table, values in zip(tables, before, strict=True):
+                table.update(values)
+
+    def _name(self, optimizer: Optimizer, g: int, key: str, part: int | None, params: list[Tensor]) -> None:
+        """Records what the fused updates of a group call a number."""
+        option, symbol, _, proxy = self._known[id(optimizer), g, key, part]
+        name = key if part is None else f"{key.removesuffix('s')}{part + 1}"
+        for p in params:
+            self._fused.setdefault(id(p), {})[name] = proxy.node
+        if key != "lr":  # which changes no update's form, and is 0 where a schedule begins
+            self._zeros.append(sympy.Eq(symbol, 0) if option.was == 0 else sympy.Ne(symbol, 0))
+
+    def connect(self, node: fx.Node, first: Any) -> None:
+        """A fused update, whose first parameter is ``first``, reads its numbers when it runs."""
+        names = self._fused[id(first)]
+        node.kwargs = {key: names.get(key, value) for key, value in node.kwargs.items()}
+
+    def _symbol(self, optimizer: Optimizer, group: int, key: str, part: int | None, value: float) -> SymFloat:
+        where = id(optimizer), group, key, part
+        if where not in self._known:
+            option = Option(optimizer, group, key, part, value)
+            source = ConstantSource(f"option{len(self._known)}")
+            symbol = self._shapes.create_unspecified_symbol(float(value), source, DimDynamic.DYNAMIC)
+            number = self._shapes.create_symfloatnode(symbol, hint=float(value), source=source)
+            mode = get_proxy_mode()
+            assert mode is not None
+            proxy = mode.tracer.create_proxy("call_function", option, (), {})
+            track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
+            self._known[where] = option, symbol, number, proxy  # type: ignore[assignment]
+        return self._known[where][2]
+
+    def close(self, read: set[Any]) -> None:
+        """The trace is over; ``read``: targets of the graph's nodes."""
+        by_symbol = {symbol: option for option, symbol, *_ in self._known.values()}
+        for expression in [*(guard.expr for guard in self._shapes.guards), *self._zeros]:
+            asked = [by_symbol[s] for s in expression.free_symbols if s in by_symbol]
+            if asked:
+                self._conditions.append((expression, asked))
+        named = {option for _, asked in self._conditions for option in asked} | read
+        self.options = tuple(option for option in by_symbol.values() if option in named)
+        self._symbols = {option: symbol for symbol, option in by_symbol.items() if option in named}
+        self._known.clear()
+        self._fused.clear()
+
+    def broken(self, values: dict[Option, Any]) -> Option | None:
+        """The first option whose present value would give another graph; None where the graph is right."""
+        for option, value in values.items():
+            if type(value) not in (int, float):
+                return option
+        present = {self._symbols[option]: sympy.Float(value) for option, value in values.items()}
+        for condition, asked in self._conditions:
+            if condition.xreplace(present) != sympy.true:
+                return next((o for o in asked if values[o] != o.was), asked[0])
+        return None

@@ -4,15 +4,9 @@
     profile.save(path_of(profile))                      # configs/profiles/<program>-<machine>.json
     program = with_profile(captured.program, profile)
 
-Each kernel runs alone, on inputs made for it and freed after it, so that a model larger than the GPU can be profiled:
-``cache="cold"`` with a cache that has other bytes in it, ``"hot"`` with one that has its inputs. ``cache="step"``
-measures all in order, in a real step, which has to fit. How (reasons in executor/capture/README.md):
-
-1. *Inputs* have the captured shapes, strides and types: random floats, valid indices, fair coins, counts of 1.
-2. *Time*: the median of ``repeats`` runs after WARMUP ones, between events (CUDA) or by ``time.perf_counter_ns``.
-3. *Workspace*: the peak of CUDA's caching allocator in one run, less what stood before it and the outputs.
-4. Kernels that are equal (operator, shapes, strides, types, constants) are measured once. A marker takes no time.
-5. Captured on the CPU, measured on a GPU: the kernels are then the CPU's operators on GPU tensors.
+Each kernel runs alone, on inputs made for it and freed after it, so that a model larger than the GPU can be profiled
+(``cache="cold"``, ``"hot"``), or all run in order in a real step, which has to fit (``cache="step"``). Kernels that are
+equal (operator, shapes, strides, types, constants) are measured once. How, and why: executor/capture/README.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Python values that a step reads, constants of its graph: attributes of modules, of a loss and of what these hold,
-closures, defaults and globals of functions.
+"""Objects that a step can reach and write: what they hold, what has changed since, and which values are constants.
 
-Looked at are numbers, strings, types and tuples of them, whose names stand in the code that the step may run: forward
-methods, the loss, and the methods that these name. What is reached otherwise (a file, an environment variable, an
-attribute whose name is made at run time) is not seen.
+A number, string, type or tuple of these is a constant of the graph where the code that the step may run names it:
+attributes of modules, of a loss and of what these hold, closures, defaults and globals of functions. What is reached
+otherwise (a file, an environment variable, an attribute whose name is made at run time) is not seen.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import functools
 import inspect
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -27,8 +27,6 @@ from executor.capture.source_locations import users
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOST = 64  # entries of a list that is looked at
 
-Container = dict[Any, Any] | list[Any]
-
 
 def is_scalar(value: Any) -> bool:
     """A value that can be compared at each step, and does not change in its place."""
@@ -37,8 +35,114 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, SCALARS)
 
 
+def same(a: Any, b: Any) -> bool:
+    """Are two of Python's values equal? False where they cannot be compared."""
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # of a tensor, for example
+        return False
+
+
+class Slots(MutableMapping[str, Any]):
+    """Attributes of an object that are in no dictionary, as one: those of its ``__slots__``, or ``names``."""
+
+    def __init__(self, owner: Any, names: Iterable[str] = ()) -> None:
+        self.owner = owner
+        slots = (vars(cls).get("__slots__", ()) for cls in type(owner).__mro__)
+        own = (name for of_class in slots for name in ((of_class,) if isinstance(of_class, str) else of_class))
+        self.names = [*names] or [name for name in own if name[:2] != "__"]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self.owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if hasattr(self.owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def put(container: Any, key: Any, value: Any) -> None:
+    """Writes an entry of a table or a list, or a closure cell (whose key is None)."""
+    if isinstance(container, types.CellType):
+        container.cell_contents = value
+    else:
+        container[key] = value
+
+
+def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    """Have two tables the same objects as keys and values, in the same order?"""
+    return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
+
+
+class Owner(NamedTuple):
+    """An object that can be written: a table, a list, a deque, a set or a closure cell.
+
+    Attributes:
+        keys: the entries that count; None if all do.
+        constant: whether the graph has numbers, strings and types in it as constants.
+    """
+
+    container: Any
+    path: str
+    keys: tuple[Any, ...] | None = None
+    constant: bool = False
+
+    def content(self) -> dict[Any, Any]:
+        """What it holds now, by key or position; a cell's content has the key None."""
+        container = self.container
+        if isinstance(container, types.CellType):
+            try:
+                return {None: container.cell_contents}
+            except ValueError:
+                return {}
+        if isinstance(container, (list, deque)):
+            return dict(enumerate(container))
+        if isinstance(container, set):
+            return dict.fromkeys(container)
+        return {k: container[k] for k in (container if self.keys is None else self.keys) if k in container}
+
+    def name(self, key: Any) -> str:
+        """The path of an entry."""
+        if key is None:
+            return self.path
+        return f"{self.path}.{key if isinstance(key, (str, int)) else type(key).__name__}".lstrip(".")
+
+    def restore(self, before: dict[Any, Any]) -> None:
+        """Makes the content what it was."""
+        now, container = self.content(), self.container
+        if identical(now, before):
+            return
+        if isinstance(container, types.CellType):
+            if before:
+                container.cell_contents = before[None]
+            else:
+                del container.cell_contents
+        elif isinstance(container, list):
+            container[:] = before.values()
+        elif isinstance(container, deque):
+            container.clear()
+            container.extend(before.values())
+        elif isinstance(container, set):
+            container.clear()
+            container.update(before)
+        else:
+            for key in now.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else now:
+                del container[key]
+            container.update(before)
+
+
 class Change(NamedTuple):
-    """A value that is not what it was at the capture."""
+    """A value that is not what it was at the capture; None where there was none, or is none any more."""
 
     name: str
     was: Any
@@ -46,47 +150,53 @@ class Change(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """Values of one owner: a table, a list, a cell or a function."""
+    """Constants in one object.
 
-    owner: Any
-    get: Callable[[Any], Any]  # of the owner: its values
-    values: tuple[Any, ...] | Any  # a tuple, if not of one name
-    names: tuple[str, ...]
-    keys: tuple[Any, ...] = ()  # of a table
+    Attributes:
+        before: what they were, by key.
+        get, values: what gives them at once, and gave at the capture.
+    """
 
-    def now(self) -> Any:
-        """The values as they are; None where there are none any more."""
-        try:
-            return self.get(self.owner)
-        except (LookupError, ValueError):  # a key is gone, a cell is empty
-            return None
+    owner: Owner
+    before: dict[Any, Any]
+    get: Callable[[Any], Any]
+    values: Any
 
     def restore(self) -> None:
         """Makes the values what they were."""
-        if isinstance(self.owner, types.CellType):
-            self.owner.cell_contents = self.values
-        elif isinstance(self.owner, list):
-            self.owner[:] = self.values
-        elif isinstance(self.owner, dict):
-            values = self.values if len(self.keys) > 1 else (self.values,)
-            self.owner.update(zip(self.keys, values, strict=True))
+        self.owner.restore(self.before)
 
-    def changes(self, now: Any) -> Iterator[Change]:
-        """What differs, where something does."""
-        if len(self.names) == 1 or now is None or len(now) != len(self.values):
-            yield Change(self.names[0], self.values, now)
-            return
-        for name, a, b in zip(self.names, self.values, now, strict=True):
-            if not same(a, b):
-                yield Change(name, a, b)
+    def changes(self) -> dict[Any, Change]:
+        """Returns what differs, by key; a list differs as a whole."""
+        now, was = self.owner.content(), self.before
+        if isinstance(self.owner.container, list):
+            now, was = {None: tuple(now.values())}, {None: tuple(was.values())}
+        return {
+            key: Change(self.owner.name(key), was.get(key), now.get(key))
+            for key in dict.fromkeys((*was, *now))
+            if not (key in was and key in now and same(was[key], now[key]))
+        }
 
 
-def same(a: Any, b: Any) -> bool:
-    """Are two of Python's values equal? False where they cannot be compared."""
-    try:
-        return a is b or bool(a == b)
-    except Exception:  # of a tensor, for example
-        return False
+def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
+    """Returns the constants in an object, if it has any: of a list all entries or none.
+
+    Args:
+        names: of attributes and keys in the step's code, if it does not name the owner's ``keys`` anyway.
+    """
+    content = owner.content()
+    if isinstance(owner.container, list):
+        few = len(content) <= MOST and all(map(is_scalar, content.values()))
+        return [Watched(owner, content, tuple, tuple(content.values()))] if few else []
+    every = names is None or owner.keys is not None
+    found = {key: value for key, value in content.items()
+             if (every or not isinstance(key, str) or key in names) and is_scalar(value)}  # type: ignore[operator]  # fmt: skip
+    if not found:
+        return []
+    if isinstance(owner.container, types.CellType):
+        return [Watched(owner, found, attrgetter("cell_contents"), found[None])]
+    get = itemgetter(*found)
+    return [Watched(owner._replace(keys=tuple(found)), found, get, get(owner.container))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,28 +217,60 @@ class PythonValues:
         """The first value that has changed; None where all are as they were."""
         for one in self.watched:
             try:  # at each step: without a call
-                if one.get(one.owner) == one.values:
+                if one.get(one.owner.container) == one.values:
                     continue
-            except Exception:  # as below
+            except Exception:  # a key is gone, a cell is empty, or values cannot be compared
                 pass
-            now = one.now()
-            if not same(now, one.values):
-                return next(one.changes(now))
+            if changes := one.changes():
+                return next(iter(changes.values()))
         return None
 
 
-@dataclass
-class Seen:
-    """Collects the owners of such values while a step's objects are walked (reach.py)."""
+class Changes(NamedTuple):
+    """What the step's Python has made of watched values.
 
-    containers: list[tuple[Container, str]] = field(default_factory=list)
-    cells: list[tuple[types.CellType, str]] = field(default_factory=list)
-    functions: list[tuple[types.FunctionType, str]] = field(default_factory=list)
-    globals: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)  # and the names in use
-    names: set[str] = field(default_factory=set)  # of attributes and keys in the code that the step may run
-    _codes: set[types.CodeType] = field(default_factory=set)
-    _classes: dict[type, set[str]] = field(default_factory=dict)  # and the methods that are known
-    _new: list[types.FunctionType] = field(default_factory=list)
+    Attributes:
+        kept: those to watch from now on, without those that the step itself replaces (a tensor kept as an attribute).
+        first: the first value that is another constant now, or None.
+        now: all values that are other constants now, as they are.
+    """
+
+    kept: tuple[Watched, ...]
+    first: Change | None
+    now: tuple[Watched, ...]
+
+
+def changed(watched: Iterable[Watched]) -> Changes:
+    """Compares watched values with what they are now."""
+    kept: list[Watched] = []
+    others: list[Watched] = []
+    first: Change | None = None
+    for one in watched:
+        changes = one.changes()
+        constants = {key: change for key, change in changes.items() if is_scalar(change.now)}
+        first = first or next(iter(constants.values()), None)
+        if not changes:
+            kept.append(one)
+        elif one.owner.keys is not None:
+            kept += watch(one.owner._replace(keys=tuple(key for key in one.before if key not in changes)))
+            others += watch(one.owner._replace(keys=tuple(constants)))
+        elif constants:
+            others += watch(one.owner)
+    return Changes(tuple(kept), first, tuple(others))
+
+
+class Code:
+    """The code that a step may run: collects the names of attributes and keys in it.
+
+    Attributes:
+        names: of attributes and keys.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._codes: set[types.CodeType] = set()
+        self._classes: dict[type, set[str]] = {}  # and the methods that are known
+        self._new: list[types.FunctionType] = []
 
     def runs(self, function: Any) -> None:
         """Records a function that the step may run."""
@@ -136,7 +278,9 @@ class Seen:
             code = getattr(one, "__code__", None)
             if isinstance(code, types.CodeType) and code not in self._codes:
                 self._codes.add(code)
-                self.names |= names_of(code) | _strings(code)
+                self.names |= names_of(code) | {
+                    const for part in nested(code) for const in part.co_consts if isinstance(const, str)
+                }
                 if isinstance(one, types.FunctionType):
                     self._new.append(one)
 
@@ -156,83 +300,19 @@ class Seen:
         found, self._new = self._new, []
         return found
 
-    def watched(self) -> tuple[Watched, ...]:
-        """All of them, with their present values."""
-        out = []
-        for container, label in self.containers:
-            if isinstance(container, dict):
-                named = (k for k in container if not isinstance(k, str) or k in self.names)
-                out += _watch(container, named, label)
-            elif len(container) <= MOST and all(map(is_scalar, container)):
-                out.append(Watched(container, tuple, tuple(container), (label,)))
-        for table, used in self.globals.values():
-            out += _watch(table, sorted(used), "")
-        for cell, label in self.cells:
-            out.append(Watched(cell, attrgetter("cell_contents"), cell.cell_contents, (label,)))
-        for function, label in self.functions:
-            out += _watch(function.__kwdefaults__ or {}, function.__kwdefaults__ or (), label)
-            if function.__defaults__ and is_scalar(function.__defaults__):
-                get, names = attrgetter("__defaults__"), (f"{label}.__defaults__",)
-                out.append(Watched(function, get, function.__defaults__, names))
-        return tuple(out)
 
-
-def _watch(table: dict[Any, Any], keys: Iterable[Any], label: str) -> list[Watched]:
-    """Those of the entries that are scalars, if any."""
-    return _entries(table, {key: f"{label}.{key}".lstrip(".") for key in keys if is_scalar(table[key])})
-
-
-def _entries(table: dict[Any, Any], names: dict[Any, str]) -> list[Watched]:
-    """Entries of a table, with how each is called."""
-    if not names:
-        return []
-    get = itemgetter(*names)
-    return [Watched(table, get, get(table), tuple(names.values()), tuple(names))]
-
-
-class Changes(NamedTuple):
-    """What the step's Python has made of watched values.
-
-    Attributes:
-        kept: those to watch from now on, without those that the step itself replaces (a tensor kept as an attribute).
-        first: the first value that is another constant now, or None.
-        now: all values that are other constants now, as they are.
-    """
-
-    kept: tuple[Watched, ...]
-    first: Change | None
-    now: tuple[Watched, ...]
-
-
-def changed(watched: tuple[Watched, ...]) -> Changes:
-    """Compares watched values with what they are now."""
-    kept: list[Watched] = []
-    others: list[Watched] = []
-    first: Change | None = None
-    for one in watched:
-        now = one.now()
-        if same(now, one.values):
-            kept.append(one)
-            continue
-        constants = [change for change in one.changes(now) if is_scalar(change.now)]
-        first = first or next(iter(constants), None)
-        if isinstance(one.owner, dict):
-            moved = {change.name for change in one.changes(now)}
-            names = {k: name for k, name in zip(one.keys, one.names, strict=True) if k in one.owner}
-            kept += _entries(one.owner, {k: name for k, name in names.items() if name not in moved})
-            others += _entries(
-                one.owner, {k: n for k, n in names.items() if n in {change.name for change in constants}}
-            )
-        elif constants:
-            others.append(one._replace(values=now))
-    return Changes(tuple(kept), first, tuple(others))
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields ``code`` and the code of the functions nested in it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from nested(const)
 
 
 @functools.cache
 def globals_of(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals that ``code`` and the functions nested in it load or store."""
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL}
-    return frozenset(found).union(*(globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+    return frozenset(i.argval for part in nested(code) for i in dis.get_instructions(part) if i.opname in _GLOBAL)
 
 
 _GLOBAL = "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"
@@ -240,20 +320,7 @@ _GLOBAL = "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"
 
 def names_of(code: types.CodeType) -> set[str]:
     """Every global or attribute name in ``code`` and the functions nested in it."""
-    found = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= names_of(const)
-    return found
-
-
-def _strings(code: types.CodeType) -> set[str]:
-    """String constants: keys of dictionaries, names for getattr."""
-    found = {const for const in code.co_consts if isinstance(const, str)}
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _strings(const)
-    return found
+    return {name for part in nested(code) for name in part.co_names}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import functools
 import logging
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from executor.capture.python_values import Seen, globals_of, is_scalar, names_of
+from executor.capture.python_values import Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, put, watch
 from executor.capture.source_locations import users
 from simulator.program import TensorKind
 
@@ -47,104 +46,6 @@ REFUSED = {
     "DeepSpeedEngine": f"keeps parts of the parameters elsewhere; take {_COMPILE}",
     "_FabricModule": f"runs in Lightning's Fabric; capture the module in it, or take {_COMPILE}",
 }
-
-
-class Slots(MutableMapping[str, Any]):
-    """The attributes of an object that has ``__slots__``, as a dictionary."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.names = [n for cls in type(owner).__mro__ for n in _names(vars(cls).get("__slots__", ())) if n[:2] != "__"]
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return object.__getattribute__(self.owner, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self.owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        object.__delattr__(self.owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if hasattr(self.owner, name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def put(container: Any, key: Any, value: Any) -> None:
-    """Writes an entry of a table or a list, or a closure cell (whose key is None)."""
-    if isinstance(container, types.CellType):
-        container.cell_contents = value
-    else:
-        container[key] = value
-
-
-def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    """Have two tables the same objects as keys and values, in the same order?"""
-    return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
-
-
-class Owner(NamedTuple):
-    """An object that can be written: a table, a list, a deque, a set or a closure cell.
-
-    Attributes:
-        keys: the entries that count of a module's globals; None where all do.
-    """
-
-    container: Any
-    path: str
-    keys: tuple[str, ...] | None = None
-
-    def content(self) -> dict[Any, Any]:
-        """What it holds now, by key or position; a cell's content has the key None."""
-        container = self.container
-        if isinstance(container, types.CellType):
-            try:
-                return {None: container.cell_contents}
-            except ValueError:
-                return {}
-        if isinstance(container, (list, deque)):
-            return dict(enumerate(container))
-        if isinstance(container, set):
-            return dict.fromkeys(container)
-        return {k: container[k] for k in (container if self.keys is None else self.keys) if k in container}
-
-    def name(self, key: Any) -> str:
-        """The path of an entry."""
-        if key is None:
-            return self.path
-        return f"{self.path}.{key if isinstance(key, (str, int)) else type(key).__name__}".lstrip(".")
-
-    def restore(self, before: dict[Any, Any]) -> None:
-        """Makes the content what it was."""
-        now, container = self.content(), self.container
-        if identical(now, before):
-            return
-        if isinstance(container, types.CellType):
-            if before:
-                container.cell_contents = before[None]
-            else:
-                del container.cell_contents
-        elif isinstance(container, list):
-            container[:] = before.values()
-        elif isinstance(container, deque):
-            container.clear()
-            container.extend(before.values())
-        elif isinstance(container, set):
-            container.clear()
-            container.update(before)
-        else:
-            for key in now.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else now:
-                del container[key]
-            container.update(before)
 
 
 class Taken(NamedTuple):
@@ -185,9 +86,9 @@ class Snapshot:
             ExceptionGroup: some failed.
         """
         failed: list[Exception] = []
-        for put, before in [*((owner.restore, before) for owner, before in reversed(self.held)), *self._generators]:
+        for restore, before in [*((one.restore, was) for one, was in reversed(self.held)), *self._generators]:
             try:
-                put(before)
+                restore(before)
             except Exception as error:
                 failed.append(error)
         if failed:
@@ -198,10 +99,10 @@ class Reach:
     """Everything that is reachable from what is added.
 
     Attributes:
-        modules, optimizers, scalers, schedules, generators, iterators: as found, each once.
+        modules, optimizers, scalers, generators, iterators: as found, each once.
         paths: id of a module -> its path.
         owners: id -> the objects that can be written.
-        seen: what of Python's values is compared at each step.
+        code: that the step may run.
     """
 
     def __init__(self) -> None:
@@ -209,11 +110,11 @@ class Reach:
         self.paths: dict[int, str] = {}
         self.optimizers: list[Optimizer] = []
         self.scalers: list[GradScaler] = []
-        self.schedules: list[LRScheduler] = []
         self.generators: list[torch.Generator] = []
         self.iterators: list[Taken] = []
         self.owners: dict[int, Owner] = {}
-        self.seen = Seen()
+        self.code = Code()
+        self._defaults: list[Owner] = []
         self._visited: set[int] = set()
         self._keep: list[Any] = []  # an id stays unique while its object lives
 
@@ -226,20 +127,25 @@ class Reach:
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
         """Walks ``value``; tensors that are not parameters are of ``kind``."""
         self._walk(value, name, kind, 0)
-        while functions := self.seen.new_functions():  # methods that the step may call, by name
+        while functions := self.code.new_functions():  # methods that the step may call, by name
             for function in functions:
                 self._walk(function, "", kind, 1)
 
-    def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None) -> None:
+    def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> None:
         """Lists an object that can be written."""
         at = id(container.owner) if isinstance(container, Slots) else id(container)
-        if at in self.owners:
-            known = self.owners[at].keys
-            both = None if keys is None or known is None else tuple(dict.fromkeys((*known, *keys)))
-            self.owners[at] = self.owners[at]._replace(keys=both)
+        known = self.owners.get(at)
+        if known is not None:
+            both = None if keys is None or known.keys is None else tuple(dict.fromkeys((*known.keys, *keys)))
+            self.owners[at] = known._replace(keys=both, constant=constant or known.constant)
         else:
-            self.owners[at] = Owner(container, path, keys)
+            self.owners[at] = Owner(container, path, keys, constant)
             self._keep.append(container)
+
+    def constants(self) -> tuple[Watched, ...]:
+        """Returns Python's values that the step reads, as they are now."""
+        owners = [owner for owner in self.owners.values() if owner.constant]
+        return tuple(one for owner in (*owners, *self._defaults) for one in watch(owner, self.code.names))
 
     def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
         if id(value) in self._visited or depth > MOST_DEEP or isinstance(value, _OPAQUE):
@@ -261,9 +167,7 @@ class Reach:
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif isinstance(value, (list, deque)) or is_table(value):
-            if not isinstance(value, deque):
-                self.seen.containers.append((value, name))
-            self.own(value, name)
+            self.own(value, name, constant=not isinstance(value, deque))
             keys = list(value) if isinstance(value, dict) else range(len(value))
             self._items(value, keys, name, kind, depth)
         elif isinstance(value, (tuple, set, frozenset)):
@@ -290,11 +194,9 @@ class Reach:
         if type(value).__module__.startswith("executor."):  # the package's own, whose private attributes are no state
             self._items(vars(value), [k for k in vars(value) if not k.startswith("_")], name, kind, depth)
             return
-        if isinstance(value, LRScheduler):
-            self.schedules.append(value)
         if callable(value):
-            self.seen.runs(type(value).__call__)
-        self.seen.methods_of(type(value))
+            self.code.runs(type(value).__call__)
+        self.code.methods_of(type(value))
         if hasattr(value, "__dict__"):
             self._walk(vars(value), name, kind, depth + 1)
         if len(slots := Slots(value)):
@@ -350,7 +252,7 @@ class Reach:
                 "can: train with it without a plan, or take another optimizer"
             )
         self._items(vars(optimizer), [k for k, v in own.items() if not is_scalar(v)], name, "optimizer_state", depth)
-        self.seen.methods_of(type(optimizer))
+        self.code.methods_of(type(optimizer))
         self.own(vars(optimizer), name)
         self.own(optimizer.state, f"{name}.state")
         self.own(optimizer.param_groups, f"{name}.param_groups")
@@ -385,10 +287,9 @@ class Reach:
         self.modules.append(module)
         self.paths[id(module)] = name
         own = vars(module)
-        self.seen.containers.append((own, name))
-        self.seen.runs(type(module).forward)
-        self.seen.methods_of(type(module))
-        self.own(own, name)
+        self.code.runs(type(module).forward)
+        self.code.methods_of(type(module))
+        self.own(own, name, constant=True)
         for table in (module._parameters, module._buffers):
             self.own(table, name)
             self._items(table, [k for k, v in table.items() if v is not None], name, "buffer", depth)
@@ -405,18 +306,18 @@ class Reach:
     def _function(self, function: types.FunctionType, name: str, kind: TensorKind, depth: int) -> None:
         if (function.__module__ or "").partition(".")[0] in ("torch", "builtins", "executor"):
             return
-        self.seen.runs(function)
-        self.seen.functions.append((function, name))
+        self.code.runs(function)
+        if function.__kwdefaults__:
+            self._defaults.append(Owner(function.__kwdefaults__, name, tuple(function.__kwdefaults__)))
+        if function.__defaults__:
+            self._defaults.append(Owner(Slots(function, ["__defaults__"]), name, ("__defaults__",)))
         for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.own(cell, label)
+            self.own(cell, label, constant=True)
             try:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            if is_scalar(value):
-                self.seen.cells.append((cell, label))
-            else:
-                self._entry(value, label, kind, cell, None, depth)
+            self._entry(value, label, kind, cell, None, depth)
         self._walk(function.__defaults__, name, kind, depth + 1)
         self._walk(function.__kwdefaults__, name, kind, depth + 1)
         named = globals_of(function.__code__)
@@ -427,10 +328,8 @@ class Reach:
                 self._globals(vars(module), names_of(function.__code__), kind, depth)
 
     def _globals(self, table: dict[str, Any], named: set[str], kind: TensorKind, depth: int) -> None:
-        self.own(table, "", tuple(sorted(named)))
-        here = [n for n in sorted(named) if n in table]
-        self._items(table, here, "", kind, depth)
-        self.seen.globals.setdefault(id(table), (table, set()))[1].update(here)
+        self.own(table, "", tuple(sorted(named)), constant=True)
+        self._items(table, [n for n in sorted(named) if n in table], "", kind, depth)
 
 
 def is_table(value: Any) -> bool:

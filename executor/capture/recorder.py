@@ -29,11 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from executor.capture.batches import tensors_in
-from executor.capture.captured import Captured, MicroBatch, UserHolds
-from executor.capture.host_reads import HostRead, number
-from executor.capture.hyperparameters import Numbers
-from executor.capture.kernel_times import Precision
-from executor.capture.leaks import remove_fakes
+from executor.capture.captured import Captured, HostRead, MicroBatch, UserHolds, number
+from executor.capture.durations import Precision
+from executor.capture.effects import remove_fakes
 from executor.capture.operators import (
     ALLOCATIONS,
     adds_gradients,
@@ -45,6 +43,7 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
+from executor.capture.optimizers import Numbers
 from executor.capture.reach import CaptureError
 from executor.capture.source_locations import Places
 from executor.capture.state import Entry

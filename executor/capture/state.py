@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map_with_path, tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.effects import Effects
@@ -35,8 +35,8 @@ from executor.capture.optimizers import (
     takes_capturable,
     without_hooks,
 )
-from executor.capture.python_values import Change, Watched, changed
-from executor.capture.reach import CaptureError, Owner, Reach, Snapshot, check_dense, put
+from executor.capture.python_values import Change, Owner, Watched, changed, put
+from executor.capture.reach import CaptureError, Reach, Snapshot, check_dense
 from simulator.program import TensorKind
 
 
@@ -197,7 +197,7 @@ class StepState(Reach):
     def installed(self) -> Iterator[None]:
         """Fakes in place of the user's tensors; on leaving, every object is as it was."""
         snapshot = Snapshot(self)
-        self.watched = self.seen.watched()
+        self.watched = self.constants()
         try:
             states = {id(optimizer.state) for optimizer in self.optimizers}  # which fake ones replace
             for owner in self.owners.values():  # the fake of a tensor that is a key stands for it
@@ -319,21 +319,21 @@ class StepState(Reach):
         names = {id(e.fake): e.name for e in self.entries}
         state: defaultdict[Any, Any] = defaultdict(dict)
 
-        def swapped(value: Any, label: str, path: tuple[Any, ...]) -> Any:
-            if isinstance(value, Tensor):
-                return self.fake(value, label, "optimizer_state", Home(optimizer, path))
-            if isinstance(value, dict):
-                return type(value)((k, swapped(v, f"{label}.{k}", (*path, k))) for k, v in value.items())
-            if isinstance(value, (list, tuple)):
-                return type(value)(swapped(v, f"{label}.{i}", (*path, i)) for i, v in enumerate(value))
-            return value
+        def swapped(table: Any, label: str, first: Any) -> Any:
+            def fake(keys: tuple[Any, ...], value: Any) -> Any:
+                if not isinstance(value, Tensor):
+                    return value
+                home = Home(optimizer, (first, *_path(keys)))
+                return self.fake(value, _joined(label, *_path(keys)), "optimizer_state", home)
+
+            return tree_map_with_path(fake, table)
 
         for param, values in optimizer.state.items():
             if isinstance(param, Tensor):
                 key = self.fake(param, f"{prefix}.param", "parameter")
-                state[key] = swapped(dict(values), f"{prefix}.{names.get(id(key), 'param')}", (param,))
+                state[key] = swapped(dict(values), f"{prefix}.{names.get(id(key), 'param')}", param)
             else:
-                state[param] = swapped(values, f"{prefix}.{param}", (param,))
+                state[param] = swapped(values, f"{prefix}.{param}", param)
         return state
 
     def _make_state(self, optimizer: Optimizer, prefix: str) -> None:
@@ -372,22 +372,30 @@ class StepState(Reach):
         # Should the setting above be lost: a context that an interrupted capture left open may end at any time.
         self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
-        def entered(value: Any, label: str, path: tuple[Any, ...]) -> None:
-            if isinstance(value, Tensor) and id(value) not in known:
-                known.add(id(value))
-                self.entries.append(Entry(label, "optimizer_state", value, None, Home(optimizer, path)))
-            elif isinstance(value, (dict, list, tuple)):
-                for key in value if isinstance(value, dict) else range(len(value)):
-                    entered(value[key], f"{label}.{key}", (*path, key))
+        def enter(table: Any, label: str, first: Any) -> None:
+            for keys, value in tree_leaves_with_path(table):
+                if isinstance(value, Tensor) and id(value) not in known:
+                    known.add(id(value))
+                    home = Home(optimizer, (first, *_path(keys)))
+                    self.entries.append(Entry(_joined(label, *_path(keys)), "optimizer_state", value, None, home))
 
         for param in fresh:
             param.grad = None
         for param in fresh:
-            entered(state.get(param, {}), f"{prefix}.{names.get(id(param), 'param')}", (reals[id(param)],))
+            enter(state.get(param, {}), f"{prefix}.{names.get(id(param), 'param')}", reals[id(param)])
         others = {id(param) for param in fresh}
         for key, table in state.items():
             if id(key) not in others and not isinstance(key, Tensor):
-                entered(table, f"{prefix}.{key}", (key,))
+                enter(table, f"{prefix}.{key}", key)
+
+
+def _path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Keys and positions of a pytree's path."""
+    return tuple(key.key if isinstance(key, MappingKey) else key.idx for key in keys)
+
+
+def _joined(*names: Any) -> str:
+    return ".".join(map(str, names))
 
 
 def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:

@@ -10,22 +10,23 @@ is the Trainer's own. Each combination of shapes in a step is planned when it is
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from executor.capture.python_values import SCALARS
+from executor.capture.python_values import SCALARS, names_of
 from executor.capture.reach import CaptureError
 from executor.fit import FittedSteps, fit
-from executor.integrations.numbers import Named, Numbers, reached
 from executor.training.bindings import StepError
 
-NORM = "grad_norm"
 # What a Trainer has for its loop: no part of a loss.
 LOOPS = {"accelerator", "args", "model", "model_wrapped", "optimizer", "lr_scheduler", "state", "control", "planned",
          "callback_handler", "train_dataset", "eval_dataset", "data_collator", "processing_class"}  # fmt: skip
@@ -48,11 +49,14 @@ class TrainersLoss(nn.Module):
     """The Trainer's loss of a batch as a module, with what its ``compute_loss`` reads. (What begins with an underscore
     is no part of a step's state.)"""
 
+    norm: Tensor
+
     def __init__(self, trainer: PlannedTrainer, model: nn.Module) -> None:
         super().__init__()
         self._trainer = (trainer,)
         self.model = model
-        self.told = Numbers(trainer.args.device)
+        self.register_buffer("norm", torch.zeros((), dtype=torch.float64, device=trainer.args.device))
+        self._norm_dtype = torch.float32
         self.code, names = reached(type(trainer), "compute_loss")
         self.trainer = Named(vars(trainer), names - LOOPS)
         for part in ("args", "state"):
@@ -69,7 +73,51 @@ class TrainersLoss(nn.Module):
     def before_update(self, *_: Any) -> None:
         """A hook of the optimizer: what the Trainer does with gradients."""
         most = self._trainer[0].args.max_grad_norm
-        self.told.write(NORM, nn.utils.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf)
+        self._norm_dtype = norm.dtype
+        with torch.no_grad():
+            self.norm.copy_(norm)
+
+    def last_norm(self) -> Tensor:
+        """The norm of the gradients in the last step, before they were clipped."""
+        return self.norm.to(self._norm_dtype)
+
+
+class Named(dict[str, Any]):
+    """The entries of a table that some code names, as a table: a capture finds the tensors, modules and numbers there
+    that the code reads, and nothing else of an object that holds everything."""
+
+    def __init__(self, table: dict[str, Any], names: set[str]) -> None:
+        super().__init__({name: table[name] for name in table.keys() & names})
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        return self._table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._table[name] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._table.update(*args, **kwargs)
+
+
+def reached(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
+    """Returns the functions that a method of a user's class runs, itself and those that it names, without those of
+    transformers; and all attribute names in their code."""
+    functions: list[FunctionType] = []
+    names, ahead = set[str](), [start]
+    while ahead:
+        method = inspect.getattr_static(owner, ahead.pop(), None)
+        method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+        method = inspect.unwrap(method) if callable(method) else method
+        if isinstance(method, FunctionType) and method not in functions:
+            if method.__module__.partition(".")[0] != "transformers":
+                functions.append(method)
+            elif functions or names:
+                continue
+            found = names_of(method.__code__)
+            names, ahead = names | found, [*ahead, *found]
+    return functions, names
 
 
 class PlannedTrainer(Trainer):
@@ -166,7 +214,7 @@ class PlannedTrainer(Trainer):
     def _clip_grad_norm(self, *_: Any) -> Tensor:
         """The step has clipped; the gradients are gone when the Trainer asks for their norm."""
         assert self._loss is not None
-        return self._loss.told.read(NORM)
+        return self._loss.last_norm()
 
     def _get_grad_norm(self, *_: Any, **__: Any) -> Tensor:
         return self._clip_grad_norm()

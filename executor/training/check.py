@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_unflatten
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.capture import checks
 from executor.capture.captured import Captured
+from executor.capture.optimizers import FLAGS
 from executor.capture.python_values import is_scalar, untouched
 from executor.capture.reach import CaptureError, Reach, Snapshot
 from executor.capture.state import copied
@@ -33,8 +34,8 @@ EXAMPLES = 2  # of a batch that is cut
 RUNS = 2
 SMALL_FLOPS = 10**8  # a step with fewer is checked as it is, for a second capture would take longer
 PEAK_TOLERANCE = 0.01, 4096  # relative, bytes
-# Flags and counters of PyTorch's that a planned step does not touch, and on which no result depends.
-_NOT_COMPARED = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count", "training"})
+# What a planned step does not touch, and on which no result depends.
+_NOT_COMPARED = FLAGS | {"_step_count", "training"}
 
 
 class CheckNotRun(UserWarning):
@@ -158,7 +159,7 @@ class _Twin:
         reach, seen = self.reach(), dict[str, int]()
         for owner in reach.owners.values():
             for key, value in owner.content().items():
-                named = key in reach.seen.names and key not in _NOT_COMPARED
+                named = key in reach.code.names and key not in _NOT_COMPARED
                 if not (isinstance(value, (Tensor, tuple)) or (named and is_scalar(value))):
                     continue
                 name = owner.name(key)

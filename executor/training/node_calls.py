@@ -23,8 +23,8 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.hyperparameters import Option
 from executor.capture.operators import for_profiler
+from executor.capture.optimizers import Option
 from executor.training.direct_calls import direct
 from simulator.schedule import Schedule, Step
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata, _extract_tensor_metadata
 
 from executor.capture.captured import Captured
-from executor.capture.kernel_times import Precision, kernel_ns
+from executor.capture.durations import Precision, kernel_ns
 from executor.capture.profile import Cache, Profile
 from simulator.files import FormatError
 from simulator.machine import Machine

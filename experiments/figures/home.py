@@ -142,7 +142,7 @@ class Sizes:
 
     def timed(self, program: Program) -> Program:
         """A program of the network with its durations."""
-        from executor.capture.roofline import with_roofline  # its package imports PyTorch, which only a run needs
+        from executor.capture.durations import with_roofline  # its package imports PyTorch, which only a run needs
 
         program = with_roofline(program, self.machine)
         if self.factor != 1:

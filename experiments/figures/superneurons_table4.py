@@ -36,7 +36,7 @@ def tasks(settings: DictConfig) -> list[Row]:
 
 def run(task: Row, machine: Machine) -> Row:
     """The deepest that fits."""
-    from executor.capture.roofline import with_roofline  # PyTorch
+    from executor.capture.durations import with_roofline  # PyTorch
 
     method, batch = task["method"], task["batch"]
     shallow = Deeper(with_roofline(first(batch), machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)

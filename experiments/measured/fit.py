@@ -1,4 +1,4 @@
-"""Fits the coefficients of the model of kernel times (executor/capture/kernel_times.py) to measurements.
+"""Fits the coefficients of the model of kernel times (executor/capture/durations.py) to measurements.
 
 1. *H100*: least squares of ln(modelled / measured) over the operators of a trace of at least LEAST_US, one group of
    coefficients after the other, with a soft-l1 loss. The better of two fits, from each of STARTS.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 
 from executor.capture.captured import Captured
-from executor.capture.kernel_times import kernel_ns
+from executor.capture.durations import kernel_ns
 from experiments.common.measured_step import MeasuredStep, calls, written
 from experiments.measured import traces
 from experiments.measured.steps import LEAST_US, Trace, v100

@@ -18,7 +18,7 @@ import agents
 from agents.floor import UNPROVEN, floor
 from agents.planner import small
 from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
-from executor.capture.roofline import with_roofline
+from executor.capture.durations import with_roofline
 from experiments.common import report
 from experiments.measured import steps, traces
 from experiments.plan import times

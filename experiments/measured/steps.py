@@ -24,8 +24,7 @@ import yaml
 
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
-from executor.capture.kernel_times import Precision
-from executor.capture.roofline import with_roofline
+from executor.capture.durations import Precision, with_roofline
 from experiments import workloads
 from experiments.common.measured_step import MeasuredStep, modelled
 from experiments.measured import traces

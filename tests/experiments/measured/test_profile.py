@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from executor import capture
-from executor.capture.kernel_times import Precision
+from executor.capture.durations import Precision
 from executor.capture.profile import Profile
 from experiments.common.measured_step import MeasuredStep, measured_step, modelled
 from experiments.measured import steps

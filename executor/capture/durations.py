@@ -25,7 +25,7 @@ from torch import fx
 from executor.capture.algorithms import Convolution, Pass, convolution_of
 from executor.capture.operators import arguments
 from simulator.files import FormatError
-from simulator.kernel_times import KernelTimes
+from simulator.kernel_times import KernelTimes, scaled
 from simulator.machine import Machine
 from simulator.program import Kernel, Program
 
@@ -127,6 +127,29 @@ def kernel_ns(
             share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
             seconds = max(seconds, kernel.flops / (rate * share))
     return times.launch_ns + round(seconds * 1e9)
+
+
+def with_roofline(
+    program: Program, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None
+) -> Program:
+    """Returns the program with the roofline's duration (``Machine.kernel_ns``) for each kernel.
+
+    For a program without its capture; ``Captured.on`` also uses shapes and layouts. A kernel that touches no memory
+    (an allocation, a marker) launches nothing and lasts 0 ns.
+
+    Args:
+        dtype: type whose peak FLOP rate is used.
+        iteration_ns: ns of an iteration to scale to (``scaled``).
+
+    Source: Williams et al., "Roofline", CACM 52(4), 2009.
+
+    Raises:
+        ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
+    """
+    durations = [
+        machine.kernel_ns(k.kind, k.flops, k.bytes, dtype) if k.flops or k.bytes else 0 for k in program.kernels
+    ]
+    return program.with_durations(scaled(durations, iteration_ns))
 
 
 def arithmetic(program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision) -> str:

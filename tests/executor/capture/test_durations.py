@@ -1,0 +1,323 @@
+"""The model of kernel times: its rules by hand, on a machine of round numbers, and beside published traces."""
+
+from dataclasses import replace
+from math import exp
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from executor.capture.capture import capture
+from executor.capture.durations import Precision
+from experiments.measured import traces
+from experiments.workloads import resnet
+from simulator import Machine
+from simulator.files import FormatError
+from simulator.kernel_times import KernelTimes
+
+BW = 10**12
+TIMES = KernelTimes(
+    source="made up", error=0.1, step_error=0.1, launch_ns=0, multiprocessors=100, elementwise=1.0, multi_tensor=0.5,
+    norm=0.5, norm_channels=1.0, pool=0.5, pool_backward=0.25, conv=0.5, conv_backward=0.25, conv_1x1=0.2,
+    conv_1x1_backward=0.1, conv_bandwidth=1.0, conv_channels=1e-9, conv_float32=0.8, conv_float32_backward=0.4,
+    winograd=1.6, matmul=0.5, matmul_float32=0.25, attention=0.2,
+)  # fmt: skip
+GPU = Machine(
+    "round", 2**40, 1, 1, flops_per_s={"float32": 10**13, "tf32": 10**14, "bfloat16": 2 * 10**14},
+    memory_bytes_per_s=BW, kernel_times=TIMES,
+)  # fmt: skip
+
+
+MEASURED = replace(GPU, kernel_times=replace(
+    TIMES, attention_backward=0.1, unaligned=0.25, columns=0.125, row_ns=10**5, element_flops=200.0
+))  # fmt: skip
+LAUNCHING = replace(GPU, kernel_times=replace(TIMES, launch_ns=1000))
+HALF, LAST, FIRST = torch.bfloat16, torch.channels_last, torch.contiguous_format
+
+
+class Calls(nn.Module):
+    """Calls ``function`` on the scaled input, so that a gradient flows back through it."""
+
+    def __init__(self, function, dtype=torch.float32):
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.ones((), dtype=dtype, device="meta"))
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+
+def meta(*shape, dtype=torch.float32, layout=FIRST):
+    return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=layout)
+
+
+def durations(make, x, machine=GPU, backward=False, foreach=None, **options):
+    """Seconds of each operator in a step of the module or function that ``make`` returns."""
+    with torch.device("meta"):
+        model = make()
+        model = model if isinstance(model, nn.Module) else Calls(model, x.dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach) if backward else None
+        captured = capture(model, lambda y, _: y.sum(), optimizer, (x, torch.empty(())), machine=machine, **options)
+    found = {}
+    for k in captured.program.kernels:
+        found.setdefault(k.name.partition(".")[2].partition(".")[0], []).append(k.duration_ns / 1e9)
+    return found
+
+
+def conv(size=3, stride=1, channels=64, filters=128):
+    return nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False)
+
+
+def moved(channels, filters, size, image=32, out=32, batch=16):
+    """Bytes of a convolution's images and outputs, and of all its tensors; FLOPs."""
+    x, y = batch * channels * image**2, batch * filters * out**2
+    return 4 * (x + y), 4 * (x + y + channels * filters * size**2), 2 * y * channels * size**2
+
+
+def linear(rows, columns, **options):
+    return lambda: nn.Linear(rows, columns, bias=False, **options)
+
+
+def attend():
+    return lambda x: nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def rows_of(length):
+    norm = nn.LayerNorm(length)
+    return lambda x: norm(x).log_softmax(-1)
+
+
+def cases():
+    """Yields name, model, input, options, and the expected seconds by operator."""
+    images, everything, flops = moved(64, 128, 3)
+    x = meta(16, 64, 32, 32)
+    # In TF32 convolutions are converted to NHWC and back, but for 1x1 of stride 1; Winograd's in float32 is not.
+    for size, stride, share, converted in ((3, 1, 0.5, 1), (1, 1, 0.2, 0), (1, 2, 0.5, 1)):
+        a, b, c = moved(64, 128, size, out=32 // stride)
+        expected = max(c / (share * 1e14), b / BW) + converted * 2 * a / BW
+        yield f"conv_{size}x{size}_{stride}", lambda s=size, u=stride: conv(s, u), x, {}, {"convolution": expected}
+    nhwc = max(flops / 5e13, everything / BW)
+    yield "channels_last", lambda: conv().to(memory_format=LAST), x.to(memory_format=LAST), {}, {"convolution": nhwc}
+    expected = max(flops / 1e14, everything / 2 / BW) + images / BW
+    yield "conv_autocast", conv, x, {"autocast": HALF}, {"convolution": expected}
+    for channels, filters, converted in ((64, 128, 0), (128, 64, 1)):  # more channels in than out
+        a, b, c = moved(channels, filters, 1)
+        _, e, f = moved(8, channels, 1)  # the first one has no gradient of images
+        expected = 2 * max(c / 1e13, b / BW) + converted * 2 * a / BW + max(f / 1e13, e / BW)
+        yield (
+            f"gradients_of_1x1_{channels}",
+            lambda c=channels, f=filters: nn.Sequential(conv(1, 1, 8, c), conv(1, 1, c, f)),
+            meta(16, 8, 32, 32),
+            {"backward": True},
+            {"convolution_backward": expected},
+        )
+    # Channels that are no multiple of 16 bytes, unless a conversion pads them.
+    for channels, layout, share in ((8, LAST, 0.5), (3, LAST, 0.125), (3, FIRST, 0.5)):
+        inputs, outputs = meta(16, channels, 32, 32, dtype=HALF, layout=layout), 16 * 512 * 32**2
+        expected = 2 * outputs * channels * 49 / (share * 2e14)
+        expected += 4 * (inputs.numel() + outputs) / BW if layout == FIRST else 0
+        yield (
+            f"conv_of_{channels}_{share}",
+            lambda c=channels, m=layout: nn.Conv2d(c, 512, 7, padding=3, bias=False, dtype=HALF).to(memory_format=m),
+            inputs,
+            {"machine": MEASURED},
+            {"convolution": expected},
+        )
+    # Products: float32, autocast, few tiles, a type without a rate (as float32), rows of 1,001 bfloat16.
+    square, cube = meta(4096, 4096), 2 * 4096**3
+    yield "product", linear(4096, 4096), square, {}, {"mm": cube / 0.25e13}
+    yield "product_autocast", linear(4096, 4096), square, {"autocast": HALF}, {"mm": cube / 1e14}
+    yield "few_tiles", linear(4096, 640), meta(64, 4096), {}, {"mm": 2 * 64 * 640 * 4096 / (0.25 * 0.1 * 1e13)}
+    half = linear(4096, 4096, dtype=torch.float16)
+    yield "emulated", half, meta(4096, 4096, dtype=torch.float16), {}, {"mm": cube / 0.25e13}
+    for columns, share in ((1000, 0.5), (1001, 0.125)):
+        expected = {"mm": 2 * 4096 * 4096 * columns / (share * 2e14)}
+        yield (
+            f"rows_of_{columns}",
+            linear(4096, columns, dtype=HALF),
+            meta(4096, 4096, dtype=HALF),
+            {"machine": MEASURED},
+            expected,
+        )
+    tokens, forward = meta(2, 8, 1024, 64, dtype=HALF), 4 * 16 * 1024**2 * 64
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    for machine, share in ((MEASURED, 0.1), (GPU, 0.2)):
+        yield (
+            f"attention_{share}",
+            attend,
+            tokens,
+            {"machine": machine, "backward": True},
+            {name: forward / 0.4e14, f"{name}_backward": 2.5 * forward / (share * 2e14)},
+        )
+    # Batch norm passes three and five times; in bfloat16 and channels-last it sums columns, Welford's three values.
+    norm, cudnn = 16 * 100 * 32**2, 0.5 * (1 - exp(-1))
+    for dtype, passes in ((torch.float32, (3 / cudnn, 5 / cudnn)), (HALF, (3 / 0.125 + 2, 2 / 0.125 + 3))):
+        nbytes = norm * dtype.itemsize
+        both = dict(zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True))
+        yield (
+            f"batch_norm_{dtype}",
+            lambda: nn.BatchNorm2d(100),
+            meta(16, 100, 32, 32, dtype=dtype, layout=LAST),
+            {"machine": MEASURED, "backward": True},
+            {name: p * nbytes / BW for name, p in both.items()},
+        )
+    yield (
+        "batch_norm_relu",
+        lambda: nn.Sequential(nn.BatchNorm2d(100), nn.ReLU()),
+        meta(16, 100, 32, 32),
+        {},
+        {"native_batch_norm": 3 * 4 * norm / (cudnn * BW), "relu": 8 * norm / BW},
+    )
+    # Rows take 1 us a pass (100 us on each of 100 multiprocessors) or the bytes of a pass; not short ones, or columns.
+    for length in (2048, 200_000):
+        each = max(1000 * 1e-6, 4 * 1000 * length / (0.5 * BW))
+        passes = {"native_layer_norm": 2, "native_layer_norm_backward": 5, "_log_softmax": 3,
+                  "_log_softmax_backward_data": 4}  # fmt: skip
+        yield (
+            f"rows_{length}",
+            lambda n=length: rows_of(n),
+            meta(1000, length),
+            {"machine": MEASURED, "backward": True},
+            {name: n * each for name, n in passes.items()},
+        )
+    for dim, shape in ((-1, (1000, 1024)), (0, (4096, 1000))):
+        yield (
+            f"softmax_{dim}",
+            lambda d=dim: lambda x: x.softmax(d),
+            meta(*shape),
+            {"machine": MEASURED},
+            {"_softmax": 8 * shape[0] * shape[1] / BW},
+        )
+    for dim, share in ((0, 0.125), (1, 1.0), ((0, 1), 1.0)):  # a sum that keeps the contiguous dimension is slower
+        yield (
+            f"mean_{dim}",
+            lambda d=dim: lambda x: x.mean(d),
+            meta(1000, 1000),
+            {"machine": MEASURED},
+            {"mean": 4e6 / (share * BW)},
+        )
+    ids = torch.zeros(8, dtype=torch.int64, device="meta")
+    yield "lookup", lambda: nn.Embedding(100_000, 64), ids, {}, {"embedding": 4e-9}  # 2 * 8 * 64 * 4 bytes
+    for foreach, launch, share in ((None, 0, 0.5), (False, 1000, 1.0)):  # an update is a part of a multi-tensor kernel
+        yield (
+            f"update_{foreach}",
+            linear(1000, 1000),
+            meta(2, 1000),
+            {"machine": LAUNCHING, "backward": True, "foreach": foreach},
+            {"add_": launch / 1e9 + 3 * 4e6 / (share * BW)},
+        )
+
+
+@pytest.mark.parametrize(("make", "x", "options", "expected"), [pytest.param(*row, id=name) for name, *row in cases()])
+def test_a_kernel_takes_what_the_rules_say(make, x, options, expected):
+    found = durations(make, x, **options)
+    assert {name: sum(found[name]) for name in expected} == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_flags_of_pytorch_choose_the_rate(monkeypatch):
+    _, everything, flops = moved(64, 128, 3)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    (winograd,) = durations(conv, meta(16, 64, 32, 32))["convolution"]
+    assert winograd == pytest.approx(max(flops / (1.6 * 1e13), everything / BW), rel=1e-4)
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert Precision.now() == Precision(False, True)
+        assert durations(linear(4096, 4096), meta(4096, 4096))["mm"] == pytest.approx([2 * 4096**3 / 0.5e14], rel=1e-4)
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_updates_in_place_count_what_they_write(foreach):
+    with torch.device("meta"):
+        model = nn.Linear(100, 100, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        batch = torch.empty(2, 100), torch.empty(())
+    captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=GPU)
+    assert [k.bytes for k in captured.program.kernels if k.phase == "optimizer" and k.bytes] == [120_000]
+    with pytest.raises(FormatError, match=r"^machine\.flops_per_s"):
+        captured.on(replace(GPU, flops_per_s={}))
+
+
+def test_group_norm_takes_no_time_per_row():
+    found = durations(lambda: nn.GroupNorm(2, 4), meta(1000, 4, 8, 2), MEASURED)["native_group_norm"]
+    assert found == pytest.approx([2 * 4 * 64_000 / (0.5 * BW)], rel=0.05)  # besides its means
+
+
+def test_a_machine_without_a_float32_rate_is_refused():
+    machine = replace(MEASURED, flops_per_s={"bfloat16": 10**12})
+    with pytest.raises(FormatError, match=r"^machine\.flops_per_s"):
+        durations(lambda: lambda x: x.t().contiguous(), meta(10, 10), machine)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "vectorised"),
+    [(lambda x: x + x, "add", True), (lambda x: x.t().contiguous(), "clone", False), (lambda x: x + x[0], "add", False),
+     (lambda x: x.to(HALF), "_to_copy", True), (lambda x: x.to(HALF).float(), "_to_copy", False),
+     (lambda x: x.new_empty(x.shape, dtype=HALF).copy_(x), "copy_", True), (lambda x: x.double(), "_to_copy", False),
+     (lambda x: torch.cat([x, x]), "cat", True), (lambda x: torch.cat([x.t(), x.t()]), "cat", False),
+     (lambda x: x[:, ::2].neg(), "neg", False), (lambda x: x.t() + x.t(), "add", True)],
+)  # fmt: skip
+def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name, vectorised):
+    """200 FLOPs at 1e13 per second are 20 ns per 1,000 elements: more than their bytes take."""
+    x = meta(1000, 1000)
+    with torch.device("meta"):
+        elements = function(x).numel()
+    found, without = (durations(lambda: function, x, machine)[name][-1] for machine in (MEASURED, GPU))
+    longer = max(without, elements * 2e-11)
+    assert found == pytest.approx(without if vectorised else longer, rel=1e-4)
+    assert vectorised or found > without
+
+
+@pytest.mark.parametrize(("key", "value"), [("conv", 0), ("elementwise", 1.5), ("source", 3), ("launch_ns", 1.5),
+                                            ("unaligned", 2), ("row_ns", -1)])  # fmt: skip
+def test_bad_coefficients_are_refused(key, value):
+    data = GPU.to_dict()
+    assert Machine.from_dict(data) == GPU
+    data["kernel_times"] = {**data["kernel_times"], key: value}
+    with pytest.raises(FormatError, match=rf"machine\.kernel_times\.{key}: expected .*, got {value}"):
+        Machine.from_dict(data)
+
+
+# ------------------------------------------------------------------------- beside measurements
+
+
+@pytest.fixture(scope="module")
+def resnet50():
+    with torch.device("meta"):
+        model, loss_fn, _, batch = resnet.resnet_imagenet(stages="3-4-6-3", batch_size=128, halve=3)
+        optimizer = torch.optim.Adam(model.parameters())
+    return capture(model, loss_fn, optimizer, batch, machine=Machine.load("h100"))
+
+
+@pytest.mark.nightly
+def test_beside_a_published_trace_of_an_h100(resnet50):
+    trace = traces.load(traces.DATA / "h100_resnet50.csv")
+    pairs = traces.paired(resnet50, trace)
+    ours = np.array([sum(resnet50.program.kernels[k].duration_ns for k in ks) / 1e3 for _, ks in pairs])
+    theirs = np.array([row.us for row, _ in pairs])
+    large = theirs >= 20
+    assert large.sum() > 250 and np.median(np.abs(ours / theirs - 1)[large]) < 0.15
+    assert ours.sum() == pytest.approx(theirs.sum(), rel=0.1)
+    measured = traces.measured(resnet50, trace)
+    recorded = sorted({k for _, ks in pairs for k in ks})
+    assert sum(measured.kernels[k].duration_ns for k in recorded) == pytest.approx(theirs.sum() * 1e3, rel=1e-6)
+
+
+@pytest.mark.nightly
+def test_a_trace_of_another_network_is_refused(resnet50):
+    trace = traces.load(traces.DATA / "h100_resnet50.csv")
+    with pytest.raises(ValueError, match="the trace has more of aten::conv2d than the capture"):
+        traces.paired(resnet50, [*trace, trace[0]])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a,b\n1,2\n", "line 1: .* 'stage'"), ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
+     ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward")],
+)  # fmt: skip
+def test_what_is_no_trace_is_refused(tmp_path, text, message):
+    (tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(FormatError, match=message):
+        traces.load(tmp_path / "trace.csv")
