@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from experiments.common.endings import UsageError
+
 LOCK = ".lock"  # of a directory, while a run is at work in it
-
-
-class Busy(ValueError):
-    """Another run has the directory; the message is one sentence."""
 
 
 @contextmanager
@@ -20,14 +18,14 @@ def held(folder: Path) -> Iterator[None]:
     locks, nothing is held.
 
     Raises:
-        Busy: another run has it.
+        UsageError: another run has it.
     """
     lock = (folder / LOCK).open("ab")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Busy(f"out: another run is at work in {folder}; name another directory, or wait") from None
+            raise UsageError(f"out: another run is at work in {folder}; name another directory, or wait") from None
         except OSError:
             pass
         try:

@@ -36,7 +36,7 @@ from executor import CaptureError
 from executor.fit import FitError
 from executor.replay.backend import BackendError
 from experiments.common import help
-from experiments.common.lock import Busy, held
+from experiments.common.lock import held
 from experiments.validate_gpu import results, stages
 from experiments.validate_gpu.record import DEATHS, Broken, Record
 from experiments.validate_gpu.settings import LEAST, STAGES, Settings, UsageError, parse
@@ -49,7 +49,7 @@ FAILED, BROKEN, STOPPED = 2, 3, 130  # exit statuses
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    keys = help.table(help.attributes(Settings))
+    keys = help.attributes(Settings)
     parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__), epilog=f"keys:\n{keys}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("settings", nargs="*", metavar="key=value")
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if len(settings.stages) > 1:
             status = in_turn(settings, words, out)
             print(f"results are in {out}, all of them in {results.pack(out)}")
-    except Busy as error:
+    except UsageError as error:
         print(error, file=sys.stderr)
         return FAILED
     return status
