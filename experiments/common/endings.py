@@ -28,6 +28,7 @@ def expected_errors() -> tuple[type[Exception], ...]:
         ("omegaconf.errors", "OmegaConfBaseException"),
         ("agents.planner", "Infeasible"),
         ("agents.learned.training_state", "TrainingStateError"),
+        ("agents.learned.checkpoint", "TrainingStateError"),
         ("executor.capture.capture", "CaptureError"),
         ("experiments.workloads", "WorkloadError"),
     ):

@@ -36,7 +36,7 @@ from executor import CaptureError
 from executor.fit import FitError
 from executor.replay.backend import BackendError
 from experiments.common import help
-from experiments.common.lock import held
+from experiments.common.lock import Busy, held
 from experiments.validate_gpu import results, stages
 from experiments.validate_gpu.record import DEATHS, Broken, Record
 from experiments.validate_gpu.settings import LEAST, STAGES, Settings, UsageError, parse
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if len(settings.stages) > 1:
             status = in_turn(settings, words, out)
             print(f"results are in {out}, all of them in {results.pack(out)}")
-    except UsageError as error:
+    except Busy as error:
         print(error, file=sys.stderr)
         return FAILED
     return status
