@@ -56,9 +56,14 @@ class Peak:
     modules: dict[str, int]
 
     def __str__(self) -> str:
+        return f"{size(self.nbytes)} in {self.moment}"
+
+    @property
+    def moment(self) -> str:
+        """The kernel that runs then, and where it comes from."""
         module, line = self.place or ("", "")
         where = "".join((f" of {module}" if module else "", f" ({line})" if line else ""))
-        return f"{size(self.nbytes)} in kernel {self.kernel}, {self.name}, {self.phase}{where}"
+        return f"kernel {self.kernel}, {self.name}, {self.phase}{where}"
 
 
 class Moved(NamedTuple):

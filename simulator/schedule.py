@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal, NamedTuple, assert_never
 
 from simulator.machine import Machine
@@ -407,7 +407,8 @@ def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Re
         of.setdefault(d.tensor, []).append(d)
     for t, ds in of.items():
         tensor = program.tensors[t]
-        for d, following in pairwise([*ds, ds[0]] if tensor.persistent else [*ds, None]):
+        later: list[Swap | None] = [*ds[1:], ds[0] if tensor.persistent else None]
+        for d, following in zip(ds, later, strict=True):
             kernels = (returns[d] - d.copied_at - 1) % n + 1
             if following:
                 ahead = (following.copied_at - d.copied_at - 1) % n + 1

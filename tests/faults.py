@@ -23,7 +23,7 @@ import yaml
 
 from agents.learned.checkpoint import TrainingStateError, read_training_state, read_weights, write_training_state
 from agents.learned.policy_net import PolicyNet
-from experiments.common import cli
+from experiments.common import cli, own_files
 from experiments.common.resume import resumed_words
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
 from simulator.files import write_json
@@ -112,7 +112,7 @@ class Files:
             "plan.json": lambda path: Plan.load(path).check(PROGRAM),
             "timeline.json": Timeline.load,
             "machine.yaml": Machine.load,
-            "workload.yaml": cli._workload_file,
+            "workload.yaml": own_files.read_workload,
             "summary.json": lambda path: resumed_words(path, []),
             "blocks.csv": load,
             "checkpoint.pt": read_training_state,

@@ -1,10 +1,10 @@
-"""What every entry point shares: Hydra with checked keys, and one sentence for every expected error.
+"""What every entry point shares: Hydra, and one endings.sentence for every expected error.
 
 An unknown key, a group option that does not exist and any error that bad input can cause end in one
-sentence on stderr and exit status 2. Anything else is a bug in this project and keeps its traceback.
+endings.sentence on stderr and exit status 2. Anything else is a bug in this project and keeps its traceback.
 
 ``machine=`` and ``workload=`` take a YAML file of one's own (its name ends in .yaml, .yml or .json; relative to the
-working directory) wherever they take a preset, in sweeps too.
+working directory) wherever they take a preset, in sweeps too (own_files.py).
 """
 
 from __future__ import annotations
@@ -17,44 +17,33 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import hydra
-import yaml
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Sweep
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agents.learned.dqn_config import RENAMED, moved
+from agents.learned.dqn_config import config_from, moved
 from experiments import begun
-from experiments.common import help, ray_launcher, sweep, workers
-from experiments.common.endings import NO_ROOM, last_words, refuse, sentence, stopped, unwritten
+from experiments.common import endings, help, ray_launcher, sweep, workers
+from experiments.common.endings import UsageError
+from experiments.common.own_files import IN_GLOBAL, SUFFIXES, as_typed, quoted, read_workload, with_own_files
 from simulator.compiled import warm
-from simulator.files import FormatError, read_yaml
+from simulator.files import FormatError
 from simulator.limits import size_bytes
 from simulator.machine import Machine
-from simulator.plan import PlanError
 from simulator.program import Program
 
 T = TypeVar("T")
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
-MOVED = {f"agent.{old}": moved(old) for old in RENAMED}  # keys of older versions
-
-
-class UsageError(ValueError):
-    """The command line asks for something that cannot be done; the message is one sentence."""
 
 
 def entry(
@@ -70,20 +59,21 @@ def entry(
 
     def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:
         typed: list[str] = []  # the words of the command line: what results record
-        files: dict[str, str] = {}  # of with_own_files
 
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> Path | None:
             sys.argv[:] = [f"experiments.{config_name}", *typed]  # which a launcher's process does not know
-            OWN_NAMES.update(files)
             try:
+                known = keys(config_name)
+                if added := [str(key) for key in cfg if key not in known]:  # by +KEY=VALUE
+                    raise UsageError(f"{added[0]}: unknown key{nearest(added[0], known)}")
                 return task(cfg)
             except Exception as error:
-                if not isinstance(error, expected_errors()):
+                if not isinstance(error, endings.expected_errors()):
                     raise
                 if HydraConfig.get().mode == RunMode.MULTIRUN:  # let the other jobs of the sweep finish
-                    raise UsageError(sentence(error)) from None
-                refuse(error)
+                    raise UsageError(endings.sentence(error)) from None
+                endings.refuse(error)
 
         def command() -> None:
             if task.__module__ == "__main__":  # under its own name: other processes find nothing in __main__
@@ -94,7 +84,7 @@ def entry(
                 return
             try:
                 begun()
-                atexit.register(last_words)
+                atexit.register(endings.last_words)
                 warm.start()
                 ray_launcher.register()
                 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
@@ -106,30 +96,25 @@ def entry(
                 # Hydra's own parser wants the options before the overrides; here they come in any order.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed[:] = options + overrides
-                overrides, own = with_own_files(overrides)
-                files.update(own)
-                # Of a single run Hydra checks the keys, when it composes the config, which takes long; not those added.
-                early = args.multirun or any(word.startswith("+") for word in overrides)
-                check_overrides(config_name, overrides, args.multirun, args.config_dir, early)
-                sys.argv[1:] = options + overrides
-                if args.multirun:
-                    sys.argv.append(sweep.OVERRIDE)
+                sys.argv[1:] = options + with_own_files(overrides) + [sweep.OVERRIDE] * args.multirun
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
-                except ConfigCompositionException:
-                    check_overrides(config_name, overrides, args.multirun, args.config_dir)  # names the nearest key
+                except HydraException:  # before any job
+                    sweep.forget()
                     raise
                 finally:
                     if args.multirun:
                         sweep.shown()
-            except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
-                refuse(as_typed(str(error), files))
+            except HydraException as error:
+                endings.refuse(explained(error, config_name, typed))
+            except (OmegaConfBaseException, UsageError, FormatError) as error:
+                endings.refuse(as_typed(str(error)))
             except KeyboardInterrupt as stop:
-                stopped(stop)
+                endings.stopped(stop)
             except OSError as error:
-                if error.errno not in NO_ROOM:
+                if error.errno not in endings.NO_ROOM:
                     raise
-                refuse(unwritten(error))
+                endings.refuse(endings.unwritten(error))
 
         return command
 
@@ -139,21 +124,19 @@ def entry(
 def help_text(name: str, doc: str, words: list[str]) -> str:
     """The help of a command (help.py), with what its YAML adds at the end."""
     footer = OmegaConf.select(OmegaConf.load(CONFIGS / f"{name}.yaml"), "hydra.help.footer")
-    return f"{help.text(CONFIGS, name, doc, words)}\n\n{footer}" if footer else help.text(CONFIGS, name, doc, words)
+    return "\n\n".join([help.text(CONFIGS, name, doc, words), *([footer] if footer else [])])
 
 
-def expected_errors() -> tuple[type[Exception], ...]:
-    """The errors that input from outside can cause. Only the modules that were loaded can have raised."""
-    kinds: list[type[Exception]] = [UsageError, FormatError, PlanError, OmegaConfBaseException]
-    for module, name in (
-        ("agents.planner", "Infeasible"),
-        ("agents.learned.checkpoint", "TrainingStateError"),
-        ("executor.capture.capture", "CaptureError"),
-        ("experiments.workloads", "WorkloadError"),
-    ):
-        if module in sys.modules:
-            kinds.append(getattr(sys.modules[module], name))
-    return tuple(kinds)
+def explained(error: HydraException, config_name: str, words: list[str]) -> str:
+    """Hydra's message about a command line; of an unknown key also what became of it, or the nearest."""
+    text = as_typed(endings.sentence(error))
+    if override := getattr(error, "override", None):  # it cannot be parsed
+        return f"{override}: {text}"
+    if found := re.match(r"Could not override '(\S+)'", text):
+        key = found[1]
+        why = moved(key.removeprefix("agent."))
+        return f"{key}: {why or f'unknown key{nearest(key, help.names(CONFIGS, config_name, words))}'}"
+    return f"{text}; a file of your own ends in .yaml" if re.search("'(machine|workload)/", text) else text
 
 
 # ------------------------------------------------------------------------------------------ the keys
@@ -163,177 +146,15 @@ def keyed(words: list[str], key: str) -> list[str]:
     """The words of a command line, those without a key (or that name a file) as one override of ``key``, quoted."""
     deletes = re.compile(r"~[^/]")  # ~key, but not ~/file
     bare = [w for w in words if Path(w).is_file() or not ("=" in w or deletes.match(w))]
-    quoted = ["'" + w.replace("'", "\\'") + "'" for w in bare]
-    return [w for w in words if w not in bare] + ([f"{key}={','.join(quoted)}"] if bare else [])
-
-
-def with_own_files(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The words of a command line, each file of ``machine=`` and ``workload=`` as an option of that config group.
-
-    The content is put into Hydra's config store, which launchers hand on to the processes of a sweep. A file
-    replaces the preset as a whole, so that keys of both are not mixed; later words change it as they change a preset.
-
-    Returns:
-        The words, and each option's file as it was typed.
-
-    Raises:
-        UsageError, FormatError: a file is missing or malformed.
-    """
-    files: dict[str, str] = {}
-    out = []
-    for word in words:
-        group, _, text = word.partition("=")
-        if group not in OWN_FILES:
-            out.append(word)
-            continue
-        values = _written(word, text)
-        for i, value in enumerate(values):
-            if Path(value).suffix in SUFFIXES:
-                values[i] = f"{OWN}{len(files)}"
-                files[values[i]] = value
-                package, node = OWN_FILES[group](Path(value).expanduser())
-                ConfigStore.instance().store(values[i], node, group, package)
-        out.append(f"{group}={','.join(values)}" if files.keys() & values else word)
-    return out, files
-
-
-def _written(word: str, text: str) -> list[str]:
-    """The values of an override, those of a sweep too; a path may have signs that Hydra would want to be quoted."""
-    if Path(text).is_file():
-        return [text]
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException:
-        return text.split(",")
-    return [str(value) for value in _values(override)]
-
-
-def _machine_file(file: Path) -> tuple[str | None, dict[str, Any]]:
-    return None, Machine.load(file).to_dict()
-
-
-def _workload_file(file: Path) -> tuple[str | None, DictConfig]:
-    """Its keys are checked where it is captured (experiments/workloads)."""
-    try:
-        text = read_yaml(file)
-        node = OmegaConf.create(text)
-    except FormatError as error:
-        raise UsageError(str(error)) from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UsageError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(node, DictConfig) or not node:
-        raise UsageError(f"{file}: not a workload (expected keys as in configs/workload/vgg16.yaml)")
-    package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
-    if package is None or package[1] == "workload":
-        return None, node
-    if package[1] != "_global_":
-        raise UsageError(f"{file}: a workload is for the package workload or _global_, not {package[1]!r}")
-    # In the package _global_ it could set anything, and what Hydra calls.
-    if unknown := [key for key in node if key not in IN_GLOBAL]:
-        raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(IN_GLOBAL)}")
-    return package[1], node
-
-
-OWN_FILES: dict[str, Callable[[Path], tuple[str | None, Any]]] = {"machine": _machine_file, "workload": _workload_file}
-IN_GLOBAL = ("workload", "target")
-SUFFIXES = (".yaml", ".yml", ".json")
-OWN = "own-file-"  # and a number: the name of such an option
-OWN_NAMES: dict[str, str] = {}  # of the run: each option's file as it was typed
-
-
-def as_typed(text: str, files: Mapping[str, str]) -> str:
-    """Returns a text with the files' names in the place of their options."""
-    return re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), text)
-
-
-def own_overrides() -> list[str]:
-    """Returns the words of this run, one of a sweep too, as they were typed."""
-    return [as_typed(word, OWN_NAMES) for word in HydraConfig.get().overrides.task]
-
-
-def check_overrides(
-    config_name: str, overrides: list[str], sweep: bool, config_dir: str | None = None, known_keys: bool = True
-) -> None:
-    """Checks every ``key=value`` of a command line before anything runs; ``known_keys``: also that the config has
-    the key.
-
-    Raises:
-        UsageError: an unknown key or group option, with the nearest right one, or what is no override.
-    """
-    places = [CONFIGS, Path(config_dir).resolve()] if config_dir else [CONFIGS]
-    options: dict[str, set[str]] = {}  # of every config group
-    for place in places:
-        for file in place.glob("*/*.yaml"):
-            options.setdefault(file.parent.name, set()).add(file.stem)
-    defaults = OmegaConf.load(CONFIGS / f"{config_name}.yaml").defaults
-    groups = {group for default in defaults if default != "_self_" for group in default}  # that this command has
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
-        chosen = [f"hydra.searchpath=[file://{place}]" for place in places[1:]]
-        keyed = []
-        for line in overrides:
-            try:
-                override = OverridesParser.create().parse_override(line)
-            except HydraException as error:
-                raise UsageError(f"{line}: cannot be read as KEY=VALUE ({sentence(error)})") from None
-            key = override.key_or_group
-            if override.is_delete():
-                raise UsageError(f"{line}: keys cannot be deleted")
-            if override.is_sweep_override() and not sweep:
-                raise UsageError(f"{line}: several values are a sweep, which needs -m; a list is written [a,b]")
-            if key == "hydra/launcher" and override.value() not in launchers:
-                raise UsageError(f"{line}: this launcher is not installed; the extras are joblib, ray and submitit")
-            if key.startswith(("hydra.", "hydra/")):
-                continue  # Hydra checks its own
-            if key in MOVED:
-                raise UsageError(f"{line}: {MOVED[key]}")
-            if key in groups and not isinstance(override.value(), dict):
-                values = list(_values(override))
-                for value in values:
-                    if str(value) not in options[key] and not str(value).startswith(OWN):
-                        hint = "; a file of your own ends in .yaml" if key in OWN_FILES else ""
-                        raise UsageError(f"{key}={value}: there is no such {key}{nearest(value, options[key])}{hint}")
-                chosen.append(f"{key}={values[0]}")
-            else:
-                keyed.append(override)
-        if not known_keys:
-            return
-        known = set(_keys(hydra.compose(config_name, overrides=chosen)))
-        for override in keyed:
-            key = override.key_or_group
-            parent = key.rpartition(".")[0]
-            if key in known or (override.is_add() and parent in known):
-                continue  # what is added below a known key is checked by whoever reads that key
-            raise UsageError(f"{override.input_line}: unknown key {key!r}{nearest(key, known)}")
+    return [w for w in words if w not in bare] + ([f"{key}={','.join(map(quoted, bare))}"] if bare else [])
 
 
 def keys(config_name: str) -> set[str]:
     """The first parts of the keys that a command has, its own and those of its config groups; none is Hydra's."""
-    config = OmegaConf.load(CONFIGS / f"{config_name}.yaml")
-    groups = {str(group) for default in config.defaults if default != "_self_" for group in default}
-    own = {str(key) for key in config} - {"defaults", "hydra"}
-    return own | {group for group in groups if not group.startswith("override ")} | set(IN_GLOBAL)
+    return {name.partition(".")[0] for name in help.names(CONFIGS, config_name)} | set(IN_GLOBAL)
 
 
-def _values(override: Override) -> Iterator[Any]:
-    """The values that an override takes: one, or those of its sweep."""
-    if isinstance(override.value(), Sweep):
-        yield from (text.strip("'\"") for text in override.sweep_string_iterator())
-    else:
-        yield override.value()
-
-
-def _keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config, those of inner nodes too."""
-    for key in cfg:
-        name = f"{prefix}{key}"
-        yield name
-        node = cfg._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none():
-            yield from _keys(node, f"{name}.")
-
-
-def nearest(word: object, known: set[str]) -> str:
+def nearest(word: object, known: Collection[str]) -> str:
     """'; the nearest is …' for an error message.
 
     Of dotted keys, those with the same last part come first (episodes: agent.episodes), then the siblings.
@@ -443,7 +264,7 @@ def workload(name: str) -> dict[str, Any]:
         if not file.is_file():
             known = {path.stem for path in file.parent.glob("*.yaml")}
             raise UsageError(f"workloads: there is no workload {name!r}{nearest(name, known)}")
-    config = plain(_workload_file(file)[1])
+    config = plain(read_workload(file)[1])
     return config.get("workload", config)  # a file for the package _global_ has it one level down
 
 
@@ -463,29 +284,8 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
-    """A dataclass from a config node of the same keys, types checked.
-
-    Raises:
-        UsageError: naming the entry.
-    """
-    hints = get_type_hints(kind)
-    checked: dict[str, Any] = {}
-    for key, value in plain(cfg).items():
-        if f"{where}.{key}" in MOVED:
-            raise UsageError(f"{where}.{key}: {MOVED[f'{where}.{key}']}")
-        if key not in hints:
-            raise UsageError(f"{where}.{key}: unknown key {key!r}{nearest(key, set(hints))}")
-        want = hints[key]
-        if isinstance(value, list):
-            value = tuple(value)
-        if want is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        allowed = tuple(get_origin(t) or t for t in (get_args(want) if get_origin(want) is UnionType else (want,)))
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            names = " or ".join(t.__name__ for t in allowed)
-            raise UsageError(f"{where}.{key}: expected {names}, got {value!r}")
-        checked[str(key)] = value
+    """A dataclass from a config node of the same keys, types checked; raises UsageError naming the entry."""
     try:
-        return kind(**checked)
+        return config_from(plain(cfg), kind, where)
     except ValueError as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(str(error)) from None

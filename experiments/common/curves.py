@@ -24,30 +24,6 @@ NAMES = (OVERHEAD, FEASIBLE, BEST, GREEDY, GAP)
 Tell = Callable[[int, Mapping[str, float]], None]
 
 
-class Running:
-    """Means over the last episodes."""
-
-    def __init__(self) -> None:
-        self.last: deque[float] = deque(maxlen=LAST)
-        self.best = math.nan
-
-    def episode(self, overhead: float, best: float | None = None) -> None:
-        """One that ended with this overhead, NaN without a plan; ``best``: of other searches, too."""
-        overhead = overhead if math.isfinite(overhead) else math.nan
-        self.last.append(overhead)
-        self.best = min(
-            (v for v in (self.best, overhead, best) if v is not None and not math.isnan(v)), default=math.nan
-        )
-
-    def values(self) -> dict[str, float]:
-        """The scalars; NaN before the first episode."""
-        found = [v for v in self.last if not math.isnan(v)]
-        return {
-            OVERHEAD: fmean(found) if found else math.nan,
-            FEASIBLE: len(found) / len(self.last) if self.last else math.nan, BEST: self.best,
-        }  # fmt: skip
-
-
 class Curve:
     """The scalars of a training on one task, at most every ``every`` simulator calls, and the file that keeps them.
 
@@ -63,7 +39,9 @@ class Curve:
         self, file: Path | None, program: Program, machine: Machine, limit: int, mode: str,
         about: Mapping[str, object], every: int, tell: Tell | None = None, resumed: Path | None = None,
     ) -> None:  # fmt: skip
-        self.file, self.every, self.tell, self.running = file, every, tell, Running()
+        self.file, self.every, self.tell = file, every, tell
+        self.last: deque[float] = deque(maxlen=LAST)  # overheads of episodes
+        self.best = math.nan
         self.task = program, machine, limit, mode
         self.about = {"workload": program.name, "machine": machine.name, "mode": mode, **about,
                       "limit_fraction": round(limit / program.peak_bytes, 4)}  # fmt: skip
@@ -82,8 +60,16 @@ class Curve:
         self.next = calls + self.every
 
     def episode(self, overhead: float, best: float | None = None) -> None:
-        """As Running's."""
-        self.running.episode(overhead, best)
+        """One that ended with this overhead, NaN without a plan; ``best``: of other searches, too."""
+        self.last.append(overhead if math.isfinite(overhead) else math.nan)
+        found = (v for v in (self.best, self.last[-1], best) if v is not None and not math.isnan(v))
+        self.best = min(found, default=math.nan)
+
+    def running(self) -> dict[str, float]:
+        """Means over the last episodes; NaN before the first."""
+        found = [v for v in self.last if not math.isnan(v)]
+        share = len(found) / len(self.last) if self.last else math.nan
+        return {OVERHEAD: fmean(found) if found else math.nan, FEASIBLE: share, BEST: self.best}
 
     def maybe(self, calls: int, greedy: Callable[[], float]) -> None:
         """A point, if it is time for one: ``greedy`` makes the overhead of the greedy policy, NaN in a dead end. The
@@ -94,7 +80,7 @@ class Curve:
     def point(self, calls: int, greedy: float) -> None:
         """A point now."""
         self.next = calls + self.every
-        values = {**self.running.values(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
+        values = {**self.running(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
         if self.tell is not None:
             self.tell(calls, values)
         kept = {key: round(v, 6) if math.isfinite(v) else None for key, v in values.items()}

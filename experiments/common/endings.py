@@ -11,13 +11,37 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from experiments import Terminated
+from simulator.files import FormatError
+from simulator.plan import PlanError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # a full disk or quota; a pipe without a reader
 
 
+class UsageError(ValueError):
+    """The command line asks for something that cannot be done; the message is one sentence."""
+
+
+def expected_errors() -> tuple[type[Exception], ...]:
+    """The errors that input from outside can cause. Only the modules that were loaded can have raised."""
+    kinds: list[type[Exception]] = [UsageError, FormatError, PlanError]
+    for module, name in (
+        ("omegaconf.errors", "OmegaConfBaseException"),
+        ("agents.planner", "Infeasible"),
+        ("agents.learned.checkpoint", "TrainingStateError"),
+        ("executor.capture.capture", "CaptureError"),
+        ("experiments.workloads", "WorkloadError"),
+    ):
+        if module in sys.modules:
+            kinds.append(getattr(sys.modules[module], name))
+    return tuple(kinds)
+
+
 def sentence(error: object) -> str:
     """An error's message on one line, without what Hydra and OmegaConf add for their own users."""
-    return " ".join(str(error).partition("See https://")[0].partition("full_key:")[0].split())
+    text = str(error)
+    for end in ("See https://", "full_key:", "Config search path:"):
+        text = text.partition(end)[0]
+    return " ".join(text.split())
 
 
 def unwritten(error: OSError) -> str:

@@ -1,9 +1,5 @@
-"""``--help`` of a command: what it does, with examples (its module's docstring), and every key with its default and its
-meaning, which are read from the YAML file, so that the help is what the command has.
-
-The meaning of a key is the comment at the end of its line with the indented comments below it, or else the comments
-right above it.
-"""
+"""``--help`` of a command: what it does, with examples (its module's docstring), and its settings as their YAML files
+have them, where a comment beside each key or above it says what it means."""
 
 from __future__ import annotations
 
@@ -11,29 +7,20 @@ import inspect
 import re
 import signal
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
 WIDTH = 118
-NOT_KEYS = ("defaults", "hydra")
 HYDRA = """\
 Options:
   -m, --multirun        several values of a key, separated by commas, are a sweep: seed=1,2,3
   hydra/launcher=NAME   of a sweep: joblib, submitit_local, submitit_slurm or ray (extras joblib, submitit, ray)
   --cfg job             print the settings, and do nothing
   -h, --help            this text; with GROUP=OPTION, the keys of that option"""
-
-
-class Key(NamedTuple):
-    """A key of a YAML file: its dotted name, its value as it is written ('' for a mapping), and its meaning."""
-
-    name: str
-    value: str
-    meaning: str
+GROUP = re.compile(r"  - (\w+): (\S+)(?:  # (.*))?")  # a default of a command: group, option, meaning
 
 
 def text(configs: Path, name: str, doc: str, chosen: Sequence[str] = ()) -> str:
@@ -45,19 +32,46 @@ def text(configs: Path, name: str, doc: str, chosen: Sequence[str] = ()) -> str:
         doc: the docstring of the command's module.
         chosen: words of the command line; of each GROUP=OPTION the option's keys are listed.
     """
-    file = configs / f"{name}.yaml"
-    parts = [doc.strip(), "Keys, as KEY=VALUE, with their defaults:\n" + table(keys(file))]
-    for key in keys(file, "defaults"):
-        group, option = key.name, key.value
-        option = dict(word.split("=", 1) for word in chosen if "=" in word).get(group, option)
+    parts = [doc.strip(), f"Keys, to be changed as KEY=VALUE:\n{_written(configs / f'{name}.yaml')}"]
+    for group, (option, meaning) in groups(configs, name, chosen).items():
         known = sorted(path.stem for path in (configs / group).glob("*.yaml"))
-        lines = [f"{group}={option}: {key.meaning}" if key.meaning else f"{group}={option}"]
+        lines = [f"{group}={option}: {meaning}" if meaning else f"{group}={option}"]
         lines.append(textwrap.fill(", ".join(known), WIDTH, initial_indent="  one of ", subsequent_indent="  "))
         if option in known:
-            own = keys(configs / group / f"{option}.yaml")
-            lines.append(table([each._replace(name=f"{group}.{each.name}") for each in own]))
+            lines += [f"  as {group}.KEY=VALUE:", _written(configs / group / f"{option}.yaml", " " * 4)]
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, HYDRA])
+
+
+def groups(configs: Path, name: str, chosen: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """The option and the meaning of each config group of a command; options in ``chosen`` come before the defaults."""
+    options = dict(word.split("=", 1) for word in chosen if "=" in word)
+    defaults = (configs / f"{name}.yaml").read_text().partition("defaults:\n")[2].partition("  - _self_")[0]
+    found = map(GROUP.fullmatch, defaults.splitlines())
+    return {line[1]: (options.get(line[1], line[2]), line[3] or "") for line in found if line}
+
+
+def names(configs: Path, name: str, chosen: Sequence[str] = ()) -> set[str]:
+    """Every dotted key of a command, with its config groups and the keys of their options."""
+    out = set(_keys(yaml.safe_load((configs / f"{name}.yaml").read_text()))) - {"defaults"}
+    for group, (option, _) in groups(configs, name, chosen).items():
+        file = configs / group / f"{option}.yaml"
+        out |= {group} | set(_keys(yaml.safe_load(file.read_text()), f"{group}.") if file.is_file() else ())
+    return {key for key in out if key.partition(".")[0] != "hydra"}
+
+
+def _keys(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _written(file: Path, indent: str = "  ") -> str:
+    """The settings of a YAML file with their comments, without what is Hydra's and what the file begins with."""
+    written = re.sub(r"\A(#.*\n)+\n*", "", file.read_text())
+    settings = re.sub(r"^(defaults|hydra):.*\n(?: .*\n|\n)*", "", written, flags=re.MULTILINE)
+    return textwrap.indent(settings.strip(), indent)
 
 
 def show(help_: str) -> None:
@@ -66,70 +80,13 @@ def show(help_: str) -> None:
     print(help_, flush=True)
 
 
-def keys(file: Path, under: str | None = None) -> list[Key]:
-    """The keys of a YAML file but for NOT_KEYS, or its groups: the single keys of the list ``under``."""
-    written = file.read_text()
-    lines, tree = written.splitlines(), yaml.compose(written)
-    assert isinstance(tree, yaml.MappingNode)
-    if under is None:
-        return [key for key in _keys(tree, lines, written) if key.name.partition(".")[0] not in NOT_KEYS]
-    (groups,) = (value for key, value in tree.value if key.value == under)
-    entries = [entry for entry in groups.value if isinstance(entry, yaml.MappingNode)]
-    found = [key for entry in entries for key in _keys(entry, lines, written)]
-    return [key for key in found if not key.name.startswith("override")]
-
-
-def _keys(tree: yaml.MappingNode, lines: list[str], written: str, prefix: str = "") -> Iterator[Key]:
-    for key, value in tree.value:
-        block = isinstance(value, yaml.CollectionNode) and not value.flow_style
-        end = key.end_mark if block else value.end_mark
-        nested = block and isinstance(value, yaml.MappingNode)
-        shown = "" if block else written[value.start_mark.index : value.end_mark.index]
-        yield Key(prefix + key.value, " ".join(shown.split()), _meaning(lines, key.start_mark, end))
-        if nested:
-            yield from _keys(value, lines, written, f"{prefix}{key.value}.")
-
-
-def _meaning(lines: list[str], start: yaml.Mark, end: yaml.Mark) -> str:
-    if found := re.match(r"[:\s]*#\s*(.*)", lines[end.line][end.column :]):
-        said = [found[1]]
-        for line in lines[end.line + 1 :]:
-            if not (more := re.match(rf"\s{{{start.column + 1},}}#\s*(.*)", line)):
-                break
-            said.append(more[1])
-        return " ".join(said)
-    above: list[str] = []
-    for line in reversed(lines[: start.line]):
-        if not (more := re.match(rf"\s{{{start.column}}}#\s*(.*)", line)):
-            return " ".join(above)
-        above.insert(0, more[1])
-    return ""  # what a file begins with is about all of it
-
-
-def attributes(kind: type) -> list[Key]:
+def attributes(kind: type) -> str:
     """The fields of a dataclass with their defaults, each with its line under Attributes in the docstring."""
-    said = inspect.getdoc(kind) or ""
-    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", said.partition("Attributes:")[2], re.MULTILINE)
-    meaning = {name: " ".join(words.split()) for name, words in entries}
-    return [Key(field.name, _written(field.default), meaning.get(field.name, "")) for field in fields(kind)]
-
-
-def _written(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() or "''"
-
-
-def table(found: Sequence[Key]) -> str:
-    """Lines of a text: each key, and its meaning beside it, or below where there is no room."""
-    out = []
-    for key in found:
-        head = f"  {key.name}={key.value}" if key.value else f"  {key.name}"
-        head = head.strip() if len(head) < WIDTH else f"{head.strip()[: WIDTH - 4]} …"
-        room = max(len(head) + 2, 28)
-        if room > 44:
-            out += [f"  {head}", *textwrap.wrap(key.meaning, WIDTH - 30, initial_indent=" " * 30,
-                                                subsequent_indent=" " * 30)]  # fmt: skip
-        else:
-            out += textwrap.wrap(
-                key.meaning, WIDTH, initial_indent=f"  {head:{room}}", subsequent_indent=" " * (room + 2)
-            ) or [f"  {head}"]
-    return "\n".join(out)
+    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+    meaning, lines = dict(entries), []
+    for field in fields(kind):
+        value = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default).lower()
+        head = textwrap.shorten(f"{field.name}={value or repr('')}".replace(",", ", "), WIDTH, placeholder=" …")
+        text = f"{head.replace(', ', ',')}  {meaning.get(field.name, '')}"
+        lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=" " * 6))
+    return "\n".join(lines)

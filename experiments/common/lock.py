@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from experiments.common.endings import UsageError
+
 LOCK = ".lock"  # of a directory, while a run is at work in it
 
 
-class Busy(ValueError):
-    """Another run has the directory; the message is one sentence."""
+class Busy(UsageError):
+    """Another run has the directory."""
 
 
 @contextmanager

@@ -39,8 +39,9 @@ from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from agents.host import host_needed
 from agents.planner import LEAST
-from experiments.common import cli, lock
-from experiments.common.cli import UsageError, expected_errors
+from experiments.common.endings import UsageError, expected_errors
+from experiments.common.lock import held
+from experiments.common.own_files import own_overrides
 from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
 from simulator.files import label as safe, write_json, write_text
@@ -395,16 +396,6 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
 # --------------------------------------------------------------------------------- the run directory
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """``lock.held``; raises UsageError where another run has the folder."""
-    try:
-        with lock.held(folder):
-            yield
-    except lock.Busy as error:
-        raise UsageError(str(error)) from None
-
-
 class RunDirectory:
     """The directory that a run leaves behind. As a context: when the run fails, a new directory goes again.
 
@@ -432,7 +423,7 @@ class RunDirectory:
         self._held.__enter__()
         if HydraConfig.initialized():  # Hydra's own directory is the working directory
             (path / ".hydra").mkdir(exist_ok=True)
-            write_text(path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(cli.own_overrides()))
+            write_text(path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(own_overrides()))
         return path
 
     def _made(self) -> Path:

@@ -5,17 +5,16 @@ A directory may come from a stranger, so only keys that the command has are read
 
 from __future__ import annotations
 
-import atexit
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.common import cli
-from simulator.files import load_json, write_json
+from experiments.common.own_files import own_option, quoted
+from simulator.files import load_json
+from simulator.machine import Machine
 
 NOT_SETTINGS = ("program", "workload", "task", "target", "machine", "out", "resume")  # which the directory says instead
 CHOICE = "agent"  # the config group whose option's name counts
@@ -49,10 +48,7 @@ def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") 
     if program.is_file() and not {"program", "workload", "target"} & {*keys}:
         words.append(f"program={_written(str(program.absolute()))}")
     if isinstance(machine, dict):
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # it is read once this has returned
-        write_json(Path(folder) / "machine.json", machine)
-        words.append(f"machine={folder}/machine.json")
+        words.append(f"machine={own_option('machine', 'resumed', Machine.from_dict(machine).to_dict())}")
     return [w for w in words if not any(w.startswith((f"{key}=", f"{key}.")) for key in keys)] + typed
 
 
@@ -76,7 +72,7 @@ def _written(value: Any) -> str:
     if isinstance(value, str):
         if "${" in value:  # OmegaConf would put something else in its place
             raise cli.UsageError(f"resume: config: {value[:40]!r} is no setting")
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return quoted(value)
     if isinstance(value, list):
         return "[" + ",".join(map(_written, value)) + "]"
     if isinstance(value, Mapping):

@@ -4,6 +4,7 @@ in the sweep's directory: table.txt, and results.jsonl with all rows of all jobs
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common import report
 from simulator.files import write_json, write_text
 
 OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
@@ -37,10 +39,15 @@ class SweepTable(Callback):
             write_json(Path(str(config.hydra.sweep.dir)) / JOB.format(config.hydra.job.num), job)
 
 
+def forget() -> None:
+    """Removes the folder of a sweep whose jobs cannot be composed: it holds multirun.yaml, and nothing else."""
+    folder, SweepTable.folder = SweepTable.folder, None
+    if folder is not None and [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
+        shutil.rmtree(folder)
+
+
 def shown() -> None:
     """Prints and keeps the table of the sweep that has ended; nothing where no job has left rows."""
-    from experiments.common import report  # which imports cli.py, and cli.py this
-
     folder, SweepTable.folder = SweepTable.folder, None
     files = sorted(folder.glob(JOB.format("*")), key=lambda file: (len(file.name), file.name)) if folder else []
     rows: list[dict[str, Any]] = []

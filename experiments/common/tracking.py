@@ -12,74 +12,62 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import DictConfig
 
 from experiments.common import cli
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
-_MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
 
+class Tracker:
+    """Takes the scalars of a training, step by step; this one keeps nothing.
 
-class Tracker(Protocol):
-    """Takes the scalars of a training, step by step."""
+    Args:
+        out: the run directory.
+        config: of the run.
+    """
+
+    def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
+        pass
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Values at a step; those that are no finite numbers are left out."""
-        ...
+        """Takes values at a step; those that are no finite numbers are left out."""
+        self.log(step, {key: float(value) for key, value in values.items() if math.isfinite(value)})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes finite values."""
 
     def close(self) -> None:
         """Writes what is left."""
-        ...
 
 
-def chosen(cfg: DictConfig) -> str:
-    """The tracker of the config; raises UsageError where there is no such, or it is not installed."""
-    name = cli.choice(cfg, "tracker", TRACKERS)
-    if name in _MODULES and find_spec(_MODULES[name]) is None:
-        raise cli.UsageError(f"tracker: {name} is not installed; the extra is {name}")
-    return name
-
-
-def open_tracker(name: str, out: Path, config: Mapping[str, Any]) -> Tracker:
-    """A tracker for a training whose run directory is ``out``.
-
-    Args:
-        name: of ``TRACKERS``.
-        config: of the run, which Weights & Biases and MLflow show beside it.
-    """
-    kinds = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "none": _Nowhere}
-    return kinds[name](out, config)
-
-
-class _TensorBoard:
+class _TensorBoard(Tracker):
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run reports all its steps again.
         self._writer = SummaryWriter(str(out / "tb"), purge_step=0)  # type: ignore[no-untyped-call]
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for key, value in _finite(values).items():
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
             self._writer.add_scalar(key, value, step)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
-class _WandB:
+class _WandB(Tracker):
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         self._run = import_module("wandb").init(project="headroom", name=out.name, dir=str(out), config=dict(config))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(_finite(values), step=step)
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-class _MLflow:
+class _MLflow(Tracker):
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         local = "MLFLOW_TRACKING_URI" not in os.environ
         if local:  # from version 3 on MLflow asks for this where files are its store
@@ -91,27 +79,12 @@ class _MLflow:
         for key, value in _flat(config).items():
             client.log_param(self._run, key, value)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for key, value in _finite(values).items():
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
             self._client.log_metric(self._run, key, value, step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
-
-
-class _Nowhere:
-    def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
-        pass
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: float(value) for key, value in values.items() if math.isfinite(value)}
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -123,3 +96,21 @@ def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
         else:
             out[f"{before}{key}"] = str(value)[:500]
     return out
+
+
+KINDS: dict[str, type[Tracker]] = {
+    "tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "none": Tracker,
+}  # fmt: skip
+
+
+def chosen(cfg: DictConfig) -> str:
+    """The tracker of the config; raises UsageError where there is no such, or it is not installed."""
+    name: str = cli.choice(cfg, "tracker", tuple(KINDS))
+    if name in ("wandb", "mlflow") and find_spec(name) is None:
+        raise cli.UsageError(f"tracker: {name} is not installed; the extra is {name}")
+    return name
+
+
+def open_tracker(name: str, out: Path, config: Mapping[str, Any]) -> Tracker:
+    """Opens the tracker ``name`` of KINDS for a training whose run directory is ``out``."""
+    return KINDS[name](out, config)

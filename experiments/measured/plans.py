@@ -22,7 +22,7 @@ from executor.capture.durations import with_roofline
 from experiments.common import report
 from experiments.measured import steps, traces
 from experiments.plan import times
-from experiments.plan.summary import Best
+from experiments.plan.answer import Best
 from simulator import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -36,8 +36,10 @@ from agents.planner import small
 from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
+from experiments.common.endings import expected_errors
 from experiments.common.report import Row
-from experiments.plan import capture, on_card, times
+from experiments.plan import capture, times
+from experiments.plan.answer import Answer, Best, Largest, Times
 from experiments.plan.capture import Step
 from experiments.plan.how_to_run import checkpoints, fit_call
 from experiments.plan.kernels import slowest
@@ -49,19 +51,16 @@ from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.modes import MODES
 from simulator.plan import Plan
-from simulator.pool.card import CardPeak, of_program
+from simulator.pool.card import CardPeak, of_program, under_plan
 from simulator.pool.packed import packed_bytes
 from simulator.program import Program
 from simulator.report import Origins, report as page_of
 from simulator.timeline import Timeline
 
-if TYPE_CHECKING:  # Matplotlib takes long to import
-    from experiments.plan.summary import Answer, Best, Largest
-
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 # Of the published methods: quick ones that see to it that each family has a fair plan, whatever the time; the slowest.
 FIRST, LAST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget"), ("capuchin",)
-SEARCH_NAME, FASTER_NAME = "search", "for faster kernels"  # as PUBLISHED
+SEARCH_NAME, FASTER_NAME, LESS_NAME = "search", "for faster kernels", "less fragmented"  # as PUBLISHED
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
 # Of the seconds: of all published methods of a kind, of each; of the search, in less memory, of the largest batch.
 KIND, EACH, SEARCH, LESS, FASTER, BATCHES = 0.15, 0.15, 0.5, 0.3, 0.1, 0.15
@@ -70,6 +69,7 @@ QUICK = ("autoswap_doa", "memonger")
 TRIES = 16  # of planners, in which the search for the largest batch usually comes to its end
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of the search
 WAIT = 3  # times the seconds: how long the floor may take, and until when the largest batch is captured
+PARTS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit, within which a plan that the card's allocator serves is sought
 FIXED = "a program file has the batch that it was captured with"
 
 Task = tuple[Program, Machine, int]
@@ -81,14 +81,17 @@ def main(cfg: DictConfig) -> Path:
     machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
     most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
-    workload, memory = workload_of(cfg), memory_of(cfg, machine)
+    workload, wanted = workload_of(cfg), cfg.memory if cfg.memory is not None else machine.memory_bytes
+    memory = None if is_fraction(wanted) else size_bytes(wanted, "memory")  # of the card; a fraction is of the tensors
     known = times.read(cfg, machine, workload is not None)
     workload = times.with_step(workload, known)
     todo = stages(mode, known.error)
     with report.staged(todo) as begin:
         begin(CAPTURE)
         if workload is None:
-            step = of_file(times.lasting(cli.program(cfg, machine), known), machine, memory)
+            program = times.lasting(cli.program(cfg, machine), known)
+            # Of what stands beside the tensors of a file only the allocator and the context are known.
+            step = Step(program, None, of_program(program, machine.context_bytes, memory), "", (), ())
         else:
             step = capture.step(workload, machine, memory)
         get_ready(machine, mode)
@@ -99,21 +102,20 @@ def main(cfg: DictConfig) -> Path:
         seconds = seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
-            families = on_card.judged(families, card)
-            if card is not None and on_card.wants_less(families):
+            families = judged(families, card)
+            if card is not None and wants_less(families):
                 more = tightened(task, card, mode, seed, LESS * seconds)
                 families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""
             beside = card.beside if card and memory else 0
-            size = largest_batch(
-                workload if look else None, task, mode, most_overhead, seconds, why, memory, beside
-            )  # fmt: skip
+            size = largest_batch(workload if look else None, task, mode, most_overhead, seconds, why, memory, beside)
             answer = answered(task, step.origins, mode, families, bound, size, began, known)
             answer = replace(answer, card=card, memory=memory, budget=seconds, slowest=slowest(step, machine))
-            answer = with_code(answer, step, cfg, out)
+            if answer.best is not None and answer.best.plan is not None:
+                answer = with_code(answer, answer.best.plan, step, cfg, out)
             write(out, cfg, answer, bound)
-    from experiments.plan.summary import shown
+    from experiments.plan.page import shown
 
     report.console().print(shown(answer))
     print(out)
@@ -145,25 +147,9 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
     return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
 
 
-def memory_of(cfg: DictConfig, machine: Machine) -> int | None:
-    """Bytes of the card; None where the memory is a fraction of the tensors' peak.
-
-    Raises:
-        FormatError: it is neither.
-    """
-    wanted = cfg.memory if cfg.memory is not None else machine.memory_bytes
-    return None if is_fraction(wanted) else size_bytes(wanted, "memory")
-
-
-def of_file(program: Program, machine: Machine, memory: int | None) -> Step:
-    """Of a program file: of what stands beside the tensors only the allocator and the context are known."""
-    return Step(program, None, of_program(program, machine.context_bytes, memory), "", (), ())
-
-
 def get_ready(machine: Machine, mode: str) -> None:
     """Imports and compiles what is needed later, so that it is not timed."""
-    from experiments.plan import html  # noqa: F401
-    from experiments.plotting import plots  # noqa: F401
+    from experiments.plan import page  # noqa: F401  # Matplotlib
 
     for name in ("annealing", "lp_round"):
         report.warm_up(machine, name, mode)
@@ -171,11 +157,9 @@ def get_ready(machine: Machine, mode: str) -> None:
 
 def answered(
     task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float,
-    known: times.Times | None = None,
+    known: Times | None = None,
 ) -> Answer:  # fmt: skip
     """All that was found; which plan is recommended: ``times.recommended``."""
-    from experiments.plan.summary import Answer
-
     program, machine, limit = task
     others = None if known is None else times.other_times(task, known.error)
     best = times.recommended([b for b in families if b.served], others)
@@ -188,51 +172,48 @@ def answered(
         bound.iteration_ns if proven else None, origins,
     )  # fmt: skip
     nothing = program.peak_bytes > limit and best is None
-    nearest = reached(program, machine, limit, mode) if nothing else None
+    kinds = ("swap", "joint") if mode == "joint" else (mode,)
+    plans = (everything(program, kind, 0) for kind in kinds)  # that empty every gap
+    nearest = min(Engine(program, machine, limit).score(p).required_bytes for p in plans) if nothing else None
     host = host_needed(program, machine, limit, mode) if nothing and families else None
     return Answer(
-        program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
+        program, machine, limit, mode, page, alone, tuple(families), best, bound.least_bytes, nearest,
         bound.overhead if proven else None, size, time.monotonic() - began, times=known,
         spread=others.spread(plan) if others is not None and plan is not None else None, host=host,
     )  # fmt: skip
 
 
-def with_code(a: Answer, step: Step, cfg: DictConfig, out: Path) -> Answer:
+def with_code(a: Answer, plan: Plan, step: Step, cfg: DictConfig, out: Path) -> Answer:
     """The answer with the code that runs its plan."""
-    if a.best is None or a.best.plan is None:
-        return a
     typed = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     name = a.machine.name
     if not (PRESETS / f"{name}.yaml").exists() or Machine.load(name) != a.machine:
         name = typed.get("machine", name)
     memory = cfg.memory if cfg.memory is not None else a.memory
     call = fit_call(cfg.target, memory, name, out.absolute())
-    plain = checkpoints(a.program, a.machine, a.limit, a.best.plan, step.origins, step.modules)
+    plain = checkpoints(a.program, a.machine, a.limit, plan, step.origins, step.modules)
     return replace(a, run_it=call, checkpoints=plain)
 
 
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
-    from experiments.plan import summary as words
-    from experiments.plan.html import page
+    from experiments.plan.page import html
+    from experiments.plan.words import verdict
     from experiments.plotting import plots
 
     program, best = answer.program, answer.best
     none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
-    before = simulate(program, Plan(), answer.machine, program.peak_bytes)
-    after = best.timeline if best else None
-    if best is not None and best.plan is not None:
-        best.plan.save(out / "plan.json")
-    write_json(out / "timeline.json", (after or before).perfetto(program))
-    plots.memory_curve(
-        out / "memory.png", before, after, answer.machine.name, best.plan.planner if best and best.plan else "",
-        answer.limit,
-    )  # fmt: skip
-    write_text(out / "report.html", page(answer, before, after, report.command()))
+    plan = best.plan if best else None
+    if plan is not None:
+        plan.save(out / "plan.json")
+    write_json(out / "timeline.json", (answer.after or answer.before).perfetto(program))
+    planner = plan.planner if plan else ""
+    plots.memory_curve(out / "memory.png", answer.before, answer.after, answer.machine.name, planner, answer.limit)
+    write_text(out / "report.html", html(answer, report.command()))
     rows = [none, *(b.row for b in answer.families if b.row is not None)]
     report.write_rows(out / "results.jsonl", rows)
     report.write_summary(
-        out / "summary.json", cfg, program, rows, verdict=words.verdict(answer), fits=answer.fits,
+        out / "summary.json", cfg, program, rows, verdict=verdict(answer), fits=answer.fits,
         recommended=best.row["planner"] if best and best.row else None, least_bytes=answer.least_bytes,
         reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest), memory=answer.memory,
         card=asdict(answer.card) if answer.card else None, card_planned=answer.card_planned,
@@ -304,8 +285,6 @@ def best_of(
         together: seconds from the beginning after which no other is asked, once there is a plan.
         sure: those that are asked nevertheless, and have WAIT times as long.
     """
-    from experiments.plan.summary import Best
-
     begin, out, huge = time.monotonic(), [], len(task[0].kernels) >= HUGE
     rows: list[tuple[Row, Plan | None, Timeline | None]] = []
     for asked in planners:
@@ -329,6 +308,21 @@ def best_of(
     return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
 
 
+def judged(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
+    """The families, with what the card counts under the plan of each: a plan leaves holes of other sizes than the step
+    alone does, so that one whose tensors fit may not run."""
+    if card is None:
+        return list(families)
+    return [b if b.timeline is None else replace(b, card=under_plan(card, b.timeline)) for b in families]
+
+
+def wants_less(families: Sequence[Best]) -> bool:
+    """Whether the cheapest plan is not served, and those that are cost ``times.ROOM`` more or are none."""
+    least = {served: min((b.overhead for b in families if b.served == served), default=math.inf)
+             for served in (True, False)}  # fmt: skip
+    return least[False] < least[True] - times.ROOM
+
+
 def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
     """The first plan that the card's allocator serves, of ``best`` within parts of the limit; None: there is none.
 
@@ -336,10 +330,9 @@ def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) 
         seconds: of all of them.
     """
     began, (program, machine, limit) = time.monotonic(), task
-    for part in on_card.PARTS:
-        planner = report.made("best", seed=seed, mode=mode, seconds=seconds / len(on_card.PARTS))
-        best = best_of(on_card.FAMILY, [planner], (program, machine, int(part * limit)), mode, seed)
-        (best,) = on_card.judged([best], card)
+    for part in PARTS:
+        planner = report.made("best", seed=seed, mode=mode, seconds=seconds / len(PARTS))
+        (best,) = judged([best_of(LESS_NAME, [planner], (program, machine, int(part * limit)), mode, seed)], card)
         if best.served:
             return replace(best, seconds=time.monotonic() - began)
         if best.plan is None:
@@ -354,13 +347,6 @@ def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
     return round(row["overhead"] / times.TIE), len(plan.decisions)
 
 
-def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
-    """Bytes: the smallest limit of the plans that empty every gap."""
-    engine = Engine(program, machine, limit)
-    kinds = ("swap", "joint") if mode == "joint" else (mode,)
-    return min(engine.score(everything(program, kind, 0)).required_bytes for kind in kinds)
-
-
 def largest_batch(
     workload: Mapping[str, Any] | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
     memory: int | None = None, beside: int = 0,
@@ -373,7 +359,7 @@ def largest_batch(
         memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
         beside: bytes of that at the own batch.
     """
-    from experiments.plan.summary import Largest, rounded_up
+    from experiments.plan.words import rounded_up
 
     program, machine, limit = task
     limit = memory or limit
@@ -405,20 +391,12 @@ def largest_batch(
         if checked := bool(without) and time.monotonic() < end:
             capture.check(workload, machine, without, steps.peak_bytes(without))
         micro = steps.accumulated(limit) if without < steps.own else None
-    except BatchError as error:
+    except (BatchError, *expected_errors()) as error:
         return Largest(why=str(error))
-    return Largest(
-        steps.own,
-        without,
-        with_plan,
-        planner,
-        most_overhead,
-        checked,
-        micro and micro[:2],
-        micro[2] if micro else 0.0,
-        MOST * steps.own,
-        rounded_up(max(2.0, TRIES / max(tries, 1)) * seconds) if stopped else None,
-    )
+    goes_on = rounded_up(max(2.0, TRIES / max(tries, 1)) * seconds) if stopped else None
+    cost = micro[2] if micro else 0.0
+    return Largest(steps.own, without, with_plan, planner, most_overhead, checked, micro and micro[:2], cost,
+                   MOST * steps.own, goes_on)  # fmt: skip
 
 
 if __name__ == "__main__":

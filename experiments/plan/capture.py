@@ -6,12 +6,10 @@ imports PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.plan.max_batch import BatchError, Batches, on_its_scale
-from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.pool.card import CardPeak
 from simulator.program import Program
@@ -72,38 +70,24 @@ def batches(
         beside: bytes beside its tensors on the card.
 
     Raises:
-        BatchError: the batch cannot be changed.
+        BatchError, WorkloadError, CaptureError, FormatError: the batch cannot be changed.
     """
     from experiments import workloads
 
-    with _batch_errors():
-        own = workloads.batch_of(workload, workloads.build(workload))
-        captured = workloads.load(workload, machine, 2 * own, as_cuda=True)
-        card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
+    own = workloads.batch_of(workload, workloads.build(workload))
+    captured = workloads.load(workload, machine, 2 * own, as_cuda=True)
+    card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     more = card.beside if card is not None else 0
     return Batches(own, program, 2 * own, on_its_scale(captured.program, program), (beside, more))
 
 
 def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int) -> None:
-    """Captures a workload at a batch; raises BatchError if it cannot be captured, or has another peak."""
+    """Captures a workload at a batch; raises BatchError if it has another peak, and as ``batches``."""
     from experiments import workloads
 
-    with _batch_errors():
-        found = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
+    found = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
     if found != peak_bytes:
         raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
-
-
-@contextmanager
-def _batch_errors() -> Iterator[None]:
-    """Raises the errors of a capture as BatchError."""
-    from executor.capture.reach import CaptureError
-    from experiments.workloads import WorkloadError
-
-    try:
-        yield
-    except (CaptureError, WorkloadError, FormatError) as error:
-        raise BatchError(str(error)) from error
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> CardPeak | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -48,9 +48,7 @@ class Batches:
     def at(self, batch: int) -> Program:
         """The step with so many examples."""
 
-        def size(small: int, large: int) -> int:
-            return max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
-
+        size = partial(self._size, batch)
         tensors = tuple(
             replace(t, nbytes=size(t.nbytes, u.nbytes))
             for t, u in zip(self.program.tensors, self.larger.tensors, strict=True)
@@ -69,9 +67,11 @@ class Batches:
 
     def tensors(self, limit: int, batch: int) -> int:
         """What is left of ``limit`` bytes for the tensors of so many examples."""
-        small, large = self.beside
-        more = max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
-        return max(limit - more, 0)
+        return max(limit - self._size(batch, *self.beside), 0)
+
+    def _size(self, batch: int, small: int, large: int) -> int:
+        """Of what is ``small`` at the own batch and ``large`` at the other."""
+        return max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
 
     def largest(self, limit: int) -> int:
         """The largest batch with a peak of at most ``limit`` bytes, up to MOST times the own; 0 where none has it."""

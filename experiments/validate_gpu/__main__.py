@@ -49,7 +49,7 @@ FAILED, BROKEN, STOPPED = 2, 3, 130  # exit statuses
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    keys = help.table(help.attributes(Settings))
+    keys = help.attributes(Settings)
     parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__), epilog=f"keys:\n{keys}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("settings", nargs="*", metavar="key=value")

@@ -9,16 +9,13 @@ from typing import Any, get_args
 
 import agents
 from executor.capture.profile import Cache
+from experiments.common.endings import UsageError
 from experiments.validate_gpu.networks import NETWORKS
 from experiments.validate_gpu.pytorch_baselines import METHODS
 
 # Stage -> its part of the time that is left, beside those that come after it.
 STAGES = {"calibrate": 0.3, "profile": 1.5, "plan": 1.5, "replay": 1.5, "train": 3.0, "compare": 3.0, "largest": 3.0}
 LEAST = {"calibrate": 30.0}  # seconds of a stage that all others need
-
-
-class UsageError(ValueError):
-    """A setting is wrong; the message is one sentence."""
 
 
 @dataclass(frozen=True)

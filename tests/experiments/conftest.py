@@ -11,7 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from runpy import run_module
 from typing import Any
@@ -126,6 +126,17 @@ def start(tmp_path: Path) -> Run:
             return subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
 
     return call
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planners of ``experiments.plan`` have simulator calls in the place of seconds, so a busy computer is no other."""
+    from experiments.common import report
+    from experiments.plan import __main__ as command
+
+    made = report.made
+    monkeypatch.setattr(report, "made", lambda name, **more: made(name, **{**more, "seconds": None, "calls": 300}))
+    monkeypatch.setattr(command, "within", lambda seconds: nullcontext())
 
 
 def status_of(typed: list[str]) -> int:

@@ -120,7 +120,7 @@ def test_a_workload_file_is_changed_as_a_preset_is(run: Run, tmp_path: Path) -> 
     done = run("evaluate", *words, "workload=copy.yaml", "target=mymodel:factory")
     assert done.returncode == 0, done.stderr
     assert rows_in(out)[0]["workload"] == "module"
-    refused(run("evaluate", *words, "workload=my_net.yaml", "workload.depth=3"), "'workload.depth'")
+    refused(run("evaluate", *words, "workload=my_net.yaml", "workload.depth=3"), "workload.depth")
 
 
 def test_limits_with_units(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:

@@ -1,29 +1,32 @@
 """`experiments.plan`: the largest batch, what is recommended, and the page that opens alone."""
 
-import html
 import json
 import re
 import sys
 import time
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from agents.deadline import within
 from agents.host import host_needed
 from agents.search.other_times import TimesError
 from experiments import workloads
 from experiments.common import report
-from experiments.plan import __main__ as command, capture, max_batch, on_card, summary as words
-from experiments.plan.html import page
+from experiments.plan import __main__ as command, capture, max_batch, words
+from experiments.plan.answer import Answer, Best, Largest
 from experiments.plan.max_batch import BatchError, Batches
+from experiments.plan.page import html as page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.pool.card import CardPeak, under_plan
 from tests.experiments.conftest import MB, Run, chain
 
+pytestmark = pytest.mark.usefixtures("counted")
 MACHINE = Machine.load("h100")
 MLP = {"name": "mlp", "family": "mlp", "batch_size": 2048, "width": 256, "layers": 2}
 FACTORY = """
@@ -44,19 +47,18 @@ def read(text: str) -> str:
     assert not re.search(r"url\(|@import|http|<(script|link|iframe|object|b)\b|\s(src|href|srcset|action)=", text)
     body = text.partition("<body>")[2]
     assert not re.search(r"<[^a-z/!]", body)  # "<0.01 GiB" is no tag
-    return html.unescape(re.sub(r"<[^>]+>", "\n", body))
+    return unescape(re.sub(r"<[^>]+>", "\n", body))
 
 
-def answered(program: Program, limit: int, mode: str = "joint", machine: Machine = MACHINE) -> words.Answer:
+def answered(program: Program, limit: int, mode: str = "joint", machine: Machine = MACHINE) -> Answer:
     task = (program, machine, limit)
     command.get_ready(MACHINE, mode)
     families, bound = command.planned(task, mode, 1.0, 0)
-    return command.answered(task, None, mode, families, bound, words.Largest(), 0.0)
+    return command.answered(task, None, mode, families, bound, Largest(), 0.0)
 
 
-def pages(a: words.Answer) -> str:
-    after = a.best.timeline if a.best else None
-    return read(page(a, simulate(a.program, Plan(), a.machine, a.program.peak_bytes), after, "typed"))
+def pages(a: Answer) -> str:
+    return read(page(a, "typed"))
 
 
 def slow(program: Program) -> Program:
@@ -106,7 +108,7 @@ def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     shapeless = {"name": "m", "target": "factories:shapeless"}
     program = capture.step(shapeless, MACHINE, None).program  # at its own batch it is captured
-    with pytest.raises(BatchError, match="first dimension"):
+    with pytest.raises(WorkloadError, match="first dimension"):
         capture.batches(shapeless, MACHINE, None, program, 0)
 
 
@@ -164,17 +166,17 @@ def test_the_cheapest_plan_is_recommended() -> None:
     a = answered(program, limit)
     assert [best.family for best in a.families][:3] == ["swap, published", "recompute, published", "both, published"]
     found = [best for best in a.families if best.plan is not None]
-    assert a.best in found and all(words.overhead(a.best) <= words.overhead(best) + 1e-4 for best in found)
-    equal = [len(b.plan.decisions) for b in found if words.overhead(b) < words.overhead(a.best) + 5e-5]
+    assert a.best in found and all(a.best.overhead <= best.overhead + 1e-4 for best in found)
+    equal = [len(b.plan.decisions) for b in found if b.overhead < a.best.overhead + 5e-5]
     assert len(a.best.plan.decisions) == min(equal)
     for best in found:
         assert best.timeline.peak_bytes <= limit and best.row["gap"] >= -1e-9
-        assert a.floor <= words.overhead(best) + 1e-9
+        assert a.floor <= best.overhead + 1e-9
     heads, cells = words.methods(a)
     assert all(len(line) == len(heads) for line in cells)
     assert [line[-1] for line in cells].count("recommended") == 1
     text = pages(a)
-    for title in ("The peak by kind", "What methods cost", "The recommended plan", "plan.json"):
+    for title in ("The peak", "What methods cost", "The recommended plan", "plan.json"):
         assert title in text
     assert words.moves(a) in text and "Will <b>&amp;\"' fit?" in text  # escaped
 
@@ -193,7 +195,7 @@ def test_the_card_is_told_in_parts_of_one_unit_that_add_up() -> None:
     card = CardPeak(program.peak_bytes, 3 * MB, 2 * MB, 4 * MB, 5 * MB, program.peak_bytes * 3 // 4, False)
     a = replace(answered(program, card.limit), card=card, memory=card.memory_bytes)
     assert a.best is not None and a.best.timeline.peak_bytes <= card.limit < card.memory_bytes
-    a = replace(a, best=on_card.judged([a.best], card)[0])
+    a = replace(a, best=command.judged([a.best], card)[0])
     assert a.card_planned is not None and a.card_planned >= a.best.timeline.peak_bytes + 10 * MB
     holes = replace(a, best=None, families=(replace(a.best, card=(card.nbytes + MB, False)),), budget=2.0)
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
@@ -202,12 +204,12 @@ def test_the_card_is_told_in_parts_of_one_unit_that_add_up() -> None:
 def test_a_search_that_stopped_says_so_and_how_it_goes_on() -> None:
     program = slow(chain())
     a = replace(answered(program, program.peak_bytes * 8 // 10), budget=3.0)
-    stopped = words.Largest(8, 4, 16, "tensile", 0.1, True, most=8192, goes_on=20.0)
+    stopped = Largest(8, 4, 16, "tensile", 0.1, True, most=8192, goes_on=20.0)
     assert "seconds=20" in words.batches(replace(a, largest=stopped))[1]
     assert "stopped" not in " ".join(words.batches(replace(a, largest=replace(stopped, goes_on=None))))
-    (sentence,) = words.gap(replace(a, floor=words.overhead(a.best) - 0.031, mode="swap"))
+    (sentence,) = words.gap(replace(a, floor=a.best.overhead - 0.031, mode="swap"))
     assert "3.1 points" in sentence and "seconds=20" in sentence and "mode=joint" in sentence
-    assert words.gap(replace(a, floor=words.overhead(a.best) - 0.029)) == []
+    assert words.gap(replace(a, floor=a.best.overhead - 0.029)) == []
     left = replace(a, families=(replace(a.families[0], left_out=("capuchin",)),))
     assert "Capuchin" in words.methods(left)[1][0][-1]
 
@@ -247,7 +249,7 @@ def test_where_it_fits_nothing_is_planned_and_where_nothing_fits_smaller_batches
     a = answered(chain(), 40 * MB)
     assert not a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It does not fit")
     assert a.limit < a.least_bytes <= a.reached_bytes and a.size(a.least_bytes) in words.verdict(a)
-    micro = words.Largest(own=8, without=5, micro=(4, 2), micro_overhead=0.03)
+    micro = Largest(own=8, without=5, micro=(4, 2), micro_overhead=0.03)
     assert "2 batches of 4" in words.verdict(replace(a, largest=micro)) and "no plan to run" in pages(a)
 
 
@@ -262,6 +264,7 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
 
     program = chain()
     monkeypatch.setattr(command.report, "made", lambda *_, **__: Slow())
+    monkeypatch.setattr(command, "within", within)
     best = command.best_of("swap", ["autoswap_doa"], (program, MACHINE, 2**30), "swap", 0, 0.05)
     assert best.plan is None and best.row is None and best.left_out == ("autoswap_doa",)
 
@@ -286,10 +289,10 @@ def test_where_no_plan_is_served_less_memory_is_planned_with() -> None:
 
     counted, _ = under_plan(card(step.peak_bytes), timeline)
     served, small = (
-        on_card.judged([words.Best("", {}, plan, timeline, 0.0)], card(memory)) for memory in (counted, counted - 1)
+        command.judged([Best("", {}, plan, timeline, 0.0)], card(memory)) for memory in (counted, counted - 1)
     )
     assert served[0].card == (counted, True) and not small[0].served
-    assert on_card.wants_less(small) and not on_card.wants_less(served)
+    assert command.wants_less(small) and not command.wants_less(served)
     task = step, gpu, 36 * MB  # within which the step runs as it is, and its allocator takes as much
     found = command.tightened(task, card(26 * MB), "joint", 0, 2.0)
     assert found is not None and found.served and found.card[0] <= 26 * MB

@@ -10,17 +10,18 @@ from omegaconf import OmegaConf
 
 from agents.search.other_times import OtherTimes, TimesError
 from experiments.common.cli import UsageError
-from experiments.plan import summary as words, times
-from experiments.plan.summary import Best
+from experiments.plan import times
+from experiments.plan.answer import Best, Times
 from simulator import Machine, Plan, Program, Recompute, Swap, simulate
 from tests.experiments.conftest import Run, chain
 from tests.tiny import just_hidden
 
+pytestmark = pytest.mark.usefixtures("counted")
 H100 = Machine.load("h100")
 ERROR = TimesError(0.3, 0.25)
 
 
-def read(machine: Machine = H100, captured: bool = True, **keys: Any) -> times.Times:
+def read(machine: Machine = H100, captured: bool = True, **keys: Any) -> Times:
     return times.read(OmegaConf.create({"step_ms": None, "times": "modelled", **keys}), machine, captured)
 
 
@@ -56,7 +57,7 @@ def test_the_plan_that_loses_little_is_recommended() -> None:
     task = just_hidden()
     program = task[0]
     hidden, sure = (best("", Plan.of(program, (d,)), *task) for d in (Swap(1, 1, 5), Recompute(2, 1, 5)))
-    assert words.overhead(hidden) == 0 < words.overhead(sure) < times.ROOM
+    assert hidden.overhead == 0 < sure.overhead < times.ROOM
     others = OtherTimes(*task, ERROR, draws=1)
     assert times.recommended([hidden, sure], None) is hidden
     assert times.recommended([hidden, sure], others) is sure
@@ -71,7 +72,7 @@ def test_a_dear_plan_is_not_recommended_for_what_it_might_save() -> None:
     program = replace(program, kernels=(program.kernels[0], slow, *program.kernels[2:]))
     task = (program, machine, limit)
     hidden, dear = (best("", Plan.of(program, (d,)), *task) for d in (Swap(1, 1, 5), Recompute(2, 1, 5)))
-    assert words.overhead(dear) > times.ROOM
+    assert dear.overhead > times.ROOM
     others = OtherTimes(*task, ERROR, draws=1)
     assert dear.plan is not None and hidden.plan is not None
     assert others.expected(dear.plan) < others.expected(hidden.plan)

@@ -56,9 +56,7 @@ def start(out: Path, machine: str | None = None, **more: Any) -> Work:
 
 def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
     with pytest.raises(cli.UsageError, match="'smartpool_table1'"):
-        cli.check_overrides("reproduce", ["figure=smartpool_tabel1"], sweep=False)
-    with pytest.raises(cli.UsageError, match="None"):
-        reproduce.figure(None)
+        reproduce.figure("smartpool_tabel1")
 
 
 def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

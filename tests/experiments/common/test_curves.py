@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from envs.memory_env import small_task
-from experiments.common.curves import BEST, FEASIBLE, GAP, GREEDY, LAST, NAMES, OVERHEAD, Curve, Running
+from experiments.common.curves import BEST, FEASIBLE, GAP, GREEDY, LAST, NAMES, OVERHEAD, Curve
 from experiments.examples import dqn_single_file, ppo_single_file
 from experiments.figures import learning
 from experiments.figures.core import WITHOUT
@@ -24,15 +24,15 @@ LIMIT = int(0.7 * PROGRAM.peak_bytes)
 
 
 def test_running_means_are_over_the_last_episodes() -> None:
-    running = Running()
-    assert all(math.isnan(value) for value in running.values().values())
+    curve = Curve(None, PROGRAM, MACHINE, LIMIT, "swap", {}, 100)
+    assert all(math.isnan(value) for value in curve.running().values())
     for overhead in (0.3, math.inf, *[0.1] * (LAST - 2)):
-        running.episode(overhead)
+        curve.episode(overhead)
     mean = (0.3 + 0.1 * (LAST - 2)) / (LAST - 1)
-    assert running.values() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
-    running.episode(0.2, best=0.05)  # 0.3 is forgotten
-    assert running.values()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
-    assert running.values()[BEST] == 0.05
+    assert curve.running() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
+    curve.episode(0.2, best=0.05)  # 0.3 is forgotten
+    assert curve.running()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
+    assert curve.running()[BEST] == 0.05
 
 
 def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:

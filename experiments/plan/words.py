@@ -1,168 +1,20 @@
-"""Will it fit? The answer of ``experiments.plan`` in words and tables, for the terminal and for its pages."""
+"""Will it fit? The answer of ``experiments.plan`` in sentences and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from agents.search.other_times import Spread
+from agents.search.other_times import Spread, TimesError
 from experiments.common import report
-from experiments.common.report import Row
-from experiments.plan.how_to_run import Checkpoints
-from experiments.plan.times import Times, percent, ranged, said as said_of
+from experiments.plan.answer import Answer, Largest
 from experiments.plotting.palette import label
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.pool.card import CardPeak
-from simulator.program import Program
-from simulator.report import ITSELF, KINDS, Peak, Report, Unit, by_module
-from simulator.timeline import Timeline
+from simulator.report import KINDS
 
-MODULES = 12  # rows of a table
 FAR = 0.03  # overhead above the floor that is said to be far from it
-SLOW = 6  # rows of kernels in a terminal
 LITTLE = 5e-5  # overhead that counts as none
 ERROR = 0.029  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
 GIB = 2**30
 DEAR = 1.0  # overhead above which a plan is not what to do first
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best plan of a family of methods.
-
-    Attributes:
-        row: of results.jsonl; of a family without a plan that of the method which came nearest.
-        plan: None where there is none.
-        timeline: of the plan.
-        seconds: that all methods of the family took.
-        left_out: methods that there was no time for.
-        card: bytes that the card counts under the plan, and whether its allocator serves it; None: only tensors count.
-    """
-
-    family: str
-    row: Row | None
-    plan: Plan | None
-    timeline: Timeline | None
-    seconds: float
-    left_out: tuple[str, ...] = ()
-    card: tuple[int, bool] | None = None
-
-    @property
-    def served(self) -> bool:
-        """There is a plan, and it fits the card, not its tensors alone."""
-        return self.timeline is not None and (self.card is None or self.card[1])
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest batch, and smaller ones whose gradients are added up.
-
-    Attributes:
-        own: examples of the step as it was given; None: not known.
-        without: the largest batch without a plan; 0: none.
-        planned: a batch that fits with a plan of ``planner`` at an overhead of at most ``most_overhead``, the largest
-            that was found; None: not looked for.
-        checked: the peak at ``without`` was captured, too, and is as foretold.
-        micro: size and number of micro-batches that make up the own batch and fit without a plan, gradients held;
-            None: there are none, or nothing needs to be split.
-        micro_overhead: what they cost, of the ideal time.
-        most: nothing larger was looked at.
-        goes_on: seconds of planning with which the search for ``planned``, which had no more time, gets further; None:
-            it came to its end.
-        why: why nothing is known, a sentence; "" where it is.
-    """
-
-    own: int | None = None
-    without: int = 0
-    planned: int | None = None
-    planner: str = ""
-    most_overhead: float = 0.0
-    checked: bool = False
-    micro: tuple[int, int] | None = None
-    micro_overhead: float = 0.0
-    most: int = 0
-    goes_on: float | None = None
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What ``experiments.plan`` found.
-
-    Attributes:
-        page: under the recommended plan; without one, of the step as it is.
-        families: in the order of the table; empty where nothing is to be planned.
-        best: the one that is recommended; None: it fits without a plan, or with none.
-        least_bytes: no plan fits less memory.
-        reached_bytes: the smallest limit with a plan that was found; None: not looked for.
-        floor: no plan has a lower overhead; None: not known.
-        seconds: of wall-clock time, all in all.
-        card: the parts of what the card counts without a plan; None: not known.
-        memory: bytes of the card, of which ``limit`` is left for tensors; None: the limit is a fraction of the peak of
-            the tensors, which is all that counts.
-        times: what is known of the kernel times; None: nothing.
-        spread: what the recommended plan costs under other times; None: there is no plan, or it is not known.
-        budget: seconds of planning.
-        host: bytes of host memory with which there is a plan, where the machine's are too few for any; None: it is not
-            the host that is too small.
-        slowest: heads and rows of the table of the slowest kernels.
-        run_it: lines of Python that train under the recommended plan.
-        checkpoints: the recommended plan as plain PyTorch does it; None: it does more than that.
-    """
-
-    program: Program
-    machine: Machine
-    limit: int
-    mode: str
-    page: Report
-    families: tuple[Best, ...]
-    best: Best | None
-    least_bytes: int
-    reached_bytes: int | None
-    floor: float | None
-    largest: Largest
-    seconds: float
-    card: CardPeak | None = None
-    memory: int | None = None
-    times: Times | None = None
-    spread: Spread | None = None
-    budget: float = 0.0
-    host: int | None = None
-    slowest: tuple[list[str], list[list[str]]] = ((), ())  # type: ignore[assignment]
-    run_it: str = ""
-    checkpoints: Checkpoints | None = None
-
-    @cached_property
-    def size(self) -> Unit:
-        """All sizes are said in one unit, with digits that tell apart what is compared."""
-        need, there = self.compared
-        apart = [(need, there), (self.limit, self.reached_bytes or self.least_bytes)]
-        return Unit.of(need, there, self.program.peak_bytes, apart=apart)
-
-    @property
-    def compared(self) -> tuple[int, int]:
-        """What is needed without a plan, and what there is: of the card or, where that is not asked, of tensors."""
-        if self.card is None or self.memory is None:
-            return self.program.peak_bytes, self.limit
-        return self.card.nbytes, self.memory
-
-    @property
-    def fits(self) -> bool:
-        """Without a plan."""
-        return self.program.peak_bytes <= self.limit
-
-    @property
-    def card_planned(self) -> int | None:
-        """What the card counts under the recommended plan: its blocks by PyTorch's allocator, the rest as without."""
-        return None if self.best is None or self.best.card is None else self.best.card[0]
 
 
 def verdict(a: Answer) -> str:
@@ -193,7 +45,7 @@ def verdict(a: Answer) -> str:
             found = "" if reached is None else f"; the smallest limit with one is {size(reached)}"
             least = f"no plan was found{found}, and none needs less than {size(a.least_bytes)}"
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
-    costs = overhead(a.best)
+    costs = a.best.overhead
     cost = f"takes {percent(costs)[1:]} more time" if costs >= LITTLE else "costs no time"
     return f"It fits with a plan that {cost}{ranged(a.spread)}: {over}." + (
         _instead(a) if costs > max(DEAR, a.largest.micro_overhead) else ""
@@ -260,12 +112,12 @@ def moves(a: Answer) -> str:
     if again:
         ns = sum(r.duration_ns for r in a.page.rerun.values())
         said.append(f"run {again} kernel{'s' if again != 1 else ''} again, {report.duration(ns / 1e9)}")
-    text = "; ".join([*said, percent(overhead(a.best))])
+    text = "; ".join([*said, percent(a.best.overhead)])
     return text[0].upper() + text[1:] + f"; {_floor(a)}."
 
 
 def _floor(a: Answer) -> str:
-    if a.best is not None and overhead(a.best) < LITTLE:
+    if a.best is not None and a.best.overhead < LITTLE:
         return "no plan is faster"
     if a.floor is None or a.floor < LITTLE:
         return "no floor above 0 was proven in this time"
@@ -274,7 +126,7 @@ def _floor(a: Answer) -> str:
 
 def gap(a: Answer) -> list[str]:
     """A sentence where the plan is far above the floor, with what would help."""
-    if a.best is None or (far := overhead(a.best) - (a.floor or 0.0)) <= FAR:
+    if a.best is None or (far := a.best.overhead - (a.floor or 0.0)) <= FAR:
         return []
     help_ = [f"seconds={rounded_up(4 * a.budget):g} (it was {a.budget:g}) lets the searches and the floor go on"]
     if a.mode != "joint":
@@ -304,19 +156,12 @@ def packed(a: Answer) -> str:
     return f"With an address for every block: {a.size(a.page.packed_bytes)}{end}"
 
 
-def moment(peak: Peak) -> str:
-    """When and where a peak is, in words."""
-    module, line = peak.place or ("", "")
-    where = [f"in module {module}" if module else "", f"at {line}" if line else ""]
-    return ", ".join([f"kernel {peak.kernel} ({peak.name}), {peak.phase}", *filter(None, where)])
-
-
 def uncertainty(a: Answer) -> list[str]:
     """Sentences about the kernel times."""
     if a.times is None:
         return []
-    sure = a.spread is None or a.times.error is None
-    return [a.times.said] if sure else [a.times.said, said_of(a.spread, a.times.error)]  # type: ignore[arg-type]
+    known = a.spread is not None and a.times.error is not None
+    return [a.times.said, *([other_times(a.spread, a.times.error)] if known else [])]
 
 
 def batches(a: Answer) -> list[str]:
@@ -345,12 +190,6 @@ def batches(a: Answer) -> list[str]:
             f"Instead of a plan: {accumulation(found)} (batch norm, if there is any, sees the smaller batches)."
         )
     return lines
-
-
-def overhead(best: Best) -> float:
-    """Of the best plan of a family that has one."""
-    assert best.timeline is not None
-    return best.timeline.overhead
 
 
 def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
@@ -383,74 +222,26 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
     return heads, cells
 
 
-def kinds(page: Report) -> list[tuple[str, list[int]]]:
-    """Bytes by kind of tensor, without a plan and, where there is one, under it."""
-    peaks = peaks_of(page)
-    return [(KINDS[k], [p.kinds.get(k, 0) for p in peaks]) for k in KINDS if any(k in p.kinds for p in peaks)]
+def ranged(spread: Spread | None) -> str:
+    """The range in brackets, for a sentence; "" where it is not known."""
+    if spread is None:
+        return ""
+    return f" ({_percent(spread.least)} to {_percent(spread.most)} within the error of the times)"
 
 
-def modules(page: Report, rows: int = MODULES) -> list[tuple[str, list[int]]]:
-    """The same by module, in at most so many rows; [] where places are not known."""
-    if not page.without.modules:
-        return []
-    names, columns = by_module(peaks_of(page), rows)
-    return [(name or ITSELF, [column.get(name, 0) for column in columns]) for name in names]
+def other_times(spread: Spread, error: TimesError) -> str:
+    """What a plan costs under other times, a sentence."""
+    parts = [f"{_percent(spread.low)} to {_percent(spread.high)} where single kernels are others"]
+    if error.step:
+        fast, slow = _percent(spread.fast), _percent(spread.slow)
+        parts = [f"{fast} where all kernels are {error.step:.0%} faster", f"{slow} where they are slower", *parts]
+    return f"Under other times: {', '.join(parts)} (5th to 95th percentile)."
 
 
-def peaks_of(page: Report) -> Sequence[Peak]:
-    """Without a plan and, where there is one, under it."""
-    return (page.without, page.under) if page.planner else (page.without,)
+def percent(part: float) -> str:
+    """Formats an overhead with its sign: two decimals below 10 %, else one."""
+    return f"{'+' if part >= 0 else '−'}{abs(part):.2%}" if abs(part) < 0.1 else f"{part:+.1%}".replace("-", "−")
 
 
-def shown(a: Answer) -> RenderableType:
-    """All of it for a terminal."""
-    program = a.program
-    lines: list[RenderableType] = [
-        Text(f"{program.name} on {a.machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:,.1f} ms "
-             f"a step; memory {a.size(a.memory or a.limit)}"),
-        Text(verdict(a), style="bold"),
-        Text(""),
-    ]  # fmt: skip
-    grid = Table.grid(padding=(0, 3))
-    by_kind = _bytes("peak by kind", kinds(a.page), a.size)
-    grid.add_row(by_kind, _bytes("by module", modules(a.page), a.size))
-    lines.append(grid)
-    lines.append(Text(f"The peak: {moment(a.page.without)}"))
-    if a.page.planner:
-        lines.append(Text(f"Under the plan: {moment(a.page.under)}"))
-        lines.append(Text(packed(a)))
-    lines += [Text(line) for line in (*card(a), *batches(a))]
-    if a.families:
-        lines.append(_table(*methods(a), numbers=range(2, 7)))
-    if a.best is not None:
-        lines.append(Text(f"The plan: {moves(a)}", style="bold"))
-    lines += [Text(line) for line in (*gap(a), *uncertainty(a))]
-    heads, rows = a.slowest
-    if rows:
-        lines.append(_table(heads, rows[:SLOW], numbers=range(2, 5)))
-    return Group(*lines)
-
-
-def _table(heads: list[str], rows: list[list[str]], numbers: range) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, head in enumerate(heads):
-        if i in numbers:
-            table.add_column(head, justify="right", no_wrap=True)
-        else:
-            table.add_column(head, overflow="fold")
-    for line in rows:
-        table.add_row(*line, style="bold" if line[-1] == "recommended" else "")
-    return table
-
-
-def _bytes(title: str, rows: list[tuple[str, list[int]]], size: Unit) -> Table:
-    table = Table(title, box=box.SIMPLE_HEAD, pad_edge=False)
-    if rows:
-        for head in ("without", "planned")[: len(rows[0][1])]:
-            table.add_column(head, justify="right", no_wrap=True)
-    else:
-        table.add_column("")
-        table.add_row("not known of a program file", "")
-    for name, columns in rows:
-        table.add_row(name, *(size(n) for n in columns))
-    return table
+def _percent(part: float) -> str:
+    return percent(part) if part < float("inf") else "it cannot run"

@@ -1,0 +1,257 @@
+"""The answer of ``experiments.plan`` for people: one list of sections, as a page and as text for a terminal.
+
+The page is one HTML file that opens alone. It loads nothing and runs no script. Pictures are SVG within the page, whose
+words are HTML beside it: they keep their size on a telephone. Colours follow the reader's choice of light or dark.
+Whatever comes from outside (names of programs, modules, files) is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from experiments.common.report import MB, duration
+from experiments.plan import words
+from experiments.plan.answer import Answer
+from experiments.plotting.palette import DARK, LIGHT, label
+from experiments.plotting.plots import steady_memory
+from simulator.report import ITSELF, KINDS, Unit, by_module
+
+WIDTH, HEIGHT = 1000, 300  # of the picture, in its own units
+MODULES = 12  # rows of a table
+MANY = 4  # columns of a table: with more, its rows are blocks on a telephone
+CLASS, BEST = ' class="n"', ' class="best"'
+POINTS = 500  # of a curve, across
+CHOSEN = "recommended"  # the last cell of a row in bold
+
+
+class Table(NamedTuple):
+    """A table; the columns in ``numbers`` are numbers."""
+
+    heads: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    numbers: range
+
+
+class Bars(NamedTuple):
+    """Bytes by name, in one or two columns: bars on the page, a table in a terminal."""
+
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[int]]]
+
+
+class Code(str):
+    """Lines of Python."""
+
+
+Part = str | Table | Bars
+
+
+class Section(NamedTuple):
+    """A part of the page with its title; ``page_only``: a terminal does not show it."""
+
+    title: str
+    parts: Sequence[Part]
+    page_only: bool = False
+
+
+def sections(a: Answer, command: str) -> Iterator[Section]:
+    """Yields all that is said of an answer below the verdict; ``command`` is what was typed."""
+    size, page = a.size, a.page
+    peaks = (page.without, page.under) if page.planner else (page.without,)
+    heads = ("without a plan", "under the plan")[: len(peaks)]
+    parts: list[Part] = [Bars(
+        ["peak by kind", *heads],
+        [(KINDS[k], [p.kinds.get(k, 0) for p in peaks]) for k in KINDS if any(k in p.kinds for p in peaks)],
+    )]  # fmt: skip
+    if page.without.modules:
+        names, columns = by_module(peaks, MODULES)
+        cells = [[name or ITSELF, *(size(column.get(name, 0)) for column in columns)] for name in names]
+        parts.append(Table(["by module", *heads], cells, range(1, 3)))
+    else:
+        parts.append("Modules are not known of a program file: only a capture knows them.")
+    for head, peak in zip(heads, peaks, strict=True):
+        parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
+    yield Section("The peak", parts)
+    yield Section("What the card counts, likely", words.card(a))
+    yield Section("The largest batch", words.batches(a))
+    if a.families:
+        proven = " The floor is proven: no plan of any method has less." if a.floor is not None else ""
+        said = f"Overhead over the step in unlimited memory; bytes moved both ways in a step.{proven}"
+        yield Section("What methods cost", [Table(*words.methods(a), range(2, 7)), said])
+    if a.best is not None:
+        said = f"By {label(page.planner)}; it needs {size(page.least_bytes)} for tensors. {words.packed(a)}."
+        yield Section("The recommended plan", [words.moves(a), *words.gap(a), said])
+    yield Section("How sure the times are", words.uncertainty(a))
+    if a.slowest[1]:
+        yield Section("The slowest kernels", [Table(*a.slowest, range(2, 5))])
+    if a.checkpoints is not None:
+        yield Section("The same in plain PyTorch", [a.checkpoints.said(size), Code(a.checkpoints.code)], True)
+    code = a.run_it or ("train as ever: no plan is needed" if a.fits else "there is no plan to run")
+    yield Section("How to run it", [Code(code), (
+        f"Beside this page: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
+        f"timeline.json, which opens in Perfetto (ui.perfetto.dev). Made by {command} in {duration(a.seconds)}. All "
+        "times are simulated.")], True)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ for a terminal
+
+
+def shown(a: Answer) -> RenderableType:
+    """Returns the answer for a terminal."""
+    lines: list[RenderableType] = [
+        Text(f"{a.program.name} on {_headline(a)}"), Text(words.verdict(a), style="bold"), Text(""),
+    ]  # fmt: skip
+    for section in sections(a, ""):
+        if section.page_only:
+            continue
+        beside = RichTable.grid(padding=(0, 3))
+        tables = [_rich(part, a.size) for part in section.parts if isinstance(part, (Table, Bars))]
+        if tables:
+            beside.add_row(*tables)
+            lines.append(beside)
+        lines += [Text(part) for part in section.parts if isinstance(part, str)]
+    return Group(*lines)
+
+
+def _rich(part: Table | Bars, size: Unit) -> RichTable:
+    if isinstance(part, Bars):
+        cells = [[name, *map(size, columns)] for name, columns in part.rows]
+        part = Table(part.heads, cells, range(1, len(part.heads)))
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, head in enumerate(part.heads):
+        right = i in part.numbers
+        table.add_column(head, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for line in part.cells:
+        table.add_row(*line, style="bold" if line[-1] == CHOSEN else "")
+    return table
+
+
+def _headline(a: Answer) -> str:
+    return (
+        f"{a.machine.name}, {a.size(a.memory or a.limit)}: {len(a.program.kernels):,} kernels, "
+        f"{a.program.ideal_ns / 1e6:,.1f} ms a step"
+    )
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+def html(a: Answer, command: str) -> str:
+    """Returns the whole page; ``command`` is what was typed."""
+    title = f"Will {a.program.name} fit?"
+    no = not a.fits and a.best is None
+    parts = [
+        f"<h1>{escape(title)}</h1>", _p(_headline(a), "faint"), _p(words.verdict(a), "verdict no" if no else "verdict"),
+        "<h2>Memory over one step</h2>", _picture(a),
+    ]  # fmt: skip
+    for section in sections(a, command):
+        if section.parts:
+            parts += [f"<h2>{escape(section.title)}</h2>", *(_html(part, a.size) for part in section.parts)]
+    style = _colours() + Path(__file__).with_name("page.css").read_text()
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _html(part: Part, size: Unit) -> str:
+    if isinstance(part, Code):
+        return f"<pre>{escape(part)}</pre>"
+    if isinstance(part, str):
+        return _p(part)
+    return _table(part) if isinstance(part, Table) else _p(part.heads[0], "faint") + _bars(part.rows, size)
+
+
+def _colours() -> str:
+    """The colours as variables, by the reader's choice."""
+    light, dark = ("".join(f"--{name}: {ink}; " for name, ink in inks.items()) for inks in (LIGHT, DARK))
+    return f":root {{ color-scheme: light dark; {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
+
+
+def _p(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def _bars(rows: Sequence[tuple[str, Sequence[int]]], size: Unit) -> str:
+    """A bar for each of a row's numbers, and the numbers."""
+    most = max((n for _, columns in rows for n in columns), default=1) or 1
+    cells = []
+    for name, columns in rows:
+        bars = "".join(
+            f'<div class="bar b{i}" style="width:{100 * n / most:.1f}%"></div>' for i, n in enumerate(columns)
+        )
+        cells += [f"<div>{escape(name)}</div>", f"<div>{bars}</div>",
+                  f'<div class="n">{escape(" → ".join(map(size, columns)))}</div>']  # fmt: skip
+    return f'<div class="bars">{"".join(cells)}</div>'
+
+
+def _table(table: Table) -> str:
+    def row(tag: str, line: Sequence[str]) -> str:
+        cells = []
+        for i, text in enumerate(line):
+            head = f' data-head="{escape(table.heads[i])}"' if tag == "td" else ""
+            cells.append(f"<{tag}{CLASS if i in table.numbers else ''}{head}>{escape(text)}</{tag}>")
+        return f"<tr{BEST if line[-1] == CHOSEN else ''}>{''.join(cells)}</tr>"
+
+    kind = "wide many" if len(table.heads) > MANY else "wide"
+    body = "".join(row("td", line) for line in table.cells)
+    return f'<div class="{kind}"><table><thead>{row("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _picture(a: Answer) -> str:
+    """Bytes in use over one step, without and under the plan, and the limit."""
+    limit, size, before, after = a.limit, a.size, a.before, a.after
+    curves = [steady_memory(t) for t in (before, after) if t is not None]
+    end = max(x[-1] for x, _ in curves) or 1.0
+    top = 1.05 * max(limit / MB, *(y.max() for _, y in curves))
+    keys = [("b0", f"without a plan, at most {size(before.peak_bytes)}")]
+    if after is not None:
+        keys.append(("b1", f"under the plan, at most {size(after.peak_bytes)}"))
+    keys.append(("b2", f"memory, {size(limit)}"))
+    paths = [_path(x * WIDTH / end, HEIGHT - y * HEIGHT / top) for x, y in curves]
+    fill = f'<path d="{paths[0]}L{curves[0][0][-1] * WIDTH / end:.1f} {HEIGHT}L0 {HEIGHT}Z" fill="var(--soft)"/>'
+    strokes = "".join(
+        f'<path d="{d}" fill="none" stroke="var(--{name})" stroke-width="1.5"/>'
+        for d, name in zip(paths, ("before", "after"), strict=False)
+    )
+    y = HEIGHT - limit / MB * HEIGHT / top
+    line = (
+        f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--limit)" stroke-width="1.5" '
+        'stroke-dasharray="6 4"/>'
+    )
+    legend = "".join(f'<span class="key"><i class="{kind}"></i>{escape(text)}</span>' for kind, text in keys)
+    said = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
+    return (
+        f'<div>{legend}</div><div class="plot"><div class="y"><span>{size(round(top * MB))}</span><span>0</span></div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">'
+        f'{fill}{strokes}{line}</svg><div class="x"><span>0 ms</span><span>{end:,.1f} ms</span></div></div>'
+    )
+
+
+def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
+    """Steps through points, x ascending; of many within a POINTS-th of the width, the first, highest, lowest and last
+    are drawn."""
+    if len(x) > 2 * POINTS:
+        cells = np.minimum(x * POINTS // WIDTH, POINTS - 1)
+        starts = np.flatnonzero(np.r_[True, cells[1:] != cells[:-1]])
+        keep: set[int] = set()
+        for begin, end in zip(starts, np.r_[starts[1:], len(x)], strict=True):
+            part = y[begin:end]
+            keep |= {int(begin), int(begin + part.argmin()), int(begin + part.argmax()), int(end) - 1}
+        chosen = sorted(keep)
+        x, y = x[chosen], y[chosen]
+    steps = "".join(f"H{a:.1f}V{b:.1f}" for a, b in zip(x[1:], y[1:], strict=True))
+    return f"M{x[0]:.1f} {y[0]:.1f}{steps}"
