@@ -1,107 +1,92 @@
-"""A GPU's clocks, power and temperature while something is measured, as nvidia-smi says them.
+"""A GPU's clocks, power and temperature while something is measured, by NVML.
 
 with watched(device) as seen:
     ...                         # what is measured
-seen                            # a summary; where there is no nvidia-smi, why there is none
+seen                            # a summary; without NVML, the reason why there is none
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
-PERIOD_MS = 200
-# What slows a GPU down, in the bits of nvidia-smi's clocks_event_reasons.active (NVML's nvmlClocksEventReasons*).
+import torch
+
+PERIOD_S = 0.2
+# Why a GPU runs slower than it could, by the bits of nvmlClocksEventReasons*.
 REASONS = {0x2: "application clocks", 0x4: "power cap", 0x8: "hardware", 0x10: "sync boost", 0x20: "software thermal",
            0x40: "hardware thermal", 0x80: "hardware power brake", 0x100: "display clocks"}  # fmt: skip
-# The last field has had two names; drivers know one or both.
-FIELDS = tuple(("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", f"clocks_{name}_reasons.active")
-               for name in ("event", "throttle"))  # fmt: skip
+
+Sample = tuple[float | None, ...]  # clocks of the SMs and of the memory in MHz, W, °C, bits of REASONS
 
 
 @contextmanager
 def watched(device: str) -> Iterator[dict[str, Any]]:
-    """Watches the first GPU while the block runs; yields a dictionary that is filled at the end (``summary``)."""
+    """Samples PyTorch's first GPU while the block runs; yields a dictionary that is filled at the end (``summary``)."""
     seen: dict[str, Any] = {}
-    if device != "cuda":
-        seen["absent"] = "no GPU is used"
+    sample = _sampler(device)
+    if isinstance(sample, str):
+        seen["absent"] = sample
         yield seen
         return
-    query = _query()
-    if isinstance(query, str):
-        seen["absent"] = query
-        yield seen
-        return
-    mine, its = os.openpty()  # to a terminal it writes line by line
-    lines: list[str] = []
-    process = subprocess.Popen([*query, "-lms", str(PERIOD_MS)], stdout=its, stderr=subprocess.DEVNULL)
-    os.close(its)
-    reader = threading.Thread(target=_read, args=(mine, lines), daemon=True)
-    reader.start()
+    samples, over = [sample()], threading.Event()
+
+    def run() -> None:
+        while not over.wait(PERIOD_S):
+            samples.append(sample())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     try:
         yield seen
     finally:
-        process.terminate()
-        process.wait()
-        reader.join()
-        seen |= summary(lines)
+        over.set()
+        thread.join()
+        seen |= summary(samples)
 
 
-def _read(terminal: int, lines: list[str]) -> None:
-    with open(terminal) as file, contextlib.suppress(OSError):  # so a terminal ends that nobody writes to
-        lines.extend(file)
+def _sampler(device: str) -> Callable[[], Sample] | str:
+    """A function that reads one sample, or the reason why there is none."""
+    if device != "cuda":
+        return "no GPU is used"
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return "pynvml (nvidia-ml-py) is not installed"
+    try:
+        nvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError as error:
+        return f"NVML does not know the GPU: {error}"
 
-
-def _query() -> list[str] | str:
-    """The command that this driver understands, or why there is none."""
-    why, gpu = "", os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-    for names in FIELDS:
-        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    def read(name: str, *arguments: int, unit: float = 1.0) -> float | None:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"nvidia-smi cannot be run: {error}"
-        if done.returncode == 0:
-            return command
-        why = (done.stdout + done.stderr).strip().partition("\n")[0]
-    return f"nvidia-smi says: {why}"
+            return float(getattr(nvml, name)(gpu, *arguments) / unit)
+        except nvml.NVMLError:
+            return None
+
+    return lambda: (
+        read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        read("nvmlDeviceGetPowerUsage", unit=1e3),
+        read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        read("nvmlDeviceGetCurrentClocksThrottleReasons"),
+    )
 
 
-def summary(lines: Sequence[str]) -> dict[str, Any]:
-    """Of lines "SM clock in MHz, memory clock in MHz, W, °C, reasons": how many there are, mean and least clock, the
-    memory's least, mean power, the highest temperature, and the part of them that each reason to go slower has.
-
-    What a GPU does not say is left out.
-    """
-    columns: dict[str, list[float]] = {"sm": [], "memory": [], "watt": [], "celsius": []}
-    slowed: dict[str, int] = {}
-    count = 0
-    for line in lines:
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(FIELDS[0]):
-            continue  # cut off at the end
-        count += 1
-        for column, cell in zip(columns.values(), cells, strict=False):
-            try:
-                column.append(float(cell))
-            except ValueError:
-                pass  # [N/A]
-        try:
-            bits = int(cells[-1], 16)
-        except ValueError:
-            continue
-        for bit, reason in REASONS.items():
-            if bits & bit:
-                slowed[reason] = slowed.get(reason, 0) + 1
-    sm, memory, watt, celsius = columns.values()
-    out: dict[str, Any] = {"samples": count, "slowed": {reason: n / count for reason, n in slowed.items()}}
-    out |= {"sm_mhz": fmean(sm), "least_sm_mhz": min(sm)} if sm else {}
-    out |= {"least_memory_mhz": min(memory)} if memory else {}
-    out |= {"watt": fmean(watt)} if watt else {}
-    return out | ({"celsius": max(celsius)} if celsius else {})
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Mean and least clock, least memory clock, mean power, highest temperature, and the fraction of samples with each
+    of REASONS. What a GPU does not report is left out."""
+    sm, memory, watt, celsius, reasons = ([value for value in column if value is not None]
+                                          for column in zip(*samples, strict=True))  # fmt: skip
+    slowed = {name: sum(bool(int(bits) & bit) for bits in reasons) / len(samples) for bit, name in REASONS.items()}
+    out: dict[str, Any] = {"samples": len(samples), "slowed": {name: part for name, part in slowed.items() if part}}
+    for key, values, reduce in (("sm_mhz", sm, fmean), ("least_sm_mhz", sm, min), ("least_memory_mhz", memory, min),
+                                ("watt", watt, fmean), ("celsius", celsius, max)):  # fmt: skip
+        if values:
+            out[key] = reduce(values)
+    return out

@@ -1,45 +1,61 @@
-"""Clocks by hand, with a stand-in for nvidia-smi, and without one."""
+"""Clocks by hand, with a double of NVML, and without NVML."""
 
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from experiments.validate_gpu import clocks
 from experiments.validate_gpu.clocks import summary, watched
-
-# Knows the older field only, as old drivers do; with -lms it goes on until it is ended.
-STAND_IN = """#!/bin/sh
-case "$*" in *clocks_event*) echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;; esac
-echo "1980, 2619, 310.50, 41, 0x0000000000000004"
-line="1500, 2619, 689.50, 60, 0x0000000000000000"
-case "$*" in *-lms*) echo "$line"; echo "$line"; : > "$(dirname "$0")/said"; while true; do sleep 0.02; done;; esac
-"""
 
 
 def test_a_summary_by_hand():
-    lines = ["1980, 2619, 300.0, 41, 0x0", "1200, 2619, 700.0, 83, 0x24", "1500, [N/A], [N/A], 60, 0x4", "1980, 26"]
-    assert summary(lines) == {
+    samples = [(1980, 2619, 300.0, 41, 0x0), (1200, 2619, 700.0, 83, 0x24), (1500, None, None, 60, 0x4)]
+    assert summary(samples) == {
         "samples": 3, "sm_mhz": 1560, "least_sm_mhz": 1200, "least_memory_mhz": 2619, "watt": 500, "celsius": 83,
         "slowed": {"power cap": 2 / 3, "software thermal": 1 / 3},
     }  # fmt: skip
-    assert summary([]) == {"samples": 0, "slowed": {}}
+    assert summary([(None,) * 5]) == {"samples": 1, "slowed": {}}
 
 
-def test_it_is_watched_while_the_block_runs(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(STAND_IN)
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def missing(*_):
+        raise NVMLError("not supported")
+
+    asked = []
+
+    def clock(gpu, kind):
+        asked.append(kind)
+        return (1980 if len(asked) < 3 else 1500) if kind == 1 else 2619
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-a-b": 7}[uuid],
+        nvmlDeviceGetClockInfo=clock, nvmlDeviceGetPowerUsage=lambda gpu: 310_500, nvmlDeviceGetTemperature=missing,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a-b"))
+    monkeypatch.setattr(clocks, "PERIOD_S", 1e-4)
     with watched("cuda") as seen:
-        while not (tmp_path / "said").exists():
-            time.sleep(0.01)
-    assert seen["samples"] == 3 and seen["least_sm_mhz"] == 1500 and seen["celsius"] == 60
-    assert seen["slowed"]["power cap"] == 1 / 3
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    for device in ("cuda", "cpu"):
+        while len(asked) < 4:  # two samples
+            time.sleep(1e-3)
+    assert seen["samples"] >= 2 and (seen["least_sm_mhz"], seen["least_memory_mhz"]) == (1500, 2619)
+    assert seen["watt"] == 310.5 and seen["slowed"] == {"power cap": 1} and "celsius" not in seen
+    nvml.nvmlInit = missing
+    with watched("cuda") as seen:
+        pass
+    assert seen == {"absent": "NVML does not know the GPU: not supported"}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    for device, word in (("cuda", "nvidia-ml-py"), ("cpu", "no GPU")):
         with watched(device) as seen:
             pass
-        assert set(seen) == {"absent"}
+        assert word in seen["absent"]
 
 
 @pytest.mark.gpu
