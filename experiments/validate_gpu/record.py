@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from agents.deadline import TimeUp, within
 from executor.memory.engines import line
 
-LATE, STOPPED = (
-    "no time left",
-    "stopped: the time was over",
-)  # why nothing was measured; tried again by the next command
+LATE, STOPPED = "no time left", "stopped: the time was over"  # why nothing was measured; the next command tries again
 OF_FAILURE = ("failed", "again", "seconds")
 GRACE = 5.0  # seconds that what has begun may take longer than there are
 DEATHS = 2  # so often a process may end while it measures something; then that has failed
@@ -90,9 +90,35 @@ class Record:
         mine = (r for r in self.rows if r["kind"] == kind and "failed" not in r)
         return [r for r in mine if all(r.get(k) == v for k, v in key.items())]
 
-    def left(self, until: float | None = None) -> float:
-        """Seconds until then; else until the budget is spent."""
-        return (self.begin + self.seconds if until is None else until) - time.monotonic()
+    def left(self) -> float:
+        """Seconds until the budget is spent."""
+        return self.begin + self.seconds - time.monotonic()
+
+    def measure(
+        self, kind: str, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **more: Any
+    ) -> None:
+        """Adds the row ``key | more | function()``, or one with the reason why it failed, unless there is a row.
+
+        Args:
+            key: entries by which a row is known.
+            seconds: limit on the time, beside that of the record.
+        """
+        if self.has(kind, **key):
+            return
+        row = key | more
+        seconds = min(seconds, self.left())
+        if seconds <= 0:
+            self.add(kind, **row, failed=LATE)
+            return
+        self.trying(kind, **row)
+        try:
+            with within(seconds + GRACE):
+                found = function()
+        except TimeUp:
+            found = {"failed": STOPPED}
+        except Exception as error:  # what breaks must not end the run
+            found = {"failed": line(error)}
+        self.add(kind, **row, **found)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

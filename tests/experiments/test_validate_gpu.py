@@ -286,7 +286,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
     words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8", "planners=capuchin", "train=capuchin", "workers=1"]
     in_turn(out, *words, "workloads=tiny_resnet", which=["calibrate", "profile", "plan"])
     before = read_json(out / "results.json")["rows"]
-    monkeypatch.setattr(Record, "left", lambda self, until=None: 0.0)
+    monkeypatch.setattr(Record, "left", lambda self: 0.0)
     in_turn(out, *words, which=[stage for stage in STAGES if stage != "calibrate"])
     rows = read_json(out / "results.json")["rows"]
     assert rows[: len(before)] == before and {r["failed"] for r in rows[len(before) :]} == {LATE}
@@ -326,7 +326,8 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(pytorch_baselines, "OURS", {"capuchin": {}})
     rows = record(tmp_path)
     methods = ("eager", "ours", "checkpoint", "save_on_cpu")
-    pytorch_baselines.compare(["tiny_resnet"], [0.8], "cpu", Machine.load("h200"), rows, methods)
+    settings = replace(ON_HOST, workloads=("tiny_resnet",), limits=(0.8,), methods=methods)
+    pytorch_baselines.compare(settings, Machine.load("h200"), rows, {})
     eager, ours, checkpoint, offload = rows.rows
     assert ours["measured_peak"] <= ours["limit"] < eager["measured_peak"]
     assert checkpoint["measured_peak"] <= checkpoint["limit"] and checkpoint["setting"] == "1 of 3 blocks"
@@ -346,7 +347,7 @@ def test_without_the_solver_the_other_planners_do(monkeypatch):
 def test_a_method_changes_no_result(method):
     def losses(level):
         network = build("tiny_gpt2", "cpu")
-        Levels("tiny_gpt2", "cpu", method, 2).prepare(network, level)
+        Levels("tiny_gpt2", "cpu", method).prepare(network, level)
         torch.manual_seed(1)
         return [float(network.step()) for _ in range(2)]
 
@@ -355,7 +356,7 @@ def test_a_method_changes_no_result(method):
 
 def test_the_mildest_setting_within_the_limit(monkeypatch):
     # Peaks 100, 90, 80, 70 with 0 to 3 blocks.
-    levels = Levels("", "cpu", "checkpoint", 3)
+    levels = Levels("tiny_resnet", "cpu", "checkpoint")
     monkeypatch.setattr(
         pytorch_baselines, "trial", lambda n, d, p, setting: pytorch_baselines.Trial(1, 100 - 10 * int(setting[0]))
     )
@@ -459,7 +460,8 @@ def test_on_a_gpu(tmp_path):
 def test_side_by_side_on_a_gpu(tmp_path):
     rows = record(tmp_path, 60)
     methods = ("ours", "checkpoint", "offload")
-    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows, methods)
+    settings = Settings(workloads=("resnet50",), limits=(0.7,), methods=methods)
+    pytorch_baselines.compare(settings, Machine.load("h200"), rows, {})
     found = {r["method"]: r for r in rows.rows if "failed" not in r}
     assert {"eager", *methods} == set(found)
     assert all(r["measured_peak"] <= r["limit"] for r in found.values())
