@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-# Before PyTorch is imported: experiments/validate_gpu/flags.py says why.
+# Before PyTorch is imported: experiments/validate_gpu/conditions.py says why.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Before PyTorch is imported: experiments/validate_gpu/flags.py says why.
+# Before PyTorch is imported: experiments/validate_gpu/conditions.py says why.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -36,6 +36,7 @@ from executor.memory.engines import line
 from executor.replay.backend import Backend, Stream
 from experiments.validate_gpu.networks import MIB, build, give_back, limit_of, made, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import eager_beside
+from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
 from experiments.validate_gpu.training import Case, batch_stays, beside_eager
 from simulator import Machine, Plan, Program, simulate
@@ -343,30 +344,38 @@ SECTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Keys of the command line; ``seconds``: of the one section that is run in this process, not in one of its own."""
+
+    out: str = "runs/gpu"
+    backend: str = "cuda"
+    step: int = 0
+    seconds: float = 0.0
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0 if every section has ended by itself."""
     words = sys.argv[1:] if words is None else words
-    given = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
-    known = {"out": "runs/gpu", "backend": "cuda", "step": "", "seconds": ""}
-    wrong = [*(key for key in given if key not in known), *(name for name in names if name not in SECTIONS)]
-    settings = {**known, **given}
-    if wrong or settings["backend"] not in ("cuda", "host") or settings["step"] not in ("", "1", "2"):
-        print(f"usage: python -m experiments.validate_gpu.probe [out=DIR] [backend=cuda|host] [step=1|2] "
-              f"[{'|'.join(SECTIONS)} …]{f'; unknown: {wrong[0]!r}' if wrong else ''}", file=sys.stderr)  # fmt: skip
+    try:
+        asked = Asked(**values_of(Asked, [word for word in words if "=" in word]))
+        for key, value, known in (("backend", asked.backend, BACKENDS), ("step", asked.step, (0, 1, 2)),
+                                  ("section", tuple(names), SECTIONS)):  # fmt: skip
+            check_known(key, value, known)
+        if asked.backend == "cuda" and not torch.cuda.is_available():
+            raise UsageError("there is no CUDA GPU here; backend=host rehearses the probe without one")
+    except UsageError as error:
+        print(error, str(__doc__).splitlines()[2].strip(), sep="\nusage: ", file=sys.stderr)
         return 2
-    if settings["backend"] == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA GPU here; backend=host rehearses the probe without one", file=sys.stderr)
-        return 2
-    out = Path(settings["out"])
+    out = Path(asked.out)
     out.mkdir(parents=True, exist_ok=True)
-    if settings["seconds"]:  # one section in this process
+    if asked.seconds:
         (name,) = names
-        probe = Probe(name, out, settings["backend"], time.monotonic() + float(settings["seconds"]))
-        SECTIONS[name].run(probe)
+        SECTIONS[name].run(Probe(name, out, asked.backend, time.monotonic() + asked.seconds))
         return 0
-    chosen = names or [name for name, section in SECTIONS.items() if settings["step"] in ("", str(section.step))]
-    return in_order(chosen, out, settings["backend"])
+    chosen = names or [name for name, section in SECTIONS.items() if asked.step in (0, section.step)]
+    return in_order(chosen, out, asked.backend)
 
 
 def in_order(names: Sequence[str], out: Path, backend: str) -> int:

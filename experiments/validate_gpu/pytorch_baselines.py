@@ -39,7 +39,7 @@ from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
-from experiments.validate_gpu.clocks import watched
+from experiments.validate_gpu.conditions import watched
 from experiments.validate_gpu.networks import Network, block_count, build, give_back, in_turns, made, timed
 from experiments.validate_gpu.offload import Offload
 from experiments.validate_gpu.record import Record

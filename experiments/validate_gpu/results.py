@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.common.lock import LOCK
-from experiments.validate_gpu.flags import report
+from experiments.validate_gpu.conditions import report
 from experiments.validate_gpu.networks import MIB
 from experiments.validate_gpu.record import Record
 from experiments.validate_gpu.settings import Settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from experiments.validate_gpu.networks import NETWORKS
 STAGES = {"calibrate": 0.3, "profile": 1.5, "plan": 1.5, "replay": 1.5, "train": 3.0, "compare": 3.0, "largest": 3.0}
 METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
 LEAST = {"calibrate": 30.0}  # seconds of a stage that all others need
+BACKENDS = ("cuda", "host")
 CASTS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 
 
@@ -79,34 +80,45 @@ ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,)
                    seconds=90.0, methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
 
 
-def parse(words: Sequence[str]) -> Settings:
-    """Settings from ``key=value`` words.
+def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
+    """Returns values for the fields of a dataclass from ``key=value`` words.
 
     Raises:
         UsageError: naming the word.
     """
-    kinds = {f.name: str(f.type) for f in fields(Settings)}
+    kinds = {f.name: str(f.type) for f in fields(kind)}
     chosen: dict[str, Any] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
             raise UsageError(f"{word!r}: expected key=value; the nearest key is {near!r} (of {', '.join(kinds)})")
-        kind = kinds[key].removeprefix("tuple[").removesuffix(", ...]")
+        element = kinds[key].removeprefix("tuple[").removesuffix(", ...]")
         try:
-            parts = tuple(map(CASTS[kind], filter(None, value.split(","))))
-            chosen[key] = parts if kind != kinds[key] else CASTS[kind](value)
+            parts = tuple(map(CASTS[element], filter(None, value.split(","))))
+            chosen[key] = parts if element != kinds[key] else CASTS[element](value)
         except ValueError:
             raise UsageError(f"{key}: expected {kinds[key]}, got {value!r}") from None
+    return chosen
+
+
+def check_known(key: str, value: Any, known: Iterable[Any]) -> None:
+    """Raises UsageError if a value, or one of a tuple, is none of ``known``."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if one not in known:
+            raise UsageError(f"{key}: there is no {one!r}; there are {', '.join(map(str, known))}")
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """Returns settings from ``key=value`` words; raises UsageError naming the word."""
+    chosen = values_of(Settings, words)
     settings = replace(ON_HOST if chosen.get("backend") == "host" else Settings(), **chosen)
-    plans = tuple(agents.PLANNERS)
-    for key, known in (("backend", ("cuda", "host")), ("cache", get_args(Cache)), ("workloads", tuple(NETWORKS)),
-                       ("planners", plans), ("train", plans), ("graph", plans), ("stages", tuple(STAGES)),
-                       ("methods", METHODS)):  # fmt: skip
-        values = getattr(settings, key)
-        for name in values if isinstance(values, tuple) else (values,):
-            if name not in known:
-                raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
+    plans = agents.PLANNERS
+    for key, known in {
+        "backend": BACKENDS, "cache": get_args(Cache), "workloads": NETWORKS, "planners": plans, "train": plans,
+        "graph": plans, "stages": STAGES, "methods": METHODS,
+    }.items():  # fmt: skip
+        check_known(key, getattr(settings, key), known)
     for key in ("workloads", "limits", "stages"):
         if not getattr(settings, key):
             raise UsageError(f"{key}: expected at least one")

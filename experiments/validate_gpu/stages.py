@@ -34,8 +34,7 @@ from executor.memory.pinned import CUDA
 from experiments.common.measured_step import measured_step
 from experiments.common.workers import Pool
 from experiments.validate_gpu import largest_batch, pytorch_baselines
-from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.flags import deterministic
+from experiments.validate_gpu.conditions import deterministic, watched
 from experiments.validate_gpu.networks import give_back, host_bytes, limit_of, made, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial, warm_up
 from experiments.validate_gpu.record import LATE, Record

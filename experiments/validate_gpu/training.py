@@ -14,8 +14,7 @@ import torch
 from executor import Captured, CaptureError, PlannedStep
 from executor.capture.optimizers import capturable
 from executor.capture.profile import shape_of
-from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.flags import deterministic
+from experiments.validate_gpu.conditions import deterministic, watched
 from experiments.validate_gpu.largest_batch import CAPS
 from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns
 from experiments.validate_gpu.pytorch_baselines import eager_beside

@@ -1,4 +1,4 @@
-"""Clocks by hand, with a double of NVML, and without NVML."""
+"""Clocks by hand, with a double of NVML, and without NVML; determinism is set for a while and put back."""
 
 import sys
 import time
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.validate_gpu import clocks
-from experiments.validate_gpu.clocks import summary, watched
+from experiments.validate_gpu import conditions
+from experiments.validate_gpu.conditions import deterministic, report, summary, watched
 
 
 def test_a_summary_by_hand():
@@ -41,7 +41,7 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a-b"))
-    monkeypatch.setattr(clocks, "PERIOD_S", 1e-4)
+    monkeypatch.setattr(conditions, "PERIOD_S", 1e-4)
     with watched("cuda") as seen:
         while len(asked) < 4:  # two samples
             time.sleep(1e-3)
@@ -67,3 +67,44 @@ def test_a_gpu_is_watched():
         while time.monotonic() < until:
             (x @ x).sum().item()
     assert seen["samples"] >= 3 and seen["sm_mhz"] > 500 and seen["watt"] > 50
+
+
+def state():
+    return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory,
+            torch.is_warn_always_enabled())  # fmt: skip
+
+
+def test_it_is_set_and_put_back():
+    before = state()
+    with deterministic() as loose:
+        assert state() == (True, True, True, False, True)
+        assert report()["deterministic_algorithms"] and report()["cudnn_deterministic"]
+    assert state() == before and loose == []
+    with pytest.raises(ZeroDivisionError), deterministic():
+        raise ZeroDivisionError
+    assert state() == before
+
+
+def test_what_has_no_deterministic_form_is_named_each_time():
+    x = torch.zeros(4, dtype=torch.float64)
+    for _ in range(2):
+        with deterministic() as loose:
+            for _ in range(3):
+                x.put_(torch.tensor([0, 0]), torch.ones(2, dtype=torch.float64))  # in any order, on the CPU, too
+        assert loose == ["put_"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_bits_repeat_on_a_gpu():
+    x = torch.randn(8, 64, 56, 56, device="cuda", requires_grad=True)
+    conv = torch.nn.Conv2d(64, 64, 3, padding=1, device="cuda")
+    with deterministic():
+        grads = []
+        for _ in range(3):
+            conv.zero_grad()
+            conv(x).square().sum().backward()
+            grads.append(conv.weight.grad.clone())
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert report()["expandable_segments"] + report()["other_segments"] > 0
