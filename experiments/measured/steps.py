@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -346,23 +346,3 @@ def published() -> list[Published]:
             ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
             found.append(Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old))
     return found
-
-
-# ------------------------------------------------------------------------------------------ errors
-
-
-def total(rows: Iterable[Beside]) -> tuple[float, float, float]:
-    """Milliseconds: measured, ours, the control's."""
-    columns = list(zip(*[(row.measured, row.ours, row.control) for row in rows], strict=True))
-    measured, ours, control = (sum(column) / 1e3 for column in columns)
-    return measured, ours, control
-
-
-def large(rows: Iterable[Beside]) -> list[Beside]:
-    """Those that are compared one by one."""
-    return [row for row in rows if row.measured >= LEAST_US]
-
-
-def ratios(rows: Sequence[Beside], control: bool = False) -> list[float]:
-    """What is said over what was measured."""
-    return [(row.control if control else row.ours) / row.measured for row in rows]

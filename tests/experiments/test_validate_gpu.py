@@ -21,7 +21,7 @@ from executor import CaptureError
 from executor.capture.profile import ProfileError
 from experiments.common.measured_step import MeasuredStep
 from experiments.measured import steps
-from experiments.validate_gpu import __main__ as command, pytorch_baselines, stages, training
+from experiments.validate_gpu import __main__ as command, offload, pytorch_baselines, stages, training
 from experiments.validate_gpu.__main__ import main
 from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import Counter, Levels, Unreachable
@@ -160,10 +160,7 @@ def test_after_cuda_has_failed_nothing_more_is_measured(tmp_path, monkeypatch):
     rows.add("clocks", workload="b")
     with pytest.raises(Broken, match="CUDA error: an illegal"):
         rows.add("clocks", workload="c", failed="CUDA error")
-    again = record(tmp_path)
-    assert [r["workload"] for r in again.rows] == ["home", "a", "b", "c"]
-    monkeypatch.setattr(stages, "replay", lambda run: (_ for _ in ()).throw(Broken("CUDA works no more")))
-    assert main(["backend=host", f"out={tmp_path / 'out'}", "stages=replay", "machine=h100"]) == command.BROKEN
+    assert [r["workload"] for r in record(tmp_path).rows] == ["home", "a", "b", "c"]
 
 
 def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_path):
@@ -221,17 +218,14 @@ def test_bad_words(word, named, capsys):
 
 
 def test_errors_are_summed_up():
-    # Times off by +2 %, -4 %: mean 3 %, worst 4 %. Peaks off by 0 and 10 %; the second is over its limit.
-    rows = [
-        {"error": 0.02, "measured_peak": 100, "predicted_peak": 100, "limit": 100},
-        {"error": -0.04, "measured_peak": 110, "predicted_peak": 100, "limit": 100},
-    ]
-    found = summary(rows)
-    assert found["time"] == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
-    assert found["peak"] == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
-    assert (found["count"], found["over_limit"], found["arenas_over_limit"]) == (2, 1, 0)
-    # An arena counts by pages of 2 MiB: 3 MiB may take two of them, not three.
-    arenas = [{**rows[0], "limit": 3 * 2**20, "device_bytes": pages * 2**21} for pages in (2, 3)]
+    """Times off by +2 and -4 %; peaks by 0 and 10 %, the second over its limit. An arena is of pages of 2 MiB: 3 MiB
+    may take two of them, not three."""
+    peaks = {"measured_peak": 100, "predicted_peak": 100, "limit": 100}
+    found = summary([{"error": 0.02, **peaks}, {"error": -0.04, **peaks, "measured_peak": 110}])
+    assert found.pop("time") == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
+    assert found.pop("peak") == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
+    assert found == {"count": 2, "over_limit": 1, "arenas_over_limit": 0}
+    arenas = [{**peaks, "limit": 3 * 2**20, "device_bytes": pages * 2**21} for pages in (2, 3)]
     assert summary(arenas)["arenas_over_limit"] == 1
     assert summary([]) == {"count": 0, "over_limit": 0, "arenas_over_limit": 0}
 
@@ -308,15 +302,21 @@ def test_a_finalizer_does_not_swallow_the_end():
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)  # nothing rings any more
 
 
-def test_what_was_measured_is_kept_when_the_run_is_stopped(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [(KeyboardInterrupt(), 130, "stopped; what was measured until now is kept"), (TimeUp(), 0, ""),
+     (Broken("CUDA works no more"), command.BROKEN, "CUDA works no more"),
+     (CaptureError("another step"), command.FAILED, "another step")],
+)  # fmt: skip
+def test_what_was_measured_is_kept_when_a_stage_ends_early(error, status, words, tmp_path, monkeypatch, capsys):
     def stop(run):
         run.record.add("clocks", workload="a")
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(stages, "replay", stop)
     out = tmp_path / "out"
-    assert main(["backend=host", f"out={out}", "stages=replay", "machine=h100"]) == 130
-    assert "stopped; what was measured until now is kept" in capsys.readouterr().err
+    assert main(["backend=host", f"out={out}", "stages=replay", "machine=h100"]) == status
+    assert capsys.readouterr().err.strip() == words
     (row,) = read_json(out / "results.json")["rows"]
     assert row["kind"] == "clocks" and json.loads((out / "measurements.jsonl").read_text()) == row
 
@@ -343,15 +343,21 @@ def test_without_the_solver_the_other_planners_do(monkeypatch):
         pytorch_baselines.best_plan(chain(), LINK, chain().peak_bytes * 7 // 10)
 
 
-@pytest.mark.parametrize("method", ["checkpoint", "selective", "offload", "save_on_cpu"])
-def test_a_method_changes_no_result(method):
+@pytest.mark.parametrize(
+    ("name", "method", "level"),
+    [("tiny_gpt2", method, 2) for method in ("checkpoint", "selective", "offload", "save_on_cpu")]
+    + [("tiny_resnet", "offload", 1), ("tiny_llama_bf16", "offload", 2)],
+)
+def test_a_method_changes_no_result(name, method, level, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+
     def losses(level):
-        network = build("tiny_gpt2", "cpu")
-        Levels("tiny_gpt2", "cpu", method).prepare(network, level)
+        network = build(name, "cpu")
+        Levels(name, "cpu", method).prepare(network, level)
         torch.manual_seed(1)
         return [float(network.step()) for _ in range(2)]
 
-    assert losses(0) == losses(2)
+    assert losses(0) == losses(level)
 
 
 def test_the_mildest_setting_within_the_limit(monkeypatch):
