@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import agents
 from executor import CaptureError, PlannedStep, StepError
@@ -51,12 +51,13 @@ CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
 
-aten = torch.ops.aten
-_KEPT = {
-    aten.convolution, aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-}  # fmt: skip
+KEPT = [
+    getattr(torch.ops.aten, name).default for name in (
+        "convolution", "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+]  # fmt: skip
 
 
 class Unreachable(Exception):
@@ -256,27 +257,16 @@ class Levels:
             return torch.compile(network.model)
         if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
             CUDA.drop()  # they pin memory of their own
-        if self.method == "offload":
-            wrap = Offload(network.model, self.device).wrap
-        else:
-            wrap = {"checkpoint": _checkpointed, "selective": _selected, "save_on_cpu": _saved_on_cpu}[self.method]
+        selected = partial(create_selective_checkpoint_contexts, KEPT)
+        wrap: Callable[[Any], Any] = {
+            "offload": Offload(network.model, self.device).wrap,
+            "checkpoint": lambda inner: partial(checkpoint, inner, use_reentrant=False),
+            "selective": lambda inner: partial(checkpoint, inner, use_reentrant=False, context_fn=selected),
+            "save_on_cpu": _saved_on_cpu,
+        }[self.method]
         for block in network.blocks[:level]:
             block.forward = wrap(block.forward)  # type: ignore[method-assign]
         return None
-
-
-def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, inner, use_reentrant=False)
-
-
-def _selected(inner: Callable[..., Any]) -> Callable[..., Any]:
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, inner, use_reentrant=False, context_fn=contexts)
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = getattr(op, "overloadpacket", op) in _KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
