@@ -124,9 +124,9 @@ def with_host(found: Calibration, base: Machine, device: str) -> Calibration:
 def calibrate(run: Run) -> None:
     """Transfers and launches of the machine, the context, the memory that may be pinned."""
     settings, cuda = run.settings, run.settings.backend == "cuda"
+    base = Machine.load(settings.machine) if settings.machine else base_machine(settings.device)
 
     def figures() -> dict[str, Any]:
-        base = Machine.load(settings.machine) if settings.machine else base_machine(settings.device)
         with open_backend(settings.backend, base) as backend:
             found = calibrated(backend, base, 2**30 if cuda else 2**20, seconds=run.record.left())
         if cuda:
