@@ -8,7 +8,6 @@ includes the context; so ours is what PyTorch reserves. A run that did not fit h
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from executor.capture.capture import capture
 from executor.card import Loop, ZeroGrad, card_peak
 from experiments import workloads
-from experiments.measured.steps import DATA
+from experiments.measured.steps import DATA, read_csv
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.pool.card import CardPeak
@@ -75,19 +74,8 @@ class Point:
 
 
 def points(path: Path = DATA / "xmem_points.csv") -> list[Point]:
-    """Reads the runs of a file.
-
-    Raises:
-        FormatError: a line of the file is malformed.
-    """
-    found = []
-    with path.open(newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), 2):
-            try:
-                found.append(_point(row))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise FormatError(f"{path.name}, line {line}: {error}") from None
-    return found
+    """Reads the runs of a file; raises FormatError as ``read_csv``."""
+    return read_csv(path, _point)
 
 
 def _point(row: dict[str, str]) -> Point:

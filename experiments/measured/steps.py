@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import yaml
@@ -32,9 +32,9 @@ from simulator.files import FormatError, fields, load_json
 from simulator.machine import Machine
 from simulator.program import Kernel, Program
 
+T = TypeVar("T")
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured"
 STAGES = ("forward", "backward", "optimizer")
-COLUMNS = ("stage", "operator", "us")
 SMALL = 4096  # bytes: an add that only counts (batch norm's batches, Adam's steps)
 
 # Operator as traced -> the packets of ours that do it, in order; several where captures differ.
@@ -129,14 +129,20 @@ class Trace:
 
     def captured(self) -> Captured:
         """Its step, with durations for its machine."""
-        key = tuple(sorted(self.network.items()))
-        return replace(_captured(key, self.optimizer), precision=self.precision).on(Machine.load(self.machine))
+        return captured_step(self.network, self.optimizer, Machine.load(self.machine), self.precision)
+
+
+def captured_step(
+    network: dict[str, Any], optimizer: str, machine: Machine, precision: Precision, half: bool = False,
+    channels_last: bool = False,
+) -> Captured:  # fmt: skip
+    """Returns a network's step with durations for a machine; equal networks are captured once."""
+    captured = _captured(tuple(sorted(network.items())), optimizer, half, channels_last)
+    return replace(captured, precision=precision).on(machine)
 
 
 @cache
-def _captured(
-    network: tuple[tuple[str, Any], ...], optimizer: str, half: bool = False, channels_last: bool = False
-) -> Captured:
+def _captured(network: tuple[tuple[str, Any], ...], optimizer: str, half: bool, channels_last: bool) -> Captured:
     with torch.device("meta"):
         model, loss_fn, _, batch = workloads.build(dict(network))
         if channels_last:
@@ -146,29 +152,33 @@ def _captured(
         return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None, check=False)
 
 
-def read_operators(path: Path) -> list[Operator]:
-    """Reads a trace.
+def read_csv(path: Path, make: Callable[[dict[str, str]], T]) -> list[T]:
+    """Reads a file with a line of names; returns what ``make`` makes of each other line.
 
     Raises:
-        FormatError: it is none; the message names the line.
+        FormatError: naming the file and the line.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    rows = csv.DictReader(lines)
-    if missing := [c for c in COLUMNS if c not in (rows.fieldnames or ())]:
-        raise FormatError(f"{path}: line 1: no trace of operators, as it has no column {missing[0]!r}")
     found = []
-    for row in rows:
-        try:
-            us, sizes = float(row["us"]), [int(n) for n in (row.get("input_elements") or "").split(";") if n.strip()]
-        except (TypeError, ValueError) as error:
-            raise FormatError(f"{path}: line {rows.line_num}: {error}") from None
-        if row["stage"] not in STAGES or not 0 <= us < 1e12:
-            raise FormatError(f"{path}: line {rows.line_num}: expected a stage of {', '.join(STAGES)} and microseconds")
-        found.append(Operator(row["stage"], row["operator"], us, max(sizes, default=0)))
+    with path.open(newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), 2):
+            try:
+                found.append(make(row))
+            except (KeyError, TypeError, ValueError) as error:
+                raise FormatError(f"{path}: line {line}: {error}") from None
     return found
+
+
+def read_operators(path: Path) -> list[Operator]:
+    """Reads a trace; raises FormatError as ``read_csv``."""
+
+    def operator(row: dict[str, str]) -> Operator:
+        stage, us = row["stage"], float(row["us"])
+        sizes = [int(n) for n in (row.get("input_elements") or "").split(";") if n.strip()]
+        if stage not in STAGES or not 0 <= us < 1e12:
+            raise ValueError(f"expected a stage of {', '.join(STAGES)} and microseconds")
+        return Operator(stage, row["operator"], us, max(sizes, default=0))
+
+    return read_csv(path, operator)
 
 
 def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator, list[int]]]:
@@ -289,17 +299,14 @@ _KINDS = {
 
 def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
     """The step that was profiled on a V100, its kernels by kind, and the measured microseconds of each kind."""
-    captured = replace(
-        _captured(tuple(sorted({**NETWORKS["resnet50"], "batch_size": 32}.items())), "SGD"),
-        precision=Precision(False, False),
-    ).on(Machine.load("v100"))
+    network = {**NETWORKS["resnet50"], "batch_size": 32}
+    captured = captured_step(network, "SGD", Machine.load("v100"), Precision(False, False))
     kinds: dict[str, list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
         packet = kernel.name.split(".")[1] if "." in kernel.name else kernel.name
         kinds["optimizer" if kernel.phase == "optimizer" else _KINDS.get((kernel.phase, packet), "other")].append(i)
-    with (DATA / f"{BY_KIND}.csv").open() as file:
-        measured = {row["kind"]: 1e3 * float(row["ms_per_step"]) for row in csv.DictReader(file)}
-    return captured, dict(kinds), measured
+    measured = read_csv(DATA / f"{BY_KIND}.csv", lambda row: (row["kind"], 1e3 * float(row["ms_per_step"])))
+    return captured, dict(kinds), dict(measured)
 
 
 def by_kind() -> list[Beside]:
@@ -333,16 +340,16 @@ class Published(NamedTuple):
 
 def published() -> list[Published]:
     """The steps of steps.csv; float16 is autocast."""
-    found = []
-    with (DATA / "steps.csv").open() as file:
-        for row in csv.DictReader(file):
-            machine, precision = Machine.load(row["machine"]), row["precision"]
-            network = tuple(sorted({**NETWORKS[row["network"]], "batch_size": int(row["batch"])}.items()))
-            captured = replace(
-                _captured(network, row["optimizer"], precision == "float16", row["layout"] == "nhwc"),
-                precision=Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
-            ).on(machine)
-            name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
-            ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
-            found.append(Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old))
-    return found
+    return read_csv(DATA / "steps.csv", _published)
+
+
+def _published(row: dict[str, str]) -> Published:
+    machine, precision = Machine.load(row["machine"]), row["precision"]
+    network = {**NETWORKS[row["network"]], "batch_size": int(row["batch"])}
+    captured = captured_step(
+        network, row["optimizer"], machine, Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
+        precision == "float16", row["layout"] == "nhwc",
+    )  # fmt: skip
+    name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
+    ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
+    return Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old)

@@ -31,9 +31,9 @@ class Record:
         device: PyTorch's name; of "cuda" it is looked after each failure whether CUDA still works.
     """
 
-    def __init__(self, out: Path, seconds: float, device: str = "cpu", quiet: bool = False):
+    def __init__(self, out: Path, seconds: float, device: str = "cpu"):
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.device, self.quiet, self.begin, self.seconds = out, device, quiet, time.monotonic(), seconds
+        self.out, self.device, self.begin, self.seconds = out, device, time.monotonic(), seconds
         self._path, self._under_way = out / "measurements.jsonl", out / "under_way.json"
         self.rows = _lines(self._path)
         # What an earlier command had no time for, or no library, which another computer may have.
@@ -66,9 +66,8 @@ class Record:
         head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
         times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
         what = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
-        if not self.quiet:
-            left = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left]"
-            print(f"{left} {kind} {head}: {what}", flush=True)
+        left = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left]"
+        print(f"{left} {kind} {head}: {what}", flush=True)
         if "failed" in row and self.device == "cuda" and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()

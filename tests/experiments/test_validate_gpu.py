@@ -39,7 +39,7 @@ LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34, flops_per_s={"fl
 
 
 def record(tmp_path, seconds=600.0, device="cpu"):
-    return Record(tmp_path / "out", seconds, device, quiet=True)
+    return Record(tmp_path / "out", seconds, device)
 
 
 def in_turn(out, *words, which=("calibrate", "profile", "plan", "replay", "train")):

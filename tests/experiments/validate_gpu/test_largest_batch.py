@@ -48,7 +48,7 @@ def test_batches_in_small(tmp_path, monkeypatch):
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
-    record = Record(tmp_path / "out", 600.0, quiet=True)
+    record = Record(tmp_path / "out", 600.0)
     search(replace(RESNET, methods=("eager", "checkpoint", "ours")), H200, record)
     eager, checkpoint, ours = record.rows
     assert eager["batch"] == eager["own_batch"] == 8  # the cap is what it needs there
@@ -67,7 +67,7 @@ def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
         return True
 
     monkeypatch.setattr(Tries, "fits", fits)
-    record = Record(tmp_path / "out", 600.0, quiet=True)
+    record = Record(tmp_path / "out", 600.0)
     search(replace(RESNET, methods=("eager",)), H200, record)
     assert record.rows[0]["time_over"] and record.rows[0]["batch"] == 32
 
@@ -81,7 +81,7 @@ def test_a_batch_for_which_there_is_no_plan_does_not_fit(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_batches_on_a_gpu(tmp_path):
-    record = Record(tmp_path / "out", 60.0, quiet=True)
+    record = Record(tmp_path / "out", 60.0)
     search(Settings(workloads=("resnet50",), methods=("eager", "checkpoint", "ours")), H200, record)
     eager, checkpoint, ours = record.rows
     assert checkpoint["batch"] > eager["batch"] and ours["batch"] > eager["batch"]
