@@ -1,8 +1,9 @@
-"""Host time of planned and eager steps: the same operators are issued, and their kernels compute nothing.
+"""Host time of steps whose kernels compute nothing: of planned and eager ones, and what a planned one costs by parts.
 
-Networks have all layers of the real ones and as few elements as these allow. A step is run once to record what each
-operator returns; then CPU kernels that only allocate such results (no_kernels.cpp) take the place of PyTorch's. Views
-stay, and reads of numbers. Planned and eager steps have the same ``foreach`` optimizer and take turns.
+``host_times`` issues the same operators on networks with all layers of the real ones and as few elements as these
+allow. A step is run once to record what each operator returns; then CPU kernels that only allocate such results
+(no_kernels.cpp) take the place of PyTorch's. Views stay, and reads of numbers. Planned and eager steps have the same
+``foreach`` optimizer and take turns. ``step_overhead`` issues no operators.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import shutil
 import subprocess
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor import PlannedStep, capture
+from executor.memory.pinned import HOST, Bytes
+from experiments.benchmark.simulation import swap_all
 from experiments.validate_gpu.networks import _llama
 from experiments.workloads import resnet, transformers
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.schedule import lower
 
 Parts = tuple[nn.Module, Tensor, Tensor]  # model, input, label
 UNDEFINED, NEW, FIRST_ARGUMENT, LIST = range(4)  # what a result is; no_kernels.cpp has the same
@@ -170,3 +176,89 @@ def _compile() -> None:
         command = ["c++", "-O1", "-std=c++20", "-shared", "-fPIC", str(source), "-o", library, *paths]
         subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True)
         torch.ops.load_library(library)
+
+
+# ------------------------------------------------------------------------------------------- costs of a step
+
+
+def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) -> dict[str, float]:
+    """Of a ResNet for CIFAR at batch 1, SGD with momentum, on CPU tensors; µs, each the least of ``repeats``.
+
+    ``step_kernel_us``: of a step without a plan, per kernel, with what it does for calls, the ledger and Ctrl-C.
+    ``step_move_us``: what a plan that swaps every gap of tensors of ``min_bytes`` takes in addition, per move.
+    ``step_binding_us``: per parameter, buffer and optimizer's tensor, to see whether the user has changed anything.
+    ``step_fixed_us``: a step without kernels and moves.
+    """
+    torch.manual_seed(0)
+    model = resnet.ResNet(depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(1, 3, 32, 32), torch.zeros(1, dtype=torch.long)
+    captured = capture(model, nn.CrossEntropyLoss(), optimizer, batch, machine=machine, check=False)
+    program = captured.program
+    plan = swap_all(program, program.gaps(min_bytes))
+    plain = idle(PlannedStep(captured, Plan(), machine), batch)
+    bound = shortest_s(plain.look, repeats)
+    whole = shortest_s(lambda: plain(*batch), repeats)
+    work, plain.state.work, plain.state.whole = plain.state.work, [], replace(plain.state.whole, end=0)
+    fixed = shortest_s(lambda: plain(*batch), repeats)
+    moving = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
+    swapped = shortest_s(lambda: moving(*batch), repeats)
+    moves = sum(len(item.before) + len(item.after) for item in moving.order.items)
+    return {
+        "step_kernel_us": round(1e6 * (whole - fixed) / len(work), 3),
+        "step_move_us": round(1e6 * (swapped - whole) / moves, 3),
+        "step_binding_us": round(1e6 * bound / len(plain.state.bindings), 4),
+        "step_fixed_us": round(1e6 * fixed, 1),
+    }
+
+
+class NoCopies:
+    """Copy engines that do nothing."""
+
+    def pinned(self, nbytes: int) -> Bytes:
+        return HOST.take(nbytes)
+
+    def nothing(self, *_: object) -> Any:
+        pass
+
+    borrow = event = begin = copy_out = copy_in = wait = join = synchronize = nothing
+
+
+def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
+    """After one real step, the kernels return what they returned in it, and copies are not made."""
+    results: list[Any] = []
+
+    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            results.append(function(*args, **options))
+            return results[-1]
+
+        return call
+
+    work = list(step.state.work)
+
+    def exchange(made: Callable[[Any], Any]) -> None:
+        step.state.work[:] = [
+            item._replace(calls=tuple((out, made(f), get, options) for out, f, get, options in item.calls))
+            for item in work
+        ]
+
+    exchange(kept)
+    step(*batch)
+    found = iter(results)
+    exchange(lambda _: returning(next(found)))
+    if step.state.blocks.engines:
+        step.state.blocks.engines.synchronize()
+        step.state.blocks.engines = NoCopies()
+    step(*batch)
+    return step
+
+
+def returning(result: Any) -> Callable[..., Any]:
+    """A function that returns ``result`` whatever it is given."""
+    return lambda *args, **options: result
+
+
+def shortest_s(call: Callable[[], object], repeats: int) -> float:
+    """Shortest duration of a call, in seconds: others may use this computer, too."""
+    return min(timeit.repeat(call, number=1, repeat=repeats))

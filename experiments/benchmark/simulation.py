@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
+import gc
 import time
-from collections.abc import Callable
+import timeit
+from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -55,9 +57,11 @@ def simulation(
     }
     if len(set(results.values())) > 1:
         raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
-    fast = median_s(lambda: engine.score(rows), calls)
-    simpy = median_s(lambda: simpy_model.simulate(schedule, machine, limit), 5)
-    slow = median_s(lambda: rules.simulate(program, plan, machine, limit, iterations=1), 3)
+    fast, simpy, slow = (median(timeit.repeat(call, number=1, repeat=repeats)) for call, repeats in (
+        (lambda: engine.score(rows), calls),
+        (lambda: simpy_model.simulate(schedule, machine, limit), 5),
+        (lambda: rules.simulate(program, plan, machine, limit, iterations=1), 3),
+    ))  # fmt: skip
     return {
         "simulate_us": round(fast * 1e6, 2),
         "speedup_vs_simpy": round(simpy / fast, 1),
@@ -90,14 +94,10 @@ def batches(program: Program, plan: Plan, machine: Machine, limit: int, plans: i
     kept = np.random.default_rng(seed).random((plans, len(rows))) < 0.97
     every, lengths = np.concatenate([rows[k] for k in kept]), kept.sum(axis=1)
 
-    def seconds(threads: int | None) -> float:
-        start = time.perf_counter()
-        engine.score_batch(every, lengths, threads)
-        return time.perf_counter() - start
-
-    seconds(None)
-    times = [(seconds(1), seconds(None)) for _ in range(5)]
-    return min(one for one, _ in times) / min(all_cores for _, all_cores in times)
+    one, all_cores = (timeit.Timer(partial(engine.score_batch, every, lengths, threads)) for threads in (1, None))
+    all_cores.timeit(1)
+    times = [(one.timeit(1), all_cores.timeit(1)) for _ in range(5)]
+    return min(alone for alone, _ in times) / min(together for _, together in times)
 
 
 def home_search(
@@ -112,9 +112,7 @@ def home_search(
     with contextlib.suppress(Infeasible):  # two particles compile, and need not find a plan
         HOME(particles=2, iterations=1, jobs=1).plan(program, machine, limit_bytes)
     planner = HOME(particles, iterations, jobs=1, seed=seed)
-    start = time.perf_counter()
-    planner.plan(program, machine, limit_bytes)
-    seconds = time.perf_counter() - start
+    seconds = timeit.timeit(lambda: planner.plan(program, machine, limit_bytes), gc.enable, number=1)
     return {"home_search_s": round(seconds, 3), "home_call_us": round(seconds / planner.simulator_calls * 1e6, 2)}
 
 
@@ -184,18 +182,3 @@ def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:
             spent += time.perf_counter() - start
         best = max(best, max(1, steps // num_envs) * num_envs / spent)
     return round(best)
-
-
-def seconds_of(call: Callable[[], object], repeats: int) -> list[float]:
-    """How long each of so many calls takes."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Median duration of a call, in seconds."""
-    return statistics.median(seconds_of(call, repeats))

@@ -7,18 +7,20 @@ on the iteration to the nanosecond, or there is no number.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
-from experiments.benchmark.host_time import NETWORKS, host_times
+from experiments.benchmark.host_time import NETWORKS, host_times, step_overhead
 from experiments.benchmark.packing import packing
 from experiments.benchmark.simulation import (
     batches,
@@ -29,7 +31,6 @@ from experiments.benchmark.simulation import (
     simulation,
     swap_all,
 )
-from experiments.benchmark.training import step_overhead
 from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -108,9 +109,9 @@ def first_command(workload: str) -> dict[str, float]:
         for which in ("cold", "warm"):
             command = [sys.executable, "-m", "experiments.evaluate", f"workload={workload}",
                        "planners=[autoswap_swdoa]", f"out={folder}/{which}"]  # fmt: skip
-            begin = time.perf_counter()
-            subprocess.run(command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True, capture_output=True)
-            spent[which] = round(time.perf_counter() - begin, 1)
+            run = partial(subprocess.run, command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True,
+                          capture_output=True)  # fmt: skip
+            spent[which] = round(timeit.timeit(run, number=1), 1)
     return spent
 
 
@@ -150,10 +151,7 @@ def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program
     """The best of some captures of a workload in seconds, and its program; raises as ``cli.workload``."""
     from experiments import workloads
 
-    config = cli.workload(name)
-    spent = []
-    for _ in range(times):
-        start = time.perf_counter()
-        program = workloads.load(config, machine).program
-        spent.append(time.perf_counter() - start)
-    return min(spent), program
+    config, programs = cli.workload(name), list[Program]()
+    load = partial(workloads.load, config, machine)
+    spent = timeit.repeat(lambda: programs.append(load().program), gc.enable, number=1, repeat=times)
+    return min(spent), programs[-1]

@@ -84,7 +84,7 @@ def run(task: Row, machine: Machine) -> Row:
         found = fit.h100()
         assert found.held_out is not None
         held = found.held_out
-        return {"error": found.error, "middle": found.middle,
+        return {"error": found.errors.spread, "middle": found.errors.middle,
                 "held_out": {"kernels": held.kernels, "middle": held.middle, "spread": held.spread},
                 "networks": [one._asdict() for one in fit.h200().networks]}  # fmt: skip
     path = DATA / task["file"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -63,48 +63,46 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    from rich.table import Table
-
-    from experiments.common import report
     from experiments.measured import fit
 
-    console = report.console()
     for found in (fit.h100(), fit.of_v100(), fit.h200()):
-        heads, lines = fit.table(found)
-        table = Table(*heads, title=found.machine, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-        print(f"{found.machine}: the step {found.step:+.1%}")
-        if found.error is not None:
-            print(f"error: {found.error:.3f}, the standard deviation of ln(measured / modelled)")
-            print(f"kernels of at least 20 us: median {found.middle:.1%}")
-        if found.held_out:
-            h = found.held_out
-            print(f"by coefficients not fitted to them: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
-                  f"{h.kernels} kernels")  # fmt: skip
+        _print_table(*fit.table(found), title=found.machine)
+        (_, middle, spread, total), held = found.errors, found.held_out
+        print(f"{found.machine}: the step {total:+.1%}")
+        if spread is not None:
+            print(f"error: {spread:.3f}, the standard deviation of ln(measured / modelled)")
+            print(f"kernels of at least 20 us: median {middle:.1%}")
+        if held:
+            print(f"by coefficients not fitted to them: {held.spread:.3f}; median {held.middle:.1%}, "
+                  f"sum {held.total:+.1%}, {held.kernels} kernels")  # fmt: skip
         for one in found.networks:
             print(f"{one.workload}: sum {one.fitted:+.1%}, left out {one.left_out:+.1%}; median {one.middle:.1%}, "
                   f"left out {one.left_middle:.1%}")  # fmt: skip
 
 
 def _replays(options: argparse.Namespace) -> None:
-    from rich.table import Table
-
-    from experiments.common import report
     from experiments.measured.replays import replays
 
     rows = replays()
-    table = Table("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
-    for row in rows:
-        table.add_row(
-            row.workload, f"{row.fraction:.0%}", row.planner + (" (remade)" if row.remade else ""),
-            f"{row.predicted_ns / 1e6:.2f} ms", f"{row.measured_ns / 1e6:.2f}", f"{row.error:+.1%}",
-            f"{row.before_ns / row.measured_ns - 1:+.1%}",
-        )  # fmt: skip
-    report.console().print(table)
+    heads = ("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
+    _print_table(heads, [
+        (row.workload, f"{row.fraction:.0%}", row.planner + (" (remade)" if row.remade else ""),
+         f"{row.predicted_ns / 1e6:.2f} ms", f"{row.measured_ns / 1e6:.2f}", f"{row.error:+.1%}",
+         f"{row.before_ns / row.measured_ns - 1:+.1%}") for row in rows
+    ])  # fmt: skip
     errors = [abs(row.error) for row in rows]
     print(f"mean {sum(errors) / len(errors):.1%}, worst {max(errors):.1%} of {len(rows)} plans")
+
+
+def _print_table(heads: Sequence[str], lines: Iterable[Sequence[str]], title: str | None = None) -> None:
+    from rich.table import Table
+
+    from experiments.common import report
+
+    table = Table(*heads, title=title, title_justify="left")
+    for line in lines:
+        table.add_row(*line)
+    report.console().print(table)
 
 
 def _profile(options: argparse.Namespace) -> None:
@@ -116,11 +114,8 @@ def _profile(options: argparse.Namespace) -> None:
     for key in ("repeats", "steps"):
         if getattr(options, key) < 1:
             raise FormatError(f"--{key}: expected at least 1, got {getattr(options, key)}")
-    found = profiled(
-        options.network, options.machine, options.device, source=options.source, licence=options.licence,
-        rates=options.rates, name=options.name, cache=options.cache, repeats=options.repeats, steps=options.steps,
-        said=lambda text: print(f"measuring {text} …", file=sys.stderr),
-    )  # fmt: skip
+    settings = {key: value for key, value in vars(options).items() if key not in ("command", "out")}
+    found = profiled(**settings, log=lambda text: print(f"measuring {text} …", file=sys.stderr))
     write_text(options.out, found.to_json())
     print(options.out)
 

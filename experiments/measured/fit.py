@@ -11,8 +11,8 @@ Coefficients that no measurement determines stay as in the machine's file, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +22,7 @@ from scipy.optimize import brentq, least_squares
 from executor.capture.captured import Captured
 from executor.capture.durations import kernel_ns
 from experiments.common.measured_step import MeasuredStep, calls, written
-from experiments.measured import traces
-from experiments.measured.steps import LEAST_US, Trace, v100
-from experiments.measured.traces import Operator
+from experiments.measured.steps import DATA, LEAST_US, Operator, Trace, paired, v100
 from simulator.files import load_json
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
@@ -74,38 +72,39 @@ KINDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Group:
-    """Coefficients that were fitted together.
+class Errors(NamedTuple):
+    """Errors of modelled kernels.
 
     Attributes:
-        found, written: values of the fit, and of the machine's file.
-        kernels: number of kernels that they were fitted to.
         middle: median of |modelled / measured - 1|; None if only a sum is published.
         spread: standard deviation of ln(modelled / measured); None likewise.
         total: sum modelled over sum measured, less 1.
     """
 
-    name: str
-    found: dict[str, float]
-    written: dict[str, float]
     kernels: int
     middle: float | None
     spread: float | None
     total: float
 
+    @classmethod
+    def from_times(cls, modelled: Sequence[float], measured: Sequence[float]) -> Errors:
+        """Returns the errors of kernels with two times each."""
+        ours, us = np.array(modelled), np.array(measured)
+        return cls.from_ratios(ours / us, float(ours.sum() / us.sum() - 1))
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Errors of kernels that were not fitted to; figures as in ``Group``.
+    @classmethod
+    def from_ratios(cls, ratios: NDArray[np.float64], total: float) -> Errors:
+        """Returns the errors of kernels with these modelled over measured times."""
+        return cls(len(ratios), _middle(ratios), float(np.std(np.log(ratios))), total)
 
-    H100: every second shape of each group with more shapes than coefficients. H200: each network.
-    """
 
-    kernels: int
-    middle: float
-    spread: float
-    total: float
+class Group(NamedTuple):
+    """Coefficients that were fitted together: their values by the fit and in the machine's file; errors of the kernels
+    that they were fitted to."""
+
+    found: dict[str, float]
+    written: dict[str, float]
+    errors: Errors
 
 
 class LeftOut(NamedTuple):
@@ -124,23 +123,20 @@ class LeftOut(NamedTuple):
     left_middle: float
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Fit of one machine: its groups, then figures over all kernels (see ``Group``).
+class Fit(NamedTuple):
+    """Fit of one machine.
 
     Attributes:
-        error: ``spread`` over all kernels of at least LEAST_US; None if only sums are published.
-        step: sum modelled over sum measured, less 1.
-        held_out: the same figures for kernels that were not fitted to.
+        errors: over all kernels of at least LEAST_US; its total is the whole step's.
+        held_out: of kernels that were not fitted to. H100: every second shape of each group with more shapes than
+            coefficients. H200: each network.
         networks: one entry per profiled step.
     """
 
     machine: str
     groups: tuple[Group, ...]
-    error: float | None
-    middle: float | None
-    step: float
-    held_out: HeldOut | None = None
+    errors: Errors
+    held_out: Errors | None = None
     networks: tuple[LeftOut, ...] = ()
 
 
@@ -178,32 +174,27 @@ class _Model:
 
 def h100() -> Fit:
     """Fits to TrioSim's trace of ResNet-50."""
-    trace = Trace.load(traces.DATA / "h100_resnet50.csv")
+    trace = Trace.load(DATA / "h100_resnet50.csv")
     captured, machine = trace.captured(), Machine.load("h100")
-    pairs = traces.paired(captured, trace.operators)
+    pairs = paired(captured, trace.operators)
     model, in_file = _Model(captured, machine), _times(machine)
-    times, groups, held = in_file, [], [[], []]  # type: ignore[var-annotated]
+    times, groups = in_file, []
+    unseen: list[float] = []  # modelled us, and measured us
+    unseen_us: list[float] = []
     for name, (keys, chosen) in GROUPS.items():
         rows = [pair for pair in pairs if chosen(pair[0]) and pair[0].us >= LEAST_US]
         known = sorted({model.key(pair) for pair in rows})
         halves = [[pair for pair in rows if known.index(model.key(pair)) % 2 == i] for i in (0, 1)]
         if len(known) > len(keys) + 1:
             for half, other in (halves, halves[::-1]):
-                us = np.array([row.us for row, _ in half])
-                held[0] += list(model.us(model.fitted(times, name, other), half))
-                held[1] += list(us)
+                unseen += list(model.us(model.fitted(times, name, other), half))
+                unseen_us += [row.us for row, _ in half]
         times = model.fitted(times, name, rows)
-        us = np.array([row.us for row, _ in rows])
-        ratio = model.us(times, rows) / us
-        groups.append(Group(
-            name, _only(times, keys), _only(in_file, keys), len(rows), _middle(ratio), _spread(ratio),
-            float((ratio * us).sum() / us.sum() - 1),
-        ))  # fmt: skip
+        errors = Errors.from_times(model.us(times, rows), [row.us for row, _ in rows])
+        groups.append(Group(_only(times, keys), _only(in_file, keys), errors))
     us, ours = np.array([row.us for row, _ in pairs]), model.us(times, pairs)
-    ratio = (ours / us)[us >= LEAST_US]
-    unseen = np.array(held[0]) / np.array(held[1])
-    held_out = HeldOut(len(unseen), _middle(unseen), _spread(unseen), float(sum(held[0]) / sum(held[1]) - 1))
-    return Fit("h100", tuple(groups), _spread(ratio), _middle(ratio), float(ours.sum() / us.sum() - 1), held_out)
+    errors = Errors.from_ratios((ours / us)[us >= LEAST_US], float(ours.sum() / us.sum() - 1))
+    return Fit("h100", tuple(groups), errors, Errors.from_times(unseen, unseen_us))
 
 
 def _fitted(
@@ -264,7 +255,7 @@ class _Step:
 
 def h200() -> Fit:
     """Fits to the profiled steps of an H200, then to all but each in turn."""
-    machine, files = Machine.load("h200"), sorted(traces.DATA.glob("nvidia_h200-*.json"))
+    machine, files = Machine.load("h200"), sorted(DATA.glob("nvidia_h200-*.json"))
     steps = [_Step(load_json(path, MeasuredStep.from_dict), machine) for path in files]
     times = _fitted_to_steps(steps)
     others = [_fitted_to_steps([other for other in steps if other is not step]) for step in steps]
@@ -276,12 +267,9 @@ def h200() -> Fit:
         for i, step in enumerate(steps)
     )
     ratio, unseen = (np.concatenate(one) for one in zip(*ratios, strict=True))
-    keys, total = tuple(STEP_STARTS), _total(sums.sum(axis=0))
-    group = Group(
-        "all", _only(times, keys), _only(_times(machine), keys), len(ratio), _middle(ratio), _spread(ratio), total
-    )
-    held = HeldOut(len(unseen), _middle(unseen), _spread(unseen), _total(left_sums.sum(axis=0)))
-    return Fit("h200", (group,), _spread(ratio), _middle(ratio), total, held, networks)
+    keys, errors = tuple(STEP_STARTS), Errors.from_ratios(ratio, _total(sums.sum(axis=0)))
+    group = Group(_only(times, keys), _only(_times(machine), keys), errors)
+    return Fit("h200", (group,), errors, Errors.from_ratios(unseen, _total(left_sums.sum(axis=0))), networks)
 
 
 def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
@@ -312,24 +300,19 @@ def of_v100() -> Fit:
     machine = Machine.load("v100")
     in_file = times = _times(machine)
 
-    def said(times: KernelTimes, chosen: Sequence[str]) -> float:
-        """Modelled us of all kernels of some kinds; this PyTorch updated each parameter by itself."""
+    def total(times: KernelTimes, chosen: Iterable[str]) -> Errors:
+        """Error of the sum over all kernels of some kinds; this PyTorch updated each parameter by itself."""
         on = replace(machine, kernel_times=times)
         mine = [k for kind in chosen for k in kinds.get(kind, ())]
-        return (
-            sum(kernel_ns(captured.program.kernels[k], captured.nodes[k], on, captured.precision) for k in mine) / 1e3
-        )
+        ns = sum(kernel_ns(captured.program.kernels[k], captured.nodes[k], on, captured.precision) for k in mine)
+        return Errors(len(mine), None, None, ns / 1e3 / sum(measured[kind] for kind in chosen) - 1)
 
     groups = []
     for key, chosen in KINDS.items():
-        us = sum(measured[kind] for kind in chosen)
-        best = brentq(lambda share: said(replace(times, **{key: share}), chosen) - us, 0.05, 1.0, xtol=1e-6)  # noqa: B023
+        best = brentq(lambda share: total(replace(times, **{key: share}), chosen).total, 0.05, 1.0, xtol=1e-6)  # noqa: B023
         times = replace(times, **{key: float(best)})
-        count = sum(len(kinds[kind]) for kind in chosen)
-        groups.append(
-            Group(key, _only(times, (key,)), _only(in_file, (key,)), count, None, None, said(times, chosen) / us - 1)
-        )
-    return Fit("v100", tuple(groups), None, None, said(times, list(measured)) / sum(measured.values()) - 1)
+        groups.append(Group(_only(times, (key,)), _only(in_file, (key,)), total(times, chosen)))
+    return Fit("v100", tuple(groups), total(times, list(measured)))
 
 
 def _times(machine: Machine) -> KernelTimes:
@@ -345,10 +328,6 @@ def _middle(ratios: NDArray[np.float64]) -> float:
     return float(np.median(abs(ratios - 1)))
 
 
-def _spread(ratios: NDArray[np.float64]) -> float:
-    return float(np.std(np.log(ratios)))
-
-
 def _only(times: KernelTimes, keys: Sequence[str]) -> dict[str, float]:
     return {key: getattr(times, key) for key in keys}
 
@@ -358,9 +337,10 @@ def table(found: Fit) -> tuple[list[str], list[list[str]]]:
     heads = ["coefficient", "fitted", "in the file", "kernels", "median error", "sd of ln", "sum"]
     lines = []
     for group in found.groups:
-        spread = "" if group.spread is None else f"{group.spread:.3f}"
-        middle = "" if group.middle is None else f"{group.middle:.1%}"
-        ends = [[str(group.kernels), middle, spread, f"{group.total:+.1%}"], ["", "", "", ""]]
-        for i, (key, value) in enumerate(group.found.items()):
-            lines.append([key, f"{value:.{PLACES}f}", f"{group.written[key]:g}", *ends[i > 0]])
+        kernels, middle, spread, total = group.errors
+        ends = [str(kernels), "" if middle is None else f"{middle:.1%}", "" if spread is None else f"{spread:.3f}",
+                f"{total:+.1%}"]  # fmt: skip
+        for key, value in group.found.items():
+            lines.append([key, f"{value:.{PLACES}f}", f"{group.written[key]:g}", *ends])
+            ends = [""] * len(ends)
     return heads, lines

@@ -8,7 +8,6 @@ includes the context; so ours is what PyTorch reserves. A run that did not fit h
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from executor.capture.capture import capture
 from executor.card import Loop, ZeroGrad, card_peak
 from experiments import workloads
-from experiments.measured.traces import DATA
+from experiments.measured.steps import DATA, read_csv
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.pool.card import CardPeak
@@ -29,6 +28,7 @@ ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
 MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
 IMAGE, LENGTH = 86, 128  # px of CIFAR-10's images; tokens of a sequence of wikitext-2
 ITERATIONS = 4
+ZERO_GRADS: dict[int, ZeroGrad] = {0: "start", 1: "backward"}  # of an iteration, or before its backward pass
 
 # Network as the points name it -> workload; xMem's MobileNetV3 and MnasNet have 10 classes, its others 1000.
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -73,53 +73,31 @@ class Point:
     verdicts: dict[str, bool | None]
 
 
-def points(path: Path | None = None) -> list[Point]:
-    """The runs of a file.
-
-    Raises:
-        FormatError: it is none; the message names the line.
-    """
-    path = path or DATA / "xmem_points.csv"
-    try:
-        with path.open(newline="") as file:
-            return [_point(row, f"{path.name}, line {i}") for i, row in enumerate(csv.DictReader(file), 2)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+def points(path: Path = DATA / "xmem_points.csv") -> list[Point]:
+    """Reads the runs of a file; raises FormatError as ``read_csv``."""
+    return read_csv(path, _point)
 
 
-def _point(row: dict[str, Any], where: str) -> Point:
-    def number(key: str, wanted: bool = True) -> int | None:
-        text = row.get(key)
-        if not text and not wanted and text is not None:
-            return None
-        if not isinstance(text, str) or not text.isdecimal():
-            raise FormatError(f"{where}: {key} is no number of at least 0: {text!r}")
-        return int(text)
+def _point(row: dict[str, str]) -> Point:
+    def number(key: str) -> int | None:
+        if row[key] and not row[key].isdecimal():
+            raise ValueError(f"{key} is no number of at least 0: {row[key]!r}")
+        return int(row[key]) if row[key] else None
 
-    def needed(key: str, most: int | None = None) -> int:
-        found = number(key)
-        assert found is not None
-        if (most is None and not found) or (most is not None and found > most):
-            raise FormatError(f"{where}: {key} is out of range: {found}")
-        return found
+    def of_estimators(key: str) -> dict[str, int | None]:
+        return {name: number(f"{name}_{key}") for name in ESTIMATORS}
 
-    if row.get("gpu") not in MACHINES:
-        raise FormatError(f"{where}: gpu is none of {', '.join(MACHINES)}: {row.get('gpu')!r}")
-    name = row.get("optimizer") or ""
-    if name.startswith("_") or not isinstance(getattr(torch.optim, name, None), type):
-        raise FormatError(f"{where}: optimizer is none of torch.optim: {name!r}")
-    if not row.get("model"):
-        raise FormatError(f"{where}: model is missing")
-    mode = number("zero_grad_mode", wanted=False) or 0
-    if mode > 1:
-        raise FormatError(
-            f"{where}: zero_grad_mode is neither 0, the iteration's start, nor 1, before the backward pass"
-        )
-    ran = {name: number(f"{name}_oom", wanted=False) for name in ESTIMATORS}
+    if row["gpu"] not in MACHINES:
+        raise ValueError(f"gpu is none of {', '.join(MACHINES)}: {row['gpu']!r}")
+    if not isinstance(getattr(torch.optim, row["optimizer"], None), type):
+        raise ValueError(f"optimizer is none of torch.optim: {row['optimizer']!r}")
+    batch, memory, peak, lost = (number(key) for key in ("batch", "gpu_bytes", "ground_bytes", "real_oom"))
+    fits = {name: None if oom is None else not oom for name, oom in of_estimators("oom").items()}
+    if not (row["model"] and batch and memory and peak):
+        raise ValueError("model, batch, gpu_bytes and ground_bytes are needed")
     return Point(
-        row["model"], name, needed("batch"), row["gpu"], needed("gpu_bytes"), "backward" if mode else "start",
-        needed("ground_bytes"), not needed("real_oom", 1), {e: number(f"{e}_bytes", wanted=False) for e in ESTIMATORS},
-        {e: None if oom is None else not oom for e, oom in ran.items()},
+        row["model"], row["optimizer"], batch, row["gpu"], memory, ZERO_GRADS[number("zero_grad_mode") or 0], peak,
+        not lost, of_estimators("bytes"), fits,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from agents.planner import small
 from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
 from executor.capture.durations import with_roofline
 from experiments.common import report
-from experiments.measured import steps, traces
+from experiments.measured import steps
 from experiments.plan import times
 from experiments.plan.answer import Best
 from simulator import simulate
@@ -41,9 +41,9 @@ def rows(
     limits: Sequence[float] = LIMITS, calls: int = CALLS, seed: int = 0, searches: Sequence[str] = SEARCHES
 ) -> list[Row]:
     """``compared`` for the trace of ResNet-50 on an H100."""
-    trace = steps.Trace.load(traces.DATA / f"{steps.RESNET50}.csv")
+    trace = steps.Trace.load(steps.DATA / f"{steps.RESNET50}.csv")
     captured = trace.captured()
-    measured = traces.measured(captured, trace.operators)
+    measured = steps.with_trace_times(captured, trace.operators)
     return compared(captured.program, measured, Machine.load(trace.machine), limits, calls, seed, searches)
 
 

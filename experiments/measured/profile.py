@@ -26,7 +26,7 @@ WARM = 3  # steps before those that are timed; the peaks are of these, too
 def profiled(
     network: str, machine: str, device: str = "cuda", *, source: str, licence: str, rates: Path | None = None,
     name: str = "", cache: Cache = "cold", repeats: int = 7, steps: int = 10,
-    said: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> MeasuredStep:  # fmt: skip
     """A measured step.
 
@@ -38,7 +38,7 @@ def profiled(
         name: of the workload, for people; "" for the network's.
         cache, repeats: as of ``measure``.
         steps: eager ones that are timed.
-        said: is told what is done next.
+        log: is called with what is done next.
 
     Raises:
         FormatError, WorkloadError, ProfileError, CaptureError, ContextError: a file or the network is wrong, or
@@ -48,23 +48,24 @@ def profiled(
     measured_rates = None if rates is None else Machine.load(rates)
     if device == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on; --device cpu does the same without one")
-    said("the CUDA context") if device == "cuda" else None
-    context = measure_context(device).nbytes if device == "cuda" else None
+    cuda, context = device == "cuda", None
+    if cuda:
+        log("the CUDA context")
+        context = measure_context(device).nbytes
     made = built(network, device)
     give_back()
-    if device == "cuda":
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
-    said(f"{WARM + steps} eager steps")
+    log(f"{WARM + steps} eager steps")
     timed(made.step, WARM, device)
     _, times = timed(made.step, steps, device)
-    reserved = torch.cuda.max_memory_reserved() if device == "cuda" else None
-    allocated = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    said("every kernel")
+    peaks = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if cuda else (None, None)
+    log("every kernel")
     captured = made.captured(preset)
     profile = measure(captured, device, machine, repeats, cache=cache)
     return measured_step(
         captured, profile, measured_rates, source=source, licence=licence, workload=name or made.name,
-        step_ns=round(median(times)), context_bytes=context, reserved_bytes=reserved, allocated_bytes=allocated,
+        step_ns=round(median(times)), context_bytes=context, reserved_bytes=peaks[0], allocated_bytes=peaks[1],
     )  # fmt: skip
 
 

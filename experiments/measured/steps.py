@@ -1,23 +1,23 @@
 """Measured steps beside what we say of them: an operator, or a kind of operators, a row.
 
-1. *Traces*: NAME.csv (traces.py) with NAME.yaml, which says of which network, on what, and whose it is.
+1. *Traces*: NAME.csv, the microseconds of every outermost operator of a step (tests/data/measured/README.md), with
+   NAME.yaml, its network, device and source. An operator may be several kernels of ours, and a kernel many operators.
 2. *Profiled*: NAME.json (experiments/common/measured_step.py), as ``python -m experiments.measured profile`` writes it.
 3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
 4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
 
-``control`` is what was said before the model of time per kind: one roofline for all, float32's rate for every kernel,
-5 us for a launch.
+``control`` is one roofline for all: float32's rate for every kernel, 5 us for a launch.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import yaml
@@ -27,10 +27,32 @@ from executor.capture.captured import Captured
 from executor.capture.durations import Precision, with_roofline
 from experiments import workloads
 from experiments.common.measured_step import MeasuredStep, modelled
-from experiments.measured import traces
 from simulator.files import FormatError, fields, load_json
 from simulator.machine import Machine
+from simulator.program import Kernel, Program
 
+T = TypeVar("T")
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured"
+STAGES = ("forward", "backward", "optimizer")
+SMALL = 4096  # bytes: an add that only counts (batch norm's batches, Adam's steps)
+
+# Operator as traced -> the packets of ours that do it, in order; several where captures differ.
+KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "aten::conv2d": (("convolution",),), "aten::batch_norm": (("native_batch_norm",),),
+    "aten::relu_": (("relu_",), ("threshold",)), "aten::relu": (("relu",), ("threshold",)),
+    "aten::max_pool2d": (("max_pool2d_with_indices",),), "aten::linear": (("addmm",), ("mm",)),
+    "aten::adaptive_avg_pool2d": (("mean",), ("_adaptive_avg_pool2d",)),
+    "aten::dropout": (("native_dropout",), ("bernoulli_", "div_", "mul")), "aten::ones_like": (("ones_like",),),
+    "aten::cross_entropy_loss": (("_log_softmax", "nll_loss_forward"),),
+    "NllLossBackward0": (("nll_loss_backward",),), "LogSoftmaxBackward0": (("_log_softmax_backward_data",),),
+    "AddmmBackward0": (("mm", "mm", "sum"), ("mm", "sum")),
+    "MeanBackward1": (("div",),), "AdaptiveAvgPool2DBackward0": (("_adaptive_avg_pool2d_backward",),),
+    "NativeDropoutBackward0": (("native_dropout_backward",), ("mul",)), "ReluBackward0": (("threshold_backward",),),
+    "CudnnBatchNormBackward0": (("native_batch_norm_backward",),),
+    "ConvolutionBackward0": (("convolution_backward",),),
+    "MaxPool2DWithIndicesBackward0": (("max_pool2d_with_indices_backward",),),
+}  # fmt: skip
+ADDS = ("aten::add", "aten::add_")  # of tensors, or of a count
 FORMAT = "trace/1"
 BY_KIND = "v100_resnet50_by_kind"
 OLD_LAUNCH_NS = 5000  # of the control
@@ -43,6 +65,16 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3},
     "vgg13": {"family": "vgg_imagenet", "depth": 13, "pooled": True},
 }
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row of a trace."""
+
+    stage: str
+    name: str
+    us: float
+    elements: int  # of its largest input; 0: not known
 
 
 class Beside(NamedTuple):
@@ -73,7 +105,7 @@ class Trace:
     precision: Precision
     network: dict[str, Any]
     optimizer: str
-    operators: tuple[traces.Operator, ...]
+    operators: tuple[Operator, ...]
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -82,7 +114,7 @@ class Trace:
         Raises:
             FormatError: naming the file and its line or entry.
         """
-        operators, about = tuple(traces.load(path)), path.with_suffix(".yaml")
+        operators, about = tuple(read_operators(path)), path.with_suffix(".yaml")
         words = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
         try:
             data = yaml.safe_load(about.read_text())
@@ -96,14 +128,20 @@ class Trace:
 
     def captured(self) -> Captured:
         """Its step, with durations for its machine."""
-        key = tuple(sorted(self.network.items()))
-        return replace(_captured(key, self.optimizer), precision=self.precision).on(Machine.load(self.machine))
+        return captured_step(self.network, self.optimizer, Machine.load(self.machine), self.precision)
+
+
+def captured_step(
+    network: dict[str, Any], optimizer: str, machine: Machine, precision: Precision, half: bool = False,
+    channels_last: bool = False,
+) -> Captured:  # fmt: skip
+    """Returns a network's step with durations for a machine; equal networks are captured once."""
+    captured = _captured(tuple(sorted(network.items())), optimizer, half, channels_last)
+    return replace(captured, precision=precision).on(machine)
 
 
 @cache
-def _captured(
-    network: tuple[tuple[str, Any], ...], optimizer: str, half: bool = False, channels_last: bool = False
-) -> Captured:
+def _captured(network: tuple[tuple[str, Any], ...], optimizer: str, half: bool, channels_last: bool) -> Captured:
     with torch.device("meta"):
         model, loss_fn, _, batch = workloads.build(dict(network))
         if channels_last:
@@ -113,11 +151,95 @@ def _captured(
         return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None, check=False)
 
 
+def read_csv(path: Path, make: Callable[[dict[str, str]], T]) -> list[T]:
+    """Reads a file with a line of names; returns what ``make`` makes of each other line.
+
+    Raises:
+        FormatError: naming the file and the line.
+    """
+    found = []
+    with path.open(newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), 2):
+            try:
+                found.append(make(row))
+            except (KeyError, TypeError, ValueError) as error:
+                raise FormatError(f"{path}: line {line}: {error}") from None
+    return found
+
+
+def read_operators(path: Path) -> list[Operator]:
+    """Reads a trace; raises FormatError as ``read_csv``."""
+
+    def operator(row: dict[str, str]) -> Operator:
+        stage, us = row["stage"], float(row["us"])
+        sizes = [int(n) for n in (row.get("input_elements") or "").split(";") if n.strip()]
+        if stage not in STAGES or not 0 <= us < 1e12:
+            raise ValueError(f"expected a stage of {', '.join(STAGES)} and microseconds")
+        return Operator(stage, row["operator"], us, max(sizes, default=0))
+
+    return read_csv(path, operator)
+
+
+def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator, list[int]]]:
+    """Each operator of the trace with the kernels that it is the time of.
+
+    Raises:
+        ValueError: the trace has an operator that is not known, or more of one than the capture; it names the line.
+    """
+    left: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i, kernel in enumerate(captured.program.kernels):
+        left[kernel.phase, _class(kernel)].append(i)
+    for queue in left.values():
+        queue.reverse()
+    found: list[tuple[Operator, list[int]]] = []
+    for line, row in enumerate(trace, 2):
+        if row.stage == "optimizer":  # one operator updates all parameters
+            packet = row.name.removeprefix("aten::_foreach_")
+            mine = left.pop(("optimizer", packet), []) + left.pop(("optimizer", packet.rstrip("_")), [])
+            found.append((row, mine))
+            continue
+        if row.name in ADDS:
+            ways: tuple[tuple[str, ...], ...] = (("count" if row.elements * 4 < SMALL else "add",),)
+        elif row.name in KERNELS:
+            ways = KERNELS[row.name]
+        elif row.us:
+            raise ValueError(f"line {line}: operator {row.name!r} is not known")
+        else:  # a view
+            ways = ((),)
+        stage = "backward" if row.name == "aten::ones_like" else row.stage
+        for packets in ways:
+            queues = [left[stage, packet] for packet in packets]
+            if all(len(queue) >= packets.count(packet) for packet, queue in zip(packets, queues, strict=True)):
+                found.append((row, [queue.pop() for queue in queues]))
+                break
+        else:
+            raise ValueError(f"line {line}: the trace has more of {row.name} than the capture")
+    return found
+
+
+def _class(kernel: Kernel) -> str:
+    packet = kernel.name.split(".")[1] if "." in kernel.name else kernel.name
+    if kernel.phase != "optimizer" and packet in ("add", "add_"):
+        return "count" if kernel.bytes < SMALL else "add" if kernel.phase == "forward" else "sum of gradients"
+    return packet
+
+
+def with_trace_times(captured: Captured, trace: Sequence[Operator]) -> Program:
+    """The captured program with the trace's times; raises ValueError as ``paired`` does."""
+    durations = [k.duration_ns for k in captured.program.kernels]
+    for row, kernels in paired(captured, trace):
+        total = sum(durations[k] for k in kernels)
+        for k in kernels:
+            share = durations[k] / total if total else 1 / len(kernels)
+            durations[k] = round(row.us * 1e3 * share)
+    return captured.program.with_durations(durations)
+
+
 def of_trace(trace: Trace) -> list[Beside]:
     """Its operators; raises FormatError where it is of another step than it says."""
     captured = trace.captured()
     try:
-        pairs = traces.paired(captured, trace.operators)
+        pairs = paired(captured, trace.operators)
     except ValueError as error:
         raise FormatError(f"{trace.name}.csv: {error}") from None
     old = before(captured, Machine.load(trace.machine))
@@ -176,17 +298,14 @@ _KINDS = {
 
 def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
     """The step that was profiled on a V100, its kernels by kind, and the measured microseconds of each kind."""
-    captured = replace(
-        _captured(tuple(sorted({**NETWORKS["resnet50"], "batch_size": 32}.items())), "SGD"),
-        precision=Precision(False, False),
-    ).on(Machine.load("v100"))
+    network = {**NETWORKS["resnet50"], "batch_size": 32}
+    captured = captured_step(network, "SGD", Machine.load("v100"), Precision(False, False))
     kinds: dict[str, list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
         packet = kernel.name.split(".")[1] if "." in kernel.name else kernel.name
         kinds["optimizer" if kernel.phase == "optimizer" else _KINDS.get((kernel.phase, packet), "other")].append(i)
-    with (traces.DATA / f"{BY_KIND}.csv").open() as file:
-        measured = {row["kind"]: 1e3 * float(row["ms_per_step"]) for row in csv.DictReader(file)}
-    return captured, dict(kinds), measured
+    measured = read_csv(DATA / f"{BY_KIND}.csv", lambda row: (row["kind"], 1e3 * float(row["ms_per_step"])))
+    return captured, dict(kinds), dict(measured)
 
 
 def by_kind() -> list[Beside]:
@@ -220,36 +339,16 @@ class Published(NamedTuple):
 
 def published() -> list[Published]:
     """The steps of steps.csv; float16 is autocast."""
-    found = []
-    with (traces.DATA / "steps.csv").open() as file:
-        for row in csv.DictReader(file):
-            machine, precision = Machine.load(row["machine"]), row["precision"]
-            network = tuple(sorted({**NETWORKS[row["network"]], "batch_size": int(row["batch"])}.items()))
-            captured = replace(
-                _captured(network, row["optimizer"], precision == "float16", row["layout"] == "nhwc"),
-                precision=Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
-            ).on(machine)
-            name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
-            ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
-            found.append(Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old))
-    return found
+    return read_csv(DATA / "steps.csv", _published)
 
 
-# ------------------------------------------------------------------------------------------ errors
-
-
-def total(rows: Iterable[Beside]) -> tuple[float, float, float]:
-    """Milliseconds: measured, ours, the control's."""
-    columns = list(zip(*[(row.measured, row.ours, row.control) for row in rows], strict=True))
-    measured, ours, control = (sum(column) / 1e3 for column in columns)
-    return measured, ours, control
-
-
-def large(rows: Iterable[Beside]) -> list[Beside]:
-    """Those that are compared one by one."""
-    return [row for row in rows if row.measured >= LEAST_US]
-
-
-def ratios(rows: Sequence[Beside], control: bool = False) -> list[float]:
-    """What is said over what was measured."""
-    return [(row.control if control else row.ours) / row.measured for row in rows]
+def _published(row: dict[str, str]) -> Published:
+    machine, precision = Machine.load(row["machine"]), row["precision"]
+    network = {**NETWORKS[row["network"]], "batch_size": int(row["batch"])}
+    captured = captured_step(
+        network, row["optimizer"], machine, Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
+        precision == "float16", row["layout"] == "nhwc",
+    )  # fmt: skip
+    name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
+    ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
+    return Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old)

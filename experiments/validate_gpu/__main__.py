@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-# Before PyTorch is imported: experiments/validate_gpu/flags.py says why.
+# Before PyTorch is imported: experiments/validate_gpu/conditions.py says why.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -67,13 +67,13 @@ def main(words: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     try:
         with held(out):
-            status = one(settings, out) if len(settings.stages) == 1 else FAILED
-        if len(settings.stages) > 1:
-            status = in_turn(settings, words, out)
-            print(f"results are in {out}, all of them in {results.pack(out)}")
+            if len(settings.stages) == 1:
+                return one(settings, out)
     except Busy as error:
         print(error, file=sys.stderr)
         return FAILED
+    status = in_turn(settings, words, out)
+    print(f"results are in {out}, all of them in {results.pack(out)}")
     return status
 
 

@@ -13,26 +13,25 @@ which makes the optimizer's state. The search doubles the batch and then bisects
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import agents
 from agents.deadline import TimeUp, within
-from executor import PlannedStep, StepError
-from executor.capture.captured import Captured
+from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import ProfileError, measure, with_profile
-from executor.capture.reach import CaptureError
 from executor.memory.engines import line
 from experiments.common.bisection import largest
-from experiments.validate_gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch
-from experiments.validate_gpu.pytorch_baselines import CACHE, METHODS, OURS, Counter, Levels
+from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, host_bytes, made, own_batch
+from experiments.validate_gpu.pytorch_baselines import CACHE, OURS, Counter, Levels
 from experiments.validate_gpu.record import LATE, Record
-from simulator import Machine, OutOfMemory, Plan
+from experiments.validate_gpu.settings import Settings
+from simulator import Machine, OutOfMemory
 from simulator.plan import PlanError
 
 CAPS = (1.02, 1.1, 1.25)
@@ -41,58 +40,17 @@ MOST = 64  # times the network's own batch
 PART = 32  # the answer is exact to this part of it
 
 
-def search(
-    workloads: Sequence[str], device: str, machine: Machine, record: Record, seconds: float,
-    methods: Sequence[str] = METHODS,
-) -> None:  # fmt: skip
+def search(settings: Settings, machine: Machine, record: Record) -> None:
     """Adds a row per workload and method: ``batch``, the largest; ``own_batch``, the network's; ``cap`` in bytes;
     ``too_large``, the smallest batch that was tried in vain, and ``reason``; or ``failed``. Each gets an equal share of
-    the time that is left, and so of what those before it leave. What has a row is left out."""
-    end = time.monotonic() + seconds
-    todo = [(name, method) for name in workloads for method in methods
+    the time that is left, and so of what those before it leave."""
+    todo = [(name, method) for name in settings.workloads for method in settings.methods
             if not record.has("largest", workload=name, method=method)]  # fmt: skip
-    caps: dict[str, int | str] = {}
+    caps: dict[str, int] = {}
     for i, (name, method) in enumerate(todo):
-        row: dict[str, Any] = {"workload": name, "method": method, "own_batch": own_batch(name)}
-        until = time.monotonic() + (end - time.monotonic()) / (len(todo) - i)
-        if until <= time.monotonic():
-            record.add("largest", **row, failed=LATE)
-            continue
-        record.trying("largest", **row)
-        tries = Tries(name, method, device, machine)
-        try:
-            with within(until - time.monotonic()):
-                if name not in caps:
-                    caps[name] = _need(name, device)
-                tries.cap = int(caps[name])
-                best = largest(tries.fits, own_batch(name), MOST * own_batch(name), PART)
-            over = False
-        except TimeUp:
-            best, over = max((n for n, reason in tries.tried.items() if not reason), default=0), True
-        except Exception as error:  # a method that breaks must not end the run; the row says so
-            record.add("largest", **row, failed=line(error))
-            continue
-        finally:
-            _uncap(device)
-        row |= {"cap": tries.cap, "tries": len(tries.tried), "time_over": over}
-        vain = min((n for n, reason in tries.tried.items() if reason), default=None)
-        if vain is not None:
-            row |= {"too_large": vain, "reason": tries.tried[vain]}
-        if best:
-            record.add("largest", **row, batch=best)
-        else:
-            record.add("largest", **row, failed=LATE if over else tries.tried[min(tries.tried)])
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = ["| workload | cap MiB | method | largest batch | of its own | too large |", "| --- " * 6 + "|"]
-    lines += [
-        f"| {r['workload']} | {r['cap'] / MIB:.2f} | {r['method']} | {'at least ' * r['time_over']}{r['batch']} | "
-        f"{r['batch'] / r['own_batch']:.2f} | {r.get('too_large', '')} |"
-        for r in sorted(rows, key=lambda r: (r["workload"], -r["batch"]))
-    ]
-    return "\n".join(lines) + "\n"
+        tries, seconds = Tries(name, method, settings.device, machine), record.left() / (len(todo) - i)
+        key = {"workload": name, "method": method}
+        record.measure("largest", key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))
 
 
 class Tries:
@@ -101,6 +59,25 @@ class Tries:
     def __init__(self, name: str, method: str, device: str, machine: Machine, cap: int = 0):
         self.name, self.method, self.device, self.machine, self.cap = name, method, device, machine, cap
         self.tried: dict[int, str] = {}
+
+    def row(self, seconds: float, caps: dict[str, int]) -> dict[str, Any]:
+        """Searches for as many seconds; ``caps`` of networks, by name, are added to."""
+        own, over = own_batch(self.name), False
+        try:
+            with within(seconds):
+                if self.name not in caps:
+                    caps[self.name] = _need(self.name, self.device)
+                self.cap = caps[self.name]
+                best = largest(self.fits, own, MOST * own, PART)
+        except TimeUp:
+            best, over = max((n for n, reason in self.tried.items() if not reason), default=0), True
+        finally:
+            _uncap(self.device)
+        row: dict[str, Any] = {"cap": self.cap, "tries": len(self.tried), "time_over": over}
+        vain = min((n for n, reason in self.tried.items() if reason), default=None)
+        if vain is not None:
+            row |= {"too_large": vain, "reason": self.tried[vain]}
+        return row | ({"batch": best} if best else {"failed": LATE if over else self.tried[min(self.tried)]})
 
     def fits(self, batch: int) -> bool:
         """Does it train at this batch?"""
@@ -112,57 +89,54 @@ class Tries:
                 return False
         if self.device == "cuda":
             cap_memory(self.cap + torch.cuda.memory_reserved(), self.device)
-        reason = self._reason(batch)
+        self.tried[batch] = lack_of_memory(lambda: self._train(batch))
         _uncap(self.device)
-        self.tried[batch] = reason
-        return not reason
+        return not self.tried[batch]
 
-    def _reason(self, batch: int) -> str:
-        try:
-            network = build(self.name, self.device, batch=batch)
-            if self.method == "ours":
-                return self._ours(network)
-            forward = None
-            if self.method != "eager":
-                levels = Levels(self.name, self.device, self.method, len(network.blocks))
-                forward = levels.prepare(network, levels.count - 1)
-            peak = _train(network, self.device, forward)
-        except Exception as error:
-            if not lacks_memory(error):
-                raise
-            return line(error)
+    def _train(self, batch: int) -> str:
+        network = build(self.name, self.device, batch=batch)
+        if self.method == "ours":
+            return self._ours(network)
+        forward = None
+        if self.method != "eager":
+            levels = Levels(self.name, self.device, self.method)
+            forward = levels.prepare(network, levels.count - 1)
+        peak = _train(lambda: network.step(forward), self.device)
         return f"its peak is {peak:,} bytes" if peak > self.cap else ""
 
     def _ours(self, network: Network) -> str:
         """Any planner's plan will do."""
         captured = network.captured(self.machine)
-        program = with_profile(
-            captured.program, measure(captured, self.device, self.machine.name, 1, cache=CACHE[self.device])
-        )
-        captured = replace(captured, program=program)
+        profile = measure(captured, self.device, self.machine.name, 1, cache=CACHE[self.device])
+        captured = replace(captured, program=with_profile(captured.program, profile))
+
+        def train(planner: str, limit: int) -> str:
+            plan = made(planner, captured.program, **OURS[planner]).plan(captured.program, self.machine, limit)
+            with PlannedStep(captured, plan, self.machine, limit, graph=False) as step:
+                for _ in range(STEPS):
+                    step(*network.batch)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            return ""
+
         reasons = []
-        for planner, options in OURS.items():
+        for planner in OURS:
             for part in CAPS if self.device == "cuda" else (1.0,):
-                limit = int(self.cap / part)
-                try:
-                    plan = made(planner, program, **options).plan(program, self.machine, limit)
-                    self._step(captured, plan, limit, network)
-                except Exception as error:
-                    if not lacks_memory(error):
-                        raise
-                    reasons.append(line(error))
-                else:
+                reasons.append(lack_of_memory(partial(train, planner, int(self.cap / part))))
+                if not reasons[-1]:
                     return ""
                 give_back()
         return "; ".join(dict.fromkeys(reasons))
 
-    def _step(self, captured: Captured, plan: Plan, limit: int, network: Network) -> None:
-        step = PlannedStep(captured, plan, self.machine, limit, graph=False)
-        with step:
-            for _ in range(STEPS):
-                step(*network.batch)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+
+def lack_of_memory(function: Callable[[], str]) -> str:
+    """What a function returns, or the lack of memory that it ended with; other exceptions are raised."""
+    try:
+        return function()
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        return line(error)
 
 
 def lacks_memory(error: BaseException | None) -> bool:
@@ -181,28 +155,26 @@ def lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _train(network: Network, device: str, forward: Callable[[Tensor], Any] | None = None) -> int:
+def _train(step: Callable[[], object], device: str) -> int:
     """Two steps; the peak where it is counted (CPU)."""
+    counter = Counter()
+    with counter if device != "cuda" else nullcontext():
+        for _ in range(STEPS):
+            step()
     if device == "cuda":
-        for _ in range(STEPS):
-            network.step(forward)
         torch.cuda.synchronize()
-        return 0
-    with Counter() as counter:
-        for _ in range(STEPS):
-            network.step(forward)
     return counter.peak
 
 
 def _need(name: str, device: str) -> int:
     """Bytes that eager takes at the network's own batch: reserved by PyTorch's allocator, or counted (CPU)."""
+    peak = _train(build(name, device).step, device)
     if device != "cuda":
-        return _train(build(name, device), device)
-    _train(build(name, device), device)  # libraries take what they keep
-    give_back()
+        return peak
+    give_back()  # libraries have what they keep
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    _train(build(name, device), device)
+    _train(build(name, device).step, device)
     return int(torch.cuda.max_memory_reserved() - before)
 
 

@@ -127,10 +127,20 @@ def own_batch(name: str) -> int:
     return NETWORKS[name][0]
 
 
+def on_meta(name: str) -> Parts:
+    """A network without content, for a batch of 1."""
+    with torch.device("meta"):
+        return NETWORKS[name][1](1)
+
+
 def reads_numbers(name: str) -> bool:
     """Does its optimizer read numbers on the host, so that a graph needs another one?"""
-    with torch.device("meta"):
-        return NETWORKS[name][1](1)[1][0].dtype == torch.int64
+    return on_meta(name)[1][0].dtype == torch.int64
+
+
+def block_count(name: str) -> int:
+    """Blocks that checkpointing would take as units."""
+    return sum(isinstance(module, BLOCKS) for module in on_meta(name)[0].modules())
 
 
 def build(name: str, device: str, seed: int = 0, batch: int | None = None, capturable: bool = False) -> Network:
@@ -205,6 +215,12 @@ def in_turns(
             results += found if mine else []
             times[not mine].extend(took)
     return results, *times, peak
+
+
+def limit_of(program: Program, fraction: float) -> int:
+    """Persistent tensors, and a fraction of what the peak has above them, in bytes."""
+    persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+    return persistent + round(fraction * (program.peak_bytes - persistent))
 
 
 def give_back() -> None:

@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-# Before PyTorch is imported: experiments/validate_gpu/flags.py says why.
+# Before PyTorch is imported: experiments/validate_gpu/conditions.py says why.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -31,15 +30,15 @@ import torch
 
 import agents
 from executor import PlannedStep, StepError, open_backend, replay
-from executor.calibrate import calibrate, of_process
+from executor.calibrate import calibrate
 from executor.capture.profile import Cache, Profile, measure, with_profile
-from executor.fit import machine_of
 from executor.memory.engines import line
 from executor.replay.backend import Backend, Stream
-from experiments.validate_gpu.networks import build, give_back, host_bytes, in_turns, made, reads_numbers
+from experiments.validate_gpu.networks import MIB, build, give_back, limit_of, made, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import eager_beside
-from experiments.validate_gpu.stages import HOST
-from experiments.validate_gpu.training import Case, batch_stays
+from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
+from experiments.validate_gpu.stages import base_machine, with_host
+from experiments.validate_gpu.training import Case, batch_stays, beside_eager
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
 from simulator.schedule import lower
@@ -53,7 +52,7 @@ COSTS = {"launch_ns": 1400, "graph_launch_ns": 520, "event_ns": 0, "wait_ns": 10
          "h2d_bytes_per_s": 55_500_000_000, "d2h_bytes_per_s": 55_400_000_000, "h2d_latency_ns": 7600,
          "d2h_latency_ns": 7600, "issue_ns": 12_000}  # fmt: skip
 ROUND_TRIP_NS = 10_000  # that a graph adds to a copy between two kernels; traces had gaps of 17 us with its latency
-COUNT, LONG_NS, MIB = 200, 20_000, 2**20
+COUNT, LONG_NS = 200, 20_000
 REHEARSAL = 4  # times the seconds of a section, on a CPU that others use, too
 AIMS = (1.0, 0.97, 0.94, 0.88)  # of a limit: what is planned for until the graph's memory is within it
 STEPS = {"cuda": 16, "cpu": 4}
@@ -88,7 +87,7 @@ class Probe:
     @property
     def base(self) -> Machine:
         """Figures that are not measured."""
-        return machine_of(torch.cuda.get_device_name()) if self.backend == "cuda" else HOST
+        return base_machine(self.device)
 
     def network(self, name: str) -> str:
         """The network, or a tiny one in a rehearsal."""
@@ -127,13 +126,11 @@ def _short(value: object) -> str:
 
 def costs(probe: Probe) -> None:
     """Calibrates the machine, and measures what a graph adds to a copy between two kernels."""
-    base, cuda = probe.base, probe.backend == "cuda"
+    base = probe.base
     with open_backend(probe.backend, base) as backend:
-        found = calibrate(backend, base, 2**28 if cuda else 2**20, seconds=probe.left() / 3)
+        found = calibrate(backend, base, 2**28 if probe.backend == "cuda" else 2**20, seconds=probe.left() / 3)
         trips = {d: round_trip_ns(backend, found.machine, d) for d in ("d2h", "h2d")}
-    if cuda:
-        found = replace(found, machine=replace(found.machine, host_bytes=min(base.host_bytes, host_bytes())))
-    found = of_process(found, probe.device)
+    found = with_host(found, base, probe.device)
     found.save(probe.out / "machine.yaml")
     for figure, predicted in COSTS.items():
         probe.row(figure, predicted, getattr(found.machine, figure))
@@ -215,19 +212,13 @@ def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan,
     for name, program in list(programs.items())[:1]:
         for fraction in (0.7, 0.5):
             for planner in ("capuchin", "superneurons", "autoswap_swdoa", "lp_round"):
-                limit = at(program, fraction)
+                limit = limit_of(program, fraction)
                 try:
                     plan = made(planner, program, calls=2000).plan(program, machine, limit)
                 except (agents.Infeasible, ImportError) as error:
                     probe.failed(f"{name} {fraction} {planner}", line(error))
                     continue
                 yield f"{name} {fraction} {planner}", program, plan, limit
-
-
-def at(program: Program, fraction: float) -> int:
-    """The limit: persistent tensors, and a fraction of what the peak has above them."""
-    kept = sum(t.nbytes for t in program.tensors if t.persistent)
-    return kept + round(fraction * (program.peak_bytes - kept))
 
 
 def steps(name: str) -> Callable[[Probe], None]:
@@ -266,7 +257,7 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             cache: Cache = "step" if device == "cuda" else "hot"
             profiles[capturable] = measure(captured, device, machine.name, 3, cache=cache)
         program = with_profile(captured.program, profiles[capturable])
-        captured, limit = replace(captured, program=program), at(program, fraction)
+        captured, limit = replace(captured, program=program), limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
             plan = made("annealing", program, iterations=50).plan(program, machine, int(aim * limit))
@@ -275,78 +266,55 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
                 case, plan = batch_stays(case, plan)
             try:
                 with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
-                    found = beside_eager(step, network.batch, eager, device, held)
+                    found = beside_eager(step, network.batch, eager, STEPS[device], device, held)
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
-            predicted = simulate(program, plan, machine, case.limit).iteration_ns
-            probe.row(what, predicted, found.pop("planned_ns"), limit=case.limit, planned_for=aim,
-                      ideal_ns=program.ideal_ns, kernels=len(program.kernels), **found)  # fmt: skip
+            predicted, ns = simulate(program, plan, machine, case.limit).iteration_ns, found["measured_ns"]
+            probe.row(what, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
+                      kernels=len(program.kernels), eager_ns=found["eager_ns"], to_eager=ns / found["eager_ns"],
+                      host_ns=found["host_ns"], peak=found["ledger"],
+                      **({"allocated": found["device_peak"]} if device == "cuda" else {}))  # fmt: skip
             return
         probe.failed(what, "; ".join(reasons))
     except Exception as error:  # the next row may do
         probe.failed(what, line(error))
 
 
-def beside_eager(
-    step: PlannedStep, batch: tuple[Any, ...], eager: Callable[[], Any], device: str, held: int
-) -> dict[str, Any]:
-    """Median times of planned and eager steps in turns, what the host took for a planned one, and peaks in bytes."""
-    hosts: list[int] = []
-
-    def run() -> Any:
-        begin = time.perf_counter_ns()
-        loss = step(*batch)
-        hosts.append(time.perf_counter_ns() - begin)
-        return loss
-
-    for _ in range(2):  # the optimizer makes its state, a graph is captured
-        run()
-    _, times, others, peak = in_turns(run, eager, STEPS[device], device, held)
-    mine, eagers, counted = median(times), median(others), step.graph.peak_bytes if step.graph else step.peak_bytes
-    found = {"planned_ns": mine, "eager_ns": eagers, "to_eager": mine / eagers, "host_ns": median(hosts)}
-    return {**found, "peak": counted, **({"allocated": peak} if device == "cuda" else {})}
-
-
 def rivals(probe: Probe) -> None:
     """What PyTorch offers, at the same peak as a planned step."""
     methods = ["ours", "checkpoint", "offload", *(["compile"] if probe.backend == "cuda" else []), "save_on_cpu"]
-    name = probe.network(LLAMA)
-    rows = validated(probe, "rivals", name, "profile,plan,compare", ["limits=0.7", f"methods={','.join(methods)}",
-                                                                    "planners=", "train=", "graph="])  # fmt: skip
-    for r in rows:
-        if r["kind"] == "compare":
-            what = f"{name} {r.get('fraction', '')} {r['method']}"
-            if "failed" in r:
-                probe.failed(what, r["failed"])
-            else:
-                predicted = "fastest" if r["method"] == "ours" else "slower than ours"
-                more = {key: r.get(key) for key in ("eager_ns", "overhead", "measured_peak", "limit", "setting")}
-                probe.row(what, predicted, r["measured_ns"], **more)
+    words = "limits=0.7", f"methods={','.join(methods)}", "planners=", "train=", "graph="
+    for what, r in validated(probe, LLAMA, "profile,plan,compare", *words):
+        more = {key: r.get(key) for key in ("eager_ns", "overhead", "measured_peak", "limit", "setting")}
+        probe.row(what, "fastest" if r["method"] == "ours" else "slower than ours", r["measured_ns"], **more)
 
 
 def largest(probe: Probe) -> None:
     """The largest batch within the memory that eager needs for its own."""
-    name = probe.network(RESNET)
-    for r in validated(probe, "largest", name, "largest", ["methods=eager,ours,checkpoint"]):
-        if r["kind"] == "largest":
-            if "failed" in r:
-                probe.failed(f"{name} {r['method']}", r["failed"])
-            else:
-                predicted = {"ours": ">= 2 x eager", "eager": r["own_batch"]}.get(r["method"], "less than ours")
-                probe.row(f"{name} {r['method']}", predicted, r["batch"], time_over=r["time_over"], cap=r["cap"])
+    for what, r in validated(probe, RESNET, "largest", "methods=eager,ours,checkpoint"):
+        predicted = {"ours": ">= 2 x eager", "eager": r["own_batch"]}.get(r["method"], "less than ours")
+        probe.row(what, predicted, r["batch"], time_over=r["time_over"], cap=r["cap"])
 
 
-def validated(probe: Probe, folder: str, name: str, stages: str, words: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of a command of experiments.validate_gpu on one network, with the section's time."""
-    out, machine = probe.out / folder, probe.out / "machine.yaml"
+def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs experiments.validate_gpu on one network, with the section's time; yields what each row of the last stage is
+    of, and the row. Rows that failed are kept."""
+    name, machine = probe.network(network), probe.out / "machine.yaml"
+    out, kind = probe.out / probe.section, stages.rpartition(",")[2]
     preset = probe.base.name if probe.backend == "cuda" else "h200"
     command = [sys.executable, "-m", "experiments.validate_gpu", f"backend={probe.backend}", f"out={out}",
                f"machine={machine if machine.exists() else preset}",
                f"workloads={name}", f"stages={stages}", f"seconds={max(10, probe.left() - 5):.0f}", *words]  # fmt: skip
     subprocess.run(command, check=False)
     results = out / "results.json"
-    return list(read_json(results)["rows"]) if results.exists() else []
+    for r in read_json(results)["rows"] if results.exists() else ():
+        if r["kind"] == kind:
+            what = f"{name} {r['fraction']} {r['method']}" if "fraction" in r else f"{name} {r['method']}"
+            if "failed" in r:
+                probe.failed(what, r["failed"])
+            else:
+                yield what, r
 
 
 # ------------------------------------------------------------------------------------------- the command
@@ -376,30 +344,38 @@ SECTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Keys of the command line; ``seconds``: of the one section that is run in this process, not in one of its own."""
+
+    out: str = "runs/gpu"
+    backend: str = "cuda"
+    step: int = 0
+    seconds: float = 0.0
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0 if every section has ended by itself."""
     words = sys.argv[1:] if words is None else words
-    given = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
-    known = {"out": "runs/gpu", "backend": "cuda", "step": "", "seconds": ""}
-    wrong = [*(key for key in given if key not in known), *(name for name in names if name not in SECTIONS)]
-    settings = {**known, **given}
-    if wrong or settings["backend"] not in ("cuda", "host") or settings["step"] not in ("", "1", "2"):
-        print(f"usage: python -m experiments.validate_gpu.probe [out=DIR] [backend=cuda|host] [step=1|2] "
-              f"[{'|'.join(SECTIONS)} …]{f'; unknown: {wrong[0]!r}' if wrong else ''}", file=sys.stderr)  # fmt: skip
+    try:
+        asked = Asked(**values_of(Asked, [word for word in words if "=" in word]))
+        for key, value, known in (("backend", asked.backend, BACKENDS), ("step", asked.step, (0, 1, 2)),
+                                  ("section", tuple(names), SECTIONS)):  # fmt: skip
+            check_known(key, value, known)
+        if asked.backend == "cuda" and not torch.cuda.is_available():
+            raise UsageError("there is no CUDA GPU here; backend=host rehearses the probe without one")
+    except UsageError as error:
+        print(error, str(__doc__).splitlines()[2].strip(), sep="\nusage: ", file=sys.stderr)
         return 2
-    if settings["backend"] == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA GPU here; backend=host rehearses the probe without one", file=sys.stderr)
-        return 2
-    out = Path(settings["out"])
+    out = Path(asked.out)
     out.mkdir(parents=True, exist_ok=True)
-    if settings["seconds"]:  # one section in this process
+    if asked.seconds:
         (name,) = names
-        probe = Probe(name, out, settings["backend"], time.monotonic() + float(settings["seconds"]))
-        SECTIONS[name].run(probe)
+        SECTIONS[name].run(Probe(name, out, asked.backend, time.monotonic() + asked.seconds))
         return 0
-    chosen = names or [name for name, section in SECTIONS.items() if settings["step"] in ("", str(section.step))]
-    return in_order(chosen, out, settings["backend"])
+    chosen = names or [name for name, section in SECTIONS.items() if asked.step in (0, section.step)]
+    return in_order(chosen, out, asked.backend)
 
 
 def in_order(names: Sequence[str], out: Path, backend: str) -> int:

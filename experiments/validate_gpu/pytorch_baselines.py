@@ -21,9 +21,9 @@ setting is the mildest whose measured peak is within the limit, by bisection. Ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,35 +32,32 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import agents
-from agents.deadline import TimeUp, within
-from executor import PlannedStep, StepError
+from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
-from executor.capture.reach import CaptureError
-from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
-from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.networks import MIB, Network, build, give_back, in_turns, made, timed
+from experiments.validate_gpu.conditions import watched
+from experiments.validate_gpu.networks import Network, block_count, build, give_back, in_turns, made, timed
 from experiments.validate_gpu.offload import Offload
-from experiments.validate_gpu.record import GRACE, LATE, STOPPED, Record
+from experiments.validate_gpu.record import Record
+from experiments.validate_gpu.settings import Settings
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
 CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU's is too large to be emptied quickly
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
-METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
-NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
 
-aten = torch.ops.aten
-_KEPT = {
-    aten.convolution, aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-}  # fmt: skip
+KEPT = [
+    getattr(torch.ops.aten, name).default for name in (
+        "convolution", "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+]  # fmt: skip
 
 
 class Unreachable(Exception):
@@ -93,78 +90,45 @@ def limit_at(f: float, eager: Trial) -> int:
     return eager.between + round(f * (eager.peak - eager.between))
 
 
-def compare(
-    workloads: Sequence[str], limits: Sequence[float], device: str, machine: Machine, record: Record,
-    methods: Sequence[str] = METHODS, steps: int = STEPS, ready: Mapping[str, Ready] | None = None,
-) -> None:  # fmt: skip
+def compare(settings: Settings, machine: Machine, record: Record, ready: Mapping[str, Ready]) -> None:
     """Adds a row per workload, limit and method: ``measured_ns``, ``measured_peak``, ``limit``, ``setting``,
-    ``eager_ns`` of the eager steps in between, ``overhead`` against them, ``clocks``; or ``failed``. Workloads without
-    blocks are left out, and what has a row already. ``ready``: what need not be measured or planned again."""
-    for name in workloads:
-        if record.has("compare", workload=name, method="all"):
-            continue
-        if record.left() <= 0:
-            record.add("compare", workload=name, method="all", failed=LATE)
-            continue
-        count = len(_build(name, device).blocks)
-        if not count:
-            record.add("compare", workload=name, method="all", failed="the network has no blocks to checkpoint")
-            continue
-        known = (ready or {}).get(name)
-        try:
-            with within(record.left() + GRACE):
-                if device == "cuda":
-                    trial(name, device, lambda network: None)  # libraries take what they keep
-                eager = known.eager if known else trial(name, device, lambda network: None)
-        except TimeUp:
-            record.add("compare", workload=name, method="all", failed=STOPPED)
-            continue
-        if not record.has("compare", workload=name, method="eager"):
-            record.add("compare", workload=name, fraction=1.0, method="eager", measured_ns=eager.ns, limit=eager.peak,
-                       measured_peak=eager.peak, overhead=0.0, setting="")  # fmt: skip
-        for method in methods:
-            if method == "eager":
-                continue
-            search = _Ours(name, device, machine, known) if method == "ours" else Levels(name, device, method, count)
-            for f in limits:
-                row = {"workload": name, "fraction": f, "method": method}
-                if record.has("compare", **row):
+    ``eager_ns`` of the eager steps in between, ``overhead`` against them, ``clocks``; or ``failed``. A workload without
+    blocks has one row, which says so. ``ready``: what need not be measured or planned again, by workload."""
+    device = settings.device
+    for name in settings.workloads:
+        known = ready.get(name)
+        key = {"workload": name, "method": "eager"}
+        record.measure("compare", key, partial(_eager_row, name, device, known), fraction=1.0)
+        for row in record.of("compare", **key):
+            eager = Trial(row["measured_ns"], row["measured_peak"], row["between"])
+            for method in settings.methods:
+                if method == "eager":
                     continue
-                row["limit"] = limit = limit_at(f, eager)
-                record.trying("compare", **row)
-                if record.left() <= 0:
-                    record.add("compare", **row, failed=LATE)
-                    continue
-                try:
-                    with within(record.left() + GRACE):
-                        chosen = search.within(limit, f)
-                        with watched(device) as clocks:
-                            found = search.timed(chosen, steps)
-                except TimeUp:
-                    record.add("compare", **row, failed=STOPPED)
-                except Unreachable as error:
-                    record.add("compare", **row, failed=str(error))
-                except Exception as error:  # a method that breaks must not end the run; the row says so
-                    record.add("compare", **row, failed=line(error))
-                else:
-                    record.add("compare", **row, measured_ns=found.ns, measured_peak=max(found.peak, chosen.peak),
-                               eager_ns=found.eager_ns, overhead=found.ns / (found.eager_ns or eager.ns) - 1,
-                               setting=chosen.setting, clocks=clocks)  # fmt: skip
+                search = _Ours(name, device, machine, known) if method == "ours" else Levels(name, device, method)
+                for f in settings.limits:
+                    key, limit = {"workload": name, "fraction": f, "method": method}, limit_at(f, eager)
+                    record.measure("compare", key, partial(_row, search, f, limit, settings.steps), limit=limit)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = ["| workload | limit | method | setting | ms | against eager | peak MiB | limit MiB |", "| --- " * 8 + "|"]
-    for r in sorted(rows, key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
-        method = NAMES.get(r["method"], r["method"])
-        lines.append(
-            f"| {r['workload']} | {r['fraction']:.0%} | {method} | {r['setting']} | {r['measured_ns'] / 1e6:.2f} | "
-            f"{r['overhead']:+.1%} | {r['measured_peak'] / MIB:.2f} | {r['limit'] / MIB:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+def _eager_row(name: str, device: str, known: Ready | None) -> dict[str, Any]:
+    """Raises Unreachable if the network has no blocks."""
+    if not block_count(name):
+        raise Unreachable("the network has no blocks to checkpoint")
+    warm_up(name, device)
+    eager = known.eager if known else trial(name, device)
+    return {"measured_ns": eager.ns, "limit": eager.peak, "measured_peak": eager.peak, "between": eager.between,
+            "overhead": 0.0, "setting": ""}  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- measuring
+def _row(search: Levels | _Ours, f: float, limit: int, steps: int) -> dict[str, Any]:
+    """Measures a method's mildest setting within a limit; raises Unreachable."""
+    warm_up(search.name, search.device)
+    chosen = search.within(limit, f)
+    with watched(search.device) as clocks:
+        found = search.timed(chosen, steps)
+    assert found.eager_ns is not None
+    return {"measured_ns": found.ns, "measured_peak": max(found.peak, chosen.peak), "eager_ns": found.eager_ns,
+            "overhead": found.ns / found.eager_ns - 1, "setting": chosen.setting, "clocks": clocks}  # fmt: skip
 
 
 def _build(name: str, device: str) -> Network:
@@ -172,9 +136,16 @@ def _build(name: str, device: str) -> Network:
     return build(name, device)
 
 
+@cache
+def warm_up(name: str, device: str) -> None:
+    """Lets libraries take the memory that they keep, once in a process (CUDA)."""
+    if device == "cuda":
+        trial(name, device)
+
+
 def trial(
-    name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None], setting: str = "",
-    steps: int = 0,
+    name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None] = lambda network: None,
+    setting: str = "", steps: int = 0,
 ) -> Trial:  # fmt: skip
     """Trains a new network as ``prepare`` leaves it; what it returns is run in the place of the model. ``steps``: so
     many, in turns with eager's; 0: STEPS alone."""
@@ -189,12 +160,14 @@ def trial(
 def _measured(
     device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any] | None = None, steps: int = 0
 ) -> Trial:
-    """Time and peak of a step; ``beside``: an eager one that takes turns with it, ``steps`` times."""
+    """Time and peak of a step; ``beside``: an eager one that takes turns with it, ``steps`` times, then without bytes
+    on the CPU."""
     torch.manual_seed(1)
     cuda, counter = device == "cuda", Counter()
+    step()  # compilers and optimizers make what they keep
     if beside:
-        return _in_turns(device, step, before, beside, steps)
-    step()
+        _, times, eager, peak = in_turns(step, beside, steps, device, before)
+        return Trial(median(times), peak, eager_ns=median(eager))
     if cuda:
         step()
         torch.cuda.synchronize()
@@ -206,13 +179,6 @@ def _measured(
     _, times = timed(step, STEPS, device)
     peak = torch.cuda.max_memory_allocated() - before if cuda else counter.peak
     return Trial(median(times), peak, between)
-
-
-def _in_turns(device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any], steps: int) -> Trial:
-    """``_measured``, without bytes on the CPU."""
-    step()  # compilers and optimizers make what they keep
-    _, times, eager, peak = in_turns(step, beside, steps, device, before)
-    return Trial(median(times), peak, eager_ns=median(eager))
 
 
 def eager_beside(name: str, device: str) -> Callable[[], Any]:
@@ -256,9 +222,9 @@ class Counter(TorchDispatchMode):
 class Levels:
     """A method with settings from mild to strong; each is measured once."""
 
-    def __init__(self, name: str, device: str, method: str, blocks: int):
+    def __init__(self, name: str, device: str, method: str):
         self.name, self.device, self.method = name, device, method
-        self.count = len(BUDGETS) if method == "compile" else blocks + 1
+        self.count = len(BUDGETS) if method == "compile" else block_count(name) + 1
         self.known: dict[int, Trial] = {}
 
     def within(self, limit: int, f: float = 0.0) -> Trial:
@@ -291,27 +257,16 @@ class Levels:
             return torch.compile(network.model)
         if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
             CUDA.drop()  # they pin memory of their own
-        if self.method == "offload":
-            wrap = Offload(network.model, self.device).wrap
-        else:
-            wrap = {"checkpoint": _checkpointed, "selective": _selected, "save_on_cpu": _saved_on_cpu}[self.method]
+        selected = partial(create_selective_checkpoint_contexts, KEPT)
+        wrap: Callable[[Any], Any] = {
+            "offload": Offload(network.model, self.device).wrap,
+            "checkpoint": lambda inner: partial(checkpoint, inner, use_reentrant=False),
+            "selective": lambda inner: partial(checkpoint, inner, use_reentrant=False, context_fn=selected),
+            "save_on_cpu": _saved_on_cpu,
+        }[self.method]
         for block in network.blocks[:level]:
             block.forward = wrap(block.forward)  # type: ignore[method-assign]
         return None
-
-
-def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, inner, use_reentrant=False)
-
-
-def _selected(inner: Callable[..., Any]) -> Callable[..., Any]:
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, inner, use_reentrant=False, context_fn=contexts)
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = getattr(op, "overloadpacket", op) in _KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,15 +291,11 @@ class _Ours:
 
     def within(self, limit: int, f: float = 0.0) -> Trial:
         """A planned step within the limit; raises Unreachable."""
-        aim = limit
-        for plan in self.ready.plans.get(f, []) if self.ready else []:
-            self.plans[plan.limit], aim = plan, plan.limit
-            found = self.at(aim)
-            if found.peak <= limit:
-                return found
-        if aim < limit:
-            aim -= found.peak - limit + limit // 200
-        for _ in range(TRIES):
+        plans = self.ready.plans.get(f, []) if self.ready else []
+        self.plans |= {plan.limit: plan for plan in plans}
+        aim, aims = limit, [plan.limit for plan in plans]
+        for _ in range(len(plans) + TRIES):
+            aim = aims.pop(0) if aims else aim
             found = self.at(aim)
             if found.peak <= limit:
                 return found

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from agents.deadline import TimeUp, within
 from executor.memory.engines import line
 
-LATE, STOPPED = (
-    "no time left",
-    "stopped: the time was over",
-)  # why nothing was measured; tried again by the next command
+LATE, STOPPED = "no time left", "stopped: the time was over"  # why nothing was measured; the next command tries again
 OF_FAILURE = ("failed", "again", "seconds")
 GRACE = 5.0  # seconds that what has begun may take longer than there are
 DEATHS = 2  # so often a process may end while it measures something; then that has failed
@@ -31,9 +31,9 @@ class Record:
         device: PyTorch's name; of "cuda" it is looked after each failure whether CUDA still works.
     """
 
-    def __init__(self, out: Path, seconds: float, device: str = "cpu", quiet: bool = False):
+    def __init__(self, out: Path, seconds: float, device: str = "cpu"):
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.device, self.quiet, self.begin, self.seconds = out, device, quiet, time.monotonic(), seconds
+        self.out, self.device, self.begin, self.seconds = out, device, time.monotonic(), seconds
         self._path, self._under_way = out / "measurements.jsonl", out / "under_way.json"
         self.rows = _lines(self._path)
         # What an earlier command had no time for, or no library, which another computer may have.
@@ -66,9 +66,8 @@ class Record:
         head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
         times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
         what = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
-        if not self.quiet:
-            left = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left]"
-            print(f"{left} {kind} {head}: {what}", flush=True)
+        left = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left]"
+        print(f"{left} {kind} {head}: {what}", flush=True)
         if "failed" in row and self.device == "cuda" and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
@@ -90,9 +89,35 @@ class Record:
         mine = (r for r in self.rows if r["kind"] == kind and "failed" not in r)
         return [r for r in mine if all(r.get(k) == v for k, v in key.items())]
 
-    def left(self, until: float | None = None) -> float:
-        """Seconds until then; else until the budget is spent."""
-        return (self.begin + self.seconds if until is None else until) - time.monotonic()
+    def left(self) -> float:
+        """Seconds until the budget is spent."""
+        return self.begin + self.seconds - time.monotonic()
+
+    def measure(
+        self, kind: str, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **more: Any
+    ) -> None:
+        """Adds the row ``key | more | function()``, or one with the reason why it failed, unless there is a row.
+
+        Args:
+            key: entries by which a row is known.
+            seconds: limit on the time, beside that of the record.
+        """
+        if self.has(kind, **key):
+            return
+        row = key | more
+        seconds = min(seconds, self.left())
+        if seconds <= 0:
+            self.add(kind, **row, failed=LATE)
+            return
+        self.trying(kind, **row)
+        try:
+            with within(seconds + GRACE):
+                found = function()
+        except TimeUp:
+            found = {"failed": STOPPED}
+        except Exception as error:  # what breaks must not end the run
+            found = {"failed": line(error)}
+        self.add(kind, **row, **found)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

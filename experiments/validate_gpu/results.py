@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 
 from experiments.common.lock import LOCK
-from experiments.validate_gpu import largest_batch, pytorch_baselines
-from experiments.validate_gpu.flags import report
+from experiments.validate_gpu.conditions import report
 from experiments.validate_gpu.networks import MIB
 from experiments.validate_gpu.record import Record
 from experiments.validate_gpu.settings import Settings
@@ -21,7 +21,8 @@ from simulator.files import write_json, write_text
 
 FORMAT = "validation/1"
 PAGE = 2**21  # a GPU gives memory in pages
-HEAD = ("", "workload", "limit", "planner", "predicted ms", "measured ms", "error", "peak MiB", "measured", "limit")
+NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
+KINDS = ("replay", "train", "graph")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -43,44 +44,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def write(settings: Settings, machine: Machine | None, record: Record) -> None:
     """The files; pictures where there is Matplotlib."""
     out, gpu = record.out, torch.cuda.is_available()
-    sums = {kind: summary(record.of(kind)) for kind in ("replay", "train", "graph")}
+    sums = {kind: summary(record.of(kind)) for kind in KINDS}
     write_json(out / "results.json", {
         "format": FORMAT, "settings": asdict(settings), "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name() if settings.device == "cuda" and gpu else "host", "flags": report(),
         "machine": machine.to_dict() if machine else None, "seconds": time.monotonic() - record.begin,
         "summary": sums, "rows": record.rows,
     }, indent=1)  # fmt: skip
-    lines = [HEAD, ("---",) * len(HEAD)]
-    for kind in ("replay", "train", "graph"):
-        lines += [(
-            kind, r["workload"], f"{r['fraction']:.0%}", r["planner"],
-            f"{r['predicted_ns'] / 1e6:.2f}" if r["predicted_ns"] else "", f"{r['measured_ns'] / 1e6:.2f}",
-            f"{r['error']:+.2%}" if r.get("error") is not None else "",
-            *(f"{r[k] / MIB:.2f}" for k in ("predicted_peak", "measured_peak", "limit")),
-        ) for r in record.of(kind)]  # fmt: skip
-    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
-    for kind, found in sums.items():
-        for what in ("time", "peak"):
-            if what in found:
-                e = found[what]
-                said = f"{kind}, {what}: mean absolute error {e['mean_absolute']:.2%}, worst {e['worst']:.2%}"
-                text += f"\n{said} over {found['count']} plans.\n"
-    for r in record.of("train"):
-        bits = "equal" if r["equal"] else "differ" if r["eager_equal"] else "differ, as those of two eager steps"
-        text += (f"\ntrain {r['workload']} {r['fraction']:.0%} {r['planner']}: eager {r['eager_ns'] / 1e6:.2f} ms, "
-                 f"the host takes {r['host_ns'] / 1e6:.2f} ms of the planned step, bits {bits}.\n")  # fmt: skip
-    for r in record.of("graph"):
-        text += (f"\ngraph {r['workload']} {r['fraction']:.0%} {r['planner']}: "
-                 f"memory {r.get('footprint', 0) / MIB:.2f} MiB, "
-                 f"eager {r['eager_ns'] / 1e6:.2f} ms, bits "
-                 f"{'equal' if r['equal'] else 'differ'}.\n")  # fmt: skip
-    failed = [r for r in record.rows if "failed" in r]
-    text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "
-                    f"{r.get('planner', r.get('method', ''))}: {r['failed']}" for r in failed) + "\n"  # fmt: skip
-    for kind, shown in (("compare", pytorch_baselines.table), ("largest", largest_batch.table)):
-        if record.of(kind):
-            text += "\n" + shown(record.of(kind))
-    write_text(out / "table.md", text)
+    write_text(out / "table.md", "\n".join(_tables(record, sums)))
     try:
         from experiments.validate_gpu import plots
     except ImportError:
@@ -89,6 +60,62 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
         plots.scatter(out / "predicted_vs_measured.png", record.of("replay"), record.of("train"))
     if record.of("largest"):
         plots.batches(out / "largest_batch.png", record.of("largest"))
+
+
+def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
+    """Lines of table.md."""
+    units = {"predicted_ns": 1e6, "measured_ns": 1e6, "eager_ns": 1e6, "host_ns": 1e6, "predicted_peak": MIB,
+             "measured_peak": MIB, "limit": MIB, "footprint": MIB}  # fmt: skip
+    names = [f"{key.removesuffix('_ns')} {'MiB' if unit == MIB else 'ms'}" for key, unit in units.items()]
+    yield from _table(
+        ("", "workload", "limit", "planner", "error", *names, "bits"),
+        [(r["kind"], r["workload"], _percent(r), r["planner"],
+          f"{r['error']:+.2%}" if r.get("error") is not None else "",
+          *(_of(r, key, unit) for key, unit in units.items()), _bits(r))
+         for kind in KINDS for r in record.of(kind)],
+    )  # fmt: skip
+    for kind, found in sums.items():
+        for what in ("time", "peak"):
+            if error := found.get(what):
+                yield (f"{kind}, {what}: mean absolute error {error['mean_absolute']:.2%}, worst {error['worst']:.2%} "
+                       f"over {found['count']} plans.\n")  # fmt: skip
+    if rows := sorted(record.of("compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
+        yield from _table(
+            ("workload", "limit", "method", "setting", "ms", "against eager", "peak MiB", "limit MiB"),
+            [(r["workload"], _percent(r), NAMES.get(r["method"], r["method"]), r["setting"], _of(r, "measured_ns", 1e6),
+              f"{r['overhead']:+.1%}", _of(r, "measured_peak", MIB), _of(r, "limit", MIB)) for r in rows],
+        )  # fmt: skip
+    if rows := sorted(record.of("largest"), key=lambda r: (r["workload"], -r["batch"])):
+        yield from _table(
+            ("workload", "cap MiB", "method", "largest batch", "of its own", "too large"),
+            [(r["workload"], _of(r, "cap", MIB), r["method"], f"{'at least ' * r['time_over']}{r['batch']}",
+              f"{r['batch'] / r['own_batch']:.2f}", r.get("too_large", "")) for r in rows],
+        )  # fmt: skip
+    for r in record.rows:
+        if "failed" in r:
+            entries = [str(r[key]) for key in ("kind", "workload", "fraction", "planner", "method") if key in r]
+            yield f"- {' '.join(entries)}: {r['failed']}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterable[str]:
+    for cells in (heads, ("---",) * len(heads), *rows):
+        yield "| " + " | ".join(map(str, cells)) + " |"
+    yield ""
+
+
+def _of(row: dict[str, Any], key: str, unit: float) -> str:
+    return f"{row[key] / unit:.2f}" if row.get(key) else ""
+
+
+def _percent(row: dict[str, Any]) -> str:
+    return f"{row['fraction']:.0%}"
+
+
+def _bits(row: dict[str, Any]) -> str:
+    """Are a step's losses those of eager steps?"""
+    if "equal" not in row:
+        return ""
+    return "equal" if row["equal"] else "differ" if row["eager_equal"] else "differ, as those of two eager steps"
 
 
 def pack(out: Path) -> Path:

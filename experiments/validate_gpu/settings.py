@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -11,11 +11,13 @@ import agents
 from executor.capture.profile import Cache
 from experiments.common.endings import UsageError
 from experiments.validate_gpu.networks import NETWORKS
-from experiments.validate_gpu.pytorch_baselines import METHODS
 
 # Stage -> its part of the time that is left, beside those that come after it.
 STAGES = {"calibrate": 0.3, "profile": 1.5, "plan": 1.5, "replay": 1.5, "train": 3.0, "compare": 3.0, "largest": 3.0}
+METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
 LEAST = {"calibrate": 30.0}  # seconds of a stage that all others need
+BACKENDS = ("cuda", "host")
+CASTS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
@@ -75,45 +77,50 @@ ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,)
                    seconds=90.0, methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
 
 
-def parse(words: Sequence[str]) -> Settings:
-    """Settings from ``key=value`` words.
+def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
+    """Returns values for the fields of a dataclass from ``key=value`` words.
 
     Raises:
         UsageError: naming the word.
     """
-    given: dict[str, str] = {}
-    kinds = {f.name: str(f.type) for f in fields(Settings)}
+    kinds = {f.name: str(f.type) for f in fields(kind)}
+    chosen: dict[str, Any] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
             raise UsageError(f"{word!r}: expected key=value; the nearest key is {near!r} (of {', '.join(kinds)})")
-        given[key] = value
-    if given.get("backend", "cuda") not in ("cuda", "host"):
-        raise UsageError(f"backend: expected cuda or host, got {given['backend']!r}")
-    chosen: dict[str, Any] = {}
-    for key, value in given.items():
+        element = kinds[key].removeprefix("tuple[").removesuffix(", ...]")
         try:
-            if kinds[key].startswith("tuple"):
-                parts = [part for part in value.split(",") if part]
-                chosen[key] = tuple(map(float, parts)) if "float" in kinds[key] else tuple(parts)
-            else:
-                chosen[key] = {"str": str, "int": int, "float": float}[kinds[key]](value)
+            parts = tuple(map(CASTS[element], filter(None, value.split(","))))
+            chosen[key] = parts if element != kinds[key] else CASTS[element](value)
         except ValueError:
             raise UsageError(f"{key}: expected {kinds[key]}, got {value!r}") from None
-    settings = replace(ON_HOST if given.get("backend") == "host" else Settings(), **chosen)
+    return chosen
+
+
+def check_known(key: str, value: Any, known: Iterable[Any]) -> None:
+    """Raises UsageError if a value, or one of a tuple, is none of ``known``."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if one not in known:
+            raise UsageError(f"{key}: there is no {one!r}; there are {', '.join(map(str, known))}")
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """Returns settings from ``key=value`` words; raises UsageError naming the word."""
+    chosen = values_of(Settings, words)
+    settings = replace(ON_HOST if chosen.get("backend") == "host" else Settings(), **chosen)
     plans = agents.PLANNERS
-    for key, known in (("workloads", NETWORKS), ("planners", plans), ("train", plans), ("graph", plans),
-                       ("stages", STAGES), ("methods", METHODS)):  # fmt: skip
-        for name in getattr(settings, key):
-            if name not in known:
-                raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
-    if settings.cache not in get_args(Cache):
-        raise UsageError(f"cache: expected one of {', '.join(get_args(Cache))}, got {settings.cache!r}")
-    if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
-        raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
-    if not settings.stages:
-        raise UsageError(f"stages: expected at least one of {', '.join(STAGES)}")
+    for key, known in {
+        "backend": BACKENDS, "cache": get_args(Cache), "workloads": NETWORKS, "planners": plans, "train": plans,
+        "graph": plans, "stages": STAGES, "methods": METHODS,
+    }.items():  # fmt: skip
+        check_known(key, getattr(settings, key), known)
+    for key in ("workloads", "limits", "stages"):
+        if not getattr(settings, key):
+            raise UsageError(f"{key}: expected at least one")
+    if not all(0 < f <= 1 for f in settings.limits):
+        raise UsageError("limits: expected numbers above 0 and at most 1")
     if settings.steps < 1 or settings.workers < 0 or settings.seconds <= 0:
         raise UsageError("steps and seconds: expected more than 0; workers: at least 0")
     return replace(settings, stages=tuple(stage for stage in STAGES if stage in settings.stages))

@@ -14,32 +14,30 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import agents
-from agents.deadline import TimeUp, within
-from executor import CaptureError, ReplayError, open_backend, replay as replayed
-from executor.calibrate import calibrate as calibrated, of_process
+from executor import open_backend, replay as replayed
+from executor.calibrate import Calibration, calibrate as calibrated, of_process
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.fit import machine_of
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA
-from executor.replay.backend import BackendError
 from experiments.common.measured_step import measured_step
 from experiments.common.workers import Pool
 from experiments.validate_gpu import largest_batch, pytorch_baselines
-from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.flags import deterministic
-from experiments.validate_gpu.networks import give_back, host_bytes, made, reads_numbers
-from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial
-from experiments.validate_gpu.record import GRACE, LATE, STOPPED, Record
+from experiments.validate_gpu.conditions import deterministic, watched
+from experiments.validate_gpu.networks import give_back, host_bytes, limit_of, made, reads_numbers
+from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial, warm_up
+from experiments.validate_gpu.record import LATE, Record
 from experiments.validate_gpu.settings import Settings, UsageError
 from experiments.validate_gpu.training import (
     Case,
@@ -51,7 +49,7 @@ from experiments.validate_gpu.training import (
     train_capped,
 )
 from simulator import Machine, OutOfMemory, Plan, Program, simulate
-from simulator.files import FormatError, write_text
+from simulator.files import write_text
 from simulator.plan import PlanError
 from simulator.schedule import lower
 
@@ -107,50 +105,36 @@ class Run:
         for name in self.settings.workloads:
             if (file := self.program(name, graph)).exists():
                 program = Program.load(file)
-                persistent = sum(t.nbytes for t in program.tensors if t.persistent)
-                above = program.peak_bytes - persistent
-                out += [Case(name, program, f, persistent + round(f * above), graph) for f in self.settings.limits]
+                out += [Case(name, program, f, limit_of(program, f), graph) for f in self.settings.limits]
         return out
 
-    def todo(self, kind: str, **row: Any) -> bool:
-        """Is it to be measured now? Where there is no time, a row says so."""
-        if self.record.has(kind, **row):
-            return False
-        if self.record.left() <= 0:
-            self.record.add(kind, **row, failed=LATE)
-            return False
-        self.record.trying(kind, **row)
-        return True
 
-    def measured(self, kind: str, row: dict[str, Any], what: Callable[[], dict[str, Any]], *errors: type) -> None:
-        """A row of what is measured, or of why it is not: one of the errors, or the time."""
-        try:
-            with within(self.record.left() + GRACE):
-                found = what()
-        except (*errors, TimeUp) as error:
-            found = {"failed": STOPPED if isinstance(error, TimeUp) else str(error) or line(error)}
-        self.record.add(kind, **row, **found)
+def base_machine(device: str) -> Machine:
+    """Figures that are not measured: of the GPU's preset, or of the machine that the host plays."""
+    return machine_of(torch.cuda.get_device_name()) if device == "cuda" else HOST
+
+
+def with_host(found: Calibration, base: Machine, device: str) -> Calibration:
+    """Adds the memory of this host that may be pinned, and what needs PyTorch."""
+    if device == "cuda":
+        found = replace(found, machine=replace(found.machine, host_bytes=min(base.host_bytes, host_bytes())))
+    return of_process(found, device)
 
 
 def calibrate(run: Run) -> None:
     """Transfers and launches of the machine, the context, the memory that may be pinned."""
     settings, cuda = run.settings, run.settings.backend == "cuda"
-    if not run.todo("calibration"):
-        return
-    base = Machine.load(settings.machine) if settings.machine else HOST
-    if cuda and not settings.machine:
-        base = machine_of(torch.cuda.get_device_name())
+    base = Machine.load(settings.machine) if settings.machine else base_machine(settings.device)
 
     def figures() -> dict[str, Any]:
         with open_backend(settings.backend, base) as backend:
             found = calibrated(backend, base, 2**30 if cuda else 2**20, seconds=run.record.left())
         if cuda:
-            there = min(found.machine.host_bytes, host_bytes())
-            found = of_process(replace(found, machine=replace(found.machine, host_bytes=there)), settings.device)
+            found = with_host(found, found.machine, settings.device)
         found.save(run.record.out / "machine.yaml")
         return {"device": found.device, "fit_error": found.fit_error, "machine": found.machine.to_dict()}
 
-    run.measured("calibration", {}, figures, BackendError, RuntimeError)
+    run.record.measure("calibration", {}, figures)
 
 
 # ------------------------------------------------------------------------------------------- profiles
@@ -160,10 +144,9 @@ def profile(run: Run) -> None:
     """Times of kernels, of eager steps and their peak, for each network; of its form as a graph, too."""
     for name in run.settings.workloads:
         for graph in (False, True)[: 1 + (bool(run.settings.graph) and reads_numbers(name))]:
-            row = {"workload": name, "graph": graph}
-            if not run.program(name, graph).exists() and run.todo("profile", **row):
-                errors = ProfileError, CaptureError, FormatError, RuntimeError
-                run.measured("profile", row, lambda name=name, graph=graph: profiled(run, name, graph), *errors)  # type: ignore[misc]
+            if not run.program(name, graph).exists():
+                key = {"workload": name, "graph": graph}
+                run.record.measure("profile", key, partial(profiled, run, name, graph))
 
 
 def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
@@ -171,8 +154,8 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
     settings, machine = run.settings, run.machine
     row: dict[str, Any] = {}
     if not graph:
-        for _ in range(1 + (settings.device == "cuda")):  # the first time libraries take what they keep
-            eager = trial(name, settings.device, lambda network: None)
+        warm_up(name, settings.device)
+        eager = trial(name, settings.device)
         row = {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between}
     captured = fresh(name, settings.device, graph).captured(machine)
     seconds = run.record.left()
@@ -254,13 +237,8 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
     record, less = run.record, LESS[run.settings.backend]
     asked = []
     for planner, case, aim in jobs:
-        row = {
-            "workload": case.workload,
-            "fraction": case.fraction,
-            "planner": planner,
-            "graph": case.graph,
-            "aim": aim,
-        }
+        row = {"workload": case.workload, "fraction": case.fraction, "planner": planner}
+        row |= {"graph": case.graph, "aim": aim}
         if not record.has("plan", **row) and not run.plan(case, planner, aim).exists():
             task = planner, run.program(case.workload, case.graph), machine, case.limit, less
             asked.append((row, planner, case, aim, pool.submit(plan_one, *task)))
@@ -310,36 +288,33 @@ def pin_the_most(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
 def replay(run: Run) -> None:
     """Replays every plan; draws the one that moves most."""
     settings, machine, record = run.settings, run.machine, run.record
-    plans, most = planned(run, first_those_trained(settings)), (0, None)
+    plans = planned(run, first_those_trained(settings))
+    most: tuple[int, tuple[Any, ...]] = (0, ())
     give_back()
     pin_the_most(run, plans)
     checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
     with open_backend(settings.backend, machine) as backend, watched(settings.device) as clocks:
+
+        def measured(case: Case, plan: Plan) -> dict[str, Any]:
+            nonlocal most
+            found = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+            checks = {}
+            if (case.workload, case.fraction) not in checked and plan.decisions:
+                checked.add((case.workload, case.fraction))
+                checks = {"checks": replayed(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks}
+            moves = sum(s.stream != "compute" for s in found.timeline.spans)
+            if moves > most[0]:
+                most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)
+            return {
+                **checks, "predicted_ns": found.predicted_ns, "measured_ns": found.iteration_ns, "error": found.error,
+                "predicted_peak": found.predicted.peak_bytes, "measured_peak": found.timeline.peak_bytes,
+                "footprint": found.footprint, "device_bytes": found.device_bytes, "fits": found.fits,
+                "device": found.device,
+            }  # fmt: skip
+
         for case, plan in plans:
-            row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
-            if not run.todo("replay", **row):
-                continue
-
-            def measured(case: Case = case, plan: Plan = plan) -> dict[str, Any]:
-                nonlocal most
-                found = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
-                checks = {}
-                if (case.workload, case.fraction) not in checked and plan.decisions:
-                    checked.add((case.workload, case.fraction))
-                    again = replayed(case.program, plan, machine, case.limit, backend, 2, 1, "check")
-                    checks = {"checks": again.checks}
-                moves = sum(s.stream != "compute" for s in found.timeline.spans)
-                if moves > most[0]:
-                    most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)  # type: ignore[assignment]
-                return {
-                    **checks, "predicted_ns": found.predicted_ns, "measured_ns": found.iteration_ns,
-                    "error": found.error, "predicted_peak": found.predicted.peak_bytes,
-                    "measured_peak": found.timeline.peak_bytes, "footprint": found.footprint,
-                    "device_bytes": found.device_bytes, "fits": found.fits, "device": found.device,
-                }  # fmt: skip
-
-            run.measured("replay", row, measured, ReplayError, BackendError, PlanError, OutOfMemory)
-    if most[1]:
+            record.measure("replay", key_of(case, plan), partial(measured, case, plan), limit=case.limit)
+    if most[0]:
         record.add("clocks", stage="replay", clocks=clocks)
         with suppress(ImportError):  # without Matplotlib there are no pictures
             from experiments.validate_gpu.plots import timelines
@@ -347,26 +322,29 @@ def replay(run: Run) -> None:
             timelines(record.out / "timeline.png", *most[1])
 
 
+def key_of(case: Case, plan: Plan) -> dict[str, Any]:
+    """What a measurement of a plan is known by."""
+    return {"workload": case.workload, "fraction": case.fraction, "planner": plan.planner}
+
+
 def train(run: Run) -> None:
     """Real steps under the plans of ``settings.train``, and of ``settings.graph`` as graphs, each twice: for time, in
     turns with eager steps, as PyTorch does them by default; and for bits, where operators take their deterministic
     form, beside eager steps that do."""
-    settings, machine = run.settings, run.machine
-    eager: dict[tuple[str, bool], dict[str, Any]] = {}
+    settings, machine, device = run.settings, run.machine, run.settings.device
+    bits_of = cache(eager_bits)  # each twice: the second tells whether eager is equal to itself
     plans = planned(run, settings.train)
-    own = {(c.workload, c.fraction, p.planner): (c, p) for c, p in planned(run, settings.graph, graph=True)}
+    own = {tuple(key_of(case, plan).values()): (case, plan) for case, plan in planned(run, settings.graph, graph=True)}
     pin_the_most(run, plans)
 
     def measured(case: Case, plan: Plan, graph: bool) -> dict[str, Any]:
-        name, device = case.workload, settings.device
-        if (name, graph) not in eager:  # twice: the second tells whether eager is equal to itself
-            eager[name, graph] = eager_bits(name, device, graph)
+        same = bits_of(case.workload, device, graph)
         got = train_capped(device, case, plan, machine, timed_beside, count=settings.steps, graph=graph)
         if "failed" in got:
             return got
         with deterministic():
             bits = train_capped(device, case, plan, machine, losses_only, graph=graph)
-        timeline, same = simulate(case.program, plan, machine, case.limit), eager[name, graph]
+        timeline = simulate(case.program, plan, machine, case.limit)
         got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
                 "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
                 "predicted_ns": timeline.iteration_ns if device == "cuda" else None,
@@ -378,22 +356,16 @@ def train(run: Run) -> None:
         return got
 
     for case, plan in plans:
-        for graph in (False, True)[: 1 + (plan.planner in settings.graph)]:
-            kind = "graph" if graph else "train"
-            row = {"workload": case.workload, "fraction": case.fraction, "planner": plan.planner}
-            if not run.todo(kind, **row):
-                continue
-            mine = case, plan
-            if graph:
-                if reads_numbers(case.workload) and tuple(row.values()) not in own:
-                    run.record.add(kind, **row, failed="there is no plan of its form as a graph")
-                    continue
-                mine = batch_stays(*own.get(tuple(row.values()), mine))
-            row["limit"] = mine[0].limit
-            run.measured(
-                kind, row, lambda mine=mine, graph=graph: measured(*mine, graph),  # type: ignore[misc]
-                CaptureError, RuntimeError, agents.Infeasible,
-            )  # fmt: skip
+        key = key_of(case, plan)
+        run.record.measure("train", key, partial(measured, case, plan, False), limit=case.limit)
+        if plan.planner not in settings.graph:
+            continue
+        if reads_numbers(case.workload) and tuple(key.values()) not in own:
+            if not run.record.has("graph", **key):
+                run.record.add("graph", **key, failed="there is no plan of its form as a graph")
+            continue
+        graph, plan = batch_stays(*own.get(tuple(key.values()), (case, plan)))
+        run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
 
 
 def compare(run: Run) -> None:
@@ -406,15 +378,9 @@ def compare(run: Run) -> None:
             files = {c.fraction: [run.plan(c, OURS, i) for i in range(len(AIMS))] for c in cases}
             plans = {f: [Plan.load(file) for file in each if file.exists()] for f, each in files.items()}
             ready[name] = Ready(eager, program, plans)
-    pytorch_baselines.compare(
-        settings.workloads, settings.limits, settings.device, run.machine, run.record, settings.methods,
-        settings.steps, ready,
-    )  # fmt: skip
+    pytorch_baselines.compare(settings, run.machine, run.record, ready)
 
 
 def largest(run: Run) -> None:
     """The largest batch of each method."""
-    settings, record = run.settings, run.record
-    largest_batch.search(
-        settings.workloads, settings.device, run.machine, record, record.left(), settings.methods
-    )  # fmt: skip
+    largest_batch.search(run.settings, run.machine, run.record)

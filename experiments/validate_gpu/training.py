@@ -14,8 +14,7 @@ import torch
 from executor import Captured, CaptureError, PlannedStep
 from executor.capture.optimizers import capturable
 from executor.capture.profile import shape_of
-from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.flags import deterministic
+from experiments.validate_gpu.conditions import deterministic, watched
 from experiments.validate_gpu.largest_batch import CAPS
 from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns
 from experiments.validate_gpu.pytorch_baselines import eager_beside
@@ -109,11 +108,9 @@ def losses_only(
 def timed_beside(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int, graph: bool = False
 ) -> dict[str, Any]:
-    """Median times of steps under a plan, capped likewise, and of the eager steps that take turns with them; what the
-    host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
-    the peak (CUDA), the ledger's, and what was held beside. ``graph``: the planned steps are replays of one; with the
-    bytes of its memory. (On the CPU they run kernel by kernel.)"""
-    cuda, hosts = device == "cuda", list[int]()
+    """Times steps under a plan, capped likewise, in turns with eager steps (``beside_eager``). ``graph``: the planned
+    steps are replays of one; with the bytes of its memory. (On the CPU they run kernel by kernel.)"""
+    cuda = device == "cuda"
     give_back()
     eager = eager_beside(case.workload, device)
     give_back()
@@ -123,22 +120,38 @@ def timed_beside(
         captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph and cuda) as step:
-
-            def planned() -> Any:
-                begin = time.perf_counter_ns()
-                loss = step(*network.batch)
-                hosts.append(time.perf_counter_ns() - begin)
-                return loss
-
-            losses(planned)  # the optimizer makes its state
-            with watched(device) as clocks:
-                _, times, others, peak = in_turns(planned, eager, count, device, held, limit)
-    found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
-             "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
+            found = beside_eager(step, network.batch, eager, count, device, held, limit)
+    found |= {"held": held, "pinned_bytes": step.pinned_bytes}
     if step.graph and (made := step.graph.graph):
-        found |= {"ledger": step.graph.peak_bytes, "footprint": made.footprint, "captures": step.graph.captures}
-        peak += made.footprint - made.counted_bytes
-    return {**found, "device_peak": peak} if cuda else found
+        found |= {"footprint": made.footprint, "captures": step.graph.captures}
+        found["device_peak"] += made.footprint - made.counted_bytes
+    return found
+
+
+def beside_eager(
+    step: PlannedStep, batch: tuple[Any, ...], eager: Callable[[], Any], count: int, device: str, held: int,
+    turn: Callable[[bool], object] = bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns median ns of planned and of eager steps in turns, of what the host took to issue a planned one (on the
+    CPU that is all of it), peaks in bytes by the ledger and by PyTorch (CUDA), and the GPU's clocks.
+
+    Arguments are as of ``in_turns``.
+    """
+    hosts: list[int] = []
+
+    def planned() -> Any:
+        begin = time.perf_counter_ns()
+        loss = step(*batch)
+        hosts.append(time.perf_counter_ns() - begin)
+        return loss
+
+    losses(planned)  # the optimizer makes its state, a graph is captured
+    with watched(device) as clocks:
+        _, times, others, peak = in_turns(planned, eager, count, device, held, turn)
+    ledger = step.graph.peak_bytes if step.graph and step.graph.graph else step.peak_bytes
+    found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts), "ledger": ledger,
+             "clocks": clocks}  # fmt: skip
+    return {**found, "device_peak": peak} if device == "cuda" else found
 
 
 def losses(step: Callable[[], Any]) -> list[float]:

@@ -21,7 +21,7 @@ from executor import CaptureError
 from executor.capture.profile import ProfileError
 from experiments.common.measured_step import MeasuredStep
 from experiments.measured import steps
-from experiments.validate_gpu import __main__ as command, pytorch_baselines, stages, training
+from experiments.validate_gpu import __main__ as command, offload, pytorch_baselines, stages, training
 from experiments.validate_gpu.__main__ import main
 from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import Counter, Levels, Unreachable
@@ -39,7 +39,7 @@ LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34, flops_per_s={"fl
 
 
 def record(tmp_path, seconds=600.0, device="cpu"):
-    return Record(tmp_path / "out", seconds, device, quiet=True)
+    return Record(tmp_path / "out", seconds, device)
 
 
 def in_turn(out, *words, which=("calibrate", "profile", "plan", "replay", "train")):
@@ -160,10 +160,7 @@ def test_after_cuda_has_failed_nothing_more_is_measured(tmp_path, monkeypatch):
     rows.add("clocks", workload="b")
     with pytest.raises(Broken, match="CUDA error: an illegal"):
         rows.add("clocks", workload="c", failed="CUDA error")
-    again = record(tmp_path)
-    assert [r["workload"] for r in again.rows] == ["home", "a", "b", "c"]
-    monkeypatch.setattr(stages, "replay", lambda run: (_ for _ in ()).throw(Broken("CUDA works no more")))
-    assert main(["backend=host", f"out={tmp_path / 'out'}", "stages=replay", "machine=h100"]) == command.BROKEN
+    assert [r["workload"] for r in record(tmp_path).rows] == ["home", "a", "b", "c"]
 
 
 def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_path):
@@ -221,17 +218,14 @@ def test_bad_words(word, named, capsys):
 
 
 def test_errors_are_summed_up():
-    # Times off by +2 %, -4 %: mean 3 %, worst 4 %. Peaks off by 0 and 10 %; the second is over its limit.
-    rows = [
-        {"error": 0.02, "measured_peak": 100, "predicted_peak": 100, "limit": 100},
-        {"error": -0.04, "measured_peak": 110, "predicted_peak": 100, "limit": 100},
-    ]
-    found = summary(rows)
-    assert found["time"] == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
-    assert found["peak"] == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
-    assert (found["count"], found["over_limit"], found["arenas_over_limit"]) == (2, 1, 0)
-    # An arena counts by pages of 2 MiB: 3 MiB may take two of them, not three.
-    arenas = [{**rows[0], "limit": 3 * 2**20, "device_bytes": pages * 2**21} for pages in (2, 3)]
+    """Times off by +2 and -4 %; peaks by 0 and 10 %, the second over its limit. An arena is of pages of 2 MiB: 3 MiB
+    may take two of them, not three."""
+    peaks = {"measured_peak": 100, "predicted_peak": 100, "limit": 100}
+    found = summary([{"error": 0.02, **peaks}, {"error": -0.04, **peaks, "measured_peak": 110}])
+    assert found.pop("time") == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
+    assert found.pop("peak") == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
+    assert found == {"count": 2, "over_limit": 1, "arenas_over_limit": 0}
+    arenas = [{**peaks, "limit": 3 * 2**20, "device_bytes": pages * 2**21} for pages in (2, 3)]
     assert summary(arenas)["arenas_over_limit"] == 1
     assert summary([]) == {"count": 0, "over_limit": 0, "arenas_over_limit": 0}
 
@@ -286,7 +280,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
     words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8", "planners=capuchin", "train=capuchin", "workers=1"]
     in_turn(out, *words, "workloads=tiny_resnet", which=["calibrate", "profile", "plan"])
     before = read_json(out / "results.json")["rows"]
-    monkeypatch.setattr(Record, "left", lambda self, until=None: 0.0)
+    monkeypatch.setattr(Record, "left", lambda self: 0.0)
     in_turn(out, *words, which=[stage for stage in STAGES if stage != "calibrate"])
     rows = read_json(out / "results.json")["rows"]
     assert rows[: len(before)] == before and {r["failed"] for r in rows[len(before) :]} == {LATE}
@@ -308,15 +302,21 @@ def test_a_finalizer_does_not_swallow_the_end():
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)  # nothing rings any more
 
 
-def test_what_was_measured_is_kept_when_the_run_is_stopped(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [(KeyboardInterrupt(), 130, "stopped; what was measured until now is kept"), (TimeUp(), 0, ""),
+     (Broken("CUDA works no more"), command.BROKEN, "CUDA works no more"),
+     (CaptureError("another step"), command.FAILED, "another step")],
+)  # fmt: skip
+def test_what_was_measured_is_kept_when_a_stage_ends_early(error, status, words, tmp_path, monkeypatch, capsys):
     def stop(run):
         run.record.add("clocks", workload="a")
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(stages, "replay", stop)
     out = tmp_path / "out"
-    assert main(["backend=host", f"out={out}", "stages=replay", "machine=h100"]) == 130
-    assert "stopped; what was measured until now is kept" in capsys.readouterr().err
+    assert main(["backend=host", f"out={out}", "stages=replay", "machine=h100"]) == status
+    assert capsys.readouterr().err.strip() == words
     (row,) = read_json(out / "results.json")["rows"]
     assert row["kind"] == "clocks" and json.loads((out / "measurements.jsonl").read_text()) == row
 
@@ -326,7 +326,8 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(pytorch_baselines, "OURS", {"capuchin": {}})
     rows = record(tmp_path)
     methods = ("eager", "ours", "checkpoint", "save_on_cpu")
-    pytorch_baselines.compare(["tiny_resnet"], [0.8], "cpu", Machine.load("h200"), rows, methods)
+    settings = replace(ON_HOST, workloads=("tiny_resnet",), limits=(0.8,), methods=methods)
+    pytorch_baselines.compare(settings, Machine.load("h200"), rows, {})
     eager, ours, checkpoint, offload = rows.rows
     assert ours["measured_peak"] <= ours["limit"] < eager["measured_peak"]
     assert checkpoint["measured_peak"] <= checkpoint["limit"] and checkpoint["setting"] == "1 of 3 blocks"
@@ -342,20 +343,26 @@ def test_without_the_solver_the_other_planners_do(monkeypatch):
         pytorch_baselines.best_plan(chain(), LINK, chain().peak_bytes * 7 // 10)
 
 
-@pytest.mark.parametrize("method", ["checkpoint", "selective", "offload", "save_on_cpu"])
-def test_a_method_changes_no_result(method):
+@pytest.mark.parametrize(
+    ("name", "method", "level"),
+    [("tiny_gpt2", method, 2) for method in ("checkpoint", "selective", "offload", "save_on_cpu")]
+    + [("tiny_resnet", "offload", 1), ("tiny_llama_bf16", "offload", 2)],
+)
+def test_a_method_changes_no_result(name, method, level, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+
     def losses(level):
-        network = build("tiny_gpt2", "cpu")
-        Levels("tiny_gpt2", "cpu", method, 2).prepare(network, level)
+        network = build(name, "cpu")
+        Levels(name, "cpu", method).prepare(network, level)
         torch.manual_seed(1)
         return [float(network.step()) for _ in range(2)]
 
-    assert losses(0) == losses(2)
+    assert losses(0) == losses(level)
 
 
 def test_the_mildest_setting_within_the_limit(monkeypatch):
     # Peaks 100, 90, 80, 70 with 0 to 3 blocks.
-    levels = Levels("", "cpu", "checkpoint", 3)
+    levels = Levels("tiny_resnet", "cpu", "checkpoint")
     monkeypatch.setattr(
         pytorch_baselines, "trial", lambda n, d, p, setting: pytorch_baselines.Trial(1, 100 - 10 * int(setting[0]))
     )
@@ -459,7 +466,8 @@ def test_on_a_gpu(tmp_path):
 def test_side_by_side_on_a_gpu(tmp_path):
     rows = record(tmp_path, 60)
     methods = ("ours", "checkpoint", "offload")
-    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows, methods)
+    settings = Settings(workloads=("resnet50",), limits=(0.7,), methods=methods)
+    pytorch_baselines.compare(settings, Machine.load("h200"), rows, {})
     found = {r["method"]: r for r in rows.rows if "failed" not in r}
     assert {"eager", *methods} == set(found)
     assert all(r["measured_peak"] <= r["limit"] for r in found.values())

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 from executor.capture.capture import capture
+<<<<<<< ours
 from executor.capture.durations import Precision
 from experiments.measured import traces
+=======
+from executor.capture.kernel_times import Precision
+from experiments.measured import steps
+>>>>>>> theirs
 from experiments.workloads import resnet
 from simulator import Machine
 from simulator.files import FormatError
@@ -293,31 +298,31 @@ def resnet50():
 
 @pytest.mark.nightly
 def test_beside_a_published_trace_of_an_h100(resnet50):
-    trace = traces.load(traces.DATA / "h100_resnet50.csv")
-    pairs = traces.paired(resnet50, trace)
+    trace = steps.read_operators(steps.DATA / "h100_resnet50.csv")
+    pairs = steps.paired(resnet50, trace)
     ours = np.array([sum(resnet50.program.kernels[k].duration_ns for k in ks) / 1e3 for _, ks in pairs])
     theirs = np.array([row.us for row, _ in pairs])
     large = theirs >= 20
     assert large.sum() > 250 and np.median(np.abs(ours / theirs - 1)[large]) < 0.15
     assert ours.sum() == pytest.approx(theirs.sum(), rel=0.1)
-    measured = traces.measured(resnet50, trace)
+    measured = steps.with_trace_times(resnet50, trace)
     recorded = sorted({k for _, ks in pairs for k in ks})
     assert sum(measured.kernels[k].duration_ns for k in recorded) == pytest.approx(theirs.sum() * 1e3, rel=1e-6)
 
 
 @pytest.mark.nightly
 def test_a_trace_of_another_network_is_refused(resnet50):
-    trace = traces.load(traces.DATA / "h100_resnet50.csv")
+    trace = steps.read_operators(steps.DATA / "h100_resnet50.csv")
     with pytest.raises(ValueError, match="the trace has more of aten::conv2d than the capture"):
-        traces.paired(resnet50, [*trace, trace[0]])
+        steps.paired(resnet50, [*trace, trace[0]])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a,b\n1,2\n", "line 1: .* 'stage'"), ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
+    [("a,b\n1,2\n", "line 2: 'stage'"), ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
      ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward")],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, text, message):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(FormatError, match=message):
-        traces.load(tmp_path / "trace.csv")
+        steps.read_operators(tmp_path / "trace.csv")

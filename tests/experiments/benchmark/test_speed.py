@@ -9,7 +9,7 @@ import torch
 from agents import Infeasible
 from agents.heuristics.home import HOME
 from executor import PlannedStep, capture
-from experiments.benchmark import host_time, packing, simulation, training
+from experiments.benchmark import host_time, packing, simulation
 from experiments.benchmark.simulation import swap_all
 from simulator import Machine
 from simulator.schedule import lower
@@ -25,8 +25,7 @@ def test_a_search_of_home_is_timed_per_simulator_call(monkeypatch: pytest.Monkey
         simulation.home_search(program, MACHINE, 6, 3, seed=1, limit=0.01)
     planner = HOME(6, 3, jobs=1, seed=1)
     planner.plan(program, MACHINE, int(0.6 * program.peak_bytes))
-    clock = iter([100.0, 103.0])
-    monkeypatch.setattr(simulation.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(simulation.timeit, "timeit", lambda call, setup, number: (call(), 3.0)[1])
     found = simulation.home_search(program, MACHINE, 6, 3, seed=1)
     assert found == {"home_search_s": 3.0, "home_call_us": round(3e6 / planner.simulator_calls, 2)}
 
@@ -51,7 +50,7 @@ def test_a_planned_step_without_kernels_and_copies() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     captured = capture(model, torch.nn.MSELoss(), optimizer, batch, machine=machine)
     plan = swap_all(captured.program, captured.program.gaps(512))
-    step = training.idle(PlannedStep(captured, plan, machine, lower(captured.program, plan).required_bytes), batch)
+    step = host_time.idle(PlannedStep(captured, plan, machine, lower(captured.program, plan).required_bytes), batch)
     before = [p.clone() for p in model.parameters()]
     assert torch.equal(step(*batch), step(*batch))  # no kernel runs: nothing is learned
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -75,10 +74,10 @@ def test_steps_without_kernels_issue_their_operators_and_compute_nothing() -> No
 
 def test_the_cost_of_a_step_is_per_kernel_and_per_move(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 10.0, 4.0, 16.0])  # looking, a step, one without kernels, one under a plan
-    monkeypatch.setattr(training, "least_s", lambda call, repeats: (call(), next(times))[1])
+    monkeypatch.setattr(host_time, "shortest_s", lambda call, repeats: (call(), next(times))[1])
     seen: list[PlannedStep] = []
-    monkeypatch.setattr(training, "idle", lambda step, batch: seen.append(step) or step)
-    found = training.step_overhead(Machine.load("gtx1080ti"), 18, 2**16, 1)
+    monkeypatch.setattr(host_time, "idle", lambda step, batch: seen.append(step) or step)
+    found = host_time.step_overhead(Machine.load("gtx1080ti"), 18, 2**16, 1)
     plain, moving = seen
     moves = sum(len(item.before) + len(item.after) for item in moving.order.items)
     assert moves and found == {

@@ -21,23 +21,14 @@ def test_the_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ("RTX 4060", "RTX 9", "line 2: gpu"),
-        (",209,", ",0,", "line 2: batch"),
-        (",209,", ",many,", "line 2: batch"),
-        (",Adam,", ",_multi_tensor,", "line 2: optimizer"),
-        ("7809794048", "-1", "line 2: ground_bytes"),
-        ("ConvNeXtBase,Adam", ",Adam", "line 2: model"),
-        ("zero_grad_mode", "mode", "line 2: zero_grad_mode"),
-    ],
-)
-def test_what_is_no_point_is_refused(tmp_path: Path, old: str, new: str, named: str) -> None:
+    ("old", "new", "word"),
+    [("RTX 4060", "RTX 9", "gpu"), (",209,", ",0,", "batch"), (",209,", ",many,", "batch"),
+     (",Adam,", ",_multi_tensor,", "optimizer"), ("zero_grad_mode", "mode", "zero_grad_mode")],
+)  # fmt: skip
+def test_what_is_no_point_is_refused(tmp_path: Path, old: str, new: str, word: str) -> None:
     path = tmp_path / "points.csv"
-    with pytest.raises(FormatError, match="cannot be read"):
-        peaks.points(path)
     path.write_text((peaks.DATA / "xmem_points.csv").read_text().replace(old, new, 1))
-    with pytest.raises(FormatError, match=named):
+    with pytest.raises(FormatError, match=f"line 2: .*{word}"):
         peaks.points(path)
 
 

@@ -1,6 +1,7 @@
 """The search for the largest batch, by hand and in small on the CPU."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from executor import StepError
 from experiments.validate_gpu import largest_batch
 from experiments.validate_gpu.largest_batch import Tries, lacks_memory, search
 from experiments.validate_gpu.record import Record
+from experiments.validate_gpu.settings import ON_HOST, Settings
 from simulator import Machine
 from simulator.plan import PlanError
 
 H200 = Machine.load("h200")
+RESNET = replace(ON_HOST, workloads=("tiny_resnet",))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +48,8 @@ def test_batches_in_small(tmp_path, monkeypatch):
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
-    record = Record(tmp_path / "out", 600.0, quiet=True)
-    search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager", "checkpoint", "ours"))
+    record = Record(tmp_path / "out", 600.0)
+    search(replace(RESNET, methods=("eager", "checkpoint", "ours")), H200, record)
     eager, checkpoint, ours = record.rows
     assert eager["batch"] == eager["own_batch"] == 8  # the cap is what it needs there
     assert 8 < checkpoint["batch"] < checkpoint["too_large"] and "its peak is" in checkpoint["reason"]
@@ -64,8 +67,8 @@ def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
         return True
 
     monkeypatch.setattr(Tries, "fits", fits)
-    record = Record(tmp_path / "out", 600.0, quiet=True)
-    search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager",))
+    record = Record(tmp_path / "out", 600.0)
+    search(replace(RESNET, methods=("eager",)), H200, record)
     assert record.rows[0]["time_over"] and record.rows[0]["batch"] == 32
 
 
@@ -78,8 +81,8 @@ def test_a_batch_for_which_there_is_no_plan_does_not_fit(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_batches_on_a_gpu(tmp_path):
-    record = Record(tmp_path / "out", 60.0, quiet=True)
-    search(["resnet50"], "cuda", H200, record, 60.0, ("eager", "checkpoint", "ours"))
+    record = Record(tmp_path / "out", 60.0)
+    search(Settings(workloads=("resnet50",), methods=("eager", "checkpoint", "ours")), H200, record)
     eager, checkpoint, ours = record.rows
     assert checkpoint["batch"] > eager["batch"] and ours["batch"] > eager["batch"]
     assert torch.cuda.get_per_process_memory_fraction() == 1.0

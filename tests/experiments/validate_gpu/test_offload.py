@@ -1,4 +1,4 @@
-"""Offloading computes the same, copies each storage once, and holds what two blocks saved."""
+"""Offloading copies each storage once, and holds what two blocks saved; its bits are in test_validate_gpu.py."""
 
 import pytest
 import torch
@@ -9,26 +9,19 @@ from experiments.validate_gpu.networks import build
 from experiments.validate_gpu.offload import Offload
 
 
-def wrapped(network, device="cpu", blocks=99):
+def wrapped(network, device="cpu"):
     around = Offload(network.model, device)
-    for block in network.blocks[:blocks]:
+    for block in network.blocks:
         block.forward = around.wrap(block.forward)
     return around
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("tiny_resnet", 1), ("tiny_gpt2", 99), ("tiny_llama_bf16", 99)])
-def test_the_same_bits(name, blocks, monkeypatch):
+def test_nothing_is_left_after_a_step(monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
-
-    def losses(around):
-        network = build(name, "cpu")
-        copied = wrapped(network, blocks=blocks) if around else None
-        torch.manual_seed(1)
-        return [float(network.step()) for _ in range(3)], copied
-
-    plain, _ = losses(False)
-    same, around = losses(True)
-    assert same == plain and around.copied > 0
+    network = build("tiny_gpt2", "cpu")
+    around = wrapped(network)
+    network.step()
+    assert around.copied > 0
     assert not [i for b in around.blocks for i in b.items.values() if i.device is not None or i.host is not None]
 
 
@@ -36,12 +29,10 @@ def test_parameters_and_small_tensors_stay(monkeypatch):
     layer = nn.Linear(8, 8)
     around = Offload(layer, "cpu")
     forward = around.wrap(layer.forward)
-    monkeypatch.setattr(offload, "MIN_BYTES", 10**6)
-    forward(torch.ones(4, 8, requires_grad=True)).sum().backward()
-    assert around.copied == 0
-    monkeypatch.setattr(offload, "MIN_BYTES", 1)
-    forward(torch.ones(4, 8, requires_grad=True)).sum().backward()
-    assert around.copied == 4 * 8 * 4  # the input, not the weight
+    for least, copied in ((10**6, 0), (1, 4 * 8 * 4)):  # the input, not the weight
+        monkeypatch.setattr(offload, "MIN_BYTES", least)
+        forward(torch.ones(4, 8, requires_grad=True)).sum().backward()
+        assert around.copied == copied
 
 
 @pytest.mark.gpu

@@ -1,0 +1,138 @@
+"""Conditions of a measurement: a GPU's clocks, power and temperature by NVML; how PyTorch is set."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.utils import deterministic as memory
+
+PERIOD_S = 0.2
+# Why a GPU runs slower than it could, by the bits of nvmlClocksEventReasons*.
+REASONS = {0x2: "application clocks", 0x4: "power cap", 0x8: "hardware", 0x10: "sync boost", 0x20: "software thermal",
+           0x40: "hardware thermal", 0x80: "hardware power brake", 0x100: "display clocks"}  # fmt: skip
+
+Sample = tuple[float | None, ...]  # clocks of the SMs and of the memory in MHz, W, °C, bits of REASONS
+NO_FORM = "does not have a deterministic implementation"  # PyTorch's words
+# Set before PyTorch is imported (__main__.py): memory in segments that grow, so that a cap counts bytes and not
+# fragments (the second name is that of 2.9 and later); a fixed workspace, without which cuBLAS may differ in bits.
+ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+
+
+@contextmanager
+def watched(device: str) -> Iterator[dict[str, Any]]:
+    """Samples PyTorch's first GPU while the block runs; yields a dictionary that is filled at the end (``summary``)."""
+    seen: dict[str, Any] = {}
+    sample = _sampler(device)
+    if isinstance(sample, str):
+        seen["absent"] = sample
+        yield seen
+        return
+    samples, over = [sample()], threading.Event()
+
+    def run() -> None:
+        while not over.wait(PERIOD_S):
+            samples.append(sample())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+        seen |= summary(samples)
+
+
+def _sampler(device: str) -> Callable[[], Sample] | str:
+    """A function that reads one sample, or the reason why there is none."""
+    if device != "cuda":
+        return "no GPU is used"
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return "pynvml (nvidia-ml-py) is not installed"
+    try:
+        nvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError as error:
+        return f"NVML does not know the GPU: {error}"
+
+    def read(name: str, *arguments: int, unit: float = 1.0) -> float | None:
+        try:
+            return float(getattr(nvml, name)(gpu, *arguments) / unit)
+        except nvml.NVMLError:
+            return None
+
+    return lambda: (
+        read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        read("nvmlDeviceGetPowerUsage", unit=1e3),
+        read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        read("nvmlDeviceGetCurrentClocksThrottleReasons"),
+    )
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Mean and least clock, least memory clock, mean power, highest temperature, and the fraction of samples with each
+    of REASONS. What a GPU does not report is left out."""
+    sm, memory, watt, celsius, reasons = ([value for value in column if value is not None]
+                                          for column in zip(*samples, strict=True))  # fmt: skip
+    slowed = {name: sum(bool(int(bits) & bit) for bits in reasons) / len(samples) for bit, name in REASONS.items()}
+    out: dict[str, Any] = {"samples": len(samples), "slowed": {name: part for name, part in slowed.items() if part}}
+    for key, values, reduce in (("sm_mhz", sm, fmean), ("least_sm_mhz", sm, min), ("least_memory_mhz", memory, min),
+                                ("watt", watt, fmean), ("celsius", celsius, max)):  # fmt: skip
+        if values:
+            out[key] = reduce(values)
+    return out
+
+
+@contextmanager
+def deterministic() -> Iterator[list[str]]:
+    """Operators take their deterministic form, where they have one: for comparing bits, not for times.
+
+    Yields:
+        A list that is filled at the end: what operators said that have none.
+    """
+    found: list[str] = []
+    cudnn = torch.backends.cudnn
+    before = (cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),
+              torch.is_deterministic_algorithms_warn_only_enabled(), memory.fill_uninitialized_memory,
+              torch.is_warn_always_enabled())  # fmt: skip
+    try:
+        cudnn.deterministic, cudnn.benchmark = True, False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False  # type: ignore[assignment]  # nobody reads what he has not written
+        torch.set_warn_always(True)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            yield found
+        found += sorted({str(w.message).split()[0] for w in heard if NO_FORM in str(w.message)})
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before[:2]
+        torch.use_deterministic_algorithms(before[2], warn_only=before[3])
+        memory.fill_uninitialized_memory = before[4]  # type: ignore[assignment]
+        torch.set_warn_always(before[5])
+
+
+def report() -> dict[str, Any]:
+    """What is set now, and on CUDA whether the allocator's segments really grow."""
+    out: dict[str, Any] = {name: os.environ.get(name, "") for name in ENVIRONMENT}
+    out |= {
+        "matmul_precision": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark, "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda,
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        segments = torch.cuda.memory_snapshot()
+        out["expandable_segments"] = [bool(s.get("is_expandable")) for s in segments].count(True)
+        out["other_segments"] = len(segments) - out["expandable_segments"]
+    return out
