@@ -44,21 +44,101 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 _TASK = {"workload", "machine", "limit", "split", "fingerprint"}
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """One per task of the suite; raises UsageError where a setting is wrong."""
-    config = cli.plain(settings)
-    out: list[Row] = []
-    shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
-    for name, agent in config["agents"].items():
-        if agent.get("planner") != PUBLISHED:
-            maker(agent, f"figure.agents.{name}")
-    for name, task in config["tasks"].items():
-        if set(task) != _TASK or task["split"] not in SPLITS:
-            raise cli.UsageError(f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test")
-        network(task["workload"], f"tasks.{name}.workload")
-        share_of_peak(task["limit"], f"tasks.{name}.limit")
-        out.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
-    return out
+class Core(Figure):
+    """The core suite of the benchmark: named tasks, agents on them within equal budgets, scores."""
+
+    name = "core"
+    alone = True
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        config = cli.plain(settings)
+        out: list[Row] = []
+        shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
+        for name, agent in config["agents"].items():
+            if agent.get("planner") != PUBLISHED:
+                maker(agent, f"figure.agents.{name}")
+        for name, task in config["tasks"].items():
+            if set(task) != _TASK or task["split"] not in SPLITS:
+                raise cli.UsageError(
+                    f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test"
+                )
+            network(task["workload"], f"tasks.{name}.workload")
+            share_of_peak(task["limit"], f"tasks.{name}.limit")
+            out.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
+        return out
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        machine = Machine.load(task["machine"])
+        built = program(task["workload"], machine)
+        if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
+            raise cli.UsageError(
+                f"figure.tasks.{task['task']}.fingerprint: the suite is of {task['fingerprint']}, this PyTorch "
+                f"captures {built.fingerprint[:12]}; scores of different programs cannot be compared"
+            )
+        limit = int(task["limit"] * built.peak_bytes)
+        begin = time.perf_counter()
+        bound = floor(built, machine, limit)
+        floor_s = time.perf_counter() - begin
+        runs: list[Row] = []
+        for name, agent in task["agents"].items():
+            where = f"figure.agents.{name}"
+            if agent.get("planner") == PUBLISHED:
+                runs.append(published(built, machine, limit, bound.overhead))
+                continue
+            make, takes = maker(agent, where)
+            budgets: list[dict[str, float]] = [
+                {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
+            ] or [{}]
+            outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
+            for budget in budgets:
+                for seed in task["seeds"] if "seed" in takes else [0]:
+                    options = {**budget, **({"seed": seed} if "seed" in takes else {})}
+                    found = outcome(make, options, built, machine, limit, bound.overhead)
+                    runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **found})
+        if task["beside"]:
+            runs += committed(task, set(task["agents"]))
+        return {"kernels": len(built.kernels), "limit_bytes": limit, "floor_percent": round(100 * bound.overhead, 4),
+                "floor_s": round(floor_s, 2), "runs": runs}  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found, lines = scores(rows), []
+        for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
+            values = found[agent, budget]
+            of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
+            times = [one["plan_s"] for row in rows for one in row["runs"]
+                     if (one["agent"], (one["calls"], one["seconds"])) == (agent, budget)]  # fmt: skip
+            lines.append({
+                "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
+                "splits": [iqm(part) if part.size else None for part in of], "median": np.median(values),
+                "without": (values >= WITHOUT).sum(), "size": values.size, "seconds": np.median(times),
+            })  # fmt: skip
+        over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
+                for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
+        return {
+            "lines": lines, "late": LATE, "most": WITHOUT,
+            "beyond": max(over) if over and max(over)[0] > 1.02 else None,
+            **{split: [row["task"] for row in rows if row["split"] == split] or None for split in SPLITS},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found, least = scores(rows), 0.01
+        budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order) or [(None, None)]
+        names = list(dict.fromkeys(agent for agent, _ in found))
+        panels = []
+        for budget in budgets:
+            marks: list[Mark] = []
+            for y, agent in enumerate(names):
+                values = found.get((agent, budget), found.get((agent, (None, None))))
+                if values is not None:
+                    ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(values)]
+                    marker = "o" if (agent, budget) in found else "D"
+                    marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
+                              Line([max(iqm(values), least)], [y], ink, marker=marker)]  # fmt: skip
+            panels.append(Panel(named(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
+                                                           [0.01, 0.1, 1, 10, 100]),
+                                Axis(names=[label(agent) for agent in names])))  # fmt: skip
+        title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
+        return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
 
 
 def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner], set[str]]:
@@ -80,41 +160,6 @@ def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner],
     if not callable(getattr(kind, "plan", None)):
         raise cli.UsageError(f"{where}: {agent['target']} is no class with a method plan(program, machine, limit)")
     return partial(kind, **chosen), BUDGETS & set(inspect.signature(kind).parameters)
-
-
-def run(task: Row, machine: Machine) -> Row:
-    """Every run of a task: agent, budget (of neither: None), seed, gap in points (None: no plan, or too late)."""
-    machine = Machine.load(task["machine"])
-    built = program(task["workload"], machine)
-    if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
-        raise cli.UsageError(
-            f"figure.tasks.{task['task']}.fingerprint: the suite is of {task['fingerprint']}, this PyTorch captures "
-            f"{built.fingerprint[:12]}; scores of different programs cannot be compared"
-        )
-    limit = int(task["limit"] * built.peak_bytes)
-    begin = time.perf_counter()
-    bound = floor(built, machine, limit)
-    floor_s = time.perf_counter() - begin
-    runs: list[Row] = []
-    for name, agent in task["agents"].items():
-        where = f"figure.agents.{name}"
-        if agent.get("planner") == PUBLISHED:
-            runs.append(published(built, machine, limit, bound.overhead))
-            continue
-        make, takes = maker(agent, where)
-        budgets: list[dict[str, float]] = [
-            {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
-        ] or [{}]
-        outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
-        for budget in budgets:
-            for seed in task["seeds"] if "seed" in takes else [0]:
-                options = {**budget, **({"seed": seed} if "seed" in takes else {})}
-                found = outcome(make, options, built, machine, limit, bound.overhead)
-                runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **found})
-    if task["beside"]:
-        runs += committed(task, set(task["agents"]))
-    return {"kernels": len(built.kernels), "limit_bytes": limit, "floor_percent": round(100 * bound.overhead, 4),
-            "floor_s": round(floor_s, 2), "runs": runs}  # fmt: skip
 
 
 def outcome(
@@ -158,8 +203,6 @@ def committed(task: Row, new: set[str]) -> list[Row]:
     same = (row for row in rows if all(row[key] == task[key] for key in (*_TASK, "task")))
     return [run for row in same for run in row["runs"] if run["agent"] not in new]
 
-
-# ------------------------------------------------------------------------------------------ for people
 
 Budget = tuple[float | None, float | None]  # calls, seconds
 
@@ -207,49 +250,3 @@ LABELS = {PUBLISHED: "best published", "without_network": "the same search witho
 def label(agent: str) -> str:
     """An agent's name for people."""
     return LABELS.get(agent) or palette.label(agent)
-
-
-def numbers(rows: list[Row]) -> Row:
-    """Every budget and agent: interquartile means of all tasks and of each split, the best of a budget first."""
-    found, lines = scores(rows), []
-    for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
-        values = found[agent, budget]
-        of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
-        times = [one["plan_s"] for row in rows for one in row["runs"]
-                 if (one["agent"], (one["calls"], one["seconds"])) == (agent, budget)]  # fmt: skip
-        lines.append({
-            "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
-            "splits": [iqm(part) if part.size else None for part in of], "median": np.median(values),
-            "without": (values >= WITHOUT).sum(), "size": values.size, "seconds": np.median(times),
-        })  # fmt: skip
-    over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
-            for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
-    return {
-        "lines": lines, "late": LATE, "most": WITHOUT, "beyond": max(over) if over and max(over)[0] > 1.02 else None,
-        **{split: [row["task"] for row in rows if row["split"] == split] or None for split in SPLITS},
-    }  # fmt: skip
-
-
-def chart(rows: list[Row]) -> Chart:
-    """A panel per budget: an agent's interquartile mean and its interval; the best published in each."""
-    found, least = scores(rows), 0.01
-    budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order) or [(None, None)]
-    names = list(dict.fromkeys(agent for agent, _ in found))
-    panels = []
-    for budget in budgets:
-        marks: list[Mark] = []
-        for y, agent in enumerate(names):
-            values = found.get((agent, budget), found.get((agent, (None, None))))
-            if values is not None:
-                ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(values)]
-                marker = "o" if (agent, budget) in found else "D"
-                marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
-                          Line([max(iqm(values), least)], [y], ink, marker=marker)]  # fmt: skip
-        panels.append(Panel(named(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
-                                                       [0.01, 0.1, 1, 10, 100]),
-                            Axis(names=[label(agent) for agent in names])))  # fmt: skip
-    title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
-    return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
-
-
-FIGURE = Figure("core", tasks, run, numbers, chart, alone=True)

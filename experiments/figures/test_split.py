@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,21 +25,94 @@ WITHOUT = "without_network"
 DRAWS, LEVEL = 2_000, 95
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """One per network, machine and limit."""
-    config = cli.plain(settings)
-    out = []
-    for key, before in (("networks", ""), ("fresh", "fresh_")):
-        methods = config[f"{before}methods"]
-        for name, method in methods.items():
-            if not isinstance(method, dict) or "planner" not in method:
-                raise cli.UsageError(f"figure.{before}methods.{name}: expected a mapping with planner, got {method!r}")
-        shared = {"seeds": config[f"{before}seeds"], "weights": config["weights"], "methods": methods}
-        out += [
-            {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit, **shared}
-            for name in config[key] for machine in config[f"{before}machines"] for limit in config[f"{before}limits"]
-        ]  # fmt: skip
-    return out
+class TestSplit(Figure):
+    """How far plans are from the floor against the time that they took, on networks that the policy never learned."""
+
+    name = "test_split"
+    alone = True
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        config = cli.plain(settings)
+        out = []
+        for key, before in (("networks", ""), ("fresh", "fresh_")):
+            methods = config[f"{before}methods"]
+            for name, method in methods.items():
+                if not isinstance(method, dict) or "planner" not in method:
+                    where = f"figure.{before}methods.{name}"
+                    raise cli.UsageError(f"{where}: expected a mapping with planner, got {method!r}")
+            shared = {"seeds": config[f"{before}seeds"], "weights": config["weights"], "methods": methods}
+            every = product(config[key], config[f"{before}machines"], config[f"{before}limits"])
+            out += [
+                {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit}
+                | shared
+                for name, machine, limit in every
+            ]
+        return out
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        machine = Machine.load(task["machine"])
+        built = program(task["network"], machine)
+        limit = int(task["limit"] * built.peak_bytes)
+        planners = {name: method["planner"] for name, method in task["methods"].items()}
+        for name in {*planners.values(), *heuristics()}:
+            if PLANNERS[name].learned:
+                planned(warm.TINY, machine, warm.TINY.peak_bytes, name, episodes=1)
+            else:
+                warm_up(machine, name)
+        begin = time.perf_counter()
+        bound = (
+            0.0 if task["fresh"] else 100 * floor(built, machine, limit).overhead
+        )  # the LP of ConvNeXt takes > 10 min
+        floor_s = time.perf_counter() - begin
+
+        def entry(line: str, calls: int | None, seed: int | None, found: list[Row]) -> Row:
+            known = [one["overhead_percent"] for one in found if one["overhead_percent"] is not None]
+            return {
+                "line": line, "calls": calls, "seed": seed, "gap": round(min(known) - bound, 4) if known else None,
+                "plan_s": round(sum(one["plan_s"] for one in found), 3),
+                "simulator_calls": sum(one["simulator_calls"] for one in found),
+            }  # fmt: skip
+
+        found = [entry(PUBLISHED, None, None, [planned(built, machine, limit, name) for name in heuristics()])]
+        for line, calls, options in runs(task):
+            for seed in task["seeds"]:
+                name = planners.get(line) or planners[line.split(",")[0]]  # or the method's with other weights
+                one = planned(built, machine, limit, name, **options, seed=seed)
+                found.append(entry(line, calls, seed, [one]))
+        floors = {"floor_percent": round(bound, 4), "floor_s": round(floor_s, 2)}
+        return {"kernels": len(built.kernels), **floors, "found": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
+        lines, networks = _lines(test)
+        families = list(dict.fromkeys(label(row["network"]) for row in fresh))
+        heads = [*families, "mean of these"] if fresh else None
+        return {"lines": lines, "families": heads, "fresh": _by_family(fresh, families), "networks": networks,
+                "level": LEVEL, "tasks": len(test),
+                "seeds": len(rows[0]["seeds"]), "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = points([row for row in rows if not row.get("fresh")])
+        marks: list[Mark] = []
+        for line in dict.fromkeys(line for line, _ in found):
+            if "," in line and line in rows[0]["methods"]:
+                continue
+            mine = [values for (name, _), values in found.items() if name == line]
+            low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
+            seconds = [float(np.median(values[..., 1])) for values in mine]
+            _, ink, marker = {PUBLISHED: ("", INK, "D"), WITHOUT: ("", "#8a8a8a", "o")}.get(
+                line, look(line.split(",")[0])
+            )
+            marks.append(Line(seconds, middle, ink, name_of(line), marker, DASHED if line == WITHOUT else "-", 1.4,
+                              band=(low, high), shade=0.08))  # fmt: skip
+            marks.append(between(low, high, seconds, ink, upright=True))
+        panel = Panel(
+            "",
+            marks,
+            Axis("planning time, s", "{:g}", scale="log"),
+            Axis("gap to the floor, points", "{:g}", scale="log"),
+        )
+        return Chart("The gap to the floor against planning time, test split", [panel], size=(8.6, 4.4), keys=3)
 
 
 def runs(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
@@ -53,43 +127,6 @@ def runs(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
             budgets = method.get("calls", [None])
             out += [(line, calls, options | ({"calls": calls} if calls else {})) for calls in budgets]
     return out
-
-
-def run(task: Row, machine: Machine) -> Row:
-    """Gaps to the floor in points, of a fresh family overheads in % (None: no plan); planning times in s."""
-    machine = Machine.load(task["machine"])
-    built = program(task["network"], machine)
-    limit = int(task["limit"] * built.peak_bytes)
-    planners = {name: method["planner"] for name, method in task["methods"].items()}
-    for name in {*planners.values(), *heuristics()}:
-        if PLANNERS[name].learned:
-            planned(warm.TINY, machine, warm.TINY.peak_bytes, name, episodes=1)
-        else:
-            warm_up(machine, name)
-    begin = time.perf_counter()
-    bound = 0.0 if task["fresh"] else 100 * floor(built, machine, limit).overhead  # the LP of ConvNeXt takes > 10 min
-    floor_s = time.perf_counter() - begin
-
-    def entry(line: str, calls: int | None, seed: int | None, found: list[Row]) -> Row:
-        known = [one["overhead_percent"] for one in found if one["overhead_percent"] is not None]
-        return {
-            "line": line, "calls": calls, "seed": seed, "gap": round(min(known) - bound, 4) if known else None,
-            "plan_s": round(sum(one["plan_s"] for one in found), 3),
-            "simulator_calls": sum(one["simulator_calls"] for one in found),
-        }  # fmt: skip
-
-    found = [entry(PUBLISHED, None, None, [planned(built, machine, limit, name) for name in heuristics()])]
-    for line, calls, options in runs(task):
-        for seed in task["seeds"]:
-            name = planners.get(line) or planners[line.split(",")[0]]  # or the method's with other weights
-            one = planned(built, machine, limit, name, **options, seed=seed)
-            found.append(entry(line, calls, seed, [one]))
-    return {
-        "kernels": len(built.kernels), "floor_percent": round(bound, 4), "floor_s": round(floor_s, 2), "found": found
-    }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ for people
 
 
 def points(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
@@ -120,17 +157,6 @@ def name_of(line: str) -> str:
     return names.get(line) or (f"{look(name).label}, {which}" if which else look(name).label)
 
 
-def numbers(rows: list[Row]) -> Row:
-    """Every method and budget over all tasks and seeds, of the test split and of the fresh families."""
-    test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
-    lines, networks = _lines(test)
-    families = list(dict.fromkeys(label(row["network"]) for row in fresh))
-    heads = [*families, "mean of these"] if fresh else None
-    return {"lines": lines, "families": heads, "fresh": _by_family(fresh, families), "networks": networks,
-            "level": LEVEL, "tasks": len(test),
-            "seeds": len(rows[0]["seeds"]), "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
-
-
 def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
     """Overheads of every method and budget, by fresh family and in the mean of the families."""
     out = []
@@ -159,27 +185,3 @@ def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
             off = without[..., 0].mean(1) - gaps.mean(1)
             networks.append({"label": name_of(line), "calls": calls, "mean": off.mean(), "interval": interval(off)})
     return lines, networks
-
-
-def chart(rows: list[Row]) -> Chart:
-    """Medians over tasks and seeds, with areas from the lower to the upper quartile; variants of a method, whose names
-    have a comma, are in the table only."""
-    found = points([row for row in rows if not row.get("fresh")])
-    marks: list[Mark] = []
-    for line in dict.fromkeys(line for line, _ in found):
-        if "," in line and line in rows[0]["methods"]:
-            continue
-        mine = [values for (name, _), values in found.items() if name == line]
-        low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
-        seconds = [float(np.median(values[..., 1])) for values in mine]
-        _, ink, marker = {PUBLISHED: ("", INK, "D"), WITHOUT: ("", "#8a8a8a", "o")}.get(line, look(line.split(",")[0]))
-        marks.append(Line(seconds, middle, ink, name_of(line), marker, DASHED if line == WITHOUT else "-", 1.4,
-                          band=(low, high), shade=0.08))  # fmt: skip
-        marks.append(between(low, high, seconds, ink, upright=True))
-    panel = Panel(
-        "", marks, Axis("planning time, s", "{:g}", scale="log"), Axis("gap to the floor, points", "{:g}", scale="log")
-    )
-    return Chart("The gap to the floor against planning time, test split", [panel], size=(8.6, 4.4), keys=3)
-
-
-FIGURE = Figure("test_split", tasks, run, numbers, chart, alone=True)

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from envs.memory_env import small_task
 from experiments import figures
-from experiments.figures import dqn_fig5 as fig
+from experiments.figures import dqn as fig
 from simulator import simulate
 
 PROGRAM, MACHINE = small_task()
@@ -48,7 +48,7 @@ def test_every_pair_at_one_limit_is_compared():
     at = next(d for d in every if d.mode == "joint" and d.baseline == "tflms" and d.limit == 0.6)
     assert (at.mean, at.worst, at.theirs) == (pytest.approx(0.015), 0.02, 0.04)
     assert not any(d.worst > d.theirs + fig.SAME for d in every)
-    _, cells = fig.FIGURE.table(GOOD)
+    _, cells, _ = fig.Fig5().say(GOOD)
     assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS",
                       "1.50% (1.00% to 2.00%) / 2.50% (2.00% to 3.00%) / 4.00% TFLMS"]]  # fmt: skip
     # A seed without a plan loses where a baseline has one.
@@ -69,13 +69,13 @@ def test_the_smallest_limit_of_a_baseline():
 
 def test_run_on_a_small_program(monkeypatch):
     monkeypatch.setattr(figures, "program", lambda name, machine, **changes: PROGRAM)
-    tasks = fig.tasks(OmegaConf.create(SETTINGS))
+    tasks = fig.Fig5().tasks(OmegaConf.create(SETTINGS))
     assert [(t["networks"], t["seed"]) for t in tasks] == [
         (["kmeans"], 3), (["vgg16", "vgg19"], 3), (["kmeans"], 5), (["vgg16", "vgg19"], 5)
     ]  # fmt: skip
     assert [t["floor_kernels"] for t in tasks] == [100, 100, 0, 0]  # the floor does not depend on the seed
-    task = fig.tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
-    out = fig.run(task, MACHINE)
+    task = fig.Fig5().tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
+    out = fig.Fig5().run(task, MACHINE)
     assert json.loads(json.dumps(out)) == out
     found = out["found"]["vgg16"]
     limits = {at for points in found["baselines"].values() for at, _ in points}

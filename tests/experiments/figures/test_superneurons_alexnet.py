@@ -1,6 +1,5 @@
 """SuperNeurons' AlexNet: the accounting by hand, Table 1, the steps of Fig. 10, and the traffic of Table 3."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,12 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from experiments import figures
-from experiments.figures import (
-    layerwise,
-    superneurons_alexnet as fig10,
-    superneurons_table1 as table1,
-    superneurons_table3 as table3,
-)
+from experiments.figures import layerwise, superneurons_layers as made
+from experiments.figures.figure import Figure
 from experiments.figures.layerwise import MB, Layer
 from experiments.workloads.vgg import AlexNet
 from simulator import Machine, Plan, Swap
@@ -31,9 +26,9 @@ TINY = [
 ]
 
 
-def rows(made: ModuleType, **more: Any) -> list[dict[str, Any]]:
-    tasks = made.tasks(figure_settings(made.FIGURE.name, **more))
-    return [{**task, **made.run(task, MACHINE)} for task in tasks]
+def rows(figure: Figure, **more: Any) -> list[dict[str, Any]]:
+    tasks = figure.tasks(figure_settings(figure.name, **more))
+    return [{**task, **figure.run(task, MACHINE)} for task in tasks]
 
 
 def test_a_tiny_network_by_hand() -> None:
@@ -121,9 +116,9 @@ def test_any_chain_agrees_with_the_simulator(data: st.DataObject, kinds: list[An
 
 
 def test_table_1() -> None:
-    found = rows(table1, networks=["alexnet", "resnet50"])
+    found = rows(made.Table1(), networks=["alexnet", "resnet50"])
     by_key = {(row["network"], row["strategy"]): row for row in found}
-    assert all(row["again"] == table1.PAPER[n][s][0] for (n, s), row in by_key.items())
+    assert all(row["again"] == made.TABLE1_PAPER[n][s][0] for (n, s), row in by_key.items())
     # A = 200 * 96 * 55 * 55 floats, B = 200 * 96 * 27 * 27: 4 A + 2 B and 4 A.
     a, b = 200 * 96 * 55 * 55 * 4, 200 * 96 * 27 * 27 * 4
     assert by_key["alexnet", "speed"]["peak"] == 4 * a + 2 * b
@@ -133,19 +128,21 @@ def test_table_1() -> None:
     assert by_key["resnet50", "speed"]["peak"] == 4 * a + 2 * b == 455.125 * MB
     assert by_key["resnet50", "memory"]["peak"] == by_key["resnet50", "cost"]["peak"] == 4 * a == 406.125 * MB
     assert all(row["planner"] == row["peak"] for row in found)
-    _, cells = table1.FIGURE.table(found)
+    _, cells, _ = made.Table1().say(found)
     assert cells[0][1:6] == ["14", "14", "993.018", "993.018", "POOL1 backward"]
-    said = table1.numbers(found)
+    said = made.Table1().numbers(found)
     assert (said["same"], said["close"], said["missing"], said["exact"]) == (6, 4, 5.125, "to the byte")
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
     assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # nothing explains the paper's 401 MB
 
 
 def test_fig_10() -> None:
-    found = rows(fig10, shown=["liveness", "offload", "recompute"])
-    ours = fig10.found(found)
-    assert ours.keys() >= fig10.PAPER.keys()
-    differ = {key for key, paper in fig10.PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
+    found = rows(made.Fig10(), shown=["liveness", "offload", "recompute"])
+    ours = made.found(found)
+    assert ours.keys() >= made.FIG10_PAPER.keys()
+    differ = {
+        key for key, paper in made.FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)
+    }
     assert differ == {"offload, MB", "offload, MB at step 32", "recompute, MB"}  # the last, 886, is in full MB
     sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
     # The nine tensors at POOL2: 2 CONV1's, POOL1's, 4 CONV2's (one a gradient), 2 POOL2's.
@@ -154,16 +151,16 @@ def test_fig_10() -> None:
     # 1489.355 less what is named as offloaded; the paper leaves CONV4 in.
     named = ["CONV1", "CONV2", "CONV3", "CONV4"]
     assert ours["offload, MB at step 32"] == pytest.approx(ours["liveness, MB"] - sum(sizes[n] for n in named))
-    assert fig10.PAPER["offload, MB at step 32"] == pytest.approx(
+    assert made.FIG10_PAPER["offload, MB at step 32"] == pytest.approx(
         ours["offload, MB at step 32"] + sizes["CONV4"], abs=0.05
     )
-    _, cells = fig10.FIGURE.table(found)
-    assert len(cells) == len(fig10.PAPER)
+    _, cells, _ = made.Fig10().say(found)
+    assert len(cells) == len(made.FIG10_PAPER)
     assert cells[2] == ["liveness analysis: peak, MB", "1,489.355", "1,489.355", ""]
 
 
 def test_what_pytorch_keeps() -> None:
-    row = {"shown": "captured", "batch_size": 2, **fig10.captured(2, MACHINE)}
+    row = {"shown": "captured", "batch_size": 2, **made.captured(2, MACHINE)}
     program = figures.program("alexnet", MACHINE, batch_size=2)
     kept = sum(t.nbytes for t in program.tensors if t.persistent)
     assert row["kept"] == kept and row["peak"] == program.peak_bytes - kept == sum(n for *_, n in row["at_peak"])
@@ -172,20 +169,20 @@ def test_what_pytorch_keeps() -> None:
 
 
 def test_table_3() -> None:
-    found = rows(table3, batches=[256, 1024, 1792])
+    found = rows(made.Table3(), batches=[256, 1024, 1792])
     small, large, beyond = found
     # CONV outputs of an image: 96*55*55 + 256*27*27 + 2*384*13*13 + 256*13*13 = 650,080 floats, out and in.
     assert small["copied"] == 256 * 650_080 * 4 * 2 and large["copied"] == 4 * small["copied"]
     assert small["cached"] == large["cached"] == 0 and 0 < beyond["cached"] < beyond["copied"]
     assert small["weights"] == 62_378_344 * 4
     # Of the peak, 17 tensors are proportional to the batch.
-    first = table3.limit(small)
-    assert first == table3.limit(large) and 1024 < first < 1792
+    first = made.limit(small)
+    assert first == made.limit(large) and 1024 < first < 1792
     per_image = ALEXNET.peak_bytes // 200
     assert 3 * small["weights"] + first * per_image <= MACHINE.memory_bytes
     assert 3 * small["weights"] + (first + 1) * per_image > MACHINE.memory_bytes
-    _, cells = table3.FIGURE.table(found)
+    _, cells, _ = made.Table3().say(found)
     assert cells[0][:5] == ["256", "2.56", "1.33", "0.00", "0.00"] and cells[2][1] == ""
-    assert table3.numbers(found)["free"] == large["memory"] - large["peak"]
-    assert table3.FIGURE.table([{**small, "cached": None}])[1][0][4] == "does not fit"
-    assert table3.copied(ALEXNET, Plan((Swap(0, 1, 44),))) == 2 * ALEXNET.tensors[0].nbytes  # both ways
+    assert made.Table3().numbers(found)["free"] == large["memory"] - large["peak"]
+    assert made.Table3().say([{**small, "cached": None}])[1][0][4] == "does not fit"
+    assert made.copied(ALEXNET, Plan((Swap(0, 1, 44),))) == 2 * ALEXNET.tensors[0].nbytes  # both ways

@@ -13,13 +13,8 @@ from agents.heuristics.superneurons import leaving
 from agents.planner import MIB
 from experiments import figures
 from experiments.common.bisection import largest
-from experiments.figures import (
-    frameworks,
-    superneurons_table2 as table2,
-    superneurons_table4 as table4,
-    superneurons_table5 as table5,
-)
-from experiments.figures.capacity import Deeper, anonymous
+from experiments.figures import superneurons as captured, superneurons_capacity as made
+from experiments.figures.superneurons_capacity import Deeper, anonymous
 from simulator import Gap, Kernel, Machine, Program, Tensor, simulate
 from tests import tiny
 from tests.experiments.conftest import figure_settings
@@ -93,16 +88,16 @@ def scaled(n: int) -> Program:
 def test_floors_by_hand() -> None:
     # Of tensors of 10 MiB, four are live at the peak and in all, two at every kernel that uses two; a1 is away in
     # kernels 2 to 5 and a2 in 3 and 4, which leaves a3 and a4 (kernels 3 and 4), then a2 and a3.
-    floor = {m: frameworks.floor(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
+    floor = {m: made.floor(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
     assert floor == {"own": 40, "none": 40, "vdnn_all": 20, "bound": 20}
     weight = replace(tiny.PROGRAM, tensors=(replace(tiny.PROGRAM.tensors[0], nbytes=1000), *tiny.PROGRAM.tensors[1:]))
     # The weight is away from kernel 1 to 6 as well: at f1 it lies beside a1, at b1 beside a1 and g2.
-    assert frameworks.floor("bound", weight) == 1000 + 40 + 10 and frameworks.floor("vdnn_all", weight) > 1050
+    assert made.floor("bound", weight) == 1000 + 40 + 10 and made.floor("vdnn_all", weight) > 1050
 
 
 def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(tiny.MACHINE, memory_bytes=100 * MIB)
-    sizes = {m: frameworks.most(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
+    sizes = {m: made.most(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
     assert sizes["own"] == (25, {}) and sizes["bound"] == (50, {})
     assert sizes["none"][0] == 25 and sizes["none"][1]["overhead"] == 0 and sizes["none"][1]["peak"] == 100 * MIB
     # A planner that is worse than its floor is followed down: the search begins at 50 and ends at 31.
@@ -113,11 +108,11 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
         plan = agents.make("none").plan(program, machine, 10**9)
         return simulate(program, plan, machine, 10**9) if asked[-1] <= 31 else None
 
-    monkeypatch.setattr(frameworks, "planned", planned)
-    assert frameworks.most("vdnn_all", scaled, machine, 7, 1000)[0] == 31
+    monkeypatch.setattr(made, "planned", planned)
+    assert made.most("vdnn_all", scaled, machine, 7, 1000)[0] == 31
     assert asked[0] == 50 and len(asked) == len(set(asked)) <= 12
-    monkeypatch.setattr(frameworks, "planned", lambda *_: None)
-    assert frameworks.most("vdnn_all", scaled, machine, 7, 1000) == (0, {})
+    monkeypatch.setattr(made, "planned", lambda *_: None)
+    assert made.most("vdnn_all", scaled, machine, 7, 1000) == (0, {})
 
 
 def test_joins_go_to_the_host_on_request() -> None:
@@ -140,32 +135,34 @@ def test_table2_by_hand() -> None:
     # ResNet50, 16 images: 16 / 21.5 - 16 / 32.9 s are 257.9 ms more with cudaMalloc; with 500 blocks 0.516 ms each.
     row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
            "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
-    (found,) = table2.facts([row])
+    (found,) = captured.table2_facts([row])
     assert found["added"]["paper"] == pytest.approx(257.86, abs=0.01)
     assert found["block_ms"] == pytest.approx(0.5157, abs=1e-4)
     # 16 / 32.9 s are 486.3 ms: as much again makes a speedup of 2; at the paper's own cost it is the paper's.
     assert found["speedup"]["ours"] == pytest.approx(2) and found["speedup"]["each"] == pytest.approx(32.9 / 21.5)
     # Twice the cost per block; the median of two is their mean.
-    other = table2.numbers([row, {**row, "blocks": 250}])
+    other = captured.Table2().numbers([row, {**row, "blocks": 250}])
     assert other["middle"] == pytest.approx(0.5157 * 1.5, abs=1e-3)
-    row = table2.run({"network": "alexnet", "batch": 4}, GPU)
+    row = captured.Table2().run({"network": "alexnet", "batch": 4}, GPU)
     assert 0 < row["allocation_ns"]["superneurons"] < row["allocation_ns"]["cudamalloc"] and row["blocks"] > 50
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Table 4 of networks with one block in the stages that are not repeated, each captured once."""
-    table4.first.cache_clear()
-    monkeypatch.setattr(table4, "STAGES", (1, 1, 1))
-    monkeypatch.setattr(table4, "FIRST", {"own": 4, "none": 8})
-    monkeypatch.setattr(table4, "captured", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
+    made.first.cache_clear()
+    monkeypatch.setattr(made, "STAGES", (1, 1, 1))
+    monkeypatch.setattr(made, "FIRST", {"own": 4, "none": 8})
+    monkeypatch.setattr(made, "captured", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
 
 
 def test_table4(short: None) -> None:
-    tasks = table4.tasks(figure_settings("superneurons_table4", methods=["own", "none"], captured="own", batch_size=2))
+    tasks = made.Table4().tasks(
+        figure_settings("superneurons_table4", methods=["own", "none"], captured="own", batch_size=2)
+    )
     assert [task["captured"] for task in tasks] == [True, False]
     machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
-    rows = [{**task, **table4.run(task, machine)} for task in tasks]
+    rows = [{**task, **made.Table4().run(task, machine)} for task in tasks]
     for row in rows:  # what is found fits, and one block more does not
         need = sum if row["method"] == "own" else max
         sizes = []
@@ -174,36 +171,38 @@ def test_table4(short: None) -> None:
             sizes.append(sum(t.nbytes for t in program.tensors) if need is sum else max(program.live_bytes))
         assert sizes[0] <= machine.memory_bytes < sizes[1]
         assert row["depth"] == 3 * (3 + row["n3"]) + 2
-    assert rows[0]["n3"] == 6 < rows[1]["n3"] < table4.MOST
-    _, cells = table4.FIGURE.table(rows)
+    assert rows[0]["n3"] == 6 < rows[1]["n3"] < made.TABLE4_MOST
+    _, cells, _ = made.Table4().say(rows)
     assert cells[4][:2] == ["SuperNeurons, in the paper", "1,920"] and cells[5][1] == str(rows[0]["depth"])
 
 
 def test_a_capture_that_is_another_program_is_refused(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    table4.first(2)
-    monkeypatch.setattr(table4, "captured", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
+    made.first(2)
+    monkeypatch.setattr(made, "captured", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
     machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
     with pytest.raises(AssertionError, match="n3 = 6: the program captured is not the one of a block repeated"):
-        table4.run({"method": "own", "batch": 2, "captured": True}, machine)
+        made.Table4().run({"method": "own", "batch": 2, "captured": True}, machine)
 
 
 def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table5, "MOST", 256)
+    monkeypatch.setattr(made, "TABLE5_MOST", 256)
     config = figure_settings(
         "superneurons_table5", networks=["alexnet"], methods=["own", "none", "superneurons", "bound"]
     )
-    searched, planned = table5.tasks(config)
+    searched, planned = made.Table5().tasks(config)
     assert planned == {"network": "alexnet", "planner": "lp_round", "batch": 1792}
     machine = replace(GPU, memory_bytes=3 * 2**30)
-    row = {**searched, **table5.run(searched, machine)}
+    row = {**searched, **made.Table5().run(searched, machine)}
     found = {method: there["batch"] for method, there in row["found"].items()}
     assert 0 < found["own"] < found["none"] < found["superneurons"] <= found["bound"]
     fits = {**planned, "planner": "none", "batch": found["none"]}  # one image more does not
-    assert table5.run(fits, machine) == {"overhead": 0.0}
-    assert table5.run({**fits, "batch": found["none"] + 1}, machine) == {"overhead": None}
+    assert made.Table5().run(fits, machine) == {"overhead": 0.0}
+    assert made.Table5().run({**fits, "batch": found["none"] + 1}, machine) == {"overhead": None}
     rows = [row, {**planned, "overhead": 0.25}]
-    _, cells = table5.FIGURE.table(rows)
+    _, cells, _ = made.Table5().say(rows)
     assert cells[0][:6] == ["AlexNet", "768", "768", "1,024", "1,408", "1,792"] and cells[0][-1] == "fits (25.0%)"
-    assert cells[0][6] == str(found["own"]) and table5.numbers(rows)["short"] is None
+    assert cells[0][6] == str(found["own"]) and made.Table5().numbers(rows)["short"] is None
     half = {**row, "found": {**row["found"], "none": {"batch": 9, "peak": row["memory"] // 2}}}
-    assert table5.numbers([half, rows[1]])["short"] == ["dead tensors freed on AlexNet"]  # the host's memory stops it
+    assert made.Table5().numbers([half, rows[1]])["short"] == [
+        "dead tensors freed on AlexNet"
+    ]  # the host's memory stops it
