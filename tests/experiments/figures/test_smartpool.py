@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -87,21 +86,6 @@ def test_load_min() -> None:
     assert timeline.iteration_ns - program.ideal_ns == 40_000_000
 
 
-def test_fig9_runs_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = chain((10,) * 12)
-    monkeypatch.setattr(figures, "program", lambda name, machine: program)
-    task = {"network": "vgg16", "limits": [647, 607]}
-    found = smartpool.Fig9().run({**task, "seed": None}, MACHINE)
-    assert found["ours"] == [120 * MB, 80 * MB]
-    assert set(found["overheads"]) == {*smartpool.SCORES, "floor"} and found["overheads"]["floor"][0] == 0
-    bo = smartpool.Fig9().run({**task, "seed": 1}, MACHINE)["overheads"]["bo"]
-    for i, best in enumerate(bo):
-        assert found["overheads"]["floor"][i] <= best <= min(found["overheads"][name][i] for name in smartpool.SCORES)
-    lines = smartpool.Lines([{**task, **found, "seed": None}, {**task, "seed": 1, "overheads": {"bo": bo}}])
-    assert lines.free(np.zeros(2)) == 607 and lines.free(np.array([0, 0.1])) == 647
-    assert np.isnan(lines.free(np.array([0.1, 0])))
-
-
 def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smartpool, "PLANNER", "autoswap_wdoa")  # as good here as Bayesian optimisation
     # An activation of 10 MB leaves in 10 ms, as long as a layer takes: while f(i) runs, a(i - 2) leaves. So 30 MB are
@@ -154,15 +138,6 @@ def test_what_is_avoidable_the_papers_way(
     assert smartpool.avoidable(timeline, program, plan, MACHINE) == expected
 
 
-def test_one_limit() -> None:
-    program = chain((10,) * 8)
-    found = smartpool.at_limit(program, MACHINE, 30 * MB, 200, 0.5)
-    assert found is not None
-    assert program.ideal_ns <= found["floor_ns"] <= found["annealing_ns"] <= found["iteration_ns"]
-    assert found["out_ns"] % 10_000_000 == 0 and found["avoidable_ns"] <= found["forward_wait_ns"]
-    assert smartpool.at_limit(program, MACHINE, 10 * MB, 200, 0.5) is None
-
-
 @pytest.mark.parametrize("name", loads.PAPER)
 def test_workloads_are_those_of_the_table(name: str) -> None:
     config, paper = figures.workload(name), loads.PAPER[name]
@@ -180,36 +155,6 @@ def test_what_singa_keeps() -> None:
     assert [t.nbytes for t in filters] == [1536]
     assert sum(t.nbytes for t in gradients) == 4 * sum(p.numel() for p in model.parameters())
     assert all(t.persistent for t in gradients + filters)
-
-
-def test_table1_by_hand() -> None:
-    # The paper's load grows by 2824 - 1452 = 1372 MB, ours by 1000: 3.72 times the 100 MB of weights less, of which it
-    # has two times, weights and momentum.
-    rows = [{"network": "resnet18", "load": 0, "weights": 0},
-            {"network": "resnet34", "load": 1000 * MB, "weights": 100 * MB}]  # fmt: skip
-    assert loads.multiples(rows) == pytest.approx([5.72])
-    assert loads.multiples([*rows[:1], {"network": "vgg11", "load": 1, "weights": 1}]) == []
-    row = {"ideal_ns": 100, "allocation_ns": {"cudamalloc": 85, "cnmem": 0, "smartpool": 25}}
-    assert loads.speedup(row, "cnmem") == 1.85 and loads.speedup(row, "smartpool") == 1.48
-
-
-def test_ratios() -> None:
-    # Three blocks of 600 bytes, two at a time: a load of 1200, 2 x 1024 aligned to 512.
-    tensors = tuple(Tensor(f"t{i}", 600) for i in range(3))
-    kernels = tuple(
-        Kernel(f"k{i}", "other", "forward", (i - 1,) if i else (), (i,) if i < 3 else (), 10) for i in range(4)
-    )
-    found = loads.ratios(program_lifetimes(Program("p", tensors, kernels)).intervals, GPU)
-    assert found["smartpool"] == 1.0 and found["aligned"] == 2048 / 1200 and found["cnmem"] >= 2048 / 1200
-
-
-def test_overlapping_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
-    lives = program_lifetimes(program).intervals
-    assert figures.packed("smartpool", lives).footprint == lives.peak_bytes
-    wrong = pool.Packing(0 * lives.nbytes, 0)
-    monkeypatch.setattr(figures, "run", lambda *_: (lives, wrong))
-    with pytest.raises(AssertionError, match=r"smartpool: blocks \d+ and \d+ share a byte"):
-        figures.packed("smartpool", lives)
 
 
 def test_smallest_footprints(program: Program) -> None:

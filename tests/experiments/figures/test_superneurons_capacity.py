@@ -115,22 +115,6 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made.most("vdnn_all", scaled, machine, 7, 1000) == (0, {})
 
 
-def test_joins_go_to_the_host_on_request() -> None:
-    kinds = ["conv", "elementwise", "copy", "norm"]
-    kernels = [Kernel(k, k, "forward", (i,), (i + 1,), 10) for i, k in enumerate(kinds)]  # type: ignore[arg-type]
-    kernels += [Kernel("b", "conv", "backward", (4 - i,), (5 + i,), 10) for i in range(4)]
-    tensors = (Tensor("x", 10, "input", True), *(Tensor(f"t{i}", 10) for i in range(8)))
-    program = Program("joins", tensors, tuple(kernels))
-    conv, sums, cat = Gap(1, 1, 7), Gap(2, 2, 6), Gap(3, 3, 5)
-    assert set(leaving(program, "swap", 1)) == {conv}
-    assert set(leaving(program, "swap", 1, joins=True)) == {conv, sums, cat}
-    assert set(leaving(program, "recompute", 1, joins=True)) == set()
-    # Two tensors beside the images are in use at any kernel, so that 30 bytes do where all may leave.
-    assert agents.make("superneurons", joins=True, min_bytes=1, early=True).plan(program, tiny.MACHINE, 30).decisions
-    with pytest.raises(agents.Infeasible):
-        agents.make("superneurons", min_bytes=1, early=True).plan(program, tiny.MACHINE, 30)
-
-
 def test_table2_by_hand() -> None:
     # ResNet50, 16 images: 16 / 21.5 - 16 / 32.9 s are 257.9 ms more with cudaMalloc; with 500 blocks 0.516 ms each.
     row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
@@ -176,14 +160,6 @@ def test_table4(short: None) -> None:
     assert cells[4][:2] == ["SuperNeurons, in the paper", "1,920"] and cells[5][1] == str(rows[0]["depth"])
 
 
-def test_a_capture_that_is_another_program_is_refused(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.first(2)
-    monkeypatch.setattr(made, "captured", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
-    machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
-    with pytest.raises(AssertionError, match="n3 = 6: the program captured is not the one of a block repeated"):
-        made.Table4().run({"method": "own", "batch": 2, "captured": True}, machine)
-
-
 def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "TABLE5_MOST", 256)
     config = figure_settings(
@@ -206,3 +182,19 @@ def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.Table5().numbers([half, rows[1]])["short"] == [
         "dead tensors freed on AlexNet"
     ]  # the host's memory stops it
+
+
+def test_joins_go_to_the_host_on_request() -> None:
+    kinds = ["conv", "elementwise", "copy", "norm"]
+    kernels = [Kernel(k, k, "forward", (i,), (i + 1,), 10) for i, k in enumerate(kinds)]  # type: ignore[arg-type]
+    kernels += [Kernel("b", "conv", "backward", (4 - i,), (5 + i,), 10) for i in range(4)]
+    tensors = (Tensor("x", 10, "input", True), *(Tensor(f"t{i}", 10) for i in range(8)))
+    program = Program("joins", tensors, tuple(kernels))
+    conv, sums, cat = Gap(1, 1, 7), Gap(2, 2, 6), Gap(3, 3, 5)
+    assert set(leaving(program, "swap", 1)) == {conv}
+    assert set(leaving(program, "swap", 1, joins=True)) == {conv, sums, cat}
+    assert set(leaving(program, "recompute", 1, joins=True)) == set()
+    # Two tensors beside the images are in use at any kernel, so that 30 bytes do where all may leave.
+    assert agents.make("superneurons", joins=True, min_bytes=1, early=True).plan(program, tiny.MACHINE, 30).decisions
+    with pytest.raises(agents.Infeasible):
+        agents.make("superneurons", min_bytes=1, early=True).plan(program, tiny.MACHINE, 30)
