@@ -106,8 +106,8 @@ class Fig5(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         found, limits = panels(rows), rows[0]["limits"]
         every = [duel for panel in found for duel in duels(panel)]
-        above = [duel for duel in every if duel.worst > duel.theirs + SAME]
-        below = [duel.theirs - duel.mean for duel in every if duel.theirs > SAME and duel.mean < float("inf")]
+        above = [duel for duel in every if duel["worst"] > duel["theirs"] + SAME]
+        below = [d["theirs"] - d["mean"] for d in every if d["theirs"] > SAME and d["mean"] < float("inf")]
         details = [point for panel in found for mode in MODES for point in panel.details[mode]]
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
         pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
@@ -124,7 +124,7 @@ class Fig5(Figure):
             "changes": [f"{figures.label(name)} has {', '.join(f'{key} {value:,}' for key, value in keys.items())} here"
                         for name, keys in changes.items()] or None,
             "above": len(above), "below": 100 * np.median(below) if below else None,
-            "worst": most([(d.worst - d.theirs, d.network, d.limit, d.baseline) for d in above]),
+            "worst": most([(d["worst"] - d["theirs"], d["network"], d["limit"], d["baseline"]) for d in above]),
             **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
             "all": len(pairs) or None,
             "calls": rows[0]["calls"],
@@ -271,32 +271,22 @@ def panels(rows: list[Row]) -> list[Network]:
     return out
 
 
-class Duel(NamedTuple):
-    """The DQN and a baseline at one limit."""
-
-    network: str
-    mode: str
-    baseline: str
-    limit: float
-    mean: float  # the DQN's over its seeds
-    worst: float
-    theirs: float
-
-
 def family(network: str) -> str:
     """The family of a workload."""
     return str(figures.workload(network)["family"])
 
 
-def duels(panel: Network) -> Iterator[Duel]:
-    """Every limit at which a rival of a mode has a plan; the DQN counts as infinite where a seed of it has none."""
+def duels(panel: Network) -> Iterator[Row]:
+    """Every limit at which a rival of a mode has a plan, with the DQN's mean and worst overhead over its seeds and the
+    rival's; the DQN counts as infinite if a seed has no plan."""
     for mode, rivals in RIVALS.items():
         for key in rivals:
             for limit, theirs in panel.first["baselines"][key]:
                 ours = panel.dqn[mode].get(limit, [])
                 if len(ours) < panel.seeds:
                     ours = [float("inf")]
-                yield Duel(panel.name, mode, key, limit, float(np.mean(ours)), max(ours), theirs)
+                yield {"network": panel.name, "mode": mode, "baseline": key, "limit": limit,
+                       "mean": float(np.mean(ours)), "worst": max(ours), "theirs": theirs}  # fmt: skip
 
 
 def at(points: dict[float, list[float]], limit: float) -> list[float]:

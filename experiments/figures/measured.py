@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -87,17 +87,17 @@ class Measured(Figure):
             label = f"{read.machine}: {read.name.partition('_')[2] or read.name}, {batch}"
             return {"kind": "kernels", "label": label, "source": read.source, "rows": _plain(steps.of_trace(read))}
         label = f"{read.machine}: {read.workload}"
-        return {"kind": "kernels", "label": label, "source": read.source, "step_ms": _ms(read.step_ns),
-                "rows": _plain(steps.of_profile(read))}  # fmt: skip
+        step_ms = None if read.step_ns is None else read.step_ns / 1e6
+        found = _plain(steps.of_profile(read))
+        return {"kind": "kernels", "label": label, "source": read.source, "step_ms": step_ms, "rows": found}
 
     def numbers(self, rows: list[Row]) -> Row:
         steps, points = all_steps(rows), _of(rows, "peaks")
-        unseen = [step for step in steps if not step.fitted]
-        errors, old = ([abs(getattr(step, key)) for step in unseen] for key in ("error", "old"))
+        unseen = [step for step in steps if not step["fit"]]
+        errors, old = ([abs(step[key]) for step in unseen] for key in ("error", "old"))
         known = [row for row in points if row["error"] is not None]
         return {
-            "steps": [{**step._asdict(), "error": step.error, "old": step.old, "bar": bar(abs(step.error), STEP_BAR),
-                       "fit": "(fitted to it)" if step.fitted else None} for step in steps],
+            "steps": steps,
             "kernels": [of_kernels(row, large) for row, large in kernels(rows)],
             "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in _of(rows, "fit")],
             "left_out": [
@@ -120,11 +120,11 @@ class Measured(Figure):
             about = ", ".join(names) if len(names) < 2 else f"{len(names)} steps"
             panels += [scatter(large, 3, f"Kernels: {about}"), scatter(large, 4, "The same by one roofline")]
         if steps := all_steps(rows):
-            x, ticks = [[step.error + 1 for step in steps], [step.old + 1 for step in steps]], (0.7, 1, 1.5, 2, 3, 5)
+            x, ticks = [[step[key] + 1 for step in steps] for key in ("error", "old")], (0.7, 1, 1.5, 2, 3, 5)
             marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,
-                     *pair(x, [step.fitted for step in steps], "ours, fitted to it")]  # fmt: skip
+                     *pair(x, [step["fit"] is not None for step in steps], "ours, fitted to it")]  # fmt: skip
             panels.append(Panel("Whole steps", marks, Axis("said over measured", "{:g}", scale="log", ticks=ticks),
-                                Axis(names=[step.name for step in steps])))  # fmt: skip
+                                Axis(names=[step["name"] for step in steps])))  # fmt: skip
         panels += [of_kinds(row) for row in _of(rows, "steps") if row["kind"] == "kinds"]
         if plans := _of(rows, "plans"):
             panels.append(planned(sorted(plans, key=lambda row: -row["limit"])))
@@ -156,42 +156,20 @@ def _plain(rows: list[Any]) -> list[list[Any]]:
     return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.ours, row.control))] for row in rows]
 
 
-def _ms(ns: int | None) -> float | None:
-    return None if ns is None else ns / 1e6
-
-
-class Step(NamedTuple):
-    """A step, in ms; ``fitted``: the coefficients were fitted to it."""
-
-    name: str
-    measured: float
-    ours: float
-    control: float
-    fitted: bool
-    what: str
-
-    @property
-    def error(self) -> float:
-        """Of our time, as a share of the measured one."""
-        return self.ours / self.measured - 1
-
-    @property
-    def old(self) -> float:
-        """The same of the control's time."""
-        return self.control / self.measured - 1
-
-
-def all_steps(rows: list[Row]) -> list[Step]:
-    """Every step that there is."""
-    found = []
+def all_steps(rows: list[Row]) -> list[Row]:
+    """Every step, in ms, with the errors of ours and of the control as shares; those that were fitted to first."""
+    found: list[Row] = []
     for row in _of(rows, "steps"):
-        if row["kind"] == "whole":
-            found += [Step(_named(name), measured, ours, control, False, what)
-                      for name, what, measured, ours, control in row["rows"]]  # fmt: skip
-        else:
-            sums = [sum(one[i] for one in row["rows"]) / 1e3 for i in (2, 3, 4)]
-            found.append(Step(_named(row["label"]), *sums, row["file"] in FITTED, "sum of kernels"))
-    return sorted(found, key=lambda step: not step.fitted)
+        steps = row["rows"]
+        if row["kind"] != "whole":
+            steps = [(row["label"], "sum of kernels", *(sum(one[i] for one in steps) / 1e3 for i in (2, 3, 4)))]
+        for name, what, measured, ours, control in steps:
+            error, fit = ours / measured - 1, "(fitted to it)" if row.get("file") in FITTED else None
+            found.append({
+                "name": _named(name), "what": what, "measured": measured, "ours": ours, "error": error, "fit": fit,
+                "old": control / measured - 1, "bar": bar(abs(error), STEP_BAR),
+            })  # fmt: skip
+    return sorted(found, key=lambda step: step["fit"] is None)
 
 
 def _of(rows: list[Row], part: str) -> list[Row]:

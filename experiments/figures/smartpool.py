@@ -43,7 +43,9 @@ class Fig8(Figure):
         if task["curve"] == MINIMUM:
             found, timeline = load_min(program, machine)
             x, y = np.array(program.start_ns) / 1e6, np.append(found, found[-1]) / MB
-            peak, gradients = int(found.max()), gradient_bytes(program, int(found.argmax()))
+            peak, most = int(found.max()), int(found.argmax())
+            uses = zip(program.tensors, program.accesses, strict=True)
+            gradients = sum(t.nbytes for t, u in uses if t.kind == "gradient" and u and u[0] <= most <= u[-1])
         else:
             timeline = simulate(program, Plan(), machine, program.peak_bytes)
             if task["limit"] is not None:
@@ -95,12 +97,6 @@ def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
     n = len(program.kernels)
     swaps = tuple(Swap(*g, prefetch=(g.before - 1) % n, sync=True) for g in candidates.gaps)
     return load, simulate(program, Plan(swaps), machine, program.peak_bytes)
-
-
-def gradient_bytes(program: Program, kernel: int) -> int:
-    """Bytes of gradients that are alive while a kernel runs."""
-    alive = [uses[0] <= kernel <= uses[-1] if uses else False for uses in program.accesses]
-    return sum(t.nbytes for t, here in zip(program.tensors, alive, strict=True) if here and t.kind == "gradient")
 
 
 SCORES = tuple(f"autoswap_{score}" for score in BASIC)
@@ -386,15 +382,12 @@ def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: 
     waited, could = avoidable(timeline, program, plan, machine)
     begin = timeline.last_start_ns
     return {
-        "share": share,
-        "limit": limit,
-        "iteration_ns": timeline.iteration_ns,
-        "forward_wait_ns": waited,
+        "share": share, "limit": limit, "iteration_ns": timeline.iteration_ns, "forward_wait_ns": waited,
         "avoidable_ns": could,
         "out_ns": sum(s.end_ns - s.start_ns for s in timeline.spans if s.stream == "d2h" and s.start_ns >= begin),
         "annealing_ns": min(simulate(program, better, machine, limit).iteration_ns, timeline.iteration_ns),
         "floor_ns": floor(program, machine, limit, "swap").iteration_ns,
-    }
+    }  # fmt: skip
 
 
 def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 import agents
 from agents.heuristics.superneurons import JOINS
 from experiments import figures
-from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import layerwise
 from experiments.figures.figure import Figure, span
@@ -223,10 +222,7 @@ class Table1(Figure):
     name = "superneurons_table1"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        names = [str(name) for name in cli.values(settings, "networks")]
-        for name in names:
-            if name not in NETWORKS:
-                raise cli.UsageError(f"figure.networks: {name!r} is not in the table ({', '.join(NETWORKS)})")
+        names = figures.chosen(settings, "networks", NETWORKS, "network ")
         return [{"network": name, "strategy": strategy} for name in names for strategy in TABLE1_LABELS]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -237,14 +233,11 @@ class Table1(Figure):
         planner = agents.make("superneurons", recompute=task["strategy"], joins=branches)
         steps, again, peak = layerwise.steps(program, plan)
         most = max(steps, key=lambda step: step.nbytes)
+        at_peak = [[program.tensors[t].name, program.tensors[t].nbytes] for t in most.tensors]
         return {
-            "batch_size": batch_size,
-            "again": again,
-            "peak": peak,
-            "step": f"{most.name} {most.phase}",
-            "at_peak": [[program.tensors[t].name, program.tensors[t].nbytes] for t in most.tensors],
-            "planner": figures.least_limit(planner, program, FREE, 1),
-        }
+            "batch_size": batch_size, "again": again, "peak": peak, "step": f"{most.name} {most.phase}",
+            "at_peak": at_peak, "planner": figures.least_limit(planner, program, FREE, 1),
+        }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
         found = [facts(row) for row in rows]
@@ -299,28 +292,30 @@ class Table3(Figure):
         return [{"batch_size": batch} for batch in figures.integers(settings, "batches", 1)]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        weights = parameters()
-        program = with_weights(layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"]), weights)
+        from experiments import workloads  # PyTorch is only needed to count weights and biases
+
+        model = workloads.build(figures.workload("alexnet"))[0]
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        bare = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
+        kept = tuple(Tensor(name, weights, "parameter", True) for name in KEPT)
+        program = Program(bare.name, (*bare.tensors, *kept), bare.kernels)
         plan = figures.attempt(agents.make("superneurons", mode="swap"), program, machine, machine.memory_bytes)
         return {
-            "weights": weights,
-            "memory": machine.memory_bytes,
-            "copied": copied(program, layerwise.plan(program)),
-            "cached": plan and copied(program, plan),
-            "peak": program.peak_bytes,
+            "weights": weights, "memory": machine.memory_bytes, "copied": copied(program, layerwise.plan(program)),
+            "cached": plan and copied(program, plan), "peak": program.peak_bytes,
             "all": sum(t.nbytes for t in program.tensors),
-        }
+        }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
+        # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
+        first, kept = rows[0], len(KEPT) * rows[0]["weights"]
         shown = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
-        full = [row for row in rows if row["all"] > row["memory"]]
-        at_1024 = next((row for row in full if row["batch_size"] == 1024), None)
-        if any(row["batch_size"] < 1024 for row in full):
-            at_1024 = None
+        full = sorted((row for row in rows if row["all"] > row["memory"]), key=lambda row: row["batch_size"])
+        at_1024 = full[0] if full and full[0]["batch_size"] == 1024 else None
         return {
             "sizes": [{**row, "paper": TABLE3_PAPER.get(row["batch_size"])} for row in rows],
             "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in shown),
-            "kept": len(KEPT) * rows[0]["weights"], "limit": limit(rows[0]),
+            "kept": kept, "limit": int((first["memory"] - kept) * first["batch_size"] // (first["peak"] - kept)),
             "free": at_1024 and at_1024["memory"] - at_1024["peak"],
             "over": at_1024 and at_1024["all"] - at_1024["memory"],
         }  # fmt: skip
@@ -338,26 +333,6 @@ class Table3(Figure):
         return Chart("AlexNet on a 12 GB K40c: traffic over the host link", [panel], size=(9.5, 4.2))
 
 
-def parameters() -> int:
-    """Bytes of AlexNet's weights and biases."""
-    from experiments import workloads  # PyTorch is only needed to count them
-
-    model = workloads.build(figures.workload("alexnet"))[0]
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def with_weights(program: Program, nbytes: int) -> Program:
-    """The program with ``KEPT`` in memory all the time, each of ``nbytes``."""
-    kept = tuple(Tensor(name, nbytes, "parameter", True) for name in KEPT)
-    return Program(program.name, (*program.tensors, *kept), program.kernels)
-
-
 def copied(program: Program, plan: Plan) -> int:
     """Bytes that a plan copies in one iteration, out and back in."""
     return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))
-
-
-def limit(row: Row) -> int:
-    """The largest batch whose peak fits; the peak is proportional to the batch beside what is kept."""
-    kept = len(KEPT) * row["weights"]
-    return int((row["memory"] - kept) * row["batch_size"] // (row["peak"] - kept))

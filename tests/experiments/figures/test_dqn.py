@@ -45,17 +45,17 @@ def test_every_pair_at_one_limit_is_compared():
     every = list(fig.duels(panel))
     # Swap against TFLMS at three limits; swap and recompute against TFLMS at three and memonger at two.
     assert len(every) == 3 + 3 + 2
-    at = next(d for d in every if d.mode == "joint" and d.baseline == "tflms" and d.limit == 0.6)
-    assert (at.mean, at.worst, at.theirs) == (pytest.approx(0.015), 0.02, 0.04)
-    assert not any(d.worst > d.theirs + fig.SAME for d in every)
+    at = next(d for d in every if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
+    assert (at["mean"], at["worst"], at["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
+    assert not any(d["worst"] > d["theirs"] + fig.SAME for d in every)
     _, cells, _ = fig.Fig5().say(GOOD)
     assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS",
                       "1.50% (1.00% to 2.00%) / 2.50% (2.00% to 3.00%) / 4.00% TFLMS"]]  # fmt: skip
     # A seed without a plan loses where a baseline has one.
     rows = [GOOD[0], row(1, [(0.9, 0.0), (0.6, 0.03)], [(0.9, 0.0), (0.6, 0.02), (0.55, 0.03)])]
-    lost = [d for d in fig.duels(fig.panels(rows)[0]) if d.worst > d.theirs + fig.SAME]
-    assert [(d.mode, d.baseline, d.limit) for d in lost] == [("swap", "tflms", 0.55)]
-    assert math.isinf(lost[0].mean)
+    lost = [d for d in fig.duels(fig.panels(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
+    assert [(d["mode"], d["baseline"], d["limit"]) for d in lost] == [("swap", "tflms", 0.55)]
+    assert math.isinf(lost[0]["mean"])
 
 
 def test_the_smallest_limit_of_a_baseline():

@@ -37,7 +37,7 @@ def test_rows_of_a_trace() -> None:
     task = fig.Measured().tasks(figure_settings("measured", parts=["steps"]))[0]
     row = {**task, **fig.Measured().run(task, H100)}
     assert row["kind"] == "kernels" and len(row["rows"]) == 396
-    assert fig.all_steps([row])[0].measured == pytest.approx(70.723)
+    assert fig.all_steps([row])[0]["measured"] == pytest.approx(70.723)
 
 
 def test_the_committed_bars_are_reached() -> None:

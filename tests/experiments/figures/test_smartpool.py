@@ -102,21 +102,6 @@ def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pyte
     assert smartpool.slowest_link(program, MACHINE, 20 * MB) is None
 
 
-def test_points_of_four_methods(program: Program) -> None:
-    found = list(footprints.autoswap(program, GPU, [0.0, 1.0, 10.0], 4))
-    assert found[0] == (Plan(), program.peak_bytes)
-    points = [footprints.point("smartpool", plan, limit, program, GPU) for plan, limit in found]
-    assert points[0][0] == 0 and points[-1][1] < points[0][1]
-    assert len(list(footprints.memonger(program, GPU))) == len(list(footprints.superneurons(program, GPU))) == 3
-    limits = [limit for _, limit in footprints.geeps(program, GPU, [1.0, 0.5, 0.01])]
-    assert limits == [program.peak_bytes, program.peak_bytes // 2]  # and none at 1 %
-    swap, recompute, both = footprints.superneurons(program, GPU)
-    assert all(isinstance(d, Swap) for d in swap[0].decisions)
-    assert not any(isinstance(d, Swap) for d in recompute[0].decisions)
-    sizes = [footprints.point("cudamalloc", plan, limit, program, GPU)[1] for plan, limit in (swap, recompute, both)]
-    assert sizes[2] <= min(sizes[:2])
-
-
 @pytest.mark.parametrize(
     ("durations", "swap", "limit", "expected"),
     [
