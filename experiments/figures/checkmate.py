@@ -82,13 +82,8 @@ class Checkmate(Figure):
         for name in names:
             ours = [row["found"][name]["overhead_percent"] for row in rows]
             off = [a - r["published"]["overhead_percent"] for a, r in zip(ours, rows, strict=True) if a is not None]
-            planners.append(
-                {
-                    "label": look(name).label,
-                    "below": sum(o < -SAME for o in off),
-                    "same": sum(abs(o) <= SAME for o in off),
-                }
-            )
+            below, same = sum(o < -SAME for o in off), sum(abs(o) <= SAME for o in off)
+            planners.append({"label": look(name).label, "below": below, "same": same})
         lines = [
             {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
              "cells": [fill("[[{overhead_percent:.4f}%]] ({plan_s:,.0f} s)", row["found"][n]) for n in names]}

@@ -297,11 +297,8 @@ def _recorder() -> Any:
                 self.lines.append(Operation("free", self.number[key], self.live.pop(key)))
 
         def note(self, kind: str, tensor: Tensor) -> None:
-            self.lines.append(
-                Operation(
-                    kind, self.number[StorageWeakRef(tensor.untyped_storage())], tensor.untyped_storage().nbytes()
-                )
-            )
+            storage = tensor.untyped_storage()
+            self.lines.append(Operation(kind, self.number[StorageWeakRef(storage)], storage.nbytes()))
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.reap()

@@ -43,7 +43,7 @@ class Fig2(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         found = [
             {**row, "label": figures.label(row["network"]), "paper": FIG2_PAPER.get(row["network"]),
-             "times": row["sum"] / row["all"], "live_times": row["fastest"] / row["without"]}
+             "times": row["sum"] / row["all"]}
             for row in rows
         ]  # fmt: skip
         return {"networks": found, "batch": FIG2_BATCH, "most": max(one["times"] for one in found)}

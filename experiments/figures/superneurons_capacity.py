@@ -42,12 +42,7 @@ from simulator.timeline import Timeline
 
 
 class Method(NamedTuple):
-    """One strategy.
-
-    Attributes:
-        planner: in ``agents``; "" for a strategy that plans nothing.
-        options: of the planner.
-    """
+    """One strategy: a planner of ``agents`` with its options; "" plans nothing."""
 
     label: str
     planner: str = ""

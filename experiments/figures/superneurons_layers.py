@@ -20,11 +20,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program, Tensor
 
-PLANS: dict[str, dict[str, Any]] = {
-    "liveness": {"offload": False},
-    "offload": {},
-    "recompute": {"strategy": "cost"},
-}
+PLANS: dict[str, dict[str, Any]] = {"liveness": {"offload": False}, "offload": {}, "recompute": {"strategy": "cost"}}
 FIG10_LABELS = {
     "liveness": "liveness analysis",
     "offload": "+ prefetch and offload",
@@ -70,10 +66,8 @@ class Fig10(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        ours, by = (
-            found(rows),
-            {name: next((row for row in rows if row["shown"] == name), None) for name in FIG10_LABELS},
-        )
+        ours = found(rows)
+        by = {name: next((row for row in rows if row["shown"] == name), None) for name in FIG10_LABELS}
 
         def agrees(key: str) -> bool:
             unit = 0.5 if key == "recompute, MB" or "MB" not in key else 0.0011
@@ -105,10 +99,8 @@ class Fig10(Figure):
             marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
             paper = f" (paper: {exact(FIG10_PAPER[f'{name}, MB'])} MB)" if f"{name}, MB" in FIG10_PAPER else ""
             where = f"{'step' if name in PLANS else 'kernel'} {most + 1}, {operator(steps[most][0])} {steps[most][1]}"
-            title, limits = (
-                f"{FIG10_LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}",
-                (0.5, len(steps) + 0.5),
-            )
+            title = f"{FIG10_LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}"
+            limits = 0.5, len(steps) + 0.5
             kernels, high = Axis("kernel: forward | backward | optimizer", limits=limits), None
             if name in PLANS:
                 whole, high = row["all"] / MB, top

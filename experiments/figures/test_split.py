@@ -11,18 +11,18 @@ from omegaconf import DictConfig
 
 from agents import PLANNERS
 from agents.floor import floor
+from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
-from experiments.figures import label, network, planned, program
+from experiments.figures import network, planned, program
+from experiments.figures.core import DRAWS, LEVEL, PUBLISHED, label
 from experiments.figures.figure import Figure, Range
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
-from experiments.plotting.palette import INK, look
+from experiments.plotting.palette import INK, Look, look
 from simulator import Machine
 from simulator.compiled import warm
 
-PUBLISHED = "published"
 WITHOUT = "without_network"
-DRAWS, LEVEL = 2_000, 95
 
 
 class TestSplit(Figure):
@@ -85,7 +85,7 @@ class TestSplit(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
         lines, networks = _lines(test)
-        families = list(dict.fromkeys(label(row["network"]) for row in fresh))
+        families = list(dict.fromkeys(figures.label(row["network"]) for row in fresh))
         heads = [*families, "mean of these"] if fresh else None
         return {"lines": lines, "families": heads, "fresh": _by_family(fresh, families), "networks": networks,
                 "level": LEVEL, "tasks": len(test),
@@ -100,19 +100,14 @@ class TestSplit(Figure):
             mine = [values for (name, _), values in found.items() if name == line]
             low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
             seconds = [float(np.median(values[..., 1])) for values in mine]
-            _, ink, marker = {PUBLISHED: ("", INK, "D"), WITHOUT: ("", "#8a8a8a", "o")}.get(
-                line, look(line.split(",")[0])
-            )
-            marks.append(Line(seconds, middle, ink, name_of(line), marker, DASHED if line == WITHOUT else "-", 1.4,
+            known = {PUBLISHED: Look("", INK, "D"), WITHOUT: Look("", "#8a8a8a", "o")}
+            _, ink, marker = known.get(line, look(line.split(",")[0]))
+            marks.append(Line(seconds, middle, ink, label(line), marker, DASHED if line == WITHOUT else "-", 1.4,
                               band=(low, high), shade=0.08))  # fmt: skip
             marks.append(between(low, high, seconds, ink, upright=True))
-        panel = Panel(
-            "",
-            marks,
-            Axis("planning time, s", "{:g}", scale="log"),
-            Axis("gap to the floor, points", "{:g}", scale="log"),
-        )
-        return Chart("The gap to the floor against planning time, test split", [panel], size=(8.6, 4.4), keys=3)
+        where = [Axis(name, "{:g}", scale="log") for name in ("planning time, s", "gap to the floor, points")]
+        title = "The gap to the floor against planning time, test split"
+        return Chart(title, [Panel("", marks, *where)], size=(8.6, 4.4), keys=3)
 
 
 def runs(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
@@ -150,21 +145,14 @@ def interval(of_tasks: np.ndarray) -> Range | None:
     return Range(np.percentile(of_tasks[drawn].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
 
 
-def name_of(line: str) -> str:
-    """A line's name for people."""
-    names = {PUBLISHED: "best published", WITHOUT: "the same search without the network"}
-    name, _, which = line.partition(", ")
-    return names.get(line) or (f"{look(name).label}, {which}" if which else look(name).label)
-
-
 def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
     """Overheads of every method and budget, by fresh family and in the mean of the families."""
     out = []
     for (line, calls), values in points(rows).items() if rows else ():
         of_tasks = values[..., 0].mean(1)
-        means = [of_tasks[[label(row["network"]) == name for row in rows]].mean() for name in families]
+        means = [of_tasks[[figures.label(row["network"]) == name for row in rows]].mean() for name in families]
         cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
-        out.append({"label": name_of(line), "calls": calls, "cells": cells})
+        out.append({"label": label(line), "calls": calls, "cells": cells})
     return out
 
 
@@ -175,7 +163,7 @@ def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
         gaps = values[..., 0]
         there, whole = gaps[~np.isnan(gaps)], not np.isnan(gaps).any()
         lines.append({
-            "label": name_of(line), "calls": calls, "seconds": np.median(values[..., 1]),
+            "label": label(line), "calls": calls, "seconds": np.median(values[..., 1]),
             "mean": gaps.mean() if whole else None, "interval": interval(gaps.mean(1)), "without": np.isnan(gaps).sum(),
             "median": np.median(there) if len(there) else None,
             "quartiles": Range(np.percentile(there, [25, 75])) if len(there) else None,
@@ -183,5 +171,5 @@ def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
         without = found.get((WITHOUT, calls))
         if line.startswith("policy_search") and without is not None:
             off = without[..., 0].mean(1) - gaps.mean(1)
-            networks.append({"label": name_of(line), "calls": calls, "mean": off.mean(), "interval": interval(off)})
+            networks.append({"label": label(line), "calls": calls, "mean": off.mean(), "interval": interval(off)})
     return lines, networks
