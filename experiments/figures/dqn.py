@@ -383,7 +383,7 @@ class Paper(Figure):
                 "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
                 "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
             })  # fmt: skip
-        return {"lines": lines, "seeds": rows[0]["seed"], "limit": rows[0]["limit"]}
+        return {"lines": lines}
 
     def chart(self, rows: list[Row]) -> Chart:
         marks = []
