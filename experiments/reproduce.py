@@ -225,7 +225,8 @@ def code(name: str) -> str:
     root = cli.CONFIGS.parent
     files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
-    folder, paper = root / "experiments" / "figures", name.partition("_")[0]
+    folder, module = root / "experiments" / "figures", type(figure(name)).__module__.rpartition(".")[2]
+    paper = module.partition("_")[0]
     files += {*folder.glob(f"{paper}*.py"), *(folder / f"{shared}.py" for shared in SHARED)}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
