@@ -10,7 +10,8 @@ The directory holds NAME.json (the command, the settings, a row per task) and NA
 which shows all that are there. Its path is the last line printed. A run that was stopped goes on from NAME.jsonl if
 neither the settings nor the code have changed. Each figure is for the GPU of its paper, unless ``gpu=`` names another.
 
-A figure is a YAML in configs/figure/, and a module and a Markdown in experiments/figures/; see the README.md there.
+A figure is a YAML in configs/figure/, and a class and a section of a page in experiments/figures/; see the README.md
+there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import json
 import re
 import time
 from collections.abc import Collection, Iterator
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ CODE = (
     "experiments/workloads",
     "experiments/measured",
 )  # that every row depends on
+SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules that figures of several papers have
 
 
 @cli.entry("reproduce")
@@ -94,8 +95,9 @@ def make(
     console = report.console()
     for work in works:
         if not work.left:
-            console.print(rich_table(work.figure, work.rows))
-            for note in work.figure.notes(work.rows):
+            heads, cells, notes = work.figure.say(work.rows)
+            console.print(rich_table(work.figure.title, heads, cells))
+            for note in notes:
                 console.print(f"- {note}", highlight=False)
     write_text(out / "README.md", page(out))
     if wrong:
@@ -138,9 +140,11 @@ def names() -> list[str]:
 
 def figure(name: object) -> Figure:
     """The figure of a name; raises UsageError where there is none."""
+    from experiments.figures.figure import find
+
     if name not in names():
         raise cli.UsageError(f"figure.name: there is no figure {name!r}{cli.nearest(name, set(names()))}")
-    return import_module(f"experiments.figures.{name}").FIGURE
+    return find(str(name))
 
 
 class Work:
@@ -217,12 +221,13 @@ def _key(task: Row) -> str:
 
 
 def code(name: str) -> str:
-    """sha256 of what a figure's rows depend on: the packages' code, the workloads' settings, and its own module."""
+    """sha256 of what a figure's rows depend on: code of the packages and its own, and the workloads' settings."""
     root = cli.CONFIGS.parent
     files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
-    here = root / "experiments" / "figures"
-    files += [path for path in here.glob("*.py") if path.stem == name or path.stem not in names()]
+    folder, module = root / "experiments" / "figures", type(figure(name)).__module__.rpartition(".")[2]
+    paper = module.partition("_")[0]
+    files += {*folder.glob(f"{paper}*.py"), *(folder / f"{shared}.py" for shared in SHARED)}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
@@ -263,10 +268,9 @@ def _run(name: str, task: Row, machine: Machine) -> Row:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def rich_table(figure: Figure, rows: list[Row]) -> Table:
+def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
     """A figure's table for a terminal."""
-    heads, cells = figure.table(rows)
-    out = Table(title=figure.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
         out.add_column(head, justify="right" if i else "left", overflow="fold")
     for row in cells:

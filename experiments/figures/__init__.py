@@ -23,13 +23,13 @@ from simulator.program import Program
 WORKLOADS = cli.CONFIGS / "workload"
 
 
-def networks(settings: DictConfig, among: Collection[str] = (), wrong: str = "is not in the table") -> list[str]:
+def networks(settings: DictConfig, among: Collection[str] = ()) -> list[str]:
     """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not, or that is not
     ``among`` the paper's."""
     found = [network(str(name), "networks") for name in cli.values(settings, "networks")]
     for name in found:
         if among and name not in among:
-            raise cli.UsageError(f"figure.networks: {name!r} {wrong} ({', '.join(among)})")
+            raise cli.UsageError(f"figure.networks: {name!r} is not in the table ({', '.join(among)})")
     return found
 
 

@@ -26,21 +26,90 @@ GIB = 2**30
 SAME = 5e-5  # points: the published overheads have four places
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """One per network and budget."""
-    if not (DATA / "answers.json").exists():
-        raise cli.UsageError(f"{DATA} is not there: the graphs come with the repository and the source distribution")
-    known = {network: sorted(published(network)) for network in LABELS}
-    planners: dict[str, Any] = cli.plain(settings)["planners"]
-    out: list[Row] = []
-    for network, budgets in cli.plain(settings)["budgets"].items():
-        if network not in known:
-            raise cli.UsageError(f"figure.budgets: there is no network {network!r}{cli.nearest(network, set(known))}")
-        for budget in budgets:
-            if budget not in known[network]:
-                raise cli.UsageError(f"figure.budgets.{network}: expected some of {known[network]}, got {budget!r}")
-            out.append({"network": network, "budget_gib": budget, "planners": planners})
-    return out
+class Checkmate(Figure):
+    """Overhead against the memory budget of "Checkmate" (MLSys 2020), beside planners that recompute."""
+
+    name = "checkmate"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        if not (DATA / "answers.json").exists():
+            raise cli.UsageError(
+                f"{DATA} is not there: the graphs come with the repository and the source distribution"
+            )
+        known = {network: sorted(published(network)) for network in LABELS}
+        planners: dict[str, Any] = cli.plain(settings)["planners"]
+        out: list[Row] = []
+        for network, budgets in cli.plain(settings)["budgets"].items():
+            if network not in known:
+                raise cli.UsageError(
+                    f"figure.budgets: there is no network {network!r}{cli.nearest(network, set(known))}"
+                )
+            for budget in budgets:
+                if budget not in known[network]:
+                    raise cli.UsageError(f"figure.budgets.{network}: expected some of {known[network]}, got {budget!r}")
+                out.append({"network": network, "budget_gib": budget, "planners": planners})
+        return out
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = Program.load(DATA / f"{task['network']}.json.gz")
+        limit = int(task["budget_gib"] * GIB)
+        theirs = published(task["network"])[task["budget_gib"]]
+        replayed = simulate(program, plan_of(theirs["run"]), machine, limit)
+        found: Row = {}
+        for name, options in task["planners"].items():
+            mode = {"mode": "recompute"} if "mode" in agents.options(name) else {}
+            start = time.perf_counter()
+            try:
+                plan = agents.make(name, **mode, **options).plan(program, machine, limit)
+            except agents.Infeasible:
+                found[name] = {"overhead_percent": None, "plan_s": round(time.perf_counter() - start, 1)}
+                continue
+            seconds = time.perf_counter() - start
+            timeline = simulate(program, plan, machine, limit)
+            found[name] = {
+                "overhead_percent": round(100 * timeline.overhead, 4), "peak_bytes": timeline.peak_bytes,
+                "decisions": len(plan.decisions), "plan_s": round(seconds, 1),
+            }  # fmt: skip
+        return {
+            "published": {key: theirs[key] for key in PUBLISHED},
+            "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
+            "floor_percent": round(100 * floor(program, machine, limit, "recompute").overhead, 4),
+            "found": found,
+        }
+
+    def numbers(self, rows: list[Row]) -> Row:
+        names, planners = list(rows[0]["planners"]), []
+        for name in names:
+            ours = [row["found"][name]["overhead_percent"] for row in rows]
+            off = [a - r["published"]["overhead_percent"] for a, r in zip(ours, rows, strict=True) if a is not None]
+            below, same = sum(o < -SAME for o in off), sum(abs(o) <= SAME for o in off)
+            planners.append({"label": look(name).label, "below": below, "same": same})
+        lines = [
+            {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
+             "cells": [fill("[[{overhead_percent:.4f}%]] ({plan_s:,.0f} s)", row["found"][n]) for n in names]}
+            for row in rows
+        ]  # fmt: skip
+        exact = [abs(r["replayed"]["overhead_percent"] - r["published"]["overhead_percent"]) <= SAME for r in rows]
+        return {
+            "lines": lines, "heads": [one["label"] for one in planners], "planners": planners, "count": len(rows),
+            "exact": sum(exact), "optimal": sum(row["published"]["status"] == "optimal" for row in rows),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        for network, mine in figures.grouped(sorted(rows, key=lambda row: row["budget_gib"])).items():
+            budgets = [row["budget_gib"] for row in mine]
+            low = [row["floor_percent"] / 100 for row in mine]
+            marks: list[Mark] = [floor_area(budgets, low)]
+            for name in rows[0]["planners"]:
+                points = [(r["budget_gib"], r["found"][name]["overhead_percent"]) for r in mine]
+                x, y = zip(*((budget, over / 100) for budget, over in points if over is not None), strict=True)
+                marks.append(Line(x, y, look(name).colour, look(name).label, look(name).marker))
+            published = [row["published"]["overhead_percent"] / 100 for row in mine]
+            marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
+            panels.append(Panel(LABELS[network], marks, Axis("memory budget", "{:g} GiB"),
+                                Axis("overhead of an iteration", "%", scale="log")))  # fmt: skip
+        return Chart("Recomputation within Checkmate's budgets", panels, 2, (5.6, 4.2))
 
 
 def published(network: str) -> dict[float, Row]:
@@ -63,80 +132,6 @@ def plan_of(run: Sequence[int]) -> Plan:
     return Plan(tuple(decisions))
 
 
-def run(task: Row, machine: Machine) -> Row:
-    """Overheads in per cent, planning times in s."""
-    program = Program.load(DATA / f"{task['network']}.json.gz")
-    limit = int(task["budget_gib"] * GIB)
-    theirs = published(task["network"])[task["budget_gib"]]
-    replayed = simulate(program, plan_of(theirs["run"]), machine, limit)
-    found: Row = {}
-    for name, options in task["planners"].items():
-        mode = {"mode": "recompute"} if "mode" in agents.options(name) else {}
-        start = time.perf_counter()
-        try:
-            plan = agents.make(name, **mode, **options).plan(program, machine, limit)
-        except agents.Infeasible:
-            found[name] = {"overhead_percent": None, "plan_s": round(time.perf_counter() - start, 1)}
-            continue
-        seconds = time.perf_counter() - start
-        timeline = simulate(program, plan, machine, limit)
-        found[name] = {
-            "overhead_percent": round(100 * timeline.overhead, 4), "peak_bytes": timeline.peak_bytes,
-            "decisions": len(plan.decisions), "plan_s": round(seconds, 1),
-        }  # fmt: skip
-    return {
-        "published": {key: theirs[key] for key in PUBLISHED},
-        "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
-        "floor_percent": round(100 * floor(program, machine, limit, "recompute").overhead, 4),
-        "found": found,
-    }
-
-
-# ------------------------------------------------------------------------------------------ for people
-
-
 def duration(seconds: float) -> str:
     """Hours, or seconds."""
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:,.0f} s"
-
-
-def numbers(rows: list[Row]) -> Row:
-    """Where each planner stands beside the published results."""
-    names, planners = list(rows[0]["planners"]), []
-    for name in names:
-        ours = [row["found"][name]["overhead_percent"] for row in rows]
-        off = [a - r["published"]["overhead_percent"] for a, r in zip(ours, rows, strict=True) if a is not None]
-        planners.append(
-            {"label": look(name).label, "below": sum(o < -SAME for o in off), "same": sum(abs(o) <= SAME for o in off)}
-        )
-    lines = [
-        {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
-         "cells": [fill("[[{overhead_percent:.4f}%]] ({plan_s:,.0f} s)", row["found"][n]) for n in names]}
-        for row in rows
-    ]  # fmt: skip
-    exact = [abs(r["replayed"]["overhead_percent"] - r["published"]["overhead_percent"]) <= SAME for r in rows]
-    return {
-        "lines": lines, "heads": [one["label"] for one in planners], "planners": planners, "count": len(rows),
-        "exact": sum(exact), "optimal": sum(row["published"]["status"] == "optimal" for row in rows),
-    }  # fmt: skip
-
-
-def chart(rows: list[Row]) -> Chart:
-    """A panel per network."""
-    panels = []
-    for network, mine in figures.grouped(sorted(rows, key=lambda row: row["budget_gib"])).items():
-        budgets = [row["budget_gib"] for row in mine]
-        low = [row["floor_percent"] / 100 for row in mine]
-        marks: list[Mark] = [floor_area(budgets, low)]
-        for name in rows[0]["planners"]:
-            points = [(r["budget_gib"], r["found"][name]["overhead_percent"]) for r in mine]
-            x, y = zip(*((budget, over / 100) for budget, over in points if over is not None), strict=True)
-            marks.append(Line(x, y, look(name).colour, look(name).label, look(name).marker))
-        published = [row["published"]["overhead_percent"] / 100 for row in mine]
-        marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
-        panels.append(Panel(LABELS[network], marks, Axis("memory budget", "{:g} GiB"),
-                            Axis("overhead of an iteration", "%", scale="log")))  # fmt: skip
-    return Chart("Recomputation within Checkmate's budgets", panels, 2, (5.6, 4.2))
-
-
-FIGURE = Figure("checkmate", tasks, run, numbers, chart)

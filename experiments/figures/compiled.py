@@ -53,34 +53,107 @@ class WithLoss(nn.Module):
         return F.cross_entropy(self.model(x), y)
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """One per network, whose own limits, budgets and solvers go before those of all."""
-    config = cli.plain(settings)
-    if config["device"] not in ("cpu", "cuda"):
-        raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
-    found = []
-    for workload in config["networks"]:
-        asked = {key: workload.pop(key, config[key]) for key in ("limits", "budgets", "solvers", "swaps")}
-        for key in ("limits", "budgets", "swaps"):
-            if not (asked[key] or key == "swaps") or not all(isinstance(v, float) and 0 < v <= 1 for v in asked[key]):
-                raise cli.UsageError(f"figure.{key}: expected fractions, got {asked[key]}")
-        if workload["kind"] not in KINDS:
-            raise cli.UsageError(f"figure.networks: expected one of {', '.join(KINDS)}, got {workload['kind']}")
-        shared = {key: config[key] for key in ("device", "rounds", "planner", "seconds")}
-        found.append({"network": workload["name"], "workload": workload, **asked, **shared})
-    return found[::-1]
+class Compiled(Figure):
+    """Real peaks and times of compiled steps: ours beside PyTorch's memory budgets, checkpoints, and neither."""
 
+    name = "compiled"
+    alone = True
+    on_demand = True
+    simulated = False
 
-def run(task: Row, machine: Machine) -> Row:
-    """What ``measured`` says of one network; raises UsageError where there is no such device."""
-    if task["device"] == "cuda" and not torch.cuda.is_available():
-        raise cli.UsageError("figure.device: there is no CUDA GPU here; figure=compiled measures on the CPU")
-    with tempfile.TemporaryDirectory() as cache:  # so that nothing is compiled before it is timed
-        words = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env)
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return found
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        config = cli.plain(settings)
+        if config["device"] not in ("cpu", "cuda"):
+            raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
+        found = []
+        for workload in config["networks"]:
+            asked = {key: workload.pop(key, config[key]) for key in ("limits", "budgets", "solvers", "swaps")}
+            for key in ("limits", "budgets", "swaps"):
+                if not (asked[key] or key == "swaps") or not all(
+                    isinstance(v, float) and 0 < v <= 1 for v in asked[key]
+                ):
+                    raise cli.UsageError(f"figure.{key}: expected fractions, got {asked[key]}")
+            if workload["kind"] not in KINDS:
+                raise cli.UsageError(f"figure.networks: expected one of {', '.join(KINDS)}, got {workload['kind']}")
+            shared = {key: config[key] for key in ("device", "rounds", "planner", "seconds")}
+            found.append({"network": workload["name"], "workload": workload, **asked, **shared})
+        return found[::-1]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        if task["device"] == "cuda" and not torch.cuda.is_available():
+            raise cli.UsageError("figure.device: there is no CUDA GPU here; figure=compiled measures on the CPU")
+        with tempfile.TemporaryDirectory() as cache:  # so that nothing is compiled before it is timed
+            words = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env)
+        found: Row = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    def numbers(self, rows: list[Row]) -> Row:
+        lines, planned, pairs, monotone, lowest, swapped = [], [], [], True, 0, []
+        for row in rows:
+            methods = row["methods"]
+            none, there = methods["none"], {name: m for name, m in methods.items() if "refused" not in m}
+            for name, m in methods.items():
+                line = {"network": row["network"], "method": name, "peak": "refused", **EMPTY}
+                if name in there:
+                    low, _, high = (seconds / none["step_s"][1] for seconds in m["step_s"])
+                    line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}",
+                             "spread": f"{low:.2f} to {high:.2f}"}  # fmt: skip
+                if name in there and m.get("ours"):
+                    line["predicted"] = f"{m['predicted_bytes'] / none['peak_bytes']:.1%}"
+                    planned.append({**m, "name": f"{row['network']} {name}", "own": none["peak_bytes"]})
+                lines.append(line)
+            pairs += [m["against"] for m in there.values() if "against" in m]
+            swapped += [m["peak_bytes"] / none["peak_bytes"] for m in there.values() if m.get("swaps")]
+            there = {name: m for name, m in there.items() if m.get("mode") != "joint"}
+            by_limit = [m["peak_bytes"] for m in there.values() if "limit" in m]
+            monotone &= by_limit == sorted(by_limit, reverse=True)
+            ours = min((m["peak_bytes"] for m in there.values() if m.get("ours")), default=none["peak_bytes"])
+            lowest += ours < min(m["peak_bytes"] for m in there.values() if not m.get("ours"))
+        differ = [m["name"] for m in planned if not m["bits"]]
+        times = {part: [m[part] / m["compile_s"] for m in planned] for part in ("plan_s", "looking_s")}
+        return {
+            "lines": lines, "points": len(planned), "networks": len(rows), "monotone": "yes" if monotone else "no",
+            "error": max(abs(m["peak_bytes"] / m["predicted_bytes"] - 1) for m in planned),
+            "error_without": max(abs(m["own"] / m["without"] - 1) for m in planned),
+            "over": sum(m["peak_bytes"] > m["limit_bytes"] for m in planned),
+            "refused": sum("refused" in m and m.get("mode") != "joint" for r in rows for m in r["methods"].values()),
+            "swapped": len(swapped) or None, "least": min(swapped, default=None),
+            "pairs": len(pairs), "faster": sum(p <= 1.0 for p in pairs), "within": sum(p <= 1.03 for p in pairs),
+            "pair": Range(pairs) if pairs else None, "lowest": lowest, "differ": len(differ),
+            "differing": differ or None,
+            "plan": statistics.median(times["plan_s"]), "most_plan": max(times["plan_s"]),
+            "looking": statistics.median(times["looking_s"]),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels, device = [], rows[0]["on"]
+        on, kind = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
+        for row in rows:
+            methods, none = row["methods"], row["methods"]["none"]
+
+            def line(
+                kept: Callable[[str, Row], bool], colour: str, label: str, marker: str, joined: str = "-",
+                methods: Row = methods, none: Row = none,
+            ) -> Line:  # fmt: skip
+                found = sorted((m["peak_bytes"] / none["peak_bytes"], m["ratio"])
+                               for name, m in methods.items() if "refused" not in m and kept(name, m))  # fmt: skip
+                return Line([a for a, _ in found], [b for _, b in found], colour, label, marker, joined)
+
+            marks = [
+                line(lambda name, m: bool(m.get("ours")) and m.get("mode") != "joint", "C0", "ours", "o"),
+                line(lambda name, m: m.get("mode") == "joint", "C5", "ours, with swaps", "X", ""),
+                line(
+                    lambda name, m: "budget" in m and not name.startswith("chains"), "C1", "PyTorch's budget", "s", ""
+                ),
+                line(lambda name, m: name.startswith("chains"), "C4", "its budget, our solver", "P", ""),
+                line(lambda name, m: name == "checkpoint", "C2", "checkpoint", "^", ""),
+                line(lambda name, m: name == "none", "C3", "torch.compile", "D", ""),
+            ]
+            peak, time_axis = Axis("real peak", "{:.0%}"), Axis(f"{kind} of a step", "{:.2f}")
+            panels.append(Panel(row["network"], marks, peak, time_axis))
+        return Chart(f"torch.compile within a memory, {on}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
 
 
 def measured(task: Row) -> Row:
@@ -163,73 +236,6 @@ def measured(task: Row) -> Row:
     return {"methods": rows, "on": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
 
 
-def numbers(rows: list[Row]) -> Row:
-    """The bars of all networks, and a line for each method."""
-    lines, planned, pairs, monotone, lowest, swapped = [], [], [], True, 0, []
-    for row in rows:
-        methods = row["methods"]
-        none, there = methods["none"], {name: m for name, m in methods.items() if "refused" not in m}
-        for name, m in methods.items():
-            line = {"network": row["network"], "method": name, "peak": "refused", **EMPTY}
-            if name in there:
-                low, _, high = (seconds / none["step_s"][1] for seconds in m["step_s"])
-                line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}",
-                         "spread": f"{low:.2f} to {high:.2f}"}  # fmt: skip
-            if name in there and m.get("ours"):
-                line["predicted"] = f"{m['predicted_bytes'] / none['peak_bytes']:.1%}"
-                planned.append({**m, "name": f"{row['network']} {name}", "own": none["peak_bytes"]})
-            lines.append(line)
-        pairs += [m["against"] for m in there.values() if "against" in m]
-        swapped += [m["peak_bytes"] / none["peak_bytes"] for m in there.values() if m.get("swaps")]
-        there = {name: m for name, m in there.items() if m.get("mode") != "joint"}
-        by_limit = [m["peak_bytes"] for m in there.values() if "limit" in m]
-        monotone &= by_limit == sorted(by_limit, reverse=True)
-        ours = min((m["peak_bytes"] for m in there.values() if m.get("ours")), default=none["peak_bytes"])
-        lowest += ours < min(m["peak_bytes"] for m in there.values() if not m.get("ours"))
-    differ = [m["name"] for m in planned if not m["bits"]]
-    times = {part: [m[part] / m["compile_s"] for m in planned] for part in ("plan_s", "looking_s")}
-    return {
-        "lines": lines, "points": len(planned), "networks": len(rows), "monotone": "yes" if monotone else "no",
-        "error": max(abs(m["peak_bytes"] / m["predicted_bytes"] - 1) for m in planned),
-        "error_without": max(abs(m["own"] / m["without"] - 1) for m in planned),
-        "over": sum(m["peak_bytes"] > m["limit_bytes"] for m in planned),
-        "refused": sum("refused" in m and m.get("mode") != "joint" for row in rows for m in row["methods"].values()),
-        "swapped": len(swapped) or None, "least": min(swapped, default=None),
-        "pairs": len(pairs), "faster": sum(p <= 1.0 for p in pairs), "within": sum(p <= 1.03 for p in pairs),
-        "pair": Range(pairs) if pairs else None, "lowest": lowest, "differ": len(differ), "differing": differ or None,
-        "plan": statistics.median(times["plan_s"]), "most_plan": max(times["plan_s"]),
-        "looking": statistics.median(times["looking_s"]),
-    }  # fmt: skip
-
-
-def chart(rows: list[Row]) -> Chart:
-    """Time over peak, both over those of torch.compile alone; a panel for each network."""
-    panels, device = [], rows[0]["on"]
-    on, kind = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
-    for row in rows:
-        methods, none = row["methods"], row["methods"]["none"]
-
-        def line(
-            kept: Callable[[str, Row], bool], colour: str, label: str, marker: str, joined: str = "-",
-            methods: Row = methods, none: Row = none,
-        ) -> Line:  # fmt: skip
-            found = sorted((m["peak_bytes"] / none["peak_bytes"], m["ratio"])
-                           for name, m in methods.items() if "refused" not in m and kept(name, m))  # fmt: skip
-            return Line([a for a, _ in found], [b for _, b in found], colour, label, marker, joined)
-
-        marks = [
-            line(lambda name, m: bool(m.get("ours")) and m.get("mode") != "joint", "C0", "ours", "o"),
-            line(lambda name, m: m.get("mode") == "joint", "C5", "ours, with swaps", "X", ""),
-            line(lambda name, m: "budget" in m and not name.startswith("chains"), "C1", "PyTorch's budget", "s", ""),
-            line(lambda name, m: name.startswith("chains"), "C4", "its budget, our solver", "P", ""),
-            line(lambda name, m: name == "checkpoint", "C2", "checkpoint", "^", ""),
-            line(lambda name, m: name == "none", "C3", "torch.compile", "D", ""),
-        ]
-        peak, time_axis = Axis("real peak", "{:.0%}"), Axis(f"{kind} of a step", "{:.2f}")
-        panels.append(Panel(row["network"], marks, peak, time_axis))
-    return Chart(f"torch.compile within a memory, {on}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
-
-
 def network(workload: Row) -> tuple[nn.Module, Tensor, Tensor]:
     """A small network with its loss, and a batch of random numbers."""
     sizes = {key: value for key, value in workload.items() if key not in ("name", "kind", "batch_size", "dtype")}
@@ -304,7 +310,11 @@ def _seconds() -> float:
     return t.user + t.system + t.children_user + t.children_system
 
 
-FIGURE = Figure("compiled", tasks, run, numbers, chart, alone=True, on_demand=True, simulated=False)
+class CompiledGpu(Compiled):
+    """The same on a GPU: larger networks in bfloat16, whose copies to the host are real ones."""
+
+    name = "compiled_gpu"
+
 
 if __name__ == "__main__":
     print(json.dumps(measured(json.loads(sys.argv[1]))))

@@ -4,6 +4,8 @@ A task is a program, pinned by its fingerprint, a machine and a limit; it is of 
 comes with the package learned programs of its family, else of the test split. A run is an agent on a task with a budget
 (simulator calls, or seconds) and a seed; its score is the certified gap: the overhead of its plan less the floor's, in
 points, so that no plan scores below 0. Agents are planners of `agents`, or anybody's own class ("module:Class").
+
+The test split scores planners by their planning time, on networks that the policy never learned.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,16 @@ from scipy.stats import trim_mean
 import agents
 from agents.floor import floor
 from agents.planner import Planner
+from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, program, share_of_peak
 from experiments.figures.figure import Figure, Range
 from experiments.plotting import palette
-from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
+from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
+from experiments.plotting.palette import INK, Look, look
 from simulator import Machine, Program
+from simulator.compiled import warm
 from simulator.compiled.engine import simulate
 from simulator.files import read_json
 from simulator.plan import PlanError
@@ -40,25 +46,106 @@ LATE = 1.25, 0.1  # a plan counts that took at most so many times the seconds, a
 SPLITS = ("train", "test")
 BUDGETS = {"calls", "seconds", "seed"}  # what an agent may take
 DRAWS, LEVEL = 2_000, 95
+NO_NETWORK = "without_network"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _TASK = {"workload", "machine", "limit", "split", "fingerprint"}
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """One per task of the suite; raises UsageError where a setting is wrong."""
-    config = cli.plain(settings)
-    out: list[Row] = []
-    shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
-    for name, agent in config["agents"].items():
-        if agent.get("planner") != PUBLISHED:
-            maker(agent, f"figure.agents.{name}")
-    for name, task in config["tasks"].items():
-        if set(task) != _TASK or task["split"] not in SPLITS:
-            raise cli.UsageError(f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test")
-        network(task["workload"], f"tasks.{name}.workload")
-        share_of_peak(task["limit"], f"tasks.{name}.limit")
-        out.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
-    return out
+class Core(Figure):
+    """The core suite of the benchmark: named tasks, agents on them within equal budgets, scores."""
+
+    name = "core"
+    alone = True
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        config = cli.plain(settings)
+        out: list[Row] = []
+        shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
+        for name, agent in config["agents"].items():
+            if agent.get("planner") != PUBLISHED:
+                maker(agent, f"figure.agents.{name}")
+        for name, task in config["tasks"].items():
+            if set(task) != _TASK or task["split"] not in SPLITS:
+                raise cli.UsageError(
+                    f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test"
+                )
+            network(task["workload"], f"tasks.{name}.workload")
+            share_of_peak(task["limit"], f"tasks.{name}.limit")
+            out.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
+        return out
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        machine = Machine.load(task["machine"])
+        built = program(task["workload"], machine)
+        if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
+            raise cli.UsageError(
+                f"figure.tasks.{task['task']}.fingerprint: the suite is of {task['fingerprint']}, this PyTorch "
+                f"captures {built.fingerprint[:12]}; scores of different programs cannot be compared"
+            )
+        limit = int(task["limit"] * built.peak_bytes)
+        begin = time.perf_counter()
+        bound = floor(built, machine, limit)
+        floor_s = time.perf_counter() - begin
+        runs: list[Row] = []
+        for name, agent in task["agents"].items():
+            where = f"figure.agents.{name}"
+            if agent.get("planner") == PUBLISHED:
+                runs.append(published(built, machine, limit, bound.overhead))
+                continue
+            make, takes = maker(agent, where)
+            budgets: list[dict[str, float]] = [
+                {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
+            ] or [{}]
+            outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
+            for budget in budgets:
+                for seed in task["seeds"] if "seed" in takes else [0]:
+                    options = {**budget, **({"seed": seed} if "seed" in takes else {})}
+                    found = outcome(make, options, built, machine, limit, bound.overhead)
+                    runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **found})
+        if task["beside"]:
+            runs += committed(task, set(task["agents"]))
+        return {"kernels": len(built.kernels), "limit_bytes": limit, "floor_percent": round(100 * bound.overhead, 4),
+                "floor_s": round(floor_s, 2), "runs": runs}  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found, lines = scores(rows), []
+        for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
+            values = found[agent, budget]
+            of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
+            times = [one["plan_s"] for row in rows for one in row["runs"]
+                     if (one["agent"], (one["calls"], one["seconds"])) == (agent, budget)]  # fmt: skip
+            lines.append({
+                "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
+                "splits": [iqm(part) if part.size else None for part in of], "median": np.median(values),
+                "without": (values >= WITHOUT).sum(), "size": values.size, "seconds": np.median(times),
+            })  # fmt: skip
+        over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
+                for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
+        return {
+            "lines": lines, "late": LATE, "most": WITHOUT,
+            "beyond": max(over) if over and max(over)[0] > 1.02 else None,
+            **{split: [row["task"] for row in rows if row["split"] == split] or None for split in SPLITS},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found, least = scores(rows), 0.01
+        budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order) or [(None, None)]
+        names = list(dict.fromkeys(agent for agent, _ in found))
+        panels = []
+        for budget in budgets:
+            marks: list[Mark] = []
+            for y, agent in enumerate(names):
+                values = found.get((agent, budget), found.get((agent, (None, None))))
+                if values is not None:
+                    ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(values)]
+                    marker = "o" if (agent, budget) in found else "D"
+                    marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
+                              Line([max(iqm(values), least)], [y], ink, marker=marker)]  # fmt: skip
+            panels.append(Panel(named(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
+                                                           [0.01, 0.1, 1, 10, 100]),
+                                Axis(names=[label(agent) for agent in names])))  # fmt: skip
+        title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
+        return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
 
 
 def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner], set[str]]:
@@ -80,41 +167,6 @@ def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner],
     if not callable(getattr(kind, "plan", None)):
         raise cli.UsageError(f"{where}: {agent['target']} is no class with a method plan(program, machine, limit)")
     return partial(kind, **chosen), BUDGETS & set(inspect.signature(kind).parameters)
-
-
-def run(task: Row, machine: Machine) -> Row:
-    """Every run of a task: agent, budget (of neither: None), seed, gap in points (None: no plan, or too late)."""
-    machine = Machine.load(task["machine"])
-    built = program(task["workload"], machine)
-    if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
-        raise cli.UsageError(
-            f"figure.tasks.{task['task']}.fingerprint: the suite is of {task['fingerprint']}, this PyTorch captures "
-            f"{built.fingerprint[:12]}; scores of different programs cannot be compared"
-        )
-    limit = int(task["limit"] * built.peak_bytes)
-    begin = time.perf_counter()
-    bound = floor(built, machine, limit)
-    floor_s = time.perf_counter() - begin
-    runs: list[Row] = []
-    for name, agent in task["agents"].items():
-        where = f"figure.agents.{name}"
-        if agent.get("planner") == PUBLISHED:
-            runs.append(published(built, machine, limit, bound.overhead))
-            continue
-        make, takes = maker(agent, where)
-        budgets: list[dict[str, float]] = [
-            {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
-        ] or [{}]
-        outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
-        for budget in budgets:
-            for seed in task["seeds"] if "seed" in takes else [0]:
-                options = {**budget, **({"seed": seed} if "seed" in takes else {})}
-                found = outcome(make, options, built, machine, limit, bound.overhead)
-                runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **found})
-    if task["beside"]:
-        runs += committed(task, set(task["agents"]))
-    return {"kernels": len(built.kernels), "limit_bytes": limit, "floor_percent": round(100 * bound.overhead, 4),
-            "floor_s": round(floor_s, 2), "runs": runs}  # fmt: skip
 
 
 def outcome(
@@ -159,8 +211,6 @@ def committed(task: Row, new: set[str]) -> list[Row]:
     return [run for row in same for run in row["runs"] if run["agent"] not in new]
 
 
-# ------------------------------------------------------------------------------------------ for people
-
 Budget = tuple[float | None, float | None]  # calls, seconds
 
 
@@ -201,7 +251,7 @@ def named(budget: Budget) -> str:
     return f"{calls:,.0f} calls" if calls is not None else f"{seconds:g} s" if seconds is not None else "–"
 
 
-LABELS = {PUBLISHED: "best published", "without_network": "the same search without the network"}
+LABELS = {PUBLISHED: "best published", NO_NETWORK: "the same search without the network"}
 
 
 def label(agent: str) -> str:
@@ -209,47 +259,151 @@ def label(agent: str) -> str:
     return LABELS.get(agent) or palette.label(agent)
 
 
-def numbers(rows: list[Row]) -> Row:
-    """Every budget and agent: interquartile means of all tasks and of each split, the best of a budget first."""
-    found, lines = scores(rows), []
-    for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
-        values = found[agent, budget]
-        of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
-        times = [one["plan_s"] for row in rows for one in row["runs"]
-                 if (one["agent"], (one["calls"], one["seconds"])) == (agent, budget)]  # fmt: skip
-        lines.append({
-            "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
-            "splits": [iqm(part) if part.size else None for part in of], "median": np.median(values),
-            "without": (values >= WITHOUT).sum(), "size": values.size, "seconds": np.median(times),
-        })  # fmt: skip
-    over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
-            for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
-    return {
-        "lines": lines, "late": LATE, "most": WITHOUT, "beyond": max(over) if over and max(over)[0] > 1.02 else None,
-        **{split: [row["task"] for row in rows if row["split"] == split] or None for split in SPLITS},
-    }  # fmt: skip
+class TestSplit(Figure):
+    """How far plans are from the floor against the time that they took, on networks that the policy never learned."""
 
+    name = "test_split"
+    alone = True
 
-def chart(rows: list[Row]) -> Chart:
-    """A panel per budget: an agent's interquartile mean and its interval; the best published in each."""
-    found, least = scores(rows), 0.01
-    budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order) or [(None, None)]
-    names = list(dict.fromkeys(agent for agent, _ in found))
-    panels = []
-    for budget in budgets:
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        config = cli.plain(settings)
+        out = []
+        for key, before in (("networks", ""), ("fresh", "fresh_")):
+            methods = config[f"{before}methods"]
+            for name, method in methods.items():
+                if not isinstance(method, dict) or "planner" not in method:
+                    where = f"figure.{before}methods.{name}"
+                    raise cli.UsageError(f"{where}: expected a mapping with planner, got {method!r}")
+            shared = {"seeds": config[f"{before}seeds"], "weights": config["weights"], "methods": methods}
+            every = product(config[key], config[f"{before}machines"], config[f"{before}limits"])
+            out += [
+                {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit}
+                | shared
+                for name, machine, limit in every
+            ]
+        return out
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        machine = Machine.load(task["machine"])
+        built = program(task["network"], machine)
+        limit = int(task["limit"] * built.peak_bytes)
+        planners = {name: method["planner"] for name, method in task["methods"].items()}
+        for name in {*planners.values(), *heuristics()}:
+            if agents.PLANNERS[name].learned:
+                figures.planned(warm.TINY, machine, warm.TINY.peak_bytes, name, episodes=1)
+            else:
+                warm_up(machine, name)
+        begin = time.perf_counter()
+        # The LP of ConvNeXt, which is fresh, takes more than 10 minutes.
+        bound = 0.0 if task["fresh"] else 100 * floor(built, machine, limit).overhead
+        floor_s = time.perf_counter() - begin
+
+        def entry(line: str, calls: int | None, seed: int | None, found: list[Row]) -> Row:
+            known = [one["overhead_percent"] for one in found if one["overhead_percent"] is not None]
+            return {
+                "line": line, "calls": calls, "seed": seed, "gap": round(min(known) - bound, 4) if known else None,
+                "plan_s": round(sum(one["plan_s"] for one in found), 3),
+                "simulator_calls": sum(one["simulator_calls"] for one in found),
+            }  # fmt: skip
+
+        found = [entry(PUBLISHED, None, None, [figures.planned(built, machine, limit, name) for name in heuristics()])]
+        for line, calls, options in methods_of(task):
+            for seed in task["seeds"]:
+                name = planners.get(line) or planners[line.split(",")[0]]  # or the method's with other weights
+                one = figures.planned(built, machine, limit, name, **options, seed=seed)
+                found.append(entry(line, calls, seed, [one]))
+        floors = {"floor_percent": round(bound, 4), "floor_s": round(floor_s, 2)}
+        return {"kernels": len(built.kernels), **floors, "found": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
+        lines, networks = _lines(test)
+        families = list(dict.fromkeys(figures.label(row["network"]) for row in fresh))
+        heads = [*families, "mean of these"] if fresh else None
+        return {"lines": lines, "families": heads, "fresh": _by_family(fresh, families), "networks": networks,
+                "level": LEVEL, "tasks": len(test),
+                "seeds": len(rows[0]["seeds"]), "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = gaps_of([row for row in rows if not row.get("fresh")])
         marks: list[Mark] = []
-        for y, agent in enumerate(names):
-            values = found.get((agent, budget), found.get((agent, (None, None))))
-            if values is not None:
-                ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(values)]
-                marker = "o" if (agent, budget) in found else "D"
-                marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
-                          Line([max(iqm(values), least)], [y], ink, marker=marker)]  # fmt: skip
-        panels.append(Panel(named(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
-                                                       [0.01, 0.1, 1, 10, 100]),
-                            Axis(names=[label(agent) for agent in names])))  # fmt: skip
-    title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
-    return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
+        for line in dict.fromkeys(line for line, _ in found):
+            if "," in line and line in rows[0]["methods"]:
+                continue
+            mine = [values for (name, _), values in found.items() if name == line]
+            low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
+            seconds = [float(np.median(values[..., 1])) for values in mine]
+            known = {PUBLISHED: Look("", INK, "D"), NO_NETWORK: Look("", "#8a8a8a", "o")}
+            _, ink, marker = known.get(line, look(line.split(",")[0]))
+            marks.append(Line(seconds, middle, ink, label(line), marker, DASHED if line == NO_NETWORK else "-", 1.4,
+                              band=(low, high), shade=0.08))  # fmt: skip
+            marks.append(between(low, high, seconds, ink, upright=True))
+        where = [Axis(name, "{:g}", scale="log") for name in ("planning time, s", "gap to the floor, points")]
+        title = "The gap to the floor against planning time, test split"
+        return Chart(title, [Panel("", marks, *where)], size=(8.6, 4.4), keys=3)
 
 
-FIGURE = Figure("core", tasks, run, numbers, chart, alone=True)
+def methods_of(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
+    """Every method with every budget and weights: its line, its calls, and the planner's options."""
+    out: list[tuple[str, int | None, dict[str, Any]]] = []
+    for name, method in task["methods"].items():
+        learns = method["planner"].startswith("policy") and method.get("guide", True)
+        for which, file in (task["weights"] or {"": None}).items() if learns else [("", None)]:
+            options = {key: value for key, value in method.items() if key not in ("planner", "calls")}
+            options |= {"weights": file} if file else {}
+            line = f"{name}, {which}" if which else name
+            budgets = method.get("calls", [None])
+            out += [(line, calls, options | ({"calls": calls} if calls else {})) for calls in budgets]
+    return out
+
+
+def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
+    """Of each line and budget, float64[tasks, seeds, 2]: gaps (not a number: no plan) and seconds."""
+    out: dict[tuple[str, int | None], np.ndarray] = {}
+    for line, calls in dict.fromkeys((f["line"], f["calls"]) for f in rows[0]["found"]):
+        each = [
+            [(np.nan if f["gap"] is None else f["gap"], f["plan_s"]) for f in row["found"]
+             if (f["line"], f["calls"]) == (line, calls)]
+            for row in rows
+        ]  # fmt: skip
+        out[line, calls] = np.array(each, np.float64)
+    return out
+
+
+def mean_interval(of_tasks: np.ndarray) -> Range | None:
+    """Of the mean of float64[tasks]; None where one is not a number."""
+    if np.isnan(of_tasks).any():
+        return None
+    drawn = np.random.default_rng(0).integers(len(of_tasks), size=(DRAWS, len(of_tasks)))
+    return Range(np.percentile(of_tasks[drawn].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
+
+
+def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
+    """Overheads of every method and budget, by fresh family and in the mean of the families."""
+    out = []
+    for (line, calls), values in gaps_of(rows).items() if rows else ():
+        of_tasks = values[..., 0].mean(1)
+        means = [of_tasks[[figures.label(row["network"]) == name for row in rows]].mean() for name in families]
+        cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
+        out.append({"label": label(line), "calls": calls, "cells": cells})
+    return out
+
+
+def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The table of some tasks; and what the policy's network adds to its search at equal calls."""
+    found, lines, networks = gaps_of(rows), [], []
+    for (line, calls), values in found.items():
+        gaps = values[..., 0]
+        there, whole = gaps[~np.isnan(gaps)], not np.isnan(gaps).any()
+        lines.append({
+            "label": label(line), "calls": calls, "seconds": np.median(values[..., 1]),
+            "mean": gaps.mean() if whole else None, "interval": mean_interval(gaps.mean(1)),
+            "without": np.isnan(gaps).sum(),
+            "median": np.median(there) if len(there) else None,
+            "quartiles": Range(np.percentile(there, [25, 75])) if len(there) else None,
+        })  # fmt: skip
+        without = found.get((NO_NETWORK, calls))
+        if line.startswith("policy_search") and without is not None:
+            off = without[..., 0].mean(1) - gaps.mean(1)
+            networks.append({"label": label(line), "calls": calls, "mean": off.mean(), "interval": mean_interval(off)})
+    return lines, networks

@@ -1,92 +1,97 @@
-"""What a figure is. Its words are Markdown, NAME.md beside its module, with the numbers that the module gives.
+"""What a figure is: a class in the module of its paper, and a section of the paper's page (Markdown) with its words.
 
-The Markdown has a title, a paragraph that names the paper, a table and a list of notes; what stands under a heading of
-the second level is not on the generated page. ``{name}`` is a number, as of ``str.format`` (see ``fill``). A row of the
-table, or a note, that begins with ``[networks]`` is repeated for each mapping in the list ``networks``; a cell that is
-nothing but ``[limits]`` is a column for each entry of that list.
+A section has a title, a paragraph that names the paper, a table and a list of notes; what follows its ``###`` is not on
+the generated page. ``{name}`` is a number, as of ``str.format`` (see ``fill``). A row of the table, or a note, that
+begins with ``[networks]`` is repeated for each mapping in the list ``networks``; a cell that is nothing but
+``[limits]`` is a column for each entry of that list.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from experiments.common.report import Row
+from experiments.figures import networks
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
     from experiments.plotting.charts import Chart
 
+FOLDER = Path(__file__).parent
 UNITS = {"M": 2**20, "G": 2**30, "D": 10**6, "B": 10**9, "t": 10**6}  # MiB, GiB, MB, GB; ms of ns
 
 
-@dataclass(frozen=True)
 class Figure:
     """One figure or table.
 
     Attributes:
-        name: of its YAML in configs/figure, of its module and of its Markdown.
-        tasks: what to compute, from the YAML's settings, as data that can be JSON; the longest last, as they are begun
-            from the end; a process runs one at a time. Raises UsageError where a setting is wrong.
-        run: the result of a task, which is added to it: a row.
-        numbers: what table and notes say of the rows.
-        chart: the picture of the rows.
+        name: of its YAML in configs/figure and of its section in a page.
+        among: the networks of the paper's table; empty: any shipped workload.
         alone: a task needs all cores to itself.
         on_demand: ``figure=all`` leaves it out.
-        text: Markdown in the place of NAME.md.
         simulated: whether the picture's title says so; False for what was measured.
     """
 
-    name: str
-    tasks: Callable[[DictConfig], list[Row]]
-    run: Callable[[Row, Machine], Row]
-    numbers: Callable[[list[Row]], Row]
-    chart: Callable[[list[Row]], Chart]
-    alone: bool = False
-    on_demand: bool = False
-    text: str | None = None
-    simulated: bool = True
+    name = ""
+    among: Collection[str] = ()
+    alone = False
+    on_demand = False
+    simulated = True
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        """Returns what to compute, by default one task per network, as data that can be JSON.
+
+        The longest task is last, as they are begun from the end; a process runs one at a time.
+
+        Raises:
+            UsageError: a setting of the YAML is wrong.
+        """
+        return [{"network": name} for name in networks(settings, self.among)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        """Returns the result of a task, which is added to it: a row."""
+        raise NotImplementedError
+
+    def numbers(self, rows: list[Row]) -> Row:
+        """Returns what the table and the notes say of the rows."""
+        raise NotImplementedError
+
+    def chart(self, rows: list[Row]) -> Chart:
+        """Returns the picture of the rows."""
+        raise NotImplementedError
 
     @property
-    def _parts(self) -> tuple[str, list[list[str]], list[str]]:
-        """Title and first paragraph; the cells of the table; the notes."""
-        text = Path(__file__).with_name(f"{self.name}.md").read_text() if self.text is None else self.text
-        head, *notes = re.split(r"\n- ", text.partition("\n## ")[0])
-        about, _, lines = head.partition("\n|")
-        table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines() if line]
-        return about, [table[0], *table[2:]], [" ".join(note.split()) for note in notes]
+    def text(self) -> str:
+        """The Markdown of the figure's section."""
+        return _sections()[self.name]
 
     @property
     def title(self) -> str:
-        """The first line of the Markdown."""
-        return self._parts[0].partition("\n")[0].removeprefix("# ")
+        """The heading of the section."""
+        return self.text.partition("\n")[0].removeprefix("## ")
 
     @property
     def about(self) -> str:
         """The first paragraph."""
-        return " ".join(self._parts[0].partition("\n")[2].split())
+        return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
     def say(self, rows: list[Row]) -> tuple[list[str], list[list[str]], list[str]]:
         """Headings and cells of the table (empty where there is no number), and the notes that have all numbers."""
-        _, (heads, *lines), notes = self._parts
+        head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
+        table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
         numbers = self.numbers(rows)
-        cells = [_cells(cut, one) for line in lines for cut, one in _each(line, numbers)]
-        said = [fill(cut[0], one) for note in notes for cut, one in _each([note], numbers)]
-        return _cells(heads, numbers), cells, [note for note in said if note]
-
-    def table(self, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-        """Headings and cells; see ``say``."""
-        return self.say(rows)[:2]
-
-    def notes(self, rows: list[Row]) -> list[str]:
-        """The notes that have all their numbers; see ``say``."""
-        return self.say(rows)[2]
+        cells = [_cells(cut, one) for line in table[2:] for cut, one in _each(line, numbers)]
+        said = [fill(cut[0], one) for note in notes for cut, one in _each([" ".join(note.split())], numbers)]
+        return _cells(table[0], numbers), cells, [note for note in said if note]
 
     def draw(self, rows: list[Row], path: Path) -> None:
         """The picture as PNG."""
@@ -96,6 +101,24 @@ class Figure:
         if self.simulated and "imulated" not in chart.title:
             chart = replace(chart, title=f"{chart.title} (simulated)")
         charts.draw(path, chart)
+
+
+@cache
+def find(name: str) -> Figure:
+    """The figure of a name; raises KeyError if no module defines it."""
+    for path in FOLDER.glob("*.py"):
+        if f'name = "{name}"\n' in path.read_text():
+            module = vars(import_module(f"experiments.figures.{path.stem}"))
+            return next(one for one in module.values() if isinstance(one, type) and one.__dict__.get("name") == name)()
+    raise KeyError(name)
+
+
+@cache
+def _sections() -> dict[str, str]:
+    """The section of each figure, of all pages."""
+    text = "\n".join(page.read_text() for page in sorted(FOLDER.glob("*.md")))
+    _, *parts = re.split(r'<a id="(\w+)"></a>\n', text)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 class Range:

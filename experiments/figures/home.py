@@ -1,172 +1,394 @@
-"""What HOME's tables and figures share: its networks at any batch size, at the paper's scale of time, and its rivals.
-
-"HOME: A Holistic GPU Memory Management Framework for Deep Learning" (IEEE TC 2022), section 4: six networks on CIFAR-10
-on an RTX 2080 Ti. The limit is all the memory that CUDA reports there (``Machine.memory_bytes``, 11,019 MiB).
-"""
+"""HOME's Table 2 and Fig. 6, 7 and 9: largest batches, throughput, parts of an iteration, predicted times."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from statistics import fmean
 
+import numpy as np
 from omegaconf import DictConfig
 
-import agents
+from agents.heuristics.layers import feature_maps
+from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.plan.max_batch import Batches
+from experiments.figures import chosen, home_networks as home
+from experiments.figures.figure import Figure, span
+from experiments.figures.home_networks import METHODS, NETWORKS, TABLE2
+from experiments.measured.replays import FOLDER, Replay, replays
+from experiments.plotting import palette
+from experiments.plotting.charts import ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, pairs
+from experiments.plotting.palette import INK, PARTS, look
 from simulator.compiled.engine import simulate
+from simulator.files import load_json
 from simulator.machine import Machine
-from simulator.plan import Plan, Recompute, Swap
+from simulator.plan import Plan
 from simulator.program import Program
+from simulator.timeline import Timeline
 
 
-class Paper(NamedTuple):
-    """Tables 2 and 3 for one network.
+class Table2(Figure):
+    """Table 2: the largest batch of PyTorch, Capuchin and HOME, and images per second there."""
 
-    Of PyTorch, Capuchin and HOME: the largest batch, and images/s there. Of HOME: seconds of the search, ms of an
-    evaluation.
-    """
+    name = "home_table2"
+    among = NETWORKS
 
-    label: str
-    batch: tuple[int, int, int]
-    throughput: tuple[int, int, int]
-    search_s: int
-    evaluation_ms: float
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        resolution = cli.number(settings, "resolution")
+        if not 0 < resolution < 1:
+            raise cli.UsageError(f"figure.resolution: expected a number between 0 and 1, got {resolution}")
+        options = {"resolution": resolution, **home.search(settings)}
+        return [{**task, **options} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        network = task["network"]
+        of = home.sizes(network, machine)
+
+        @cache
+        def plan(method: str, batch: int) -> Plan | None:
+            return home.planned(method, of.at(batch), machine, task)
+
+        def within(method: str, batch: int) -> bool:
+            return least(method, of.at(batch)) <= machine.memory_bytes
+
+        def fits(method: str, batch: int) -> bool:
+            return plan(method, batch) is not None
+
+        plain = home.unplanned(of)
+        bounds = {method: largest(partial(within, method), plain, home.MOST) for method in TABLE2}
+        found = {}
+        for i, method in enumerate(TABLE2):
+            batch = highest(partial(fits, method), plain, bounds[method], task["resolution"])
+            program = of.timed(home.program(network, machine, batch))
+            if program.fingerprint != of.at(batch).fingerprint:
+                raise AssertionError(f"{network}: the capture at batch {batch} is not the one that was planned")
+            theirs = NETWORKS[network].batch[i]
+            found[method] = {
+                "batch": batch, "bound": bounds[method], "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns,
+                **(home.outcome(program, plan(method, batch), machine) or {}),
+                "at_paper": home.outcome(of.at(theirs), plan(method, theirs), machine),
+            }  # fmt: skip
+        return {"limit": machine.memory_bytes, "factor": of.factor, "found": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        networks = [facts(row) for row in rows]
+        return {
+            "networks": networks, "limit": rows[0]["limit"], "count": len(rows),
+            **{f"{key}s": span(one[key] for one in networks) for key in ("more", "part", "gain", "gain_paper")},
+            **{f"{key}_ahead": sum(one[key]["HOME"] > one[key]["Capuchin"] for one in networks)
+               for key in ("batches", "rate")},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [facts(row) for row in rows]
+        panels: list[list[Mark]] = [[ONE], [ONE], [ONE]]
+        for shift, (i, method) in zip((-0.17, 0.17), ((1, "Capuchin"), (2, "HOME")), strict=True):
+            how = palette.look(method.lower())._replace(label=method)
+            batch, rate = ([one[key][i] / one[key][0] for one in found] for key in ("paper_batch", "paper_rate"))
+            panels[0] += pairs(how, batch, [one["batches"][method] / one["batches"]["PyTorch"] for one in found], shift)
+            for marks, key in zip(panels[1:], ("rate_at", "rate"), strict=True):
+                ours = [one[key][method] and one[key][method] / one["rate"]["PyTorch"] for one in found]
+                marks += pairs(how, rate, ours, shift)
+        titles = ("Largest batch", "Images/s at the paper's batch", "Images/s at one's own largest batch")
+        names = Axis(names=[one["label"] for one in found])
+        return Chart(
+            "Largest batch and throughput in the 11 GB of an RTX 2080 Ti",
+            [Panel(title, marks, Axis("over PyTorch's at its largest batch", "{:g}×", (0, None)), names)
+             for title, marks in zip(titles, panels, strict=True)],
+            size=(4.6, 0.5 * len(rows) + 1.0),
+        )  # fmt: skip
 
 
-# By workload. The paper names the networks and CIFAR-10, no more; the variants are those whose largest batch in PyTorch
-# and roofline come near the paper's.
-NETWORKS = {
-    "mobilenet": Paper("MobileNet", (2012, 3954, 4200), (1706, 2999, 3426), 28, 1.7),
-    "squeezenet": Paper("SqueezeNet", (1667, 4056, 4347), (6273, 5719, 6613), 9, 0.5),
-    "plain20": Paper("Plain20", (1040, 2843, 2926), (2368, 2012, 2554), 41, 2.2),
-    "vgg16": Paper("VGG16", (2759, 4250, 5125), (2786, 5120, 6211), 25, 1.4),
-    "resnet18_cifar": Paper("ResNet", (1255, 2014, 2576), (2285, 2179, 2519), 10, 0.6),
-    "inception_v3_cifar": Paper("InceptionV3", (125, 345, 365), (257, 240, 280), 350, 21.8),
-}
-TABLE2 = ("PyTorch", "Capuchin", "HOME")
-# As HOME's authors describe them (section 4.1): vDNN and SuperNeurons are fixed rules, whether or not memory is short.
-# Of two planners the first that fits is taken.
-METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "PyTorch": (("none", {}),),
-    "vDNN": (("vdnn_conv", {}), ("vdnn_all", {})),
-    "SuperNeurons": (("superneurons", {"always": True}),),
-    "Capuchin": (("capuchin", {}),),
-    "HOME": (("home", {"jobs": 1}),),
-}
-CAPTURED = (64, 128)  # batch sizes; those between and beyond follow
-MOST = 100_000  # batch size
+def least(method: str, program: Program) -> int:
+    """Bytes that a method cannot get below: the peak with everything away that it may move."""
+    if method == "PyTorch":
+        return program.peak_bytes
+    gaps = [m.gap for m in feature_maps(program)] if method == "HOME" else program.gaps(MIB)
+    return Candidates(program, gaps).least
 
 
-def networks(settings: DictConfig) -> list[str]:
-    """``settings.networks``, of ``NETWORKS``; raises UsageError for another."""
-    return figures.networks(settings, NETWORKS, "is not one of HOME's")
+def highest(fits: Callable[[int], bool], low: int, high: int, resolution: float) -> int:
+    """The largest batch that fits, from ``low``, which does, to ``high``, which is tried first: itself, or less than
+    ``resolution`` of it below one that does not fit."""
+    if fits(high):
+        return high
+    while high - low > max(1, resolution * low):
+        middle = min(2 * low, (low + high) // 2)  # from below: a planner takes longest to find that it has no plan
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
-def share(settings: DictConfig) -> float:
-    """``settings.share``, of the largest batch without a plan; raises UsageError unless it is above 1."""
-    found = cli.number(settings, "share")
-    if found <= 1:
-        raise cli.UsageError(f"figure.share: expected a number above 1, got {found}")
-    return found
-
-
-def search(settings: DictConfig) -> Row:
-    """HOME's options, of a figure's settings."""
-    return {key: cli.integer(settings, key, least=1) for key in ("particles", "iterations")}
-
-
-def planned(method: str, program: Program, machine: Machine, options: Mapping[str, Any]) -> Plan | None:
-    """The plan of the first planner of ``method`` that fits the machine's memory; None: none does.
-
-    Args:
-        options: HOME's.
-    """
-    for name, fixed in METHODS[method]:
-        planner = agents.make(name, **fixed, **(options if name == "home" else {}))
-        if (plan := figures.attempt(planner, program, machine, machine.memory_bytes)) is not None:
-            return plan
-    return None
-
-
-def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None:
-    """What a plan does within the machine's memory."""
-    if plan is None:
-        return None
-    timeline = simulate(program, plan, machine, machine.memory_bytes)
-    sizes = {kind: sum(program.tensors[d.tensor].nbytes for d in plan.of_kind(kind)) for kind in (Swap, Recompute)}
+def facts(row: Row) -> Row:
+    """A network: batches, images/s at one's own largest batch and at the paper's, by method; what bounds HOME's."""
+    paper, found = NETWORKS[row["network"]], row["found"]
+    ideal = {m: one["batch"] / one["ideal_ns"] for m, one in found.items()}
+    at_paper = {m: one["at_paper"] and batch / one["at_paper"]["iteration_ns"] * 1e9
+                for batch, (m, one) in zip(paper.batch, found.items(), strict=True)}  # fmt: skip
+    home_ = found["HOME"]
     return {
-        "planner": plan.planner, "iteration_ns": timeline.iteration_ns, "overhead": timeline.overhead,
-        "swapped_bytes": sizes[Swap], "recomputed_bytes": sizes[Recompute],
+        **home_, "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
+        "batches": {m: one["batch"] for m, one in found.items()},
+        "rate": {m: one["batch"] / one["iteration_ns"] * 1e9 for m, one in found.items()},
+        "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / found["PyTorch"]["batch"],
+        "gain": ideal["HOME"] / ideal["PyTorch"] - 1, "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
+        "part": paper.batch[2] / home_["batch"], "more": found["PyTorch"]["batch"] / paper.batch[0] - 1,
     }  # fmt: skip
 
 
-def unplanned(of: Sizes) -> int:
-    """The largest batch that fits without a plan."""
-    return largest(lambda batch: of.at(batch).peak_bytes <= of.machine.memory_bytes, CAPTURED[1], MOST)
+FIG6_SHOWN = (1.0, 2.0)  # shares in the table; the picture has all
+CLAIMS = {"vDNN": 5.7, "SuperNeurons": 2.0, "Capuchin": 1.3}  # "up to": HOME's throughput over theirs, at one batch
+DASHES = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--"}
 
 
-class Sizes:
-    """A network's program at any batch size, of captures at two: sizes, FLOPs and bytes are affine in it.
+class Fig6(Figure):
+    """Figure 6: images per second against the batch size, five methods, six networks."""
 
-    Durations are the machine's roofline times one factor.
+    name = "home_fig6"
+    among = NETWORKS
 
-    Args:
-        batches: of the captures, the smaller one first.
-        scale: the iteration time, in seconds, that the roofline's at a batch size is scaled to; None: factor 1.
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        shares = figures.numbers(settings, "shares", lambda value: 0 < value < float("inf"), "positive numbers")
+        options = home.search(settings)
+        return [{**task, "share": share, **options} for task in super().tasks(settings) for share in sorted(shares)]
 
-    Raises:
-        ValueError: the captures differ in more than numbers, or a number is not affine in whole steps.
-    """
+    def run(self, task: Row, machine: Machine) -> Row:
+        of = home.sizes(task["network"], machine)
+        batch = round(task["share"] * home.unplanned(of))
+        program = of.at(batch)
+        plans = {method: home.planned(method, program, machine, task) for method in METHODS}
+        found = {method: home.outcome(program, plan, machine) for method, plan in plans.items()}
+        return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": found}
 
-    def __init__(
-        self, captures: tuple[Program, Program], batches: tuple[int, int], machine: Machine,
-        scale: tuple[int, float] | None = None,
-    ) -> None:  # fmt: skip
-        self._batches, step = Batches(batches[0], captures[0], batches[1], captures[1]), batches[1] - batches[0]
-        for at_small, at_large in zip(*map(_numbers, captures), strict=True):
-            if (at_large - at_small) % step:
-                both = f"{at_small:,} and {at_large:,}"
-                raise ValueError(f"{both} are not on a line of whole steps for {step} images")
-        self.machine, self.factor = machine, 1.0
-        if scale is not None:
-            self.factor = scale[1] * 1e9 / self.at(scale[0]).ideal_ns
+    def numbers(self, rows: list[Row]) -> Row:
+        claims = []
+        for rival, theirs in CLAIMS.items():
+            both = [(home_rate / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}")
+                    for r in rows if (home_rate := rate(r, "HOME")) and (other := rate(r, rival))]  # fmt: skip
+            claims += [{"rival": rival, "theirs": theirs, "least": min(both), "most": max(both)}] if both else []
+        needed = [(r["methods"]["Capuchin"], r["methods"]["HOME"]) for r in rows if not r["methods"]["PyTorch"]]
+        needed = [(theirs["iteration_ns"], ours["iteration_ns"]) for theirs, ours in needed if theirs and ours]
+        gains, over_plain = [], []
+        for lines in figures.grouped(rows).values():
+            ideal = [row["batch"] / row["ideal_ns"] for row in (lines[0], lines[-1])]
+            gains.append(ideal[1] / ideal[0] - 1)
+            best, plain = (max((rate(row, m) or 0.0 for row in lines), default=0.0) for m in ("HOME", "PyTorch"))
+            over_plain += [best / plain] if plain else []
+        return {
+            "methods": METHODS,
+            "lines": [{**r, "label": NETWORKS[r["network"]].label, "cells": cells(r)}
+                      for r in rows if r["share"] in FIG6_SHOWN],
+            "claims": claims, "needed": len(needed) or None,
+            "behind": sum(theirs < ours for theirs, ours in needed),
+            "over_plain": max(over_plain, default=None), "gain": max(gains),
+        }  # fmt: skip
 
-    def at(self, batch: int) -> Program:
-        """The program of one batch size."""
-        return self.timed(self._batches.at(batch))
-
-    def timed(self, program: Program) -> Program:
-        """A program of the network with its durations."""
-        from executor.capture.durations import with_roofline  # its package imports PyTorch, which only a run needs
-
-        program = with_roofline(program, self.machine)
-        if self.factor != 1:
-            program = with_roofline(program, self.machine, iteration_ns=round(program.ideal_ns * self.factor))
-        return program
-
-
-def _numbers(program: Program) -> list[int]:
-    """What depends on the batch size."""
-    return [t.nbytes for t in program.tensors] + [n for k in program.kernels for n in (k.flops, k.bytes)]
-
-
-def program(network: str, machine: Machine, batch: int) -> Program:
-    """A network of the paper, captured at a batch size."""
-    return figures.program(network, machine, batch_size=batch, algorithms=False)
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        for network, lines in figures.grouped(rows).items():
+            paper, marks = NETWORKS[network], []
+            for method, planners in METHODS.items():
+                _, colour, marker = palette.look(planners[0][0])
+                x, y = [row["batch"] for row in lines], [rate(row, method) for row in lines]
+                name = f"{method}, ours{' (after the drop: all layers)' * (method == 'vDNN')}"
+                width, size, front = 3.5 if method == "Capuchin" else 1.5, *((9, 2) if method == "PyTorch" else (5, 3))
+                dash = DASHES.get(method, "-")
+                marks.append(Line(x, y, colour, name, marker, dash, width=width, size=size, front=front))
+                if method in TABLE2:
+                    i = TABLE2.index(method)
+                    x, y = [paper.batch[i]], [paper.throughput[i]]
+                    name = f"{method}'s largest batch in the paper (Table 2)"
+                    marks.append(Line(x, y, colour, name, marker, "", size=9, hollow=True, front=4))
+            where = Axis("batch size", "{:,.0f}", (0, None)), Axis("images/s", "{:,.0f}", (0, None))
+            panels.append(Panel(paper.label, marks, *where))
+        return Chart("Throughput against batch size on an RTX 2080 Ti (11 GB)", panels, 3, (4.9, 3.5), (0.0, 1.1))
 
 
-@lru_cache(maxsize=1)  # a process has the tasks of one network one after the other
-def _captured(network: str) -> tuple[Program, Program]:
-    on = Machine.load("rtx2080ti")  # its durations are replaced
-    return program(network, on, CAPTURED[0]), program(network, on, CAPTURED[1])
+def rate(row: Row, method: str) -> float | None:
+    """Images per second; None where nothing fits."""
+    found = row["methods"][method]
+    return float(row["batch"] / found["iteration_ns"] * 1e9) if found else None
 
 
-def sizes(network: str, machine: Machine) -> Sizes:
-    """A network of the paper at any batch size: PyTorch's largest batch of the paper takes batch / throughput there."""
-    batch, throughput = NETWORKS[network].batch[0], NETWORKS[network].throughput[0]
-    return Sizes(_captured(network), CAPTURED, machine, (batch, batch / throughput))
+def cells(row: Row) -> list[str]:
+    """Images/s of every method."""
+    found = [(rate(row, method), row["methods"][method]) for method in METHODS]
+    return [
+        f"{images:,.0f}{' (all)' * (of['planner'] == 'vdnn_all')}" if images else "does not fit" for images, of in found
+    ]
+
+
+# Section 4.3: parts of the iteration, as far as the text gives them.
+PAPER: dict[str, dict[str, dict[str, float]]] = {
+    "vgg16": {
+        "vDNN": {"swapping": 0.75},
+        "SuperNeurons": {"recomputation": 0.205, "swapping": 0.09},
+        "HOME": {"overlap": 0.57, "swapping": 0.0},
+    },
+    "inception_v3_cifar": {"vDNN": {"swapping": 0.34}, "Capuchin": {"swapping": 0.05}, "HOME": {"swapping": 0.01}},
+}
+
+
+class Fig7(Figure):
+    """Figure 7: an iteration of vDNN, SuperNeurons, Capuchin and HOME, taken apart."""
+
+    name = "home_fig7"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        options, batches = home.search(settings), cli.plain(settings.batches)
+        for name, batch in batches.items():
+            if name not in NETWORKS:
+                raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")
+            if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:
+                raise cli.UsageError(f"figure.batches.{name}: expected an integer of at least 2, got {batch!r}")
+        return [{"network": name, "batch": batch, **options} for name, batch in batches.items()]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        of = home.sizes(task["network"], machine)
+        program = of.at(task["batch"])
+        found: dict[str, Row | None] = {}
+        for method in METHODS:
+            if method == "PyTorch":
+                continue
+            plan = home.planned(method, program, machine, task)
+            found[method] = home.outcome(program, plan, machine)
+            if plan is not None:
+                timeline = simulate(program, plan, machine, machine.memory_bytes)
+                found[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns}
+                found[method] |= {"overhead": timeline.overhead, "parts": parts(timeline)}
+        return {"unplanned": home.unplanned(of), "ideal_ns": program.ideal_ns, "methods": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        networks = []
+        for row in rows:
+            theirs, here = PAPER.get(row["network"], {}).get("SuperNeurons", {}), row["methods"]["SuperNeurons"]
+            said = [f"{method} {found['overhead']:+.2%}" if found else f"{method} does not fit"
+                    for method, found in row["methods"].items()]  # fmt: skip
+            both = here if "recomputation" in theirs else None
+            networks.append({
+                "label": NETWORKS[row["network"]].label, "batch": row["batch"],
+                "times": row["batch"] / row["unplanned"], "said": said,
+                "again": both and here["parts"]["recomputation"] / row["ideal_ns"],
+                "again_paper": both and theirs["recomputation"] / (1 - theirs["recomputation"] - theirs["swapping"]),
+            })  # fmt: skip
+        return {"networks": networks, "lines": fig7_lines(rows)}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        for row in rows:
+            methods, unit = fig7_lines([row]), row["ideal_ns"]
+            marks: list[Mark] = [Rule(1)]
+            left = np.zeros(len(methods))
+            longest = max((one["found"]["iteration_ns"] for one in methods if one["found"]), default=0) / unit
+            for part, ink in PARTS.items():
+                width = np.array([one["found"]["parts"][part] / unit if one["found"] else 0.0 for one in methods])
+                shares = [one["ours"][part] or 0 for one in methods]
+                texts = [f"{share:.0%}" * bool(w > 0.05 * longest) for share, w in zip(shares, width, strict=True)]
+                marks.append(Bars(range(len(methods)), width, ink, part, 0.62, left, texts=texts, inside=True))
+                left = left + width
+            for y, one in enumerate(methods):
+                said = [f"{part} {100 * value:g}%" for part, value in one["paper"].items() if value is not None]
+                paper = f"  (paper: {', '.join(said)})" if said else ""
+                text = f"  {one['found']['overhead']:+.1%}{paper}" if one["found"] else "  does not fit"
+                marks.append(Words(left[y], y, text, "left"))
+            where = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.5 * longest))
+            title = f"{NETWORKS[row['network']].label}, batch {row['batch']:,}"
+            panels.append(Panel(title, marks, where, Axis(names=[one["method"] for one in methods])))
+        return Chart("Where an iteration's time goes, in 11 GB of an RTX 2080 Ti", panels, 1, (12.0, 2.7), keys=4)
+
+
+def parts(timeline: Timeline) -> dict[str, int]:
+    """Nanoseconds of the last iteration: computation, overlap, recomputation, swapping; they add up to it."""
+    begin, end = timeline.last_start_ns, timeline.boundaries[-1]
+    kernels, outs, ins = (
+        [(max(s.start_ns, begin), min(s.end_ns, end)) for s in timeline.spans if s.kind == kind and s.end_ns > begin]
+        for kind in ("kernel", "swap_out", "swap_in")
+    )
+    beside_out, beside_in = meet(kernels, outs), meet(kernels, ins)
+    both = sum(b - a for a, b in beside_out + beside_in) - sum(b - a for a, b in meet(beside_out, ins))
+    took = timeline.breakdown
+    waits = took.stall_memory_ns + took.stall_data_ns
+    return dict(zip(PARTS, (took.compute_ns - both, both, took.recompute_ns, waits), strict=True))
+
+
+def meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Intervals that lie in one of ``some`` and in one of ``others``; each list is disjoint."""
+    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    return [(start, end) for start, end in pairs if start < end]
+
+
+def fig7_lines(rows: list[Row]) -> list[Row]:
+    """One per network and method."""
+    return [
+        {
+            "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ideal_ns": row["ideal_ns"],
+            "method": f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method, "found": found,
+            "ours": {part: found["parts"][part] / found["iteration_ns"] if found else None for part in PARTS},
+            "paper": {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if found else {})},
+        }
+        for row in rows
+        for method, found in row["methods"].items()
+    ]  # fmt: skip
+
+
+EXECUTORS = {"streams": "launches from Python", "graph": "one CUDA graph"}
+GRAPH, STREAMS = EXECUTORS["graph"], EXECUTORS["streams"]
+REPLAYED = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 medium", "llama_bf16": "Llama"}
+
+
+class Fig9(Figure):
+    """Fig. 9: what the evaluator predicts, and what an H200 measured."""
+
+    name = "home_fig9"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        return [{"executor": EXECUTORS[name]} for name in chosen(settings, "executors", EXECUTORS)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        if task["executor"] == STREAMS:
+            return {"replays": [row._asdict() for row in replays()]}
+        found = []
+        for row in load_json(FOLDER / "probe.json", lambda data: data["rows"]):  # type: ignore[index]
+            if row["section"] == "graph_replay":
+                _, workload, fraction, planner = row["plan"].split("-")
+                predicted, measured = row["predicted"], row["measured"]
+                replay = Replay(workload, float(fraction), planner, False, predicted, predicted, measured)
+                found.append(replay._asdict())
+        return {"replays": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found, out = fig9_lines(rows), {}
+        for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
+            here = [one for one in found if one["executor"] == executor]
+            errors = [abs(one["error"]) for one in here]
+            before = [abs(one["before_ns"] / one["measured_ns"] - 1) for one in here]
+            out |= {
+                f"{name}_plans": len(here), f"{name}_mean": fmean(errors) if here else None,
+                f"{name}_worst": max(errors, default=None), f"{name}_before": fmean(before) if here else None,
+            }  # fmt: skip
+        return {"lines": found, **out}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = fig9_lines(rows)
+        names = list(dict.fromkeys(one["label"] for one in found))
+        marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
+        for executor, colour, marker in ((GRAPH, look("home").colour, "o"), (STREAMS, INK, "^")):
+            here = [one for one in found if one["executor"] == executor]
+            at, errors = [names.index(one["label"]) for one in here], [100 * one["error"] for one in here]
+            marks.append(Line(errors, at, colour, executor, marker, "", hollow=executor == STREAMS))
+        panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
+        return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))
+
+
+def fig9_lines(rows: list[Row]) -> list[Row]:
+    """One per executor and plan, the graph first."""
+    return [
+        {
+            **one, "executor": row["executor"], "error": one["predicted_ns"] / one["measured_ns"] - 1,
+            "label": f"{REPLAYED[one['workload']]} {one['fraction']:.0%}, {one['planner']}",
+        }
+        for row in sorted(rows, key=lambda row: row["executor"] != GRAPH)
+        for one in row["replays"]
+    ]  # fmt: skip

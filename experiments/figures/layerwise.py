@@ -16,7 +16,7 @@ The tensors of a layer's backward step decide every number of Table 1 and sectio
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -222,66 +222,24 @@ def _prefetch(program: Program, gap: Gap) -> int:
 
 
 def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
-    """A program under a plan whose copies take no time.
+    """Simulates a program under a plan whose copies take no time.
 
     Returns:
-        What is in memory during each kernel; how many kernels are run again; and the peak in bytes, with what a
-        recomputation needs before its kernel. Tensors are followed by the plan; bytes, runs and peak are the
-        simulator's, and must agree.
+        What is in memory during each kernel; how many kernels are recomputed; and the peak in bytes, with what a
+        recomputation needs before its kernel.
     """
-    inside, runs = _residents(program, plan)
     timeline = simulate(program, plan, FREE, FREE.memory_bytes)
-    begin = timeline.last_start_ns
-    again = sum(span.kind == "recompute" and span.start_ns >= begin for span in timeline.spans)
-    times = [time for time, _ in timeline.memory]
-    used = [
-        timeline.memory[bisect_right(times, span.start_ns) - 1][1]
-        for span in timeline.spans
-        if span.kind == "kernel" and span.start_ns >= begin
-    ]
-    counted = [sum(program.tensors[t].nbytes for t in tensors) for tensors in inside]
-    if counted != used or runs != again:
-        raise AssertionError(f"{program.name}: the tensors of the plan are not the simulator's bytes")
-    found = [Step(kernel.name, kernel.phase, n, tuple(sorted(tensors)))
-             for kernel, n, tensors in zip(program.kernels, counted, inside, strict=True)]  # fmt: skip
+    held: Counter[int] = Counter()
+    events, found, again = iter(timeline.events), [], 0
+    event = next(events, None)
+    for span in timeline.spans:
+        while event is not None and event.time_ns <= span.start_ns:
+            held[event.owner] += event.nbytes
+            event = next(events, None)
+        if span.start_ns < timeline.last_start_ns:
+            continue
+        again += span.kind == "recompute"
+        if span.kind == "kernel":
+            kernel, there = program.kernels[span.index], tuple(sorted(+held))
+            found.append(Step(kernel.name, kernel.phase, sum(held.values()), there))
     return found, again, timeline.peak_bytes
-
-
-def _residents(program: Program, plan: Plan) -> tuple[list[set[int]], int]:
-    """The tensors in memory during each kernel, and how many kernels are run again, by sections 3.2 to 3.4."""
-    plan.only("a network as SuperNeurons counts it", "swap", "recompute")
-    dropped = {(d.tensor, d.before): d.keep for d in plan.of_kind(Recompute)}
-    leave: dict[int, list[int]] = {}
-    arrive: dict[int, list[int]] = {}
-    for d in plan.decisions:
-        leave.setdefault(d.after, []).append(d.tensor)
-        if isinstance(d, Swap) and d.prefetch is not None:
-            arrive.setdefault(d.prefetch + 1, []).append(d.tensor)
-    resident = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
-    found, runs = [], 0
-
-    def recover(t: int, k: int, back: list[int]) -> None:
-        """Brings ``t`` back at kernel ``k``; ``back``: what is dropped again afterwards."""
-        nonlocal runs
-        if t in resident:
-            return
-        before = next((use for use in program.accesses[t] if use >= k), -1)  # -1: it was freed
-        if before < 0 or (t, before) in dropped:
-            for i in program.kernels[program.writes[t][0]].inputs:
-                recover(i, k, back)
-            runs += 1
-            if not dropped.get((t, before)):
-                back.append(t)
-        resident.add(t)
-
-    for k, kernel in enumerate(program.kernels):
-        resident.update(arrive.get(k, ()))
-        back: list[int] = []
-        for t in kernel.inputs:
-            recover(t, k, back)
-        resident.difference_update(set(back).difference(kernel.inputs))
-        resident.update(kernel.outputs)
-        found.append(set(resident))
-        gone = [t for t in kernel.accesses if not program.tensors[t].persistent and program.accesses[t][-1] == k]
-        resident.difference_update(gone, leave.get(k, ()))
-    return found, runs

@@ -34,20 +34,67 @@ MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best
 INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """Of what lies in the folder ``runs``, at any depth: one per finished run of train_dqn, by workload, limit and
-    mode, then by seed; and one per curve."""
-    folder = Path(str(settings.runs)).expanduser()
-    files = sorted(folder.rglob("summary.json"))
-    found = [one for file in files if (one := summarise(file)) is not None]
-    curves = [curve(file) for file in sorted(folder.rglob("curve.json"))]
-    if not curves:
-        raise cli.UsageError(f"figure.runs: there is no training with a curve.json under {folder}")
-    if len(found) < len(files):
-        console().print(f"{len(files) - len(found)} of {len(files)} runs under {folder} are not in the table: they are "
-                        "not of train_dqn, were resumed, or compared too few planners")  # fmt: skip
-    found.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
-    return found + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
+class Learning(Figure):
+    """Curves of trainings by simulator calls, and a table of runs of train_dqn, over the seeds."""
+
+    name = "learning"
+    on_demand = True
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        folder = Path(str(settings.runs)).expanduser()
+        files = sorted(folder.rglob("summary.json"))
+        found = [one for file in files if (one := summarise(file)) is not None]
+        curves = [curve(file) for file in sorted(folder.rglob("curve.json"))]
+        if not curves:
+            raise cli.UsageError(f"figure.runs: there is no training with a curve.json under {folder}")
+        if len(found) < len(files):
+            reason = "they are not of train_dqn, were resumed, or compared too few planners"
+            count = f"{len(files) - len(found)} of {len(files)} runs"
+            console().print(f"{count} under {folder} are not in the table: {reason}")
+        found.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
+        return found + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        return {}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        ends = []
+        for (workload, machine, limit, mode), found in trainings(rows).items():
+            for agent, runs in found.items():
+                at, greedy = over_seeds(runs, GREEDY)
+                if not at:  # one run ends before another begins
+                    continue
+                best = over_seeds(runs, BEST)[1]
+                ends.append({
+                    "agent": agent, "workload": workload, "machine": machine, "limit": limit, "mode": mode,
+                    "seeds": len(runs), "calls": at[-1], "greedy": iqm(greedy[-1:]),
+                    "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
+                })  # fmt: skip
+        return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels, tasks = [], trainings(rows)
+        inks = dict(zip(dict.fromkeys(agent for found in tasks.values() for agent in found), cycle(INKS), strict=False))
+        for (workload, _, limit, mode), found in tasks.items():
+            for key, title in MEANT.items():
+                marks, starts, ends, least = [], [], [], math.inf
+                for agent, runs in found.items():
+                    at, gaps = over_seeds(runs, key)
+                    if not at:
+                        continue
+                    low, high = np.array([interval(one[None]) for one in gaps]).T
+                    least = min(least, *low)
+                    starts.append(at[0])
+                    ends.append(at[-1])
+                    marks.append(Line(at, [iqm(one) for one in gaps], inks[agent], agent, band=(low, high)))
+                if not starts:
+                    continue
+                ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
+                x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
+                y = Axis("gap to the floor, points", scale="log" if least > 0 else "symlog")
+                panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
+        return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
 
 
 def curve(file: Path) -> Row:
@@ -67,11 +114,6 @@ def curve(file: Path) -> Row:
         return {**{key: kept[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
-
-
-def run(task: Row, machine: Machine) -> Row:
-    """Nothing more: the runs are there."""
-    return {}
 
 
 def summarise(file: Path) -> Row | None:
@@ -113,9 +155,6 @@ def spread(values: list[float | None]) -> str:
     return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} infeasible"
 
 
-# ------------------------------------------------------------------------------------------ for people
-
-
 def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
     """Simulator calls at which each of the runs has a value, and the gaps there, float64[points, seeds], in points of
     ideal time. Between two points of a run the last one stands; without a plan: WITHOUT."""
@@ -148,48 +187,3 @@ def cases(rows: list[Row]) -> list[Row]:
          "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no"}
         for runs in grouped(keyed, "case").values()
     ]  # fmt: skip
-
-
-def numbers(rows: list[Row]) -> Row:
-    """Every workload, limit and mode, over the seeds; and where each training ends."""
-    ends = []
-    for (workload, machine, limit, mode), found in trainings(rows).items():
-        for agent, runs in found.items():
-            at, greedy = over_seeds(runs, GREEDY)
-            if not at:  # one run ends before another begins
-                continue
-            best = over_seeds(runs, BEST)[1]
-            ends.append({
-                "agent": agent, "workload": workload, "machine": machine, "limit": limit, "mode": mode,
-                "seeds": len(runs), "calls": at[-1], "greedy": iqm(greedy[-1:]),
-                "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
-            })  # fmt: skip
-    return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
-
-
-def chart(rows: list[Row]) -> Chart:
-    """A row of panels for each task: greedy policy, last episodes and best plan, by simulator calls."""
-    panels, tasks = [], trainings(rows)
-    inks = dict(zip(dict.fromkeys(agent for found in tasks.values() for agent in found), cycle(INKS), strict=False))
-    for (workload, _, limit, mode), found in tasks.items():
-        for key, title in MEANT.items():
-            marks, starts, ends, least = [], [], [], math.inf
-            for agent, runs in found.items():
-                at, gaps = over_seeds(runs, key)
-                if not at:
-                    continue
-                low, high = np.array([interval(one[None]) for one in gaps]).T
-                least = min(least, *low)
-                starts.append(at[0])
-                ends.append(at[-1])
-                marks.append(Line(at, [iqm(one) for one in gaps], inks[agent], agent, band=(low, high)))
-            if not starts:
-                continue
-            ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
-            x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
-            y = Axis("gap to the floor, points", scale="log" if least > 0 else "symlog")
-            panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
-    return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
-
-
-FIGURE = Figure("learning", tasks, run, numbers, chart, on_demand=True, simulated=False)

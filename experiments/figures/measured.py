@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -34,22 +34,111 @@ FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv", *(
 GPUS = {"h100": "H100", "h200": "H200", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
 
 
-def tasks(settings: DictConfig) -> list[Row]:
-    """One per file of measurements, then the fit."""
-    asked = figures.chosen(settings, "parts", PARTS, "part ")
-    if not (DATA / WHOLE).exists():
-        raise cli.UsageError(f"{DATA} is not there: the measurements come with the repository")
-    found: list[Row] = []
-    if "steps" in asked:
-        found += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
-    if "peaks" in asked:
-        path = DATA / PEAKS
-        count, digest = len(path.read_text().splitlines()) - 1, _digest(path)
-        found += [{"part": "peaks", "file": PEAKS, "point": i, "sha256": digest} for i in range(count)]
-    if "plans" in asked:
-        calls = cli.integer(settings, "calls", 1)
-        found += [{"part": "plans", "limit": limit, "calls": calls} for limit in cli.values(settings, "limits")]
-    return [*found, *({"part": part} for part in asked if part == "fit")]
+class Measured(Figure):
+    """Compares predictions with measurements of real GPUs: times of kernels and of whole steps, and peaks."""
+
+    name = "measured"
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        asked = figures.chosen(settings, "parts", PARTS, "part ")
+        if not (DATA / WHOLE).exists():
+            raise cli.UsageError(f"{DATA} is not there: the measurements come with the repository")
+        found: list[Row] = []
+        if "steps" in asked:
+            found += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
+        if "peaks" in asked:
+            path = DATA / PEAKS
+            count, digest = len(path.read_text().splitlines()) - 1, _digest(path)
+            found += [{"part": "peaks", "file": PEAKS, "point": i, "sha256": digest} for i in range(count)]
+        if "plans" in asked:
+            calls = cli.integer(settings, "calls", 1)
+            found += [{"part": "plans", "limit": limit, "calls": calls} for limit in cli.values(settings, "limits")]
+        return [*found, *({"part": part} for part in asked if part == "fit")]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        if task["part"] == "plans":
+            from experiments.measured import plans
+
+            return {"rows": plans.rows(limits=(task["limit"],), calls=task["calls"])}
+        if task["part"] == "peaks":
+            from experiments.measured import peaks
+
+            (row,) = peaks.rows([peaks.points()[task["point"]]])
+            return row
+        from experiments.measured import fit, steps  # PyTorch
+
+        if task["part"] == "fit":
+            found = fit.h100()
+            assert found.held_out is not None
+            held = found.held_out
+            return {"error": found.errors.spread, "middle": found.errors.middle,
+                    "held_out": {"kernels": held.kernels, "middle": held.middle, "spread": held.spread},
+                    "networks": [one._asdict() for one in fit.h200().networks]}  # fmt: skip
+        path = DATA / task["file"]
+        if path.name == WHOLE:
+            return {"kind": "whole", "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control]
+                                              for s in steps.published()]}  # fmt: skip
+        if path.stem == steps.BY_KIND:
+            return {"kind": "kinds", "label": "v100: resnet50, 32, float32, NCHW", "rows": _plain(steps.by_kind())}
+        read = steps.load(path)
+        if isinstance(read, steps.Trace):
+            batch = read.network.get("batch_size", "")
+            label = f"{read.machine}: {read.name.partition('_')[2] or read.name}, {batch}"
+            return {"kind": "kernels", "label": label, "source": read.source, "rows": _plain(steps.of_trace(read))}
+        label = f"{read.machine}: {read.workload}"
+        step_ms = None if read.step_ns is None else read.step_ns / 1e6
+        found = _plain(steps.of_profile(read))
+        return {"kind": "kernels", "label": label, "source": read.source, "step_ms": step_ms, "rows": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        steps, points = all_steps(rows), _of(rows, "peaks")
+        unseen = [step for step in steps if not step["fit"]]
+        errors, old = ([abs(step[key]) for step in unseen] for key in ("error", "old"))
+        known = [row for row in points if row["error"] is not None]
+        return {
+            "steps": steps,
+            "kernels": [of_kernels(row, large) for row, large in kernels(rows)],
+            "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in _of(rows, "fit")],
+            "left_out": [
+                {**one, "name": _named(f"h200: {one['workload']}"), "bar": bar(abs(one["left_out"]), LEFT_OUT_BAR)}
+                for row in _of(rows, "fit") for one in row["networks"]
+            ],
+            "peaks": [of_peaks(name, mean) for name, mean in means(points).items()],
+            "plans": [of_plans(row) for row in sorted(_of(rows, "plans"), key=lambda row: -row["limit"])],
+            "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in (errors, old)],
+            "worst": [max(e, default=None) for e in (errors, old)],
+            "runs": len(points), "too_large": len(points) - len(known), "known": len(known) or None,
+            "low": sum(row["error"] < 0 for row in known),
+            "farthest": max(known, key=lambda row: abs(row["error"])) if known else None,
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels: list[Panel] = []
+        if large := [one for _, found in kernels(rows) for one in found]:
+            names = [_named(row["label"]) for row, _ in kernels(rows)]
+            about = ", ".join(names) if len(names) < 2 else f"{len(names)} steps"
+            panels += [scatter(large, 3, f"Kernels: {about}"), scatter(large, 4, "The same by one roofline")]
+        if steps := all_steps(rows):
+            x, ticks = [[step[key] + 1 for step in steps] for key in ("error", "old")], (0.7, 1, 1.5, 2, 3, 5)
+            marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,
+                     *pair(x, [step["fit"] is not None for step in steps], "ours, fitted to it")]  # fmt: skip
+            panels.append(Panel("Whole steps", marks, Axis("said over measured", "{:g}", scale="log", ticks=ticks),
+                                Axis(names=[step["name"] for step in steps])))  # fmt: skip
+        panels += [of_kinds(row) for row in _of(rows, "steps") if row["kind"] == "kinds"]
+        if plans := _of(rows, "plans"):
+            panels.append(planned(sorted(plans, key=lambda row: -row["limit"])))
+        if found := means(_of(rows, "peaks")):
+            points = _of(rows, "peaks")
+            marks = [Rule(1 - PEAK_BAR, 1 + PEAK_BAR, colour=GRID), ONE]
+            for y, name in enumerate(found):
+                key, ink = ("error", OURS) if name == "ours" else (f"{name}_error", CONTROL)
+                ratios = [1 + row[key] for row in points if row[key] is not None]
+                marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
+            texts = [f"{ESTIMATORS[name]}\nmean {one['error']:.0%}\n{one['wrong']}/{one['verdicts']} wrong"
+                     for name, one in found.items()]  # fmt: skip
+            panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
+        return Chart("Measured on GPUs, and what we say (grey: the bar)", panels, 3, (6.4, 4.9), (0.3, 0.7), keys=6)
 
 
 def _files() -> list[Path]:
@@ -63,89 +152,24 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes() + (about.read_bytes() if about.exists() else b"")).hexdigest()[:12]
 
 
-def run(task: Row, machine: Machine) -> Row:
-    """Returns a task's row.
-
-    For "steps", ``rows`` has [name, kind, measured, ours, control] per kernel or kind (us) or per whole step (ms); for
-    "fit" the model's errors on what it was not fitted to; for "peaks" and "plans" one comparison.
-    """
-    if task["part"] == "plans":
-        from experiments.measured import plans
-
-        return {"rows": plans.rows(limits=(task["limit"],), calls=task["calls"])}
-    if task["part"] == "peaks":
-        from experiments.measured import peaks
-
-        (row,) = peaks.rows([peaks.points()[task["point"]]])
-        return row
-    from experiments.measured import fit, steps  # PyTorch
-
-    if task["part"] == "fit":
-        found = fit.h100()
-        assert found.held_out is not None
-        held = found.held_out
-        return {"error": found.errors.spread, "middle": found.errors.middle,
-                "held_out": {"kernels": held.kernels, "middle": held.middle, "spread": held.spread},
-                "networks": [one._asdict() for one in fit.h200().networks]}  # fmt: skip
-    path = DATA / task["file"]
-    if path.name == WHOLE:
-        return {"kind": "whole", "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control]
-                                          for s in steps.published()]}  # fmt: skip
-    if path.stem == steps.BY_KIND:
-        return {"kind": "kinds", "label": "v100: resnet50, 32, float32, NCHW", "rows": _plain(steps.by_kind())}
-    read = steps.load(path)
-    if isinstance(read, steps.Trace):
-        batch = read.network.get("batch_size", "")
-        label = f"{read.machine}: {read.name.partition('_')[2] or read.name}, {batch}"
-        return {"kind": "kernels", "label": label, "source": read.source, "rows": _plain(steps.of_trace(read))}
-    label = f"{read.machine}: {read.workload}"
-    return {"kind": "kernels", "label": label, "source": read.source, "step_ms": _ms(read.step_ns),
-            "rows": _plain(steps.of_profile(read))}  # fmt: skip
-
-
 def _plain(rows: list[Any]) -> list[list[Any]]:
     return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.ours, row.control))] for row in rows]
 
 
-def _ms(ns: int | None) -> float | None:
-    return None if ns is None else ns / 1e6
-
-
-# ------------------------------------------------------------------------------------------ for people
-
-
-class Step(NamedTuple):
-    """A step, in ms; ``fitted``: the coefficients were fitted to it."""
-
-    name: str
-    measured: float
-    ours: float
-    control: float
-    fitted: bool
-    what: str
-
-    @property
-    def error(self) -> float:
-        """Of our time, as a share of the measured one."""
-        return self.ours / self.measured - 1
-
-    @property
-    def old(self) -> float:
-        """The same of the control's time."""
-        return self.control / self.measured - 1
-
-
-def all_steps(rows: list[Row]) -> list[Step]:
-    """Every step that there is."""
-    found = []
+def all_steps(rows: list[Row]) -> list[Row]:
+    """Every step, in ms, with the errors of ours and of the control as shares; those that were fitted to first."""
+    found: list[Row] = []
     for row in _of(rows, "steps"):
-        if row["kind"] == "whole":
-            found += [Step(_named(name), measured, ours, control, False, what)
-                      for name, what, measured, ours, control in row["rows"]]  # fmt: skip
-        else:
-            sums = [sum(one[i] for one in row["rows"]) / 1e3 for i in (2, 3, 4)]
-            found.append(Step(_named(row["label"]), *sums, row["file"] in FITTED, "sum of kernels"))
-    return sorted(found, key=lambda step: not step.fitted)
+        steps = row["rows"]
+        if row["kind"] != "whole":
+            steps = [(row["label"], "sum of kernels", *(sum(one[i] for one in steps) / 1e3 for i in (2, 3, 4)))]
+        for name, what, measured, ours, control in steps:
+            error, fit = ours / measured - 1, "(fitted to it)" if row.get("file") in FITTED else None
+            found.append({
+                "name": _named(name), "what": what, "measured": measured, "ours": ours, "error": error, "fit": fit,
+                "old": control / measured - 1, "bar": bar(abs(error), STEP_BAR),
+            })  # fmt: skip
+    return sorted(found, key=lambda step: step["fit"] is None)
 
 
 def _of(rows: list[Row], part: str) -> list[Row]:
@@ -209,58 +233,6 @@ def of_peaks(name: str, mean: Row) -> Row:
     return {**mean, "name": ESTIMATORS[name], "bar": reached}
 
 
-def numbers(rows: list[Row]) -> Row:
-    """Returns every comparison with its bar, and the largest errors."""
-    steps, points = all_steps(rows), _of(rows, "peaks")
-    unseen = [step for step in steps if not step.fitted]
-    errors, old = ([abs(getattr(step, key)) for step in unseen] for key in ("error", "old"))
-    known = [row for row in points if row["error"] is not None]
-    return {
-        "steps": [{**step._asdict(), "error": step.error, "old": step.old, "bar": bar(abs(step.error), STEP_BAR),
-                   "fit": "(fitted to it)" if step.fitted else None} for step in steps],
-        "kernels": [of_kernels(row, large) for row, large in kernels(rows)],
-        "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in _of(rows, "fit")],
-        "left_out": [{**one, "name": _named(f"h200: {one['workload']}"), "bar": bar(abs(one["left_out"]), LEFT_OUT_BAR)}
-                     for row in _of(rows, "fit") for one in row["networks"]],
-        "peaks": [of_peaks(name, mean) for name, mean in means(points).items()],
-        "plans": [of_plans(row) for row in sorted(_of(rows, "plans"), key=lambda row: -row["limit"])],
-        "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in (errors, old)],
-        "worst": [max(e, default=None) for e in (errors, old)],
-        "runs": len(points), "too_large": len(points) - len(known), "known": len(known) or None,
-        "low": sum(row["error"] < 0 for row in known),
-        "farthest": max(known, key=lambda row: abs(row["error"])) if known else None,
-    }  # fmt: skip
-
-
-def chart(rows: list[Row]) -> Chart:
-    """Kernels, ours and the control's; steps; sums by kind; plans; peaks."""
-    panels: list[Panel] = []
-    if large := [one for _, found in kernels(rows) for one in found]:
-        names = [_named(row["label"]) for row, _ in kernels(rows)]
-        about = ", ".join(names) if len(names) < 2 else f"{len(names)} steps"
-        panels += [scatter(large, 3, f"Kernels: {about}"), scatter(large, 4, "The same by one roofline")]
-    if steps := all_steps(rows):
-        x, ticks = [[step.error + 1 for step in steps], [step.old + 1 for step in steps]], (0.7, 1, 1.5, 2, 3, 5)
-        marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,
-                 *pair(x, [step.fitted for step in steps], "ours, fitted to it")]  # fmt: skip
-        panels.append(Panel("Whole steps", marks, Axis("said over measured", "{:g}", scale="log", ticks=ticks),
-                            Axis(names=[step.name for step in steps])))  # fmt: skip
-    panels += [of_kinds(row) for row in _of(rows, "steps") if row["kind"] == "kinds"]
-    if plans := _of(rows, "plans"):
-        panels.append(planned(sorted(plans, key=lambda row: -row["limit"])))
-    if found := means(_of(rows, "peaks")):
-        points = _of(rows, "peaks")
-        marks = [Rule(1 - PEAK_BAR, 1 + PEAK_BAR, colour=GRID), ONE]
-        for y, name in enumerate(found):
-            key, ink = ("error", OURS) if name == "ours" else (f"{name}_error", CONTROL)
-            ratios = [1 + row[key] for row in points if row[key] is not None]
-            marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
-        texts = [f"{ESTIMATORS[name]}\nmean {one['error']:.0%}\n{one['wrong']}/{one['verdicts']} wrong"
-                 for name, one in found.items()]  # fmt: skip
-        panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
-    return Chart("Measured on GPUs, and what we say (grey: the bar)", panels, 3, (6.4, 4.9), (0.3, 0.7), keys=6)
-
-
 def pair(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:
     """A row for each: one roofline's value, and ours, hollow or filled."""
     (ours, control), rows = x, range(len(hollow))
@@ -314,6 +286,3 @@ def planned(rows: list[Row]) -> Panel:
               Line(x, low, FAINT, "the floor", "_", "", size=30)]  # fmt: skip
     limits = Axis("limit, of the peak", names=[f"{row['limit']:.0%}" for row in rows])
     return Panel("Plans under measured times: H100, ResNet-50", marks, limits, Axis("overhead", "%"))
-
-
-FIGURE = Figure("measured", tasks, run, numbers, chart, simulated=False)

@@ -1,61 +1,459 @@
-"""What several figures of "Efficient Memory Management for GPU-based Deep Learning Systems" (2020) need.
-
-Our loads are lower than the paper's, because SINGA keeps things that never leave (smartpool_table1.py). A limit of the
-paper is therefore taken over as the bytes that must leave: its load of Table I less the limit.
-"""
+"""AutoSwap: Fig. 8 and 9, Table II and section VI-B-3 of the SmartPool paper."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
+import numpy as np
 from omegaconf import DictConfig
 
 import agents
+from agents.floor import floor
+from agents.heuristics.autoswap import peak_gaps
+from agents.heuristics.autoswap_bo import BASIC
+from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli
-from experiments.figures.smartpool_table1 import PAPER
-from simulator import Machine, Program, Timeline, simulate
-from simulator.timeline import Span
+from experiments.common.bisection import between
+from experiments.common.report import MB as MEGABYTE, Row
+from experiments.figures.figure import Figure, span
+from experiments.figures.smartpool_loads import MB, PAPER, ZERO, last_kernels, limits_of, our_limit, planned, waits
+from experiments.plotting import plots
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, floor as floor_area, pairs
+from experiments.plotting.palette import FAINT, FLOOR, INK, LOAD, SWAPPED, look
+from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 
-MB = 2**20  # as in Table I
-ZERO = 0.0005  # an overhead up to this is 0.0 %
-
-
-def limits_of(settings: DictConfig, network: Any) -> list[float]:
-    """The limits of the YAML in MB, in the paper's terms; raises UsageError for what is none of this network."""
-    if network not in PAPER:
-        raise cli.UsageError(f"figure.network: {network!r} is not in Table I ({', '.join(PAPER)})")
-    most = PAPER[network]["load"]
-    wanted = f"MB above 0, at most {network}'s {most:g}"
-    return figures.numbers(settings, "limits", lambda value: 0 < value <= most, wanted)
+LEAST = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
+NONE, MINIMUM = "no swap", "load_min"
 
 
-def our_limit(program: Program, network: str, paper_mb: float) -> int:
-    """The limit in bytes at which as much must be swapped out as at the paper's limit in MB.
+class Fig8(Figure):
+    """Fig. 8: memory load of VGG16 over one iteration, with AutoSwap at several limits."""
 
-    Raises:
-        ValueError: the paper's limit is above its load.
-    """
-    load = PAPER[network]["load"]
-    if paper_mb > load:
-        raise ValueError(f"{network}: the paper's load is {load} MB, below a limit of {paper_mb:g} MB")
-    return program.peak_bytes - round((load - paper_mb) * MB)
+    name = "smartpool_fig8"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        network, limits = settings.network, limits_of(settings, settings.network)
+        curves: list[Row] = [{"curve": NONE, "limit": None}, {"curve": MINIMUM, "limit": None}]
+        curves += [{"curve": f"limit {limit:g} MB", "limit": limit} for limit in limits]
+        return [{"network": network, **curve} for curve in curves]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program, limit, gradients = figures.program(task["network"], machine), None, None
+        if task["curve"] == MINIMUM:
+            found, timeline = load_min(program, machine)
+            x, y = np.array(program.start_ns) / 1e6, np.append(found, found[-1]) / MB
+            peak, most = int(found.max()), int(found.argmax())
+            uses = zip(program.tensors, program.accesses, strict=True)
+            gradients = sum(t.nbytes for t, u in uses if t.kind == "gradient" and u and u[0] <= most <= u[-1])
+        else:
+            timeline = simulate(program, Plan(), machine, program.peak_bytes)
+            if task["limit"] is not None:
+                limit = our_limit(program, task["network"], task["limit"])
+                timeline = planned(agents.make("autoswap_bo"), program, machine, limit)
+            peak, (x, y) = timeline.peak_bytes, plots.steady_memory(timeline)
+            y = y * MEGABYTE / MB
+        out = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
+        return {
+            "ours": limit, "load": program.peak_bytes, "peak": peak, "gradients": gradients,
+            "peak_ms": float(x[int(np.argmax(y))]), "iteration_ns": timeline.iteration_ns,
+            "ideal_ns": program.ideal_ns, "moved": sum(program.tensors[s.index].nbytes for s in out),
+            "swaps": len(out),
+            "curve_points": [[round(float(a), 4), round(float(b), 3)] for a, b in zip(x, y, strict=True)],
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        network, least = rows[0]["network"], next(row for row in rows if row["curve"] == MINIMUM)
+        early = least["peak_ms"] < 0.5 * least["ideal_ns"] / 1e6
+        return {
+            "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
+            "label": figures.label(network), "load": rows[0]["load"], "paper": PAPER[network]["load"],
+            "away": rows[0]["load"] - least["peak"], "theirs": PAPER[network]["load"] - LEAST, "lowest": LEAST,
+            "least": least, "gradients": None if early else least["gradients"],
+            "early": "near the start" if early else None, "cost": least["iteration_ns"] / least["ideal_ns"] - 1,
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        order = sorted(self.numbers(rows)["curves"], key=lambda row: -row["peak"])
+        marks: list[Mark] = []
+        for row, ink in zip(order, [*[FAINT, *SWAPPED][: len(order) - 1], LOAD], strict=True):
+            x, y = zip(*row["curve_points"], strict=True)
+            words = f"{row['curve']}: peak {row['peak'] / MB:,.0f} MB"
+            if row["limit"]:
+                ours = row["ours"] / MB
+                words = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
+                marks.append(Rule(ours, across=True, colour=ink))
+            marks.append(Line(x, y, ink, words, step=True, width=1.5, band=(0, y) if row["curve"] == NONE else None))
+        longest = max(row["curve_points"][-1][0] for row in rows)
+        where = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
+        title = f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap"
+        return Chart(title, [Panel("", marks, *where)], size=(9.5, 4.4), keys=2)
 
 
-def planned(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Timeline:
-    """The run of a planner's plan under its limit, which the simulator enforces; raises Infeasible without one."""
-    plan = planner.plan(program, machine, limit)
-    return simulate(program, plan, machine, min(limit, plan.limit))
+def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
+    """Load per kernel (int64[n]) when every candidate of AutoSwap is away, and the run of its synchronous swaps."""
+    candidates = Candidates(program, peak_gaps(program))
+    load = candidates.residency(np.ones(len(candidates), dtype=bool))
+    n = len(program.kernels)
+    swaps = tuple(Swap(*g, prefetch=(g.before - 1) % n, sync=True) for g in candidates.gaps)
+    return load, simulate(program, Plan(swaps), machine, program.peak_bytes)
 
 
-def last_kernels(timeline: Timeline, program: Program) -> list[Span]:
-    """The kernels of the last iteration of a plan without recomputation, in program order."""
+SCORES = tuple(f"autoswap_{score}" for score in BASIC)
+FREE = 447  # MB: the limit down to which the paper's overhead is zero
+EVERY = 3  # of so many limits one is in the table; the picture has all
+CLOSE, HIGHEST = 0.03, 0.2  # claimed: the scores differ by less, all are below
+DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # of SCORES
+
+
+class Fig9(Figure):
+    """Fig. 9: overhead of AutoSwap's priority scores and of Bayesian optimisation (BO)."""
+
+    name = "smartpool_fig9"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        network = settings.network
+        shared = {"network": network, "limits": sorted(limits_of(settings, network), reverse=True)}
+        seeds = figures.integers(settings, "seeds", 0)
+        return [{**shared, "seed": None}, *({**shared, "seed": seed} for seed in seeds)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine)
+        limits = [our_limit(program, task["network"], limit) for limit in task["limits"]]
+        planners, seed = {n: agents.make(n) for n in SCORES}, task["seed"]
+        if seed is not None:
+            planners = {"bo": agents.make("autoswap_bo", seed=seed)}
+        runs = {n: [planned(p, program, machine, limit) for limit in limits] for n, p in planners.items()}
+        found = {n: [timeline.overhead for timeline in mine] for n, mine in runs.items()}
+        if seed is None:
+            found["floor"] = [floor(program, machine, limit, "swap").overhead for limit in limits]
+        forward = sum(kernel.phase == "forward" for kernel in program.kernels)
+        waited = {n: sum(waits(mine[-1], program)[:forward]) / program.ideal_ns for n, mine in runs.items()}
+        return {"load": program.peak_bytes, "ours": limits, "overheads": found, "forward": waited}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        lines = Lines(rows)
+        aoa, doa, wdoa, swdoa = lines.scores
+        bo, best, most = np.median(lines.bo, axis=0), lines.scores.min(axis=0), lines.scores.max(axis=0)
+        spread, paid, seeds = most - best, most > ZERO, np.ptp(lines.bo, axis=0)
+        return {
+            "lines": [
+                {"paper": paper, "ours": lines.ours[i], "scores": lines.scores[:, i].tolist(), "bo": bo[i],
+                 "same": "same" if seeds[i] <= ZERO else None, "floor": lines.floor[i],
+                 "seeds": span(lines.bo[:, i]) if seeds[i] > ZERO else None}
+                for i, paper in enumerate(lines.paper) if i % EVERY == 0 or i == len(lines.paper) - 1
+            ],
+            "load_paper": PAPER[lines.network]["load"], "load": lines.load, "count": len(spread),
+            "paid": int(paid.sum()),
+            "weighted": int((np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO)[paid].sum()),
+            "near": int((spread < CLOSE).sum()), "apart": 100 * spread.max(), "apart_at": lines.paper[spread.argmax()],
+            "below": int((most < HIGHEST).sum()), "most": most.max(), "most_at": lines.paper[most.argmax()],
+            "better": int((bo < best - ZERO).sum()), "of_seeds": len(lines.bo), "seeds": 100 * seeds.max(),
+            "claimed": FREE, "free": [lines.free(some) for some in (bo, best, lines.floor)],
+            "forward": span(lines.forward) if most.max() >= HIGHEST else None,
+            "lowest": lines.paper[-1],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        lines = Lines(rows)
+        bo = np.median(lines.bo, axis=0)
+        # A tighter limit has no lower floor: between two limits that of the wider one holds.
+        x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
+        marks: list[Mark] = [floor_area(x, y, -0.003, step=True),
+                             Rule(FREE, colour=FAINT, text="the paper's limit\nof no overhead")]  # fmt: skip
+        for name, overheads, dash, ink in zip(SCORES, lines.scores, DASHES, INKS, strict=True):
+            label, _, marker = look(name)
+            end = f"{label.split()[-1]} {overheads[-1]:.0%}"
+            marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))
+        band, name = (lines.bo.min(axis=0), lines.bo.max(axis=0)), "BO, median and range of the seeds"
+        ink = look("autoswap_bo").colour
+        marks.append(Line(lines.paper, bo, ink, name, width=2.6, band=band, end=f"BO {bo[-1]:.0%}", front=4))
+        shift = lines.paper[0] - lines.ours[0] / MB
+        label = f"memory load limit of the paper (MB); ours, at which as much must leave, is {shift:,.0f} MB lower"
+        heights = Axis("overhead of an iteration", "%", (-0.003, 1.08 * max(lines.scores.max(), 0.02)))
+        panel = Panel("", marks, Axis(label, limits=(max(lines.paper) + 5, min(lines.paper) - 5)), heights)
+        title = f"{figures.label(lines.network)}, batch size 100, GTX 1080 Ti: overhead of AutoSwap by priority score"
+        return Chart(title, [panel], size=(10.0, 4.8))
+
+
+class Lines:
+    """The rows as arrays over the limits, float64[limits]; ``bo`` is [seeds, limits]."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        first = next(row for row in rows if row["seed"] is None)
+        self.network, self.paper, self.ours = first["network"], first["limits"], first["ours"]
+        self.scores = np.array([first["overheads"][name] for name in SCORES])
+        self.floor = np.array(first["overheads"]["floor"])
+        self.bo = np.array([row["overheads"]["bo"] for row in rows if row["seed"] is not None])
+        self.load, self.forward = first["load"], [first["forward"][name] for name in SCORES]
+
+    def free(self, overheads: np.ndarray) -> float:
+        """The lowest limit of the paper at which there is no overhead, nor at any above it."""
+        paid = np.flatnonzero(overheads > ZERO)
+        return float(self.paper[paid[0] - 1 if len(paid) else -1]) if not len(paid) or paid[0] else np.nan
+
+
+REDUCED = {  # MB
+    "resnet18": 1152, "resnet34": 2124, "resnet50": 2906, "resnet101": 5658, "vgg11": 284, "vgg13": 360, "vgg16": 447,
+    "vgg19": 561,
+}  # fmt: skip
+PLANNER = "autoswap_bo"
+BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # of the link
+
+
+class Table2(Figure):
+    """Table II: how far AutoSwap reduces the memory load without overhead."""
+
+    name = "smartpool_table2"
+    among = REDUCED
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        steps = cli.integer(settings, "steps", least=2)
+        return [{**task, "steps": steps} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine)
+        theirs = our_limit(program, task["network"], REDUCED[task["network"]])
+        least = lowest_floor(program, machine)
+        reduced = lowest_free(program, machine, task["steps"], least)
+        at_reduced, at_theirs = (planned(agents.make(PLANNER), program, machine, n) for n in (reduced, theirs))
+        return {
+            "load": program.peak_bytes, "reduced": reduced, "ideal_ns": program.ideal_ns, "least": least,
+            "swapped_ns": at_reduced.breakdown.overlapped_transfer_ns, "at_theirs": at_theirs.overhead,
+            "link": slowest_link(program, machine, theirs),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        networks = [facts(row) for row in rows]
+        kinds = ("vgg", "resnet")
+        return {
+            "networks": networks, "count": len(rows), "free": sum(row["at_theirs"] <= ZERO for row in rows),
+            **{kind: span(row["link"] for row in rows if row["network"].startswith(kind)) for kind in kinds},
+            "further": sum(one["of_theirs"] > one["paper"] for one in networks),
+            "links": span(row["link"] for row in rows) or span([FASTEST]),
+            "most": span(one["most"] for one in networks),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [facts(row) for row in rows]
+        theirs, ours, most = ([one[key] for one in found] for key in ("paper", "of_theirs", "most_of_theirs"))
+        join, hollow, filled = pairs(look(PLANNER)._replace(marker="o"), theirs, ours)
+        marks = [
+            join, replace(hollow, texts=[f"{x:.0%}" for x in theirs], side="left"),
+            replace(filled, texts=[f"{x:.0%}" for x in ours], side="above"),
+            Line(most, range(len(rows)), INK, "no plan of swaps can do more (proven)", "|", "", size=13,
+                 texts=[f"{x:.0%}" for x in most]),
+        ]  # fmt: skip
+        where = Axis("what leaves without overhead, of the paper's load", "%", (0, 0.6))
+        title = "Largest reduction of the load without overhead, batch size 100, GTX 1080 Ti"
+        return Chart(title, [Panel("", marks, where, Axis(names=[one["label"] for one in found]))],
+                     size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
+
+
+def is_free(program: Program, machine: Machine, limit: int) -> bool:
+    """Whether AutoSwap's plan has no overhead."""
+    return planned(agents.make(PLANNER), program, machine, limit).overhead <= ZERO
+
+
+def lowest_free(program: Program, machine: Machine, steps: int, above: int) -> int:
+    """The lowest of the limits at which AutoSwap has no overhead; the load itself is one. None below ``above`` is
+    tried."""
+    least = Candidates(program, peak_gaps(program)).least
+    limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
+    return min(limit for limit in limits if limit >= above and is_free(program, machine, limit))
+
+
+def lowest_floor(program: Program, machine: Machine) -> int:
+    """A limit below which every plan of swaps has overhead, or fits not at all: the highest such, to 1 % of the
+    load."""
+    high = program.peak_bytes
+    low = floor(program, machine, high, "swap").least_bytes
+
+    def free(limit: int) -> bool:
+        return floor(program, machine, limit, "swap").overhead <= ZERO
+
+    return low if free(low) else between(free, low, high, program.peak_bytes // 100)[0]
+
+
+def slowest_link(program: Program, machine: Machine, limit: int) -> float | None:
+    """The least multiple of the link's speed at which AutoSwap has no overhead at ``limit``; None if ``FASTEST`` is too
+    slow."""
+
+    def enough(factor: float) -> bool:
+        speeds = (round(speed * factor) for speed in (machine.h2d_bytes_per_s, machine.d2h_bytes_per_s))
+        h2d, d2h = speeds
+        return is_free(program, replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h), limit)
+
+    low, high = SLOWEST, FASTEST
+    if not enough(high):
+        return None
+    for _ in range(BISECTIONS):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def facts(row: Row) -> Row:
+    """A network: MB, and shares of a load."""
+    load, left = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
+    return {
+        **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
+        "left_paper": load - REDUCED[row["network"]], "left": left, "paper": 1 - REDUCED[row["network"]] / load,
+        "ours": left / row["load"], "of_theirs": left / MB / load, "most": 1 - row["least"] / row["load"],
+        "most_of_theirs": (row["load"] - row["least"]) / MB / load,
+    }  # fmt: skip
+
+
+EXAMPLE = ("vgg16", 350)  # network, MB
+# Of the example; the last: less than.
+EXAMPLE_MS = {"ramp_ms": 24.0, "out_ms": 28.9, "overhead_ms": 7.3, "avoidable_ms": 1.7}
+NEGLIGIBLE = 0.005  # of an iteration
+
+
+class Optimality(Figure):
+    """Section VI-B-3: how much of AutoSwap's overhead could be avoided."""
+
+    name = "smartpool_optimality"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        leave = figures.numbers(settings, "leave", lambda share: 0 < share < 1, "shares between 0 and 1")
+        calls = cli.integer(settings, "calls", least=20)
+        return [{**task, "leave": sorted(leave), "calls": calls} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        network = task["network"]
+        program = figures.program(network, machine)
+        limits = [(share, int(program.peak_bytes * (1 - share))) for share in task["leave"]]
+        if network == EXAMPLE[0]:
+            limits.append((None, our_limit(program, *EXAMPLE)))
+        high = next(k for k, load in enumerate(program.live_bytes) if load >= 0.95 * program.peak_bytes)
+        found = [at_limit(program, machine, limit, task["calls"], share) for share, limit in limits]
+        ns = {"ideal_ns": program.ideal_ns, "ramp_ns": program.start_ns[high]}
+        return {"load": program.peak_bytes, **ns, "limits": [one for one in found if one is not None]}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        every = points(rows)
+        paid = [one for one in every if one["ours"] > ZERO]
+        shares = {
+            kind: [1 - one["known"] / one["ours"] for one in paid if one["network"].startswith(kind)]
+            for kind in ("vgg", "resnet")
+        }
+        half = [one for one in paid if one["forward_wait_ns"] >= 0.5 * (one["iteration_ns"] - one["ideal_ns"])]
+        return {
+            "points": [limits[-1] for limits in figures.grouped(every).values()], "paid": len(paid) or None,
+            "negligible": NEGLIGIBLE, "paper_ms": EXAMPLE_MS,
+            "none": None if paid else "no overhead", "small": sum(one["paper"] <= NEGLIGIBLE for one in paid),
+            "known": sum(one["least"] > ZERO for one in paid),
+            "proven": 100 * max((one["least"] for one in paid), default=0), "half": len(half),
+            **{kind: float(np.median(found)) if all(shares.values()) else None for kind, found in shares.items()},
+            "examples": [one for one in paid if one["share"] is None],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        every, x, marks = points(rows), [], []
+        for i, one in enumerate(every):
+            x.append(-1.0 if not x else x[-1] + (1.0 if every[i - 1]["network"] == one["network"] else 1.8))
+        low, known, ours, paper = (np.array([one[key] for one in every]) for key in ("floor", "known", "ours", "paper"))
+        top = 1.15 * max(ours.max(), 0.01)
+        marks += [
+            Bars(x, low, FLOOR, "no plan of swaps avoids it (proven)", across=False),
+            Bars(x, known - low, FAINT, "not known", base=low, hollow=True, across=False),
+            Bars(x, ours - known, look("annealing").colour, "avoided by a plan that we have", base=known, across=False),
+            Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "_", "", size=11, front=4),
+            Bars(x, paper, INK, "avoidable by the paper's way", 0.2, base=ours - paper, across=False),
+        ]
+        for network in dict.fromkeys(one["network"] for one in every):
+            mine = [place for place, one in zip(x, every, strict=True) if one["network"] == network]
+            marks.append(Words(sum(mine) / len(mine), 0.99, figures.label(network), top=True))
+        names = [named(one["share"], "350 MB") for one in every]
+        where = Axis("what must leave of the load (350 MB: the paper's example)", limits=(x[0] - 0.8, x[-1] + 0.8),
+                     ticks=x, names=names)  # fmt: skip
+        panel = Panel("", marks, where, Axis("overhead of an iteration", "%", (0, top)))
+        title = "AutoSwap's overhead, and how much of it is avoidable"
+        return Chart(title, [panel], size=(max(7.0, 0.34 * len(every) + 2.2), 4.6), keys=5 if len(every) > 12 else 2)
+
+
+def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:
+    """Times of an iteration at one limit; None where AutoSwap's candidates do not reach it."""
+    if (plan := figures.attempt(agents.make("autoswap_bo"), program, machine, limit)) is None:
+        return None
+    timeline = simulate(program, plan, machine, limit)
+    better = agents.make("annealing", calls=calls, mode="swap").plan(program, machine, limit)
+    waited, could = avoidable(timeline, program, plan, machine)
     begin = timeline.last_start_ns
-    return [s for s in timeline.spans if s.kind == "kernel" and s.start_ns >= begin][: len(program.kernels)]
+    return {
+        "share": share, "limit": limit, "iteration_ns": timeline.iteration_ns, "forward_wait_ns": waited,
+        "avoidable_ns": could,
+        "out_ns": sum(s.end_ns - s.start_ns for s in timeline.spans if s.stream == "d2h" and s.start_ns >= begin),
+        "annealing_ns": min(simulate(program, better, machine, limit).iteration_ns, timeline.iteration_ns),
+        "floor_ns": floor(program, machine, limit, "swap").iteration_ns,
+    }  # fmt: skip
 
 
-def waits(timeline: Timeline, program: Program) -> list[int]:
-    """ns that the compute stream waits before each kernel in the last iteration of a plan without recomputation."""
-    kernels = last_kernels(timeline, program)
-    free = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
-    return [s.start_ns - ready for s, ready in zip(kernels, free, strict=False)]
+def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
+    """ns that the last iteration waits in the forward pass, and that could be avoided there, by the paper's way."""
+    begin, kernels = timeline.last_start_ns, last_kernels(timeline, program)
+    end = max(k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward") + 1
+    waited = waits(timeline, program)[:end]
+    total = sum(waited)
+    if not total:
+        return 0, 0
+    last = max(k for k, ns in enumerate(waited) if ns)
+    selected = {(d.tensor, d.after, d.before) for d in plan.decisions}
+    ready = {}  # gaps that are open at the last wait, and since when
+    for g in program.gaps(MIB):
+        if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
+            ready[g] = kernels[g.after].end_ns if g.after < last else begin
+    saved = 0
+    for start, stop in idle(timeline, begin, kernels[last].start_ns):
+        now = start
+        while True:
+            fits = [
+                (machine.d2h_ns(program.tensors[g.tensor].nbytes), g)
+                for g, since in ready.items()
+                if max(now, since) + machine.d2h_ns(program.tensors[g.tensor].nbytes) <= stop
+            ]
+            if not fits:
+                break
+            transfer, g = max(fits)
+            now = max(now, ready.pop(g)) + transfer
+            saved += transfer
+    return total, min(saved, total)
+
+
+def idle(timeline: Timeline, begin: int, until: int) -> list[tuple[int, int]]:
+    """When the swap-out stream has nothing to do, between two times: [start, end) each."""
+    busy = sorted((s.start_ns, s.end_ns) for s in timeline.spans if s.stream == "d2h" and s.end_ns > begin)
+    out, now = [], begin
+    for start, end in [*busy, (until, until)]:
+        if min(start, until) > now:
+            out.append((now, min(start, until)))
+        now = max(now, end)
+    return out
+
+
+def points(rows: list[Row]) -> list[Row]:
+    """Every limit of every network.
+
+    Overheads: AutoSwap's ("ours"), that of the best plan known, the floor, and what is avoidable: the paper's way, at
+    least and at most.
+    """
+    out = []
+    for row in rows:
+        ideal = row["ideal_ns"]
+        for found in row["limits"]:
+            ours, known, low = (found[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
+            paper = found["avoidable_ns"] / ideal
+            over = {"ours": ours, "paper": paper, "least": ours - known, "most": ours - low}
+            out.append({
+                **found, **over, "known": known, "floor": low, "network": row["network"], "ideal_ns": ideal,
+                "label": f"{figures.label(row['network'])} {named(found['share'], 'paper')}",
+                "waits": found["forward_wait_ns"] / ideal, "ramp_ns": row["ramp_ns"],
+                "ms": {key: value * ideal / 1e6 for key, value in over.items()},
+            })  # fmt: skip
+    return out
+
+
+def named(share: float | None, paper: str) -> str:
+    """What must leave, for people."""
+    return paper if share is None else f"{share:.0%}"

@@ -1,31 +1,110 @@
-"""What the figures of the TENSILE paper share: its three ratios, the least limit, and the picture of two ratios."""
+"""TENSILE's Tables 1 and 2, and how well it predicts kernel times (section 4.3)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import TypeVar
 
+import numpy as np
+from omegaconf import DictConfig
+
+import agents
+from agents.heuristics.layers import feature_maps
+from agents.heuristics.tensile import TENSILE
+from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared
+from agents.jobs import JobsPlanner, Split, jobs_of
+from agents.planner import Infeasible
+from experiments import figures
+from experiments.common import cli
 from experiments.common.bisection import largest
-from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
-from experiments.plotting.palette import INK, Look
+from experiments.common.report import Row
+from experiments.figures.figure import Figure
+from experiments.plotting import palette
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule, groups
+from experiments.plotting.palette import INK
+from simulator import simulate_jobs
+from simulator.compiled.engine import simulate
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
 
 Ratios = tuple[float, float, float]  # MSR, EOR, CBR
 MOST = 5.0  # of the cost-benefit ratio in a picture
+PANELS = (
+    ("Memory saved (MSR)", "of the peak without a plan", "%", 1.0),
+    ("Time lost (EOR)", "of the time without a plan", "%", 1.0),
+    ("Cost-benefit ratio (CBR)", f"MSR / EOR, up to {MOST:g}", "{:g}", MOST),
+)
+OF_PAPER = "vgg16_imagenet"
+PLANNERS = {
+    "vDNN": "vdnn_all", "Capuchin": "capuchin", "TENSILE": "tensile", "AutoSwap": "autoswap_swdoa",
+    "LP rounding": "lp_round",
+}  # fmt: skip
+HELD = "TENSILE, held to its limit"
 Plans = TypeVar("Plans")
 
 
-def ratios(peak_bytes: int, ns: int, without_bytes: int, without_ns: int) -> Ratios:
-    """Of a peak and a time, beside those without a plan; CBR is infinite where nothing is lost."""
-    msr, eor = 1 - peak_bytes / without_bytes, ns / without_ns - 1
-    return msr, eor, msr / eor if eor else float("inf")
+class _Ratios(Figure):
+    """A table of three ratios by method, the paper's and ours.
 
+    Attributes:
+        planners: of ``agents``, by method.
+        time: entry of a method's result, and of ``without``, that is its time.
+    """
 
-def cells(ours: Ratios | None, theirs: Ratios | None) -> list[str]:
-    """The paper's ratios, if there are some, and ours."""
-    if ours is None:
-        return ["no plan", "", ""]
-    said = ["∞" if value == float("inf") else f"{value:.4f}" for value in ours]
-    return said if theirs is None else [f"{paper:.4f} / {value}" for paper, value in zip(theirs, said, strict=True)]
+    planners: Mapping[str, str] = {}
+    time = ""
+
+    def without(self, row: Row) -> tuple[int, int]:
+        """Returns peak and time without a plan."""
+        raise NotImplementedError
+
+    def paper(self, row: Row) -> Mapping[str, Ratios]:
+        """Returns the paper's ratios, by method."""
+        raise NotImplementedError
+
+    def label(self, row: Row) -> str:
+        """Returns the networks of a row."""
+        return figures.label(row["network"])
+
+    def ratios(self, row: Row, method: str) -> Ratios | None:
+        """MSR, EOR, CBR (infinite if no time is lost) of a method; None: it has no plan."""
+        if (found := row["methods"][method]) is None:
+            return None
+        without_bytes, without_ns = self.without(row)
+        msr, eor = 1 - found["peak_bytes"] / without_bytes, found[self.time] / without_ns - 1
+        return msr, eor, msr / eor if eor else float("inf")
+
+    def line(self, row: Row, method: str) -> Row:
+        """The table's line of a method: the paper's ratios, if it has some, and ours."""
+        ours, theirs = self.ratios(row, method), self.paper(row).get(method)
+        cells = ["no plan", "", ""]
+        if ours is not None:
+            cells = ["∞" if value == float("inf") else f"{value:.4f}" for value in ours]
+            cells = [f"{a:.4f} / {b}" for a, b in zip(theirs, cells, strict=True)] if theirs else cells
+        return {"label": self.label(row), "method": method, "found": row["methods"][method], "cells": cells}
+
+    def panels(self, title: str, rows: list[Row]) -> Chart:
+        """Three panels of a row per label: memory saved, time lost, and their ratio; the paper's as diamonds."""
+        panels, high = [], 0.72 / len(self.planners)
+        for i, (name, axis, form, most) in enumerate(PANELS):
+            marks: list[Mark] = []
+            for m, (method, planner) in enumerate(self.planners.items()):
+                at = [y + (m - (len(self.planners) - 1) / 2) * high for y in range(len(rows))]
+                ours = [(one := self.ratios(row, method)) and one[i] for row in rows]
+                theirs = [paper[method][i] if method in paper else None for paper in map(self.paper, rows)]
+                texts = ["" if a is None else f"{a:.1%}" if form == "%" else f"{a:.3g}" for a in ours]
+                ours = [a if a is None or form == "%" else min(a, most) for a in ours]
+                colour, hollow = palette.colour(planner), method == HELD
+                marks.append(Bars(at, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, texts=texts))
+                if any(value is not None for value in theirs):
+                    marks.append(Line(theirs, at, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
+            limits = (0, None) if form == "%" else (0, 1.25 * MOST)
+            names = Axis(names=[self.label(row) for row in rows])
+            panels.append(Panel(name, marks, Axis(axis, form, limits, room=1.15), names))
+        return Chart(title, panels, 3, (5.2, 0.6 + 0.95 * len(rows)))
 
 
 def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
@@ -40,35 +119,247 @@ def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plan
     return plans.get(largest(fits, steps // 10, steps - 1))
 
 
-def chart(
-    title: str, rows: Mapping[str, tuple[Mapping[str, Ratios | None], Mapping[str, Ratios]]],
-    looks: Mapping[str, Look], hollow: Sequence[str] = (),
-) -> Chart:  # fmt: skip
-    """Makes three panels of a row per label: memory saved, time lost, and their ratio; the paper's as diamonds.
+class Table1(_Ratios):
+    """Table 1: what vDNN, Capuchin and TENSILE save of the peak, and what that costs."""
 
-    Args:
-        rows: of each label our ratios by method (None: no plan), and the paper's.
-        hollow: methods whose bars are not filled.
-    """
-    panels, high = [], 0.72 / len(looks)
-    titles = (
-        ("Memory saved (MSR)", "of the peak without a plan", "%", 1.0),
-        ("Time lost (EOR)", "of the time without a plan", "%", 1.0),
-        ("Cost-benefit ratio (CBR)", f"MSR / EOR, up to {MOST:g}", "{:g}", MOST),
-    )
-    for i, (name, axis, form, most) in enumerate(titles):
-        marks: list[Mark] = []
-        for m, (method, look) in enumerate(looks.items()):
-            at = [y + (m - (len(looks) - 1) / 2) * high for y in range(len(rows))]
-            ours = [(one := found[method]) and one[i] for found, _ in rows.values()]
-            theirs = [paper[method][i] if method in paper else None for _, paper in rows.values()]
-            texts = ["" if a is None else f"{a:.1%}" if form == "%" else f"{a:.3g}" for a in ours]
-            ours = [a if a is None or form == "%" else min(a, most) for a in ours]
-            marks.append(
-                Bars(at, ours, look.colour, f"{method}, ours", 0.9 * high, hollow=method in hollow, texts=texts)
+    name = "tensile_table1"
+    planners: Mapping[str, str] = {**dict(list(PLANNERS.items())[:3]), HELD: "tensile"}
+    time = "iteration_ns"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        batch = cli.integer(settings, "batch", least=1)
+        return [{**task, "batch": batch} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine, batch_size=task["batch"], algorithms=False)
+
+        def planned(method: str, limit: int) -> Plan | None:
+            options = {"mode": "swap"} if method == "TENSILE" else {}
+            return figures.attempt(agents.make(PLANNERS[method], **options), program, machine, limit)
+
+        everything = machine.memory_bytes
+        lowest = smallest(program.peak_bytes, 1000, lambda limit: planned("TENSILE", limit))
+        found: dict[str, Row | None] = {
+            "vDNN": table1_outcome(program, planned("vDNN", everything), machine, everything),
+            "Capuchin": None,
+            "TENSILE": table1_outcome(program, lowest, machine, everything),
+            HELD: table1_outcome(program, lowest, machine, lowest.limit if lowest else everything),
+        }
+        if found["TENSILE"]:
+            limit = found["TENSILE"]["peak_bytes"]
+            found["Capuchin"] = table1_outcome(program, planned("Capuchin", limit), machine, limit)
+        maps = sum(program.tensors[m.tensor].nbytes for m in feature_maps(program, 1))
+        return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "maps": maps, "methods": found}
+
+    def without(self, row: Row) -> tuple[int, int]:
+        return row["peak_bytes"], row["ideal_ns"]
+
+    def paper(self, row: Row) -> Mapping[str, Ratios]:
+        theirs = ((0.2733, 0.8580, 0.3185), (0.1003, 0.8971, 0.1118), (0.2241, 0.0971, 2.3006))
+        return dict(zip(PLANNERS, theirs, strict=False)) if row["network"] == OF_PAPER else {}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        lines = [self.line(row, method) for row in rows for method in self.planners]
+        for line in lines:
+            moved = line["found"] and line["found"]["bytes"]
+            lasting = moved and sum(moved.get(kind, 0) for kind in ("parameter", "optimizer_state", "buffer"))
+            line["lasting"] = moved and lasting / sum(moved.values())
+        return {"lines": lines}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        batch = rows[0]["batch"]
+        title = f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {batch}, RTX 2080 Ti"
+        return self.panels(title, rows)
+
+
+def table1_outcome(program: Program, plan: Plan | None, machine: Machine, limit: int) -> Row | None:
+    """What a plan does when it runs within ``limit`` bytes."""
+    if plan is None:
+        return None
+    timeline = simulate(program, plan, machine, limit)
+    kinds: dict[str, int] = {}
+    for decision in plan.decisions:
+        tensor = program.tensors[decision.tensor]
+        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + tensor.nbytes
+    return {
+        "peak_bytes": timeline.peak_bytes, "iteration_ns": timeline.iteration_ns, "decisions": len(plan.decisions),
+        "bytes": kinds,
+    }  # fmt: skip
+
+
+TABLE2_PAPER = {  # of VGG x 1, 2, 3: MSR, EOR, CBR
+    "vDNN": ((0.2822, 0.8507, 0.3317), (0.2368, 0.9103, 0.2602), (0.2613, 0.9202, 0.2840)),
+    "Capuchin": ((0.1003, 0.8921, 0.1124), (0.0056, 0.9208, 0.006), (0.1109, 0.9215, 0.1204)),
+    "TENSILE": ((0.2001, 0.0838, 2.5112), (0.2295, 0.1016, 3.2256), (0.2767, 0.2793, 1.0478)),
+}
+
+
+class Table2(_Ratios):
+    """Table 2 and Figure 6: several jobs launched at the same time, and mixtures."""
+
+    name = "tensile_table2"
+    planners = PLANNERS
+    time = "makespan_ns"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        batch = cli.integer(settings, "batch", least=1)
+        mixtures = cli.values(settings, "jobs")
+        for i, names in enumerate(mixtures):
+            if not isinstance(names, list) or not names:
+                raise cli.UsageError(f"figure.jobs[{i}]: expected a list of workloads, got {names!r}")
+        return [{"jobs": [figures.network(str(name), "jobs") for name in names], "batch": batch} for names in mixtures]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        batch, memory = task["batch"], machine.memory_bytes
+        known = {n: figures.program(n, machine, batch_size=batch, algorithms=False) for n in task["jobs"]}
+        programs = [known[name] for name in task["jobs"]]
+
+        def planned(planner: JobsPlanner, limit: int) -> tuple[Plan, ...] | None:
+            try:
+                return planner.plan_jobs(programs, machine, limit)
+            except Infeasible:
+                return None
+
+        peak = sum(program.peak_bytes for program in programs)
+        lowest = smallest(peak, 200, lambda limit: planned(TENSILE("swap"), limit))
+        found = {
+            "vDNN": table2_outcome(programs, planned(Split("vdnn_all"), memory), machine),
+            "TENSILE": table2_outcome(programs, lowest, machine),
+        }
+        limit = found["TENSILE"]["peak_bytes"] if found["TENSILE"] else peak
+        for method in ("Capuchin", "AutoSwap", "LP rounding"):
+            found[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
+        without = [Plan((), program.fingerprint, "none") for program in programs]
+        return {"without": table2_outcome(programs, without, machine), "methods": found}
+
+    def without(self, row: Row) -> tuple[int, int]:
+        return row["without"]["peak_bytes"], row["without"]["makespan_ns"]
+
+    def paper(self, row: Row) -> Mapping[str, Ratios]:
+        jobs = len(row["jobs"])
+        of_paper = set(row["jobs"]) == {OF_PAPER} and jobs <= 3
+        return {method: values[jobs - 1] for method, values in TABLE2_PAPER.items()} if of_paper else {}
+
+    def label(self, row: Row) -> str:
+        counts = Counter(row["jobs"])
+        several = [figures.label(name) + f" × {n}" * (n > 1 or len(counts) == 1) for name, n in counts.items()]
+        return ", ".join(several)
+
+    def numbers(self, rows: list[Row]) -> Row:
+        lines: list[Row] = []
+        mixtures: list[Row] = []
+        ahead: dict[str, list[bool]] = {"vDNN": [], "Capuchin": []}
+        for row in rows:
+            for method in PLANNERS:
+                one = row["methods"][method]
+                lines.append({**self.line(row, method), "decisions": one and " + ".join(map(str, one["decisions"]))})
+            found = {method: r[2] for method in PLANNERS if (r := self.ratios(row, method)) is not None}
+            for rival, wins in ahead.items():
+                wins += [found["TENSILE"] > found[rival]] if {"TENSILE", rival} <= found.keys() else []
+            order = " > ".join(f"{m} ({found[m]:.2f})" for m in sorted(found, key=lambda method: -found[method]))
+            mixtures.append({"label": self.label(row), "order": order, "tensile": row["methods"]["TENSILE"]})
+        counts = {rival: (sum(wins), len(wins)) for rival, wins in ahead.items()}
+        return {"lines": lines, "mixtures": mixtures, "ahead": counts}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
+
+
+def table2_outcome(programs: Sequence[Program], plans: Sequence[Plan] | None, machine: Machine) -> Row | None:
+    """What jobs do under plans in the GPU's memory."""
+    if plans is None:
+        return None
+    timeline = simulate_jobs(jobs_of(programs, plans), machine, machine.memory_bytes)
+    return {
+        "peak_bytes": timeline.peak_bytes, "makespan_ns": timeline.end_ns,
+        "decisions": [len(plan.decisions) for plan in plans], "evictions": len(timeline.evictions),
+        "channel": round((timeline.copies_ns("d2h") + timeline.copies_ns("h2d")) / timeline.end_ns, 4),
+    }  # fmt: skip
+
+
+TIMES_PAPER = {"all": 0.582, "expensive": 0.805}
+NAMES = {"all": "all kernels", "expensive": "convolutions, products"}
+EXPENSIVE = ("conv", "matmul")
+SOURCES = ("model", "measured")
+LEAST = -0.02  # of R² in the picture
+
+
+class Times(Figure):
+    """Section 4.3: how well a small network predicts the times of kernels never measured."""
+
+    name = "tensile_times"
+    alone = True
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        batch, repeats = cli.integer(settings, "batch", least=1), cli.integer(settings, "repeats", least=1)
+        names, sources = figures.networks(settings), cli.values(settings, "sources")
+        if not sources or not set(sources) <= set(SOURCES):
+            raise cli.UsageError(f"figure.sources: expected some of {', '.join(SOURCES)}, got {sources!r}")
+        if len(names) < 2:
+            raise cli.UsageError("figure.networks: expected at least two, one to learn from")
+        return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        known: dict[str, Program] = {}
+        device = machine.name
+        for name in task["networks"]:
+            known[name], device = timed(name, task, machine)
+        samples = {name: Sample(p, 1, np.array([k.duration_ns for k in p.kernels])) for name, p in known.items()}
+        held: dict[str, Row] = {}
+        for name, program in known.items():
+            learned = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
+            found, true = learned.predict(program, 1), samples[name].times
+            of = np.array([kernel.kind in EXPENSIVE for kernel in program.kernels])
+            scores = {"all": r_squared(found, true), "expensive": r_squared(found[of], true[of])}
+            held[name] = {"kernels": len(true), **scores, "iteration": float(found.sum() / true.sum())}
+        return {"device": device, "held": held}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        sources = []
+        for row in rows:
+            held = {figures.label(name): one for name, one in row["held"].items()}
+            low, high = (of(held, key=lambda name: held[name]["all"]) for of in (min, max))
+            sources.append(
+                {**row, "worst": held[low]["all"], "worst_of": low, "best": held[high]["all"], "best_of": high}
             )
-            if any(value is not None for value in theirs):
-                marks.append(Line(theirs, at, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
-        limits = (0, None) if form == "%" else (0, 1.25 * MOST)
-        panels.append(Panel(name, marks, Axis(axis, form, limits, room=1.15), Axis(names=list(rows))))
-    return Chart(title, panels, 3, (5.2, 0.6 + 0.95 * len(rows)))
+        heads = [f"{row['source']}, {name}" for row in rows for name in NAMES.values()]
+        lines = []
+        for name in rows[0]["networks"]:
+            cells = [f"{row['held'][name][key]:.3f}" for row in rows for key in TIMES_PAPER]
+            cells += [f"{row['held'][name]['iteration']:.2f}" for row in rows]
+            lines.append({"label": figures.label(name), "cells": cells})
+        return {
+            "heads": [*heads, *(f"{row['source']}, iteration" for row in rows)], "sources": sources, "networks": lines,
+            "middle": [f"{paper:.3f} / {median(one[key] for one in row['held'].values()):.3f}"
+                       for row in rows for key, paper in TIMES_PAPER.items()],
+            "blank": ["" for _ in rows],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        inks, panels = {"all": "#9a9a9a", "expensive": "#b3123d"}, []
+        for row in rows:
+            names = [figures.label(name) for name in row["networks"]]
+            series = []
+            for key, ink in inks.items():
+                found = [row["held"][name][key] for name in row["networks"]]
+                below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in found]
+                series.append((NAMES[key], ink, [max(value, LEAST) for value in found], below))
+            marks = groups(series, across=True)
+            marks += [Rule(TIMES_PAPER[key], colour=ink, label=f"the paper's mean, {NAMES[key]}", width=1.4)
+                      for key, ink in inks.items()]  # fmt: skip
+            where = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
+            panels.append(Panel(f"{row['source']}: {row['device']}", marks, where, Axis(names=names)))
+        return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
+
+
+def timed(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
+    """A network's program with the source's times, and on what they are."""
+    if task["source"] == "model":
+        return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
+    from executor.capture.profile import measure, with_profile  # PyTorch
+    from experiments import workloads
+
+    captured = workloads.load({**figures.workload(name), "batch_size": task["batch"]}, machine)
+    profile = measure(captured, "cpu", repeats=task["repeats"], cache="hot")
+    return with_profile(captured.program, profile), profile.device

@@ -14,7 +14,7 @@ from experiments.reproduce import Work
 from simulator import Machine
 from tests.experiments.conftest import figure_settings
 
-TEXT = """# Squares
+TEXT = """## Squares
 
 Fig. 1 of "Numbers".
 
@@ -24,7 +24,7 @@ Fig. 1 of "Numbers".
 
 - There are {count}.
 
-## Choices
+### Choices
 
 More.
 """
@@ -36,11 +36,23 @@ def square(task: dict[str, Any], machine: Machine) -> dict[str, Any]:
 
 def squares_of(run: Any = square) -> Figure:
     """A figure of three tasks."""
-    return Figure(
-        "squares", lambda config: [{"x": x} for x in config.x], run,
-        lambda rows: {"lines": [{"x": row["x"], "y": row["y"]} for row in rows], "count": len(rows)},
-        lambda rows: Chart("Squares", [Panel("", [Line([1], [1])])]), text=TEXT,
-    )  # fmt: skip
+
+    class Squares(Figure):
+        name, text = "squares", TEXT
+
+        def tasks(self, settings: Any) -> list[dict[str, Any]]:
+            return [{"x": x} for x in settings.x]
+
+        def run(self, task: dict[str, Any], machine: Machine) -> dict[str, Any]:
+            return run(task, machine)
+
+        def numbers(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+            return {"lines": [{"x": row["x"], "y": row["y"]} for row in rows], "count": len(rows)}
+
+        def chart(self, rows: list[dict[str, Any]]) -> Chart:
+            return Chart("Squares", [Panel("", [Line([1], [1])])])
+
+    return Squares()
 
 
 @pytest.fixture

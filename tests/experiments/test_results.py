@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 import agents
 from experiments import evaluate, pack, reproduce, workloads
 from experiments.benchmark import packing
-from experiments.figures import dqn_paper
+from experiments.figures import dqn
 from simulator import Machine
 from simulator.pool import files, smartpool
 from tests.experiments.conftest import ROOT
@@ -86,8 +86,8 @@ def test_trainings_of_the_papers_dqn_are_made_again() -> None:
     found = committed("dqn_paper")
     for row in found["rows"]:
         if row["seed"] == 0 and row["line"] in ("tuned", "50 episodes on VGG11, then 10"):
-            task = {key: row[key] for key in ("line", "seed", "limit", *dqn_paper.KEYS) if key in row}
-            again = dqn_paper.run(task, Machine.load(found["machine"]))
+            task = {key: row[key] for key in ("line", "seed", "limit", *dqn.KEYS) if key in row}
+            again = dqn.Paper().run(task, Machine.load(found["machine"]))
             assert untimed({**row, **again}) == untimed(row)
 
 

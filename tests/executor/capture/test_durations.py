@@ -9,13 +9,8 @@ import torch
 from torch import nn
 
 from executor.capture.capture import capture
-<<<<<<< ours
 from executor.capture.durations import Precision
-from experiments.measured import traces
-=======
-from executor.capture.kernel_times import Precision
 from experiments.measured import steps
->>>>>>> theirs
 from experiments.workloads import resnet
 from simulator import Machine
 from simulator.files import FormatError

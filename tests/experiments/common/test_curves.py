@@ -88,15 +88,15 @@ def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
         file.parent.mkdir()
         write_json(file, kept := {**about, "agent": "a", "seed": seed, "points": points})
     config = OmegaConf.create({"runs": str(tmp_path)})
-    rows = learning.tasks(config)
+    rows = learning.Learning().tasks(config)
     at, gaps = learning.over_seeds(rows, GREEDY)
     assert at == [20, 30, 40]  # where all seeds have a value
     assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
-    end = learning.numbers(rows)["ends"][0]
+    end = learning.Learning().numbers(rows)["ends"][0]
     assert (end["calls"], end["seeds"], end["greedy"]) == (40, 2, pytest.approx((30 + WITHOUT) / 2))
     write_json(file, {**kept, "points": [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]})
-    assert learning.numbers(learning.tasks(config))["ends"] == []  # no call in common
+    assert learning.Learning().numbers(learning.Learning().tasks(config))["ends"] == []  # no call in common
     for wrong in ({"points": []}, {"agent": "$x^2$"}, {"workload": "\x1b[2J"}, {"floor": "low"}):
         write_json(file, {**kept, **wrong})
         with pytest.raises(FormatError, match=r"curve\.json"):
-            learning.tasks(config)
+            learning.Learning().tasks(config)

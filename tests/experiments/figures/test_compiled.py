@@ -26,7 +26,7 @@ def small() -> tuple[nn.Module, Tensor, Tensor]:
     "asked", OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml").networks, ids=lambda asked: str(asked.name)
 )
 def test_the_networks_have_a_loss(asked: DictConfig) -> None:
-    task = compiled.tasks(
+    task = compiled.Compiled().tasks(
         OmegaConf.merge(OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml"), {"networks": [asked]})
     )
     model, x, y = compiled.network({**task[0]["workload"], "batch_size": 1})
@@ -61,8 +61,8 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
     assert list(methods) == names and methods["with swaps 0.7"]["swaps"] > 0
     assert "no plan that only runs kernels again" in methods["ours 0.2"]["refused"]
     assert methods["ours 0.8"]["peak_bytes"] < methods["dp 0.4"]["peak_bytes"] < methods["none"]["peak_bytes"]
-    said = compiled.numbers([row])
+    said = compiled.Compiled().numbers([row])
     assert said["refused"] == 1 and said["points"] == 3 and said["pairs"] == 1 and said["swapped"] == 1
-    heads, cells, _ = compiled.FIGURE.say([row])
+    heads, cells, _ = compiled.Compiled().say([row])
     assert len(heads) == len(cells[0]) and len(cells) == len(methods)
-    assert compiled.FIGURE.chart([row]).panels
+    assert compiled.Compiled().chart([row]).panels

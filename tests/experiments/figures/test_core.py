@@ -27,8 +27,8 @@ def settings(**changes: Any) -> DictConfig:
 
 
 def test_a_task_as_a_user_runs_it() -> None:
-    (task,) = core.tasks(settings())
-    row = {**task, **core.run(task, Machine.load("h100"))}
+    (task,) = core.Core().tasks(settings())
+    row = {**task, **core.Core().run(task, Machine.load("h100"))}
     runs = row["runs"]
     assert [(one["agent"], one["calls"], one["seconds"], one["seed"]) for one in runs] == [
         ("annealing", 50, None, 0), ("annealing", 50, None, 1),
@@ -39,8 +39,8 @@ def test_a_task_as_a_user_runs_it() -> None:
     assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
     assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is one of the published
     with pytest.raises(UsageError, match=r"small\.fingerprint"):  # another program
-        core.run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
-    _, cells = core.FIGURE.table([row])
+        core.Core().run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
+    _, cells, _ = core.Core().say([row])
     assert {"50 calls", "0.05 s", "–"} == {line[0] for line in cells}
 
 
@@ -61,10 +61,10 @@ def test_scores() -> None:
     low, high = core.interval(found["annealing", (100, None)])
     assert 1 <= low < 2.5 < high <= core.WITHOUT
     assert core.interval(np.full((3, 2), 4.0)) == (4.0, 4.0)
-    _, (first, second) = core.FIGURE.table(rows)
+    _, (first, second), _ = core.Core().say(rows)
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
     assert second[1:3] == ["DQN", "8.00"] and second[-2] == "1 of 4"
-    assert core.numbers(rows)["beyond"][0] == 1.2
+    assert core.Core().numbers(rows)["beyond"][0] == 1.2
 
 
 def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkeypatch) -> None:
@@ -76,12 +76,12 @@ def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkey
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (task,) = core.tasks(settings(agents={"ownagent:Mine": {"target": "ownagent:Mine"}}, beside=True))
+    (task,) = core.Core().tasks(settings(agents={"ownagent:Mine": {"target": "ownagent:Mine"}}, beside=True))
     known = {key: task[key] for key in ("task", *sorted(core._TASK))}
     old = row("test", {"annealing": [1.0, 2.0], "ownagent:Mine": [9.0, 9.0]})["runs"]
     write_json(tmp_path / "core.json", {"rows": [{**known, "runs": old}, {**known, "limit": 0.7, "runs": old}]})
     monkeypatch.setattr(core, "RESULTS", tmp_path)
-    runs = core.run(task, Machine.load("h100"))["runs"]
+    runs = core.Core().run(task, Machine.load("h100"))["runs"]
     assert [(one["agent"], one["calls"]) for one in runs] == [
         ("ownagent:Mine", 50), ("annealing", 100), ("annealing", 100),
     ]  # fmt: skip

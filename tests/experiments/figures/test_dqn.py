@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from envs.memory_env import small_task
 from experiments import figures
-from experiments.figures import dqn_fig5 as fig
+from experiments.figures import dqn as fig
 from simulator import simulate
 
 PROGRAM, MACHINE = small_task()
@@ -45,17 +45,17 @@ def test_every_pair_at_one_limit_is_compared():
     every = list(fig.duels(panel))
     # Swap against TFLMS at three limits; swap and recompute against TFLMS at three and memonger at two.
     assert len(every) == 3 + 3 + 2
-    at = next(d for d in every if d.mode == "joint" and d.baseline == "tflms" and d.limit == 0.6)
-    assert (at.mean, at.worst, at.theirs) == (pytest.approx(0.015), 0.02, 0.04)
-    assert not any(d.worst > d.theirs + fig.SAME for d in every)
-    _, cells = fig.FIGURE.table(GOOD)
+    at = next(d for d in every if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
+    assert (at["mean"], at["worst"], at["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
+    assert not any(d["worst"] > d["theirs"] + fig.SAME for d in every)
+    _, cells, _ = fig.Fig5().say(GOOD)
     assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS",
                       "1.50% (1.00% to 2.00%) / 2.50% (2.00% to 3.00%) / 4.00% TFLMS"]]  # fmt: skip
     # A seed without a plan loses where a baseline has one.
     rows = [GOOD[0], row(1, [(0.9, 0.0), (0.6, 0.03)], [(0.9, 0.0), (0.6, 0.02), (0.55, 0.03)])]
-    lost = [d for d in fig.duels(fig.panels(rows)[0]) if d.worst > d.theirs + fig.SAME]
-    assert [(d.mode, d.baseline, d.limit) for d in lost] == [("swap", "tflms", 0.55)]
-    assert math.isinf(lost[0].mean)
+    lost = [d for d in fig.duels(fig.panels(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
+    assert [(d["mode"], d["baseline"], d["limit"]) for d in lost] == [("swap", "tflms", 0.55)]
+    assert math.isinf(lost[0]["mean"])
 
 
 def test_the_smallest_limit_of_a_baseline():
@@ -69,13 +69,13 @@ def test_the_smallest_limit_of_a_baseline():
 
 def test_run_on_a_small_program(monkeypatch):
     monkeypatch.setattr(figures, "program", lambda name, machine, **changes: PROGRAM)
-    tasks = fig.tasks(OmegaConf.create(SETTINGS))
+    tasks = fig.Fig5().tasks(OmegaConf.create(SETTINGS))
     assert [(t["networks"], t["seed"]) for t in tasks] == [
         (["kmeans"], 3), (["vgg16", "vgg19"], 3), (["kmeans"], 5), (["vgg16", "vgg19"], 5)
     ]  # fmt: skip
     assert [t["floor_kernels"] for t in tasks] == [100, 100, 0, 0]  # the floor does not depend on the seed
-    task = fig.tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
-    out = fig.run(task, MACHINE)
+    task = fig.Fig5().tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
+    out = fig.Fig5().run(task, MACHINE)
     assert json.loads(json.dumps(out)) == out
     found = out["found"]["vgg16"]
     limits = {at for points in found["baselines"].values() for at, _ in points}

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from experiments.figures.figure import Figure, Range, fill, span
-from experiments.plotting.charts import Chart
 
-TEXT = """# Squares
+TEXT = """## Squares
 
 Fig. 1 of "Numbers",
 section 2.
@@ -22,7 +21,7 @@ section 2.
   {y:g}.
 - Nobody is at {nobody}.
 
-## Choices
+### Choices
 
 1. Not shown: {unknown}.
 """
@@ -31,17 +30,17 @@ section 2.
 def figure(**numbers: Any) -> Figure:
     lines = [{"x": 2, "y": 4.0, "more": ["a", "b"]}, {"x": 3, "y": None, "more": ["c", "d"]}]
     made = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "largest": None, "nobody": None, **numbers}
-    return Figure("squares", list, lambda *_: {}, lambda rows: made, lambda rows: Chart("", []), text=TEXT)
+    return type("Squares", (Figure,), {"text": TEXT, "numbers": lambda self, rows: made})()
 
 
 def test_what_is_said_of_rows() -> None:
     made = figure()
     assert made.title == "Squares" and made.about == 'Fig. 1 of "Numbers", section 2.'
     heads, cells, notes = made.say([])
-    assert heads == ["number", "square", "p", "q"] == made.table([])[0]
+    assert heads == ["number", "square", "p", "q"] == made.say([])[0]
     assert cells == [["2", "4.0", "a", "b"], ["3", "", "c", "d"], ["all", "1,300", ""]]
-    assert notes == ["There are 2.", "2 makes 4."] == made.notes([])
-    assert figure(largest=4, nobody="home").notes([])[::2] == ["There are 2, the largest 4.", "Nobody is at home."]
+    assert notes == ["There are 2.", "2 makes 4."]
+    assert figure(largest=4, nobody="home").say([])[2][::2] == ["There are 2, the largest 4.", "Nobody is at home."]
     with pytest.raises(KeyError, match="unknown"):
         fill("{unknown}", {})
 

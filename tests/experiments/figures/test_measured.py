@@ -13,13 +13,13 @@ H100 = Machine.load("h100")
 
 
 def test_tasks_are_the_files_the_peaks_and_the_fit() -> None:
-    found = fig.tasks(figure_settings("measured", parts=["steps", "fit", "peaks"]))
+    found = fig.Measured().tasks(figure_settings("measured", parts=["steps", "fit", "peaks"]))
     files = [task["file"] for task in found if task["part"] == "steps"]
     assert files[:3] == ["h100_resnet50.csv", "steps.csv", "v100_resnet50_by_kind.csv"]
     assert sum(task["part"] == "peaks" for task in found) == 22 and found[-1] == {"part": "fit"}
     assert all(len(task["sha256"]) == 12 for task in found if "file" in task)
-    assert [task["part"] for task in fig.tasks(figure_settings("measured", parts=["fit"]))] == ["fit"]
-    limits = fig.tasks(figure_settings("measured", parts=["plans"], limits=[0.6, 0.3], calls=7))
+    assert [task["part"] for task in fig.Measured().tasks(figure_settings("measured", parts=["fit"]))] == ["fit"]
+    limits = fig.Measured().tasks(figure_settings("measured", parts=["plans"], limits=[0.6, 0.3], calls=7))
     assert limits == [{"part": "plans", "limit": limit, "calls": 7} for limit in (0.6, 0.3)]
 
 
@@ -27,23 +27,23 @@ def test_a_changed_measurement_is_another_task(tmp_path: Path, monkeypatch: pyte
     for name in ("steps.csv", "h100_resnet50.csv", "h100_resnet50.yaml"):
         (tmp_path / name).write_text("a")
     monkeypatch.setattr(fig, "DATA", tmp_path)
-    before = fig.tasks(figure_settings("measured", parts=["steps"]))
+    before = fig.Measured().tasks(figure_settings("measured", parts=["steps"]))
     (tmp_path / "h100_resnet50.yaml").write_text("b")
-    after = fig.tasks(figure_settings("measured", parts=["steps"]))
+    after = fig.Measured().tasks(figure_settings("measured", parts=["steps"]))
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True]
 
 
 def test_rows_of_a_trace() -> None:
-    task = fig.tasks(figure_settings("measured", parts=["steps"]))[0]
-    row = {**task, **fig.run(task, H100)}
+    task = fig.Measured().tasks(figure_settings("measured", parts=["steps"]))[0]
+    row = {**task, **fig.Measured().run(task, H100)}
     assert row["kind"] == "kernels" and len(row["rows"]) == 396
-    assert fig.all_steps([row])[0].measured == pytest.approx(70.723)
+    assert fig.all_steps([row])[0]["measured"] == pytest.approx(70.723)
 
 
 def test_the_committed_bars_are_reached() -> None:
     """Sums of the H200's steps: within 5 % fitted, within 12 % left out; other GPUs' as before the H200 was fitted."""
     rows = json.loads((ROOT / "experiments" / "results" / "measured.json").read_text())["rows"]
-    found = fig.numbers(rows)
+    found = fig.Measured().numbers(rows)
     assert [abs(step["error"]) < 0.05 for step in found["steps"] if step["name"].startswith("H200")] == [True] * 3
     assert [one["bar"] for one in found["left_out"]] == ["12%: reached"] * 3
     assert all(one["bar"].endswith("reached") for one in found["kernels"])

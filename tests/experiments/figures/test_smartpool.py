@@ -2,23 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from experiments import figures
-from experiments.figures import (
-    smartpool,
-    smartpool_fig2 as fig2,
-    smartpool_fig8 as fig8,
-    smartpool_fig9 as fig9,
-    smartpool_fig10 as fig10,
-    smartpool_fig11 as fig11,
-    smartpool_optimality as optimality,
-    smartpool_table1 as table1,
-    smartpool_table2 as table2,
-)
+from experiments.figures import smartpool, smartpool_footprints as footprints, smartpool_loads as loads
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import program_lifetimes, smartpool as pool
 
@@ -68,10 +57,10 @@ def test_a_recorded_iteration() -> None:
         model = nn.Linear(4, 4, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batch = torch.empty(4, 4), torch.empty(4)
-    before, lines, starts = fig2.record((model, lambda y, _: y.sum(), optimizer, batch), 4)
+    before, lines, starts = loads.record((model, lambda y, _: y.sum(), optimizer, batch), 4)
     assert before == 64 and len(starts) == 4 and starts[0] == 0
     parts = [lines[a:b] for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
-    first, second, third, fourth = (fig2.signature(part) for part in parts)
+    first, second, third, fourth = (loads.signature(part) for part in parts)
     assert second == third == fourth != first
     change = [sum({"malloc": b, "free": -b}.get(kind, 0) for kind, b, _ in part) for part in (first, second)]
     assert change == [64, 0]  # the momentum stays
@@ -91,56 +80,26 @@ def test_load_min() -> None:
     # Peak 40 MB at f3, which uses a2 and a3: a0 and a1 are away, from the end of f1 and f2 to b0 and b1. So f1, f2 and
     # f3 have two activations, as has b3: a2 is not a candidate, so that it waits there for b2.
     program = chain((10, 10, 10, 10))
-    load, timeline = fig8.load_min(program, MACHINE)
+    load, timeline = smartpool.load_min(program, MACHINE)
     assert load.tolist() == [n * 10 * MB for n in (1, 2, 2, 2, 2, 1, 1, 1)]
     # Both leave and come back, 10 ms each way, while nothing runs.
     assert timeline.iteration_ns - program.ideal_ns == 40_000_000
 
 
-def test_fig9_runs_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = chain((10,) * 12)
-    monkeypatch.setattr(figures, "program", lambda name, machine: program)
-    task = {"network": "vgg16", "limits": [647, 607]}
-    found = fig9.run({**task, "seed": None}, MACHINE)
-    assert found["ours"] == [120 * MB, 80 * MB]
-    assert set(found["overheads"]) == {*fig9.SCORES, "floor"} and found["overheads"]["floor"][0] == 0
-    bo = fig9.run({**task, "seed": 1}, MACHINE)["overheads"]["bo"]
-    for i, best in enumerate(bo):
-        assert found["overheads"]["floor"][i] <= best <= min(found["overheads"][name][i] for name in fig9.SCORES)
-    lines = fig9.Lines([{**task, **found, "seed": None}, {**task, "seed": 1, "overheads": {"bo": bo}}])
-    assert lines.free(np.zeros(2)) == 607 and lines.free(np.array([0, 0.1])) == 647
-    assert np.isnan(lines.free(np.array([0.1, 0])))
-
-
 def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table2, "PLANNER", "autoswap_wdoa")  # as good here as Bayesian optimisation
+    monkeypatch.setattr(smartpool, "PLANNER", "autoswap_wdoa")  # as good here as Bayesian optimisation
     # An activation of 10 MB leaves in 10 ms, as long as a layer takes: while f(i) runs, a(i - 2) leaves. So 30 MB are
     # enough for the forward pass; backward the same: while b(i) runs, a(i - 1) comes back into the room of a(i + 1).
     program = chain((10,) * 8)
-    least = table2.lowest_floor(program, MACHINE)
-    lowest = table2.lowest_free(program, MACHINE, 3, least)  # of 80, 60, 40 and 20 MB
+    least = smartpool.lowest_floor(program, MACHINE)
+    lowest = smartpool.lowest_free(program, MACHINE, 3, least)  # of 80, 60, 40 and 20 MB
     assert least <= lowest
-    assert table2.is_free(program, MACHINE, lowest) and not table2.is_free(program, MACHINE, 20 * MB)
+    assert smartpool.is_free(program, MACHINE, lowest) and not smartpool.is_free(program, MACHINE, 20 * MB)
     slow = replace(MACHINE, h2d_bytes_per_s=500 * MB, d2h_bytes_per_s=500 * MB)
-    assert table2.lowest_free(program, slow, 3, 0) > lowest and table2.lowest_floor(program, slow) > least
-    factor = table2.slowest_link(program, MACHINE, lowest)
+    assert smartpool.lowest_free(program, slow, 3, 0) > lowest and smartpool.lowest_floor(program, slow) > least
+    factor = smartpool.slowest_link(program, MACHINE, lowest)
     assert factor is not None and 0.4 < factor < 1.03  # 1, to a bisection's step of 20 ** (1 / 2 ** 7)
-    assert table2.slowest_link(program, MACHINE, 20 * MB) is None
-
-
-def test_points_of_four_methods(program: Program) -> None:
-    found = list(fig11.autoswap(program, GPU, [0.0, 1.0, 10.0], 4))
-    assert found[0] == (Plan(), program.peak_bytes)
-    points = [fig11.point("smartpool", plan, limit, program, GPU) for plan, limit in found]
-    assert points[0][0] == 0 and points[-1][1] < points[0][1]
-    assert len(list(fig11.memonger(program, GPU))) == len(list(fig11.superneurons(program, GPU))) == 3
-    limits = [limit for _, limit in fig11.geeps(program, GPU, [1.0, 0.5, 0.01])]
-    assert limits == [program.peak_bytes, program.peak_bytes // 2]  # and none at 1 %
-    swap, recompute, both = fig11.superneurons(program, GPU)
-    assert all(isinstance(d, Swap) for d in swap[0].decisions)
-    assert not any(isinstance(d, Swap) for d in recompute[0].decisions)
-    sizes = [fig11.point("cudamalloc", plan, limit, program, GPU)[1] for plan, limit in (swap, recompute, both)]
-    assert sizes[2] <= min(sizes[:2])
+    assert smartpool.slowest_link(program, MACHINE, 20 * MB) is None
 
 
 @pytest.mark.parametrize(
@@ -161,21 +120,12 @@ def test_what_is_avoidable_the_papers_way(
     program, plan = chain(durations), Plan((swap,))
     timeline = simulate(program, plan, MACHINE, limit * MB)
     assert timeline.iteration_ns - program.ideal_ns == expected[0]
-    assert optimality.avoidable(timeline, program, plan, MACHINE) == expected
+    assert smartpool.avoidable(timeline, program, plan, MACHINE) == expected
 
 
-def test_one_limit() -> None:
-    program = chain((10,) * 8)
-    found = optimality.at_limit(program, MACHINE, 30 * MB, 200, 0.5)
-    assert found is not None
-    assert program.ideal_ns <= found["floor_ns"] <= found["annealing_ns"] <= found["iteration_ns"]
-    assert found["out_ns"] % 10_000_000 == 0 and found["avoidable_ns"] <= found["forward_wait_ns"]
-    assert optimality.at_limit(program, MACHINE, 10 * MB, 200, 0.5) is None
-
-
-@pytest.mark.parametrize("name", table1.PAPER)
+@pytest.mark.parametrize("name", loads.PAPER)
 def test_workloads_are_those_of_the_table(name: str) -> None:
-    config, paper = figures.workload(name), table1.PAPER[name]
+    config, paper = figures.workload(name), loads.PAPER[name]
     assert config["paper_peak_mb"] == paper["load"] and config["batch_size"] == 100
     measured = figures.measured_ms(config, GPU)
     speedups = paper["smartpool_speedup"], paper["cnmem_speedup"]
@@ -186,51 +136,21 @@ def test_workloads_are_those_of_the_table(name: str) -> None:
 def test_what_singa_keeps() -> None:
     # Weights of 8 x 3 x 3 x 3 floats, 864 bytes, and 16/9 of that transformed. The others are 1x1 or of stride 2.
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, stride=2), nn.Linear(8, 2))
-    gradients, filters = table1.kept_by_singa(model)
+    gradients, filters = loads.kept_by_singa(model)
     assert [t.nbytes for t in filters] == [1536]
     assert sum(t.nbytes for t in gradients) == 4 * sum(p.numel() for p in model.parameters())
     assert all(t.persistent for t in gradients + filters)
 
 
-def test_table1_by_hand() -> None:
-    # The paper's load grows by 2824 - 1452 = 1372 MB, ours by 1000: 3.72 times the 100 MB of weights less, of which it
-    # has two times, weights and momentum.
-    rows = [{"network": "resnet18", "load": 0, "weights": 0},
-            {"network": "resnet34", "load": 1000 * MB, "weights": 100 * MB}]  # fmt: skip
-    assert table1.multiples(rows) == pytest.approx([5.72])
-    assert table1.multiples([*rows[:1], {"network": "vgg11", "load": 1, "weights": 1}]) == []
-    row = {"ideal_ns": 100, "allocation_ns": {"cudamalloc": 85, "cnmem": 0, "smartpool": 25}}
-    assert table1.speedup(row, "cnmem") == 1.85 and table1.speedup(row, "smartpool") == 1.48
-
-
-def test_ratios() -> None:
-    # Three blocks of 600 bytes, two at a time: a load of 1200, 2 x 1024 aligned to 512.
-    tensors = tuple(Tensor(f"t{i}", 600) for i in range(3))
-    kernels = tuple(
-        Kernel(f"k{i}", "other", "forward", (i - 1,) if i else (), (i,) if i < 3 else (), 10) for i in range(4)
-    )
-    found = table1.ratios(program_lifetimes(Program("p", tensors, kernels)).intervals, GPU)
-    assert found["smartpool"] == 1.0 and found["aligned"] == 2048 / 1200 and found["cnmem"] >= 2048 / 1200
-
-
-def test_overlapping_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
-    lives = program_lifetimes(program).intervals
-    assert figures.packed("smartpool", lives).footprint == lives.peak_bytes
-    wrong = pool.Packing(0 * lives.nbytes, 0)
-    monkeypatch.setattr(figures, "run", lambda *_: (lives, wrong))
-    with pytest.raises(AssertionError, match=r"smartpool: blocks \d+ and \d+ share a byte"):
-        figures.packed("smartpool", lives)
-
-
 def test_smallest_footprints(program: Program) -> None:
     whole = pool.pack(program_lifetimes(program).intervals, 512).footprint
     search = {"overheads": [0.0, 0.1, 10.0], "pool": "smartpool", "seconds": 1.0, "steps": 4}
-    found = fig10.smallest(program, GPU, search)
+    found = footprints.smallest(program, GPU, search)
     assert [row["at_most"] for row in found] == search["overheads"]
     for row in found:
-        assert row["overhead"] <= max(row["at_most"], fig10.ZERO) and row["load"] <= row["footprint"] <= whole
+        assert row["overhead"] <= max(row["at_most"], footprints.ZERO) and row["load"] <= row["footprint"] <= whole
     none, some, much = (row["footprint"] for row in found)
     assert much < some <= none < whole
     assert much <= whole / 2  # of six activations only what a kernel touches need stay
     config = {**figures.workload("vgg11"), "iteration_ms": {"gtx1080ti": 80}}
-    assert 40_000_000 < fig10.at_batch(config, 50, GPU).ideal_ns < 60_000_000  # in proportion, but for launches
+    assert 40_000_000 < footprints.at_batch(config, 50, GPU).ideal_ns < 60_000_000  # in proportion, but for launches

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from omegaconf import DictConfig
 
-from experiments.figures import tensile_times
+from experiments.figures.tensile import Times
 from simulator import Machine
 
 MACHINE = Machine.load("rtx2080ti")
@@ -17,11 +17,11 @@ SETTINGS = {"networks": ["squeezenet", "mobilenet", "resnet18_cifar"], "sources"
 
 @pytest.mark.nightly
 def test_networks_held_out() -> None:
-    rows = [{**task, **tensile_times.run(task, MACHINE)} for task in tensile_times.tasks(DictConfig(SETTINGS))]
+    rows = [{**task, **Times().run(task, MACHINE)} for task in Times().tasks(DictConfig(SETTINGS))]
     model, measured = rows
     assert model["device"] == "rtx2080ti" and measured["device"].startswith("cpu")
     # The model is a function of what the network sees, but for kinds of kernels that it never saw.
     assert median(one["all"] for one in model["held"].values()) > 0.5
     assert all(-9 < one["all"] <= 1 and one["iteration"] > 0 for row in rows for one in row["held"].values())
-    _, cells = tensile_times.FIGURE.table(rows)
+    _, cells, _ = Times().say(rows)
     assert len(cells) == 4 and "0.582" in cells[-1][1] and "0.805" in cells[-1][2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from executor import PlannedStep, capture
 from experiments import workloads
@@ -98,31 +99,23 @@ def test_rms_norm_is_an_operator_like_torchs_own():
     assert kinds == [("forward", 2, 2), ("backward", 4, 2)]
 
 
-def test_attention_of_llama_from_its_definition():
-    """Token by token and head by head; positions as complex numbers: entry i with entry i + size / 2."""
+def test_llama_is_that_of_transformers():
+    """Norms, rotary positions, grouped heads and SwiGLU: with its weights the logits are the library's."""
     torch.manual_seed(0)
-    width, heads, shared, length = 16, 4, 2, 5
-    model = llama.Llama(1, width, heads, shared, 32, length, lambda: llama.SwiGLU(width, 24))
-    attention, size = model.blocks[0].attention, width // heads
-    x = torch.randn(1, length, width)
-    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
-    turn = torch.polar(torch.ones_like(angles), angles)
-
-    def turned(v: torch.Tensor, place: int) -> torch.Tensor:
-        pairs = torch.complex(v[: size // 2], v[size // 2 :]) * turn[place]
-        return torch.cat([pairs.real, pairs.imag])
-
-    q, k, v = (part(x)[0].double().detach() for part in (attention.q, attention.k, attention.v))
-    rows = []
-    for i in range(length):
-        row = []
-        for h in range(heads):
-            part, group = slice(h * size, h * size + size), slice(h // 2 * size, h // 2 * size + size)
-            scores = torch.stack([turned(q[i, part], i) @ turned(k[j, group], j) for j in range(i + 1)]) / size**0.5
-            row.append(scores.softmax(0) @ v[: i + 1, group])
-        rows.append(torch.cat(row))
-    expected = attention.project(torch.stack(rows).float()[None])
-    torch.testing.assert_close(attention(x, model.cos, model.sin), expected, rtol=1e-4, atol=1e-5)
+    theirs = LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, rms_norm_eps=1e-5,
+    ))  # fmt: skip
+    names = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    inside = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attention.project": "self_attn.o_proj",
+              **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkv"},
+              **{f"feed.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}}  # fmt: skip
+    names |= {f"blocks.0.{ours}": f"model.layers.0.{name}" for ours, name in inside.items()}
+    ours, weights = llama.Llama(1, 16, 4, 2, 32, 5, lambda: llama.SwiGLU(16, 24)), theirs.state_dict()
+    missing, unexpected = ours.load_state_dict({f"{a}.weight": weights[f"{b}.weight"] for a, b in names.items()}, False)
+    assert set(missing) == {"cos", "sin"} and not unexpected
+    words = torch.randint(32, (2, 5))
+    torch.testing.assert_close(ours(words), theirs(words).logits.flatten(0, 1))
 
 
 def test_experts_are_added_by_the_softmax_of_the_largest_logits():

@@ -1,0 +1,423 @@
+"""Fig. 5 of the DQN paper with the DQN over edits, and trainings of its Algorithm 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+import agents
+from agents.floor import floor
+from agents.learned.dqn_config import PaperConfig, config_from
+from agents.planner import LEAST
+from experiments import figures
+from experiments.common import cli
+from experiments.common.bisection import between
+from experiments.common.report import Row
+from experiments.figures import grouped, network, program, share_of_peak
+from experiments.figures.figure import Figure, span
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
+from experiments.plotting.palette import FAINT, colour
+from simulator import Machine, Program, simulate
+from simulator.limits import limit_bytes
+
+if TYPE_CHECKING:
+    from agents.learned.dqn_paper import Trainer
+
+
+CLOSE = 0.005  # of the peak: how exactly the smallest limit of a baseline is found
+SAME = 1e-6  # overheads that differ by less are equal
+
+
+class Baseline(NamedTuple):
+    """A planner that the paper compares with."""
+
+    label: str
+    planner: str
+    options: dict[str, Any]
+    marker: str
+    cannot: tuple[str, ...]  # families that the paper's program could not run (section 5.1)
+
+
+_OTHERS = ("kmeans", "resnet_stochastic")
+BASELINES = {
+    "tflms": Baseline("TFLMS", "tflms", {}, "D", _OTHERS),
+    "memonger": Baseline("MXNet-memonger", "memonger", {}, "s", ("lstm", *_OTHERS)),
+    "sn_swap": Baseline("SuperNeurons, swap", "superneurons", {"mode": "swap"}, "v", ("lstm", *_OTHERS)),
+    "sn_recompute": Baseline(
+        "SuperNeurons, recompute", "superneurons", {"mode": "recompute"}, "^", ("resnet", "lstm", *_OTHERS)
+    ),
+    "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P", ("lstm", *_OTHERS)),
+}
+BEST_OF: dict[str, list[dict[str, Any]]] = {  # settings of a planner that are tried
+    "superneurons": [
+        {"early": early, **strategy} for early in (False, True)
+        for strategy in ({}, {"recompute": "speed"}, {"recompute": "memory"})
+    ],
+}  # fmt: skip
+SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # key in the rows: planner and options, at equal simulator calls
+    "planned": ("dqn", {}), "uniform": ("dqn", {"ranks": "uniform"}),
+    "policy_search": ("policy_search", {}), "annealing": ("annealing", {}),
+}  # fmt: skip
+RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # who does no more than this mode of the DQN
+ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # of families, as the paper has them
+WHY = {  # a family: why baselines have no plan for it
+    "unet": "SuperNeurons swaps outputs of convolutions only: without batch norm these die at the next ReLU in U-Net.",
+    "lstm": "An LSTM has no convolution, and memonger cuts where one tensor crosses: between its steps four states do.",
+    "kmeans": "All five plan what a backward pass uses again, and K-means has none.",
+}
+TOP = 0.6  # of the axis of overheads: what is above is named
+MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
+
+
+class Fig5(Figure):
+    """Fig. 5: overhead against memory reduction, for a DQN over edits and the baselines of the paper."""
+
+    name = "dqn_fig5"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        groups = [[str(name) for name in group] for group in cli.values(settings, "groups")]
+        figures.networks(OmegaConf.create({"networks": [name for group in groups for name in group]}))
+        limits = figures.numbers(settings, "limits", lambda value: 0 < value < 1, "fractions between 0 and 1")
+        seeds = figures.integers(settings, "seeds", 0)
+        shared: Row = {"limits": sorted(limits, reverse=True), "min_bytes": cli.integer(settings, "min_bytes", least=1)}
+        shared["calls"] = cli.integer(settings, "calls", least=LEAST)
+        changes, kernels = cli.plain(settings.changes), cli.integer(settings, "floor_kernels")
+        return [
+            {"networks": group, "seed": seed, **shared, "changes": {n: changes[n] for n in group if n in changes},
+             "floor_kernels": kernels if seed == seeds[0] else 0}
+            for seed in seeds
+            for group in groups
+        ]  # fmt: skip
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        found = {}
+        for name in task["networks"]:
+            program = figures.program(name, machine, **task["changes"].get(name, {}))
+            found[name] = compare(program, machine, task)
+        return {"found": found}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found, limits = panels(rows), rows[0]["limits"]
+        every = [duel for panel in found for duel in duels(panel)]
+        above = [duel for duel in every if duel["worst"] > duel["theirs"] + SAME]
+        below = [d["theirs"] - d["mean"] for d in every if d["theirs"] > SAME and d["mean"] < float("inf")]
+        details = [point for panel in found for mode in MODES for point in panel.details[mode]]
+        planned = [point for point in details if (point["planned"] or 0.0) > SAME]
+        pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
+        widths = [(max(o) - min(o), panel.name, limit, mode) for panel in found for mode in MODES
+                  for limit, o in panel.dqn[mode].items() if len(o) > 1]  # fmt: skip
+        gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
+                for limit, bound in panel.first["floor"] if panel.dqn["joint"].get(limit)]  # fmt: skip
+        changes = {name: keys for row in rows for name, keys in row.get("changes", {}).items()}
+        near = min(limits, key=lambda f: abs(f - 0.4))
+        cannot = [(panel, key, panel.first["baselines"][key]) for panel in found for key in BASELINES]
+        return {
+            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "near": near, "pairs": len(every),
+            "networks": [{"label": figures.label(panel.name), "cells": cells(panel, limits)} for panel in found],
+            "changes": [f"{figures.label(name)} has {', '.join(f'{key} {value:,}' for key, value in keys.items())} here"
+                        for name, keys in changes.items()] or None,
+            "above": len(above), "below": 100 * np.median(below) if below else None,
+            "worst": most([(d["worst"] - d["theirs"], d["network"], d["limit"], d["baseline"]) for d in above]),
+            **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
+            "all": len(pairs) or None,
+            "calls": rows[0]["calls"],
+            "seeds": max(panel.seeds for panel in found),
+            "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
+            "at_floor": sum(entry[0] <= SAME for entry in gaps),
+            "no_floor": [figures.label(panel.name) for panel in found if not panel.first["floor"]] or None,
+            "architectures": [
+                f"{figures.label(p.name)} {' / '.join(f'{np.mean(o):.1%}' if o else 'no plan' for o in means)} "
+                f"({p.first['transfer_ns'] / p.first['ideal_ns']:.0%})"
+                for p in found for means in [[at(p.dqn[mode], near) for mode in MODES]]
+            ],
+            "never": who([(p, key) for p, key, plans in cannot if not plans]),
+            "why": " ".join(WHY[n] for n in WHY if any(not plans and family(p.name) == n for p, _, plans in cannot)),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        limits, out = rows[0]["limits"], []
+        for panel in panels(rows):
+            marks: list[Mark] = []
+            heights = [0.05]
+            if panel.first["floor"]:
+                x, y = zip(*((1 - there, bound) for there, bound in panel.first["floor"]), strict=True)
+                marks.append(Line(x, y, FAINT, "the floor: no plan is below", width=1, front=2))
+            for key, baseline in BASELINES.items():
+                points = sorted(panel.first["baselines"][key], reverse=True)
+                hollow = family(panel.name) in baseline.cannot
+                heights += [o for _, o in points]
+                x, y = [1 - there for there, _ in points], [o for _, o in points]
+                ink, name = colour(baseline.planner), "" if hollow else baseline.label
+                marks.append(Line(x, y, ink, name, baseline.marker, width=1.1, hollow=hollow))
+            for mode, label in MODES.items():
+                line = sorted(panel.dqn[mode].items(), reverse=True)
+                heights += [o for _, several in line for o in several]
+                marks.append(Line(
+                    [1 - there for there, _ in line], [np.mean(o) for _, o in line], colour("dqn"), label, "",
+                    "-" if mode == "joint" else (0, (3, 1.4)), 2.4 if mode == "joint" else 1.8, front=5,
+                    band=([min(o) for _, o in line], [max(o) for _, o in line]),
+                ))  # fmt: skip
+            highest = max(heights)
+            top = min(1.08 * highest, TOP)
+            over = f", to {highest:.0%}" if highest > top else ""
+            missing = [b.label for key, b in BASELINES.items() if not panel.first["baselines"][key]]
+            none = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
+            title = f"{figures.label(panel.name)}, {panel.first['peak'] / 2**30:.3g} GiB{over}"
+            label = "memory reduction" + (f"\nno plan by {none}" if missing else "\n")
+            out.append(Panel(title, marks, Axis(label, "%", (1 - limits[0] - 0.04, 1 - limits[-1] + 0.04)),
+                                    Axis("overhead over the ideal time", "%", (-0.02 * top, top))))  # fmt: skip
+        title = "Overhead against memory reduction, GTX 1080 Ti; hollow: the paper's program could not run it"
+        return Chart(title, out, 4, (4.4, 4.0), keys=4)
+
+
+def compare(program: Program, machine: Machine, task: Row) -> Row:
+    """One program: the baselines, the agent in both modes, the floor."""
+    peak, min_bytes = program.peak_bytes, task["min_bytes"]
+    grid = [int(f * peak) for f in task["limits"]]
+    ends = [end for key in BASELINES if (end := smallest(key, program, machine, grid, min_bytes)) is not None]
+    limits = sorted({*grid, *ends}, reverse=True)
+    baselines = {}
+    for key in BASELINES:
+        scored = [(limit, overhead(key, program, machine, limit, min_bytes)) for limit in limits]
+        baselines[key] = [[limit / peak, o] for limit, o in scored if o is not None]
+    dqn: Row = {}
+    for mode in MODES:
+        dqn[mode] = sweep(program, machine, limits, task, mode, dqn.get("swap", []))
+    transfer = machine.d2h_ns(peak - sum(t.nbytes for t in program.tensors if t.persistent))
+    floors = []
+    if len(program.kernels) <= task["floor_kernels"]:
+        bounds = [(limit, floor(program, machine, limit)) for limit in limits]
+        floors = [[limit / peak, bound.overhead] for limit, bound in bounds if bound.feasible]
+    return {"peak": peak, "ideal_ns": program.ideal_ns, "kernels": len(program.kernels), "transfer_ns": transfer,
+            "baselines": baselines, "dqn": dqn, "floor": floors}  # fmt: skip
+
+
+def sweep(
+    program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]
+) -> list[Row]:  # fmt: skip
+    """Overheads of SEARCHES at every limit, the loosest first.
+
+    A plan for a tighter limit fits the next, too, and so does one of ``also``, of a mode that this one includes; where
+    one has no overhead, no search is made.
+    """
+    peak, out = program.peak_bytes, list[Row]()
+    for limit in sorted(limits):
+        carried = [p for p in (*out[-1:], *also) if p["limit"] <= limit / peak + SAME]
+        point: Row = {"limit": limit / peak, "overhead": min([p["overhead"] for p in carried], default=math.inf),
+                      **dict.fromkeys(SEARCHES)}  # fmt: skip
+        shared = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
+        for key, (planner, options) in SEARCHES.items() if point["overhead"] > 0 else ():
+            plan = figures.attempt(agents.make(planner, **options, **shared), program, machine, limit)
+            if plan is not None:
+                point[key] = simulate(program, plan, machine, limit).overhead
+        if point["planned"] is not None:
+            point["overhead"] = min(point["overhead"], point["planned"])
+        if point["overhead"] < math.inf:
+            out.append(point)
+    return out[::-1]
+
+
+def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
+    """A baseline's overhead within a limit, with the settings that serve it best; None where it has no plan."""
+    baseline, found = BASELINES[key], list[float]()
+    for settings in BEST_OF.get(baseline.planner, [{}]):
+        if "recompute" in settings and baseline.options.get("mode") == "swap":
+            continue
+        planner = agents.make(baseline.planner, min_bytes=min_bytes, **baseline.options, **settings)
+        plan = figures.attempt(planner, program, machine, limit)
+        found += [] if plan is None else [simulate(program, plan, machine, limit).overhead]
+    return min(found, default=None)
+
+
+def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
+    """About the smallest limit at which a baseline finds a plan; None where it finds none at any of the grid."""
+    fits = [limit for limit in grid if overhead(key, program, machine, limit, min_bytes) is not None]
+    if not fits:
+        return None
+    high = min(fits)
+    low = max((limit for limit in grid if limit < high), default=high)
+    within = int(CLOSE * program.peak_bytes)
+    return between(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
+
+
+class Network(NamedTuple):
+    """One network over the seeds."""
+
+    name: str
+    first: Row  # what does not depend on the seed
+    dqn: dict[str, dict[float, list[float]]]  # by mode and limit, over the seeds that found a plan
+    details: dict[str, list[Row]]  # by mode, over limits and seeds
+    seeds: int
+
+
+def panels(rows: list[Row]) -> list[Network]:
+    """In the order of the paper's families, else of the tasks."""
+    names = list(dict.fromkeys(name for row in rows for name in row["networks"]))
+    names.sort(key=lambda name: [*ORDER, family(name)].index(family(name)))
+    out = []
+    for name in names:
+        runs = [row["found"][name] for row in sorted(rows, key=lambda r: r["seed"]) if name in row["networks"]]
+        details = {mode: [point for run in runs for point in run["dqn"][mode]] for mode in MODES}
+        dqn = {mode: {limit: [p["overhead"] for p in mine] for limit, mine in figures.grouped(found, "limit").items()}
+               for mode, found in details.items()}  # fmt: skip
+        out.append(Network(name, max(runs, key=lambda run: len(run["floor"])), dqn, details, len(runs)))
+    return out
+
+
+def family(network: str) -> str:
+    """The family of a workload."""
+    return str(figures.workload(network)["family"])
+
+
+def duels(panel: Network) -> Iterator[Row]:
+    """Every limit at which a rival of a mode has a plan, with the DQN's mean and worst overhead over its seeds and the
+    rival's; the DQN counts as infinite if a seed has no plan."""
+    for mode, rivals in RIVALS.items():
+        for key in rivals:
+            for limit, theirs in panel.first["baselines"][key]:
+                ours = panel.dqn[mode].get(limit, [])
+                if len(ours) < panel.seeds:
+                    ours = [float("inf")]
+                yield {"network": panel.name, "mode": mode, "baseline": key, "limit": limit,
+                       "mean": float(np.mean(ours)), "worst": max(ours), "theirs": theirs}  # fmt: skip
+
+
+def at(points: dict[float, list[float]], limit: float) -> list[float]:
+    """The overheads at a limit, over the seeds."""
+    return next((found for there, found in points.items() if abs(there - limit) < SAME), [])
+
+
+def mean(overheads: list[float]) -> str:
+    """The mean, with the range over the seeds."""
+    if not overheads:
+        return "–"
+    spread = f" ({span(overheads):.2%})" if max(overheads) - min(overheads) >= 0.00005 else ""
+    return f"{np.mean(overheads):.2%}{spread}"
+
+
+def cells(panel: Network, limits: list[float]) -> list[str]:
+    """At each limit both modes, means over the seeds, and the best baseline."""
+    out = []
+    for limit in limits:
+        theirs = [(o, BASELINES[key].label) for key in BASELINES for there, o in panel.first["baselines"][key]
+                  if abs(there - limit) < SAME]  # fmt: skip
+        parts = [mean(at(panel.dqn[mode], limit)) for mode in reversed(MODES)]
+        out.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
+    return out
+
+
+def most(entries: list[tuple[float, str, float, str]]) -> Row | None:
+    """The largest difference, in points, and where it is: network, limit, and mode or baseline."""
+    if not entries:
+        return None
+    points, name, limit, what = max(entries)
+    label = BASELINES[what].label if what in BASELINES else MODES[what]
+    return {"points": 100 * points, "where": f"{figures.label(name)} at {limit:.0%} of the peak, {label}"}
+
+
+def who(pairs: list[tuple[Network, str]]) -> str | None:
+    """Baselines by network."""
+    found: dict[str, list[str]] = {}
+    for panel, key in pairs:
+        found.setdefault(figures.label(panel.name), []).append(BASELINES[key].label)
+    return "; ".join(f"{name}: {', '.join(labels)}" for name, labels in found.items()) or None
+
+
+PARTS = 10  # of a training, whose mean overheads are kept
+KEYS = {"network", "episodes", "tuned", "agent", "small", "small_episodes"}
+INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
+
+
+class Paper(Figure):
+    """Trainings of the DQN paper's plain form on one task: as printed, tuned, and fine-tuned from a smaller network."""
+
+    name = "dqn_paper"
+    on_demand = True
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        found = cli.plain(settings)
+        for name, line in found["lines"].items():
+            if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= KEYS:
+                raise cli.UsageError(f"figure.lines.{name}: expected network, episodes and some of {', '.join(KEYS)}")
+            for key in ("network", "small"):
+                network(str(line.get(key, line["network"])), f"lines.{name}.{key}")
+        limit = share_of_peak(found["limit"])
+        return [{"line": name, "seed": seed, "limit": limit, **line}
+                for name, line in found["lines"].items() for seed in found["seeds"]]  # fmt: skip
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        config = config_of(task)
+        small_calls = 0
+        with TemporaryDirectory() as folder:
+            if "small" in task:
+                before = config_of({**task, "agent": {}, "episodes": task["small_episodes"]})
+                first, _ = trained(task["small"], task, machine, before)
+                first.save(Path(folder) / "checkpoint.pt")
+                small_calls, config = first.simulator_calls, replace(config, weights=folder)
+            trainer, start = trained(task["network"], task, machine, config)
+        overheads = [100 * episode.overhead for episode in trainer.history]
+        return {
+            **start, "greedy": percent(trainer.greedy_overhead()), "q_after": trainer.first_value(),
+            "best": percent(trainer.best_overhead), "mean": round(float(np.mean(overheads)), 4),
+            "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, PARTS)],
+            "updates": trainer.updates, "steps": float(np.mean([one.steps for one in trainer.history[-PARTS:]])),
+            "simulator_calls": trainer.simulator_calls, "small_simulator_calls": small_calls,
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        lines = []
+        for name, runs in grouped(rows, "line").items():
+            learns = runs[0]["updates"] > 0
+            lines.append({
+                "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
+                "before": _cell(runs, "greedy_before", learns), "greedy": _cell(runs, "greedy", learns),
+                "q": _cell(runs, "q_after", learns, ".3g"),
+                "steps": _cell(runs, "steps", spec=".0f"), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
+                "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
+                "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
+            })  # fmt: skip
+        return {"lines": lines}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        marks = []
+        for (name, runs), ink in zip(grouped(rows, "line").items(), INKS, strict=False):  # the others are in the table
+            parts = np.array([run["parts"] for run in runs])
+            marks.append(Line((np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS, parts.mean(0), ink, name,
+                              band=(parts.min(0), parts.max(0))))  # fmt: skip
+        panel = Panel("", marks, Axis("episodes"), Axis("overhead of the episodes, %"))
+        return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=3)
+
+
+def config_of(task: Row) -> PaperConfig:
+    """The settings of ``agent=dqn_paper``, or of ``agent=dqn_paper_tuned``, with those that the task changes."""
+    file = cli.CONFIGS / "agent" / ("dqn_paper_tuned.yaml" if task.get("tuned") else "dqn_paper.yaml")
+    known = cli.plain(OmegaConf.load(file))  # type: ignore[arg-type]
+    return config_from({**known, "mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}, PaperConfig)
+
+
+def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:
+    """A training on the network ``name``, and its greedy overhead and first Q-value before it."""
+    from agents.learned.dqn_paper import Trainer  # PyTorch
+
+    built = program(name, machine)
+    trainer = Trainer(built, machine, limit_bytes(task["limit"], built), config, task["seed"])
+    before = {"greedy_before": percent(trainer.greedy_overhead()), "q_before": trainer.first_value()}
+    while not trainer.done:
+        trainer.step()
+    return trainer, before
+
+
+def percent(overhead: float) -> float | None:
+    """In per cent; None for a dead end."""
+    return None if math.isnan(overhead) else round(100 * overhead, 4)
+
+
+def _cell(runs: list[Row], key: str, known: bool = True, spec: str = ".2f") -> str:
+    return ", ".join("none" if run[key] is None else format(run[key], spec) for run in runs) if known else "–"

@@ -1,0 +1,168 @@
+"""What HOME's tables and figures share: its networks at any batch size, at the paper's scale of time, and its rivals.
+
+"HOME: A Holistic GPU Memory Management Framework for Deep Learning" (IEEE TC 2022), section 4: six networks on CIFAR-10
+on an RTX 2080 Ti. The limit is all the memory that CUDA reports there (``Machine.memory_bytes``, 11,019 MiB).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+import agents
+from experiments import figures
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
+from experiments.plan.max_batch import Batches
+from simulator.compiled.engine import simulate
+from simulator.machine import Machine
+from simulator.plan import Plan, Recompute, Swap
+from simulator.program import Program
+
+
+class Paper(NamedTuple):
+    """Tables 2 and 3 for one network.
+
+    Of PyTorch, Capuchin and HOME: the largest batch, and images/s there. Of HOME: seconds of the search, ms of an
+    evaluation.
+    """
+
+    label: str
+    batch: tuple[int, int, int]
+    throughput: tuple[int, int, int]
+    search_s: int
+    evaluation_ms: float
+
+
+# By workload. The paper names the networks and CIFAR-10, no more; the variants are those whose largest batch in PyTorch
+# and roofline come near the paper's.
+NETWORKS = {
+    "mobilenet": Paper("MobileNet", (2012, 3954, 4200), (1706, 2999, 3426), 28, 1.7),
+    "squeezenet": Paper("SqueezeNet", (1667, 4056, 4347), (6273, 5719, 6613), 9, 0.5),
+    "plain20": Paper("Plain20", (1040, 2843, 2926), (2368, 2012, 2554), 41, 2.2),
+    "vgg16": Paper("VGG16", (2759, 4250, 5125), (2786, 5120, 6211), 25, 1.4),
+    "resnet18_cifar": Paper("ResNet", (1255, 2014, 2576), (2285, 2179, 2519), 10, 0.6),
+    "inception_v3_cifar": Paper("InceptionV3", (125, 345, 365), (257, 240, 280), 350, 21.8),
+}
+TABLE2 = ("PyTorch", "Capuchin", "HOME")
+# As HOME's authors describe them (section 4.1): vDNN and SuperNeurons are fixed rules, whether or not memory is short.
+# Of two planners the first that fits is taken.
+METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "PyTorch": (("none", {}),),
+    "vDNN": (("vdnn_conv", {}), ("vdnn_all", {})),
+    "SuperNeurons": (("superneurons", {"always": True}),),
+    "Capuchin": (("capuchin", {}),),
+    "HOME": (("home", {"jobs": 1}),),
+}
+SEARCH = ("particles", "iterations")  # HOME's options
+CAPTURED = (64, 128)  # batch sizes; those between and beyond follow
+MOST = 100_000  # batch size
+
+
+def share(settings: DictConfig) -> float:
+    """``settings.share``, of the largest batch without a plan; raises UsageError unless it is above 1."""
+    found = cli.number(settings, "share")
+    if found <= 1:
+        raise cli.UsageError(f"figure.share: expected a number above 1, got {found}")
+    return found
+
+
+def search(settings: DictConfig) -> Row:
+    """HOME's options, of a figure's settings."""
+    return {key: cli.integer(settings, key, least=1) for key in SEARCH}
+
+
+def planned(method: str, program: Program, machine: Machine, task: Row) -> Plan | None:
+    """The plan of the first planner of ``method`` that fits the machine's memory; None: none does.
+
+    Args:
+        task: has HOME's options.
+    """
+    for name, fixed in METHODS[method]:
+        options = {key: task[key] for key in SEARCH} if name == "home" else {}
+        planner = agents.make(name, **fixed, **options)
+        if (plan := figures.attempt(planner, program, machine, machine.memory_bytes)) is not None:
+            return plan
+    return None
+
+
+def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None:
+    """What a plan does within the machine's memory."""
+    if plan is None:
+        return None
+    timeline = simulate(program, plan, machine, machine.memory_bytes)
+    sizes = {kind: sum(program.tensors[d.tensor].nbytes for d in plan.of_kind(kind)) for kind in (Swap, Recompute)}
+    return {
+        "planner": plan.planner, "iteration_ns": timeline.iteration_ns, "overhead": timeline.overhead,
+        "swapped_bytes": sizes[Swap], "recomputed_bytes": sizes[Recompute],
+    }  # fmt: skip
+
+
+def unplanned(of: Sizes) -> int:
+    """The largest batch that fits without a plan."""
+    return largest(lambda batch: of.at(batch).peak_bytes <= of.machine.memory_bytes, CAPTURED[1], MOST)
+
+
+class Sizes:
+    """A network's program at any batch size, of captures at two: sizes, FLOPs and bytes are affine in it.
+
+    Durations are the machine's roofline times one factor.
+
+    Args:
+        batches: of the captures, the smaller one first.
+        scale: the iteration time, in seconds, that the roofline's at a batch size is scaled to; None: factor 1.
+
+    Raises:
+        ValueError: the captures differ in more than numbers, or a number is not affine in whole steps.
+    """
+
+    def __init__(
+        self, captures: tuple[Program, Program], batches: tuple[int, int], machine: Machine,
+        scale: tuple[int, float] | None = None,
+    ) -> None:  # fmt: skip
+        self._batches, step = Batches(batches[0], captures[0], batches[1], captures[1]), batches[1] - batches[0]
+        for at_small, at_large in zip(*map(_numbers, captures), strict=True):
+            if (at_large - at_small) % step:
+                both = f"{at_small:,} and {at_large:,}"
+                raise ValueError(f"{both} are not on a line of whole steps for {step} images")
+        self.machine, self.factor = machine, 1.0
+        if scale is not None:
+            self.factor = scale[1] * 1e9 / self.at(scale[0]).ideal_ns
+
+    def at(self, batch: int) -> Program:
+        """The program of one batch size."""
+        return self.timed(self._batches.at(batch))
+
+    def timed(self, program: Program) -> Program:
+        """A program of the network with its durations."""
+        from executor.capture.durations import with_roofline  # its package imports PyTorch, which only a run needs
+
+        program = with_roofline(program, self.machine)
+        if self.factor != 1:
+            program = with_roofline(program, self.machine, iteration_ns=round(program.ideal_ns * self.factor))
+        return program
+
+
+def _numbers(program: Program) -> list[int]:
+    """What depends on the batch size."""
+    return [t.nbytes for t in program.tensors] + [n for k in program.kernels for n in (k.flops, k.bytes)]
+
+
+def program(network: str, machine: Machine, batch: int) -> Program:
+    """A network of the paper, captured at a batch size."""
+    return figures.program(network, machine, batch_size=batch, algorithms=False)
+
+
+@lru_cache(maxsize=1)  # a process has the tasks of one network one after the other
+def _captured(network: str) -> tuple[Program, Program]:
+    on = Machine.load("rtx2080ti")  # its durations are replaced
+    return program(network, on, CAPTURED[0]), program(network, on, CAPTURED[1])
+
+
+def sizes(network: str, machine: Machine) -> Sizes:
+    """A network of the paper at any batch size: PyTorch's largest batch of the paper takes batch / throughput there."""
+    batch, throughput = NETWORKS[network].batch[0], NETWORKS[network].throughput[0]
+    return Sizes(_captured(network), CAPTURED, machine, (batch, batch / throughput))

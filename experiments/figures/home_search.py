@@ -1,0 +1,204 @@
+"""HOME's Fig. 8 and Table 3: how its search converges, and what it costs."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+
+from agents.heuristics.home import HOME, UPDATES, Evaluator, placements
+from agents.heuristics.layers import feature_maps
+from experiments import figures
+from experiments.common.report import Row, warm_up
+from experiments.figures import home_networks as home
+from experiments.figures.figure import Figure, span
+from experiments.figures.home_networks import NETWORKS
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule, pairs
+from experiments.plotting.palette import FAINT, SWARM, look
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+
+PAPER = {"resnet18_cifar": 16, "squeezenet": 30, "inception_v3_cifar": 89}  # iterations until close to the end
+OTHERS = 42  # "other models only need 42 iterations on average"
+NEAR = 0.01  # of the last time: "close"
+NAMES = dict(zip(UPDATES, ("Algorithm 3", "one evaluation"), strict=True))
+
+
+class Fig8(Figure):
+    """Figure 8: worst, average and best particle over the iterations of HOME's search."""
+
+    name = "home_fig8"
+    among = NETWORKS
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        share, options = home.share(settings), home.search(settings)
+        seeds = figures.integers(settings, "seeds", 0)
+        return [
+            {**task, "share": share, "update": update, "seed": seed, **options}
+            for task, update, seed in product(super().tasks(settings), UPDATES, seeds)
+        ]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        of = home.sizes(task["network"], machine)
+        batch = round(task["share"] * home.unplanned(of))
+        program = of.at(batch)
+        options = {key: task[key] for key in ("particles", "iterations", "seed", "update")}
+        planner = HOME(**options, jobs=1)
+        planner.plan(program, machine, machine.memory_bytes)
+        history = planner.history
+        return {
+            "batch": batch, "ideal_ns": program.ideal_ns,
+            "worst": [i.worst_ns if i.feasible else None for i in history],
+            "mean": [round(i.mean_ns) if i.feasible else None for i in history],
+            "best": [i.best_ns if i.feasible else None for i in history],
+            "fit": [i.feasible for i in history], "calls": planner.simulator_calls,
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        keys = figures.grouped(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
+        networks = [fig8_facts(runs) for runs in keys.values()]
+        printed, whole = ([row for row in rows if row["update"] == update] for update in UPDATES)
+        apart = max(networks, key=lambda one: max(one["ends"].values) - min(one["ends"].values))
+        return {
+            "networks": networks, "near": NEAR, "needed": span(map(needed, printed)),
+            "needed_whole": span(map(needed, whole)),
+            "particles": rows[0]["particles"], "each": span(r["calls"] / len(r["best"]) for r in printed),
+            "rest": span(len(r["best"]) for r in printed),
+            "iterations": rows[0]["iterations"], "apart": apart if len(rows) > len(networks) else None,
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
+        for network, runs in figures.grouped(rows).items():
+            marks: list[Mark] = [Rule(1, across=True)]
+            if network in PAPER:
+                marks.append(Rule(PAPER[network], colour=FAINT, label="close to the end, paper"))
+            updates = figures.grouped(runs, "update")
+            for which, ink in SWARM.items():
+                seeds = [np.array(run[which], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
+                marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
+                mean = curve(updates[UPDATES[0]], which)
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[which], width=2))
+            whole = curve(updates[UPDATES[1]], "best")
+            label = "best, one evaluation per particle"
+            marks.append(Line(range(1, len(whole) + 1), whole, SWARM["best"], label, line="--"))
+            title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
+            x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
+            panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
+        title = "HOME's search: particles that fit 11 GB, by iteration time; thin lines are single seeds"
+        return Chart(title, panels, 3, (4.4, 3.2))
+
+
+def curve(runs: list[Row], which: str) -> NDArray[np.float64]:
+    """float64[iterations]: the mean over the seeds, over the time of the kernels; a search that has ended stays as it
+    was. Iterations in which no particle fits are nan."""
+    most = max(len(run[which]) for run in runs)
+    padded = [np.array(run[which] + run[which][-1:] * (most - len(run[which])), float) for run in runs]
+    return np.asarray(np.mean([times / run["ideal_ns"] for times, run in zip(padded, runs, strict=True)], axis=0))
+
+
+def needed(run: Row) -> int:
+    """Iterations until the best particle is within ``NEAR`` of the last one."""
+    best = run["best"]
+    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
+
+
+def fig8_facts(runs: list[Row]) -> Row:
+    """A network by one way of updating, means over the seeds."""
+    network = runs[0]["network"]
+    worst, mean, best = (curve(runs, which) for which in ("worst", "mean", "best"))
+    return {
+        "label": NETWORKS[network].label, "update": NAMES[runs[0]["update"]], "batch": runs[0]["batch"],
+        "paper": PAPER.get(network, f"(mean {OTHERS})"),
+        "needed": np.mean([needed(run) for run in runs]), "rests": np.mean([len(run["best"]) for run in runs]),
+        "calls": np.mean([run["calls"] / len(run["best"]) for run in runs]),
+        "first": [worst[0], mean[0], best[0]], "last": [mean[-1], best[-1]],
+        "ends": span(run["best"][-1] / run["ideal_ns"] - 1 for run in runs),
+    }  # fmt: skip
+
+
+THREADS, PARTICLES, ITERATIONS = 16, 500, 500  # the paper's
+EVALUATIONS = 500  # timed
+
+
+class Table3(Figure):
+    """Table 3: what HOME's search, and one evaluation of a policy, takes."""
+
+    name = "home_table3"
+    among = NETWORKS
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        options = {"share": home.share(settings), **home.search(settings)}
+        return [{**task, **options} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        of = home.sizes(task["network"], machine)
+        program = of.at(round(task["share"] * home.unplanned(of)))
+        warm_up(machine, "home")
+        planner = HOME(particles=task["particles"], iterations=task["iterations"], jobs=1)
+        begin = time.process_time()
+        planner.plan(program, machine, machine.memory_bytes)
+        search_s = time.process_time() - begin
+        gaps = [m.gap for m in feature_maps(program)]
+        evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
+        rng = np.random.default_rng(0)
+        ways = [placements(program, gap, "joint") for gap in gaps]
+        particles = np.stack([rng.choice(np.array(w, np.int8), EVALUATIONS) for w in ways], axis=1)
+        begin = time.process_time()
+        evaluator.evaluate(particles)
+        return {
+            "kernels": len(program.kernels), "maps": len(gaps), "search_s": search_s,
+            "iterations_run": len(planner.history), "calls": planner.simulator_calls,
+            "evaluation_s": (time.process_time() - begin) / EVALUATIONS, "processor": processor(),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [table3_facts(row) for row in rows]
+        return {
+            "networks": found, "processors": sorted({row["processor"] for row in rows}),
+            "particles": rows[0]["particles"],
+            **{f"{key}s": span(one[key] for one in found) for key in ("sum", "time")},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [table3_facts(row) for row in rows]
+        names = Axis(names=[one["label"] for one in found])
+        panels = []
+        whole, one_of = ("search_paper", "search_s"), ("paper_ms", "ms")
+        for title, unit, keys in (("The whole search", "seconds", whole), ("One evaluation", "milliseconds", one_of)):
+            theirs, ours = ([one[key] for one in found] for key in keys)
+            join, hollow, filled = pairs(look("home"), theirs, ours)
+            marks = [join, replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
+                     replace(filled, texts=[f"{x:.2g}" for x in ours], side="left")]  # fmt: skip
+            low, high = min(*theirs, *ours), max(*theirs, *ours)
+            ticks = [10.0**n for n in range(-3, 4) if low / 3 <= 10.0**n <= 3 * high]
+            panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 3, 3 * high), "log", ticks), names))
+        title = "What HOME's search costs: the paper's in 16 threads, ours in one process"
+        return Chart(title, panels, size=(5.5, 0.42 * len(rows) + 0.9))
+
+
+def processor() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                platform.processor() or platform.machine())  # fmt: skip
+
+
+def table3_facts(row: Row) -> Row:
+    """A network, beside the paper's."""
+    paper = NETWORKS[row["network"]]
+    return {
+        **row, "label": paper.label, "search_paper": paper.search_s, "paper_ms": paper.evaluation_ms,
+        "ms": row["evaluation_s"] * 1e3, "each_ms": row["search_s"] / row["calls"] * 1e3,
+        "time": paper.evaluation_ms / 1e3 / row["evaluation_s"],
+        "sum": paper.search_s * 1e3 * THREADS / (PARTICLES * ITERATIONS * paper.evaluation_ms),
+    }  # fmt: skip

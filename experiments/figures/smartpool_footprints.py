@@ -1,0 +1,333 @@
+"""SmartPool's Fig. 10 and 11: footprints by batch size and by method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+import agents
+from agents.heuristics.memonger import Stages, recomputations
+from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
+from experiments.figures.figure import Figure, span
+from experiments.figures.smartpool_loads import MB, ZERO, kept_by_singa
+from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule
+from experiments.plotting.palette import ALLOCATORS, INK, SWAPPED, look
+from simulator import Machine, Plan, Program, simulate
+from simulator.compiled.engine import decisions_of
+from simulator.modes import MODES
+from simulator.pool import ALLOCATORS as KNOWN, Intervals, program_lifetimes, timeline_lifetimes
+
+PLAIN = ("cudamalloc", "cnmem", "smartpool")
+CLAIMS = (  # overhead, least reduction of CnMem's footprint, quotation
+    (0.0, 1 / 3, "up to 1/3 of the footprint without increasing the training time"),
+    (0.15, 0.6, "no less than 60% of the footprint with smaller than 15% overhead"),
+)
+
+
+class Fig10(Figure):
+    """Fig. 10: footprint against batch size, four ways to allocate."""
+
+    name = "smartpool_fig10"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        least = "numbers of at least 0"
+        overheads = figures.numbers(settings, "overheads", lambda value: 0 <= value < float("inf"), least)
+        batches = figures.integers(settings, "batches", 2)
+        pool = cli.choice(settings, "pool", tuple(name for name, how in KNOWN.items() if not how.online))
+        seconds, steps = cli.number(settings, "seconds"), cli.integer(settings, "steps", least=2)
+        search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps}
+        return [{**task, "batch": batch, **search} for task in super().tasks(settings) for batch in batches]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        from experiments import workloads  # PyTorch is only needed to capture
+
+        config = figures.workload(task["network"])
+        program = at_batch(config, task["batch"], machine)
+        lives = program_lifetimes(program).intervals
+        kept = [tensor.nbytes for tensors in kept_by_singa(workloads.build(config)[0]) for tensor in tensors]
+        return {
+            "load": program.peak_bytes, "ideal_ns": program.ideal_ns, "memory": machine.memory_bytes,
+            "kept_by_singa": sum(kept), "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
+            "swapped": smallest(program, machine, task),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        overheads, batch = rows[0]["overheads"], min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
+        networks = [fig10_facts(name, lines, batch) for name, lines in by_network(rows).items()]
+        claims = []
+        for overhead, share, quotation in CLAIMS:
+            for i in (i for i, o in enumerate(overheads) if o == overhead):
+                perfect = sum(1 - row["swapped"][i]["load"] / row["footprints"]["cnmem"] >= share for row in rows)
+                enough = sum(saved(row, i) >= share for row in rows)
+                claims.append({
+                    "quotation": quotation, "share": share, "saved": span(saved(row, i) for row in rows),
+                    "enough": enough, "perfect": perfect if perfect > enough else None, "count": len(rows),
+                    "kept": span(saved(row, i, row["kept_by_singa"]) for row in rows),
+                })  # fmt: skip
+        straight = all(len(lines) > 2 for lines in by_network(rows).values())
+        return {
+            "networks": networks, "claims": claims, "at": batch, "most": overheads[-1],
+            "heads": [f"+AutoSwap {o:.0%}" for o in overheads],
+            "slope": span(one["slopes"][1] / one["slopes"][0] for one in networks) if straight else None,
+            "off": max(one["off"] for one in networks),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        overheads, memory = rows[0]["overheads"], rows[0]["memory"] / 2**30
+        panels = []
+        for network, lines in by_network(rows).items():
+            x = [row["batch"] for row in lines]
+            marks: list[Mark] = []
+            for i, overhead in enumerate(overheads):
+                y = [row["swapped"][i]["footprint"] / 2**30 for row in lines]
+                ink = SWAPPED[round(i * (len(SWAPPED) - 1) / max(len(overheads) - 1, 1))]
+                marks.append(Line(x, y, ink, marker="o", end=f"+AutoSwap {overhead:.0%}: −{saved(lines[-1], i):.0%}"))
+            for pool in PLAIN:
+                name, ink, marker = ALLOCATORS[pool]
+                y, name = [row["footprints"][pool] / 2**30 for row in lines], name.partition(",")[0]
+                dotted = Line(x, y, INK, line=DOTTED, width=1.2, front=4, end=name)  # SmartPool lies on it
+                marks.append(dotted if pool == "cudamalloc" else Line(x, y, ink, marker=marker, width=1.8, end=name))
+            top = 1.06 * max(max(m.y) for m in marks if isinstance(m, Line))
+            if memory < top:
+                marks.append(Rule(memory, across=True, text="the GPU's memory"))
+            batches = Axis("batch size", limits=(0, x[-1] * 1.02), ticks=x)
+            panels.append(Panel(figures.label(network), marks, batches, Axis("footprint (GiB)", limits=(0, top))))
+        note = "+AutoSwap: SmartPool+AutoSwap with at most so much simulated overhead, and what it saves of "
+        note += "CnMem's footprint at the largest batch size. cudaMalloc (dotted) is the peak load."
+        return Chart("Footprint against batch size on a GTX 1080 Ti", panels, 3, (5.2, 3.7), (0.0, 0.5), note=note)
+
+
+def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
+    """A workload at another batch size; its durations as the module says."""
+    from experiments import workloads
+
+    captured = workloads.load({**config, "batch_size": batch, "iteration_ms": {}}, machine)
+    measured = figures.measured_ms(config, machine)
+    if measured is None:
+        return captured.program
+    roofline = captured.program.ideal_ns
+    if batch != config["batch_size"]:
+        roofline = workloads.load({**config, "iteration_ms": {}}, machine).program.ideal_ns
+    return captured.on(machine, iteration_ns=round(measured * 1e6 * captured.program.ideal_ns / roofline)).program
+
+
+def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
+    """For each of the overheads the smallest footprint that the planner finds."""
+    pool, seconds = search["pool"], search["seconds"]
+    planner = SmartPoolAutoSwap(pool=pool, seconds=seconds, steps=search["steps"])
+    out = []
+    plans = planner.smallest(program, machine, [max(overhead, ZERO) for overhead in search["overheads"]])
+    for overhead, plan in zip(search["overheads"], plans, strict=True):
+        timeline = simulate(program, plan, machine, plan.limit)
+        lives = timeline_lifetimes(timeline).intervals
+        out.append({
+            "at_most": overhead, "overhead": timeline.overhead, "load": lives.peak_bytes, "swaps": len(plan.decisions),
+            "footprint": footprint(pool, lives, machine, seconds),
+        })  # fmt: skip
+    return out
+
+
+def saved(row: Row, i: int, more: int = 0) -> float:
+    """What part of CnMem's footprint the i-th overhead saves, ``more`` bytes on both sides."""
+    return float(1 - (row["swapped"][i]["footprint"] + more) / (row["footprints"]["cnmem"] + more))
+
+
+def line(lines: list[Row], sizes: list[int]) -> tuple[float, float]:
+    """Slope of the least-squares line, bytes per image, and how far the sizes are off it, of themselves, at most."""
+    x, y = np.array([row["batch"] for row in lines], float), np.array(sizes, float)
+    if len(x) < 2:
+        return float(y[0] / x[0]), 0.0
+    slope, start = np.polyfit(x, y, 1)
+    return float(slope), float(np.abs((slope * x + start) / y - 1).max())
+
+
+def fig10_facts(network: str, lines: list[Row], batch: int) -> Row:
+    """A network: footprints at one batch size, and what swapping saves at all."""
+    here = next(row for row in lines if row["batch"] == batch)
+    cells = []
+    for i, one in enumerate(here["swapped"]):
+        cells.append(f"{one['footprint'] / MB:,.0f} ({span(saved(row, i) for row in lines):.0%})")
+    slope, off = line(lines, [row["swapped"][-1]["footprint"] for row in lines])
+    return {
+        "label": figures.label(network), "footprints": here["footprints"], "cells": cells,
+        "slopes": [line(lines, [row["footprints"]["cnmem"] for row in lines])[0], slope], "off": off,
+    }  # fmt: skip
+
+
+def by_network(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of each network, from small batches to large ones."""
+    return {name: sorted(lines, key=lambda row: row["batch"]) for name, lines in figures.grouped(rows).items()}
+
+
+POOLS = {  # allocator without a plan, and with one
+    "smartpool+autoswap": ("cnmem", "smartpool"), "memonger": ("cudamalloc", "cudamalloc"),
+    "superneurons": ("superneurons", "superneurons"), "geeps": ("cudamalloc", "cudamalloc"),
+}  # fmt: skip
+BUDGETS = (0.25, 0.5, 1.0)  # of memonger's B
+TOP = 0.8  # overhead that the picture shows
+CLOSE = 0.02  # points of overhead: comparable
+
+
+class Fig11(Figure):
+    """Fig. 11: overhead against the reduction of the footprint, four methods."""
+
+    name = "smartpool_fig11"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        overheads, limits = (
+            figures.numbers(settings, key, lambda value, most=most: 0 <= value <= most, f"numbers from 0 to {most:g}")
+            for key, most in (("overheads", math.inf), ("geeps", 1.0))
+        )
+        shared = {"overheads": sorted(overheads), "geeps": sorted(limits, reverse=True)}
+        shared["steps"] = cli.integer(settings, "steps", least=2)
+        return [{**task, **shared} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine)
+        lives = program_lifetimes(program).intervals
+        plans: dict[str, Iterator[tuple[Plan, int]]] = {
+            "smartpool+autoswap": autoswap(program, machine, task["overheads"], task["steps"]),
+            "memonger": memonger(program, machine),
+            "superneurons": superneurons(program, machine),
+            "geeps": geeps(program, machine, task["geeps"]),
+        }
+        bases = {name: footprint(base, lives, machine) for name, (base, _) in POOLS.items()}
+        points = {
+            name: [point(POOLS[name][1], plan, limit, program, machine) for plan, limit in found]
+            for name, found in plans.items()
+        }
+        caffe = sum(tensor.nbytes for tensor in program.tensors)
+        found = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
+        return {**found, "bases": bases, "points": points}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [fig11_facts(row) for row in rows]
+        off = np.array([gap for one in found for gap in one["off"]])
+        beyond = int((off == -np.inf).sum())
+        best = {kind: [one["memonger"][-1] for one in found if one["label"].lower().startswith(kind)] or ["–"]
+                for kind in ("vgg", "resnet")}  # fmt: skip
+        return {
+            "networks": found, "count": len(rows), "best": best, "points": len(off), "close": CLOSE, "beyond": beyond,
+            **{key: sum(one[key] for one in found) for key in ("deeper", "dearer", "further")},
+            "near": int((abs(off) <= CLOSE).sum()), "worse": int((off > CLOSE).sum()),
+            "better": int((off < -CLOSE).sum()) - beyond,
+            **{f"{key}_all": span(one[key] for one in found) for key in ("geeps_free", "wide")},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        for row in rows:
+            marks: list[Mark] = []
+            for name in POOLS:
+                points, how = reductions(row, name), look(name)
+                if name == "superneurons":
+                    label = f"{how.label} (s swap, r recompute, b both)"
+                    marks.append(Line(*points.T, how.colour, label, how.marker, "", texts="srb", side="above"))
+                    continue
+                wide, points = name in ("smartpool+autoswap", "geeps"), points[points[:, 0].argsort()]
+                marks.append(Line(*points.T, how.colour, how.label, how.marker, "-" if wide else ""))
+                if name == "geeps":
+                    caffe = reductions(row, name, row["caffe"])
+                    label = "GeePS, against Caffe, which frees nothing"
+                    marks.append(Line(*caffe[caffe[:, 0].argsort()].T, how.colour, label, line=DASHED, width=1))
+            where = (
+                Axis("reduction of the footprint", "%", (0, 1)),
+                Axis(f"overhead (up to {TOP:.0%})", "%", (-0.015, TOP)),
+            )
+            panels.append(Panel(figures.label(row["network"]), marks, *where))
+        return Chart("Overhead against reduction of the footprint, batch size 100", panels, 4, (3.9, 3.5), keys=3)
+
+
+def footprint(pool: str, lives: Intervals, machine: Machine, seconds: float = 5.0) -> int:
+    """Bytes that an allocator takes, of which "cudamalloc" is the load."""
+    return figures.packed(pool, lives, machine.alignment, seconds).footprint
+
+
+def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine) -> list[float]:
+    """Overhead and footprint of a plan run under a limit, and the bytes that it moves, both ways."""
+    timeline = simulate(program, plan, machine, limit)
+    moved = [s for s in timeline.spans if s.stream != "compute" and s.start_ns >= timeline.last_start_ns]
+    size = footprint(pool, timeline_lifetimes(timeline).intervals, machine)
+    return [timeline.overhead, size, sum(program.tensors[s.index].nbytes for s in moved)]
+
+
+def autoswap(program: Program, machine: Machine, overheads: list[float], steps: int) -> Iterator[tuple[Plan, int]]:
+    """SmartPool alone, then with AutoSwap at each of the overheads."""
+    yield Plan(), program.peak_bytes
+    found = SmartPoolAutoSwap(steps=steps).smallest(program, machine, [max(o, ZERO) for o in overheads])
+    # The same swaps are another run under another load limit.
+    yield from ((plan, plan.limit) for plan in {(plan.decisions, plan.limit): plan for plan in found}.values())
+
+
+def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
+    """Recomputation at the budgets."""
+    stages = Stages(program)
+    budget = 0
+    for _ in range(3):  # as the planner does
+        kept, largest, _ = stages.divide(budget)
+        budget = math.isqrt(kept * largest)
+    for share in BUDGETS:
+        rows = recomputations(stages.divide(round(share * budget))[2])
+        yield Plan(decisions_of(rows)), machine.memory_bytes
+
+
+def superneurons(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
+    """All that may leave, in each of the modes."""
+    for mode in MODES:
+        planner = agents.make("superneurons", mode=mode)
+        limit = figures.least_limit(planner, program, machine, program.peak_bytes // 200)  # to 0.5 %
+        yield planner.plan(program, machine, limit), machine.memory_bytes
+
+
+def geeps(program: Program, machine: Machine, shares: list[float]) -> Iterator[tuple[Plan, int]]:
+    """A plan for each limit, a share of the load, as far as there is one."""
+    planner = agents.make("geeps")
+    for share in shares:
+        limit = int(share * program.peak_bytes)
+        if (plan := figures.attempt(planner, program, machine, limit)) is None:
+            return
+        yield plan, limit
+
+
+def reductions(row: Row, method: str, base: int | None = None) -> np.ndarray:
+    """float64[points, 2]: reduction of the footprint without a plan (or of ``base`` bytes), and overhead."""
+    found = np.array(row["points"][method], dtype=float).reshape(-1, 3)
+    return np.stack([1 - found[:, 1] / (base or row["bases"][method]), found[:, 0]], 1)
+
+
+def at(points: np.ndarray, reduction: float) -> float:
+    """The least overhead of points that reduce by at least so much; inf where none does."""
+    return float(points[points[:, 0] >= reduction - 1e-9, 1].min(initial=np.inf))
+
+
+def free(points: np.ndarray, overhead: float = ZERO) -> float:
+    """The largest reduction within an overhead, at least 0."""
+    return float(points[points[:, 1] <= overhead, 0].max(initial=0.0))
+
+
+def fig11_facts(row: Row) -> Row:
+    """A network: reduction and overhead of each method's points, the extremes of the wide ranges."""
+    ours, memonger, both, geeps = (reductions(row, name) for name in POOLS)
+    return {
+        "label": figures.label(row["network"]), "free": free(ours), "at_15": free(ours, 0.15),
+        "most": said(ours[ours[:, 0].argmax()]), "memonger": [said(p) for p in memonger[memonger[:, 0].argsort()]],
+        "superneurons": [said(p) for p in both], "geeps_free": free(geeps),
+        "geeps": said(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",
+        "deeper": both[:, 0].max() > memonger[:, 0].max(), "dearer": both[-1, 1] > memonger[:, 1].max(),
+        "further": ours[:, 0].max() > geeps[:, 0].max(initial=0),
+        # Overhead of GeePS less ours, at each of its points; -inf: ours does not go so far.
+        "off": [float(p[1]) - at(ours, float(p[0])) for p in geeps],
+        "wide": free(reductions(row, "geeps", row["caffe"])),
+    }  # fmt: skip
+
+
+def said(point: Any) -> str:
+    """Reduction and overhead of a point."""
+    return f"{point[0]:.0%} ({point[1]:.0%})"

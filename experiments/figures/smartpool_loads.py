@@ -1,0 +1,364 @@
+"""SmartPool's Table I and Fig. 2: peak loads, competitive ratios, and the load operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+import agents
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
+from experiments.figures.figure import Figure
+from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, pairs
+from experiments.plotting.palette import ALLOCATORS, FAINT, KEPT, LOAD
+from simulator import Timeline, simulate
+from simulator.machine import Machine
+from simulator.pool import Intervals, program_lifetimes
+from simulator.pool.times import allocation_ns
+from simulator.program import Program, Tensor
+from simulator.timeline import Span
+
+MB = 2**20
+POOLS = ("cnmem", "smartpool")
+PAPER: dict[str, dict[str, float]] = {  # ratios, ms of an iteration with cudaMalloc, speedups over it
+    name: dict(zip(("load", "cnmem", "smartpool", "ms", "cnmem_speedup", "smartpool_speedup"), row, strict=True))
+    for name, row in {
+        "resnet18": (1452, 1.033, 1.003, 359, 1.84, 1.83),
+        "resnet34": (2824, 1.028, 1.001, 684, 1.86, 1.85),
+        "resnet50": (4418, 1.030, 1.003, 993, 1.84, 1.88),
+        "resnet101": (8367, 1.028, 1.0005, 2086, 1.99, 1.97),
+        "vgg11": (389, 1.169, 1.013, 76, 1.77, 1.75),
+        "vgg13": (509, 1.115, 1.016, 94, 1.72, 1.71),
+        "vgg16": (647, 1.113, 1.012, 122, 1.72, 1.73),
+        "vgg19": (785, 1.072, 1.011, 162, 1.91, 1.94),
+    }.items()
+}
+WORST = 1.016  # the paper's worst ratio of SmartPool
+ZERO = 0.0005  # an overhead up to this is 0.0 %
+
+
+class Table1(Figure):
+    """Table I: competitive ratio and time of cudaMalloc, CnMem and SmartPool."""
+
+    name = "smartpool_table1"
+    among = PAPER
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        from experiments import workloads  # PyTorch is only needed to capture
+
+        config = figures.workload(task["network"])
+        program = workloads.load({**config, "algorithms": False}, machine).program
+        gradients, filters = kept_by_singa(workloads.build(config)[0])
+        singa = Program(program.name, (*program.tensors, *gradients, *filters), program.kernels)
+        lives = program_lifetimes(program).intervals
+        return {
+            "load": program.peak_bytes,
+            "blocks": len(lives),
+            "ratios": ratios(lives, machine),
+            "weights": sum(t.nbytes for t in program.tensors if t.kind == "parameter"),
+            "ideal_ns": program.ideal_ns,
+            "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", *POOLS)},
+            "singa": {
+                "load": singa.peak_bytes,
+                "gradients": sum(t.nbytes for t in gradients),
+                "filters": sum(t.nbytes for t in filters),
+                "ratios": ratios(program_lifetimes(singa).intervals, machine),
+            },
+        }
+
+    def numbers(self, rows: list[Row]) -> Row:
+        return {
+            "exact": max(row["ratios"]["smartpool"] for row in rows), "worst": WORST,
+            "aligned": max(row["ratios"]["aligned"] for row in rows),
+            "binary": multiples(rows) or None,
+            "networks": [facts(row) for row in rows],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [facts(row) for row in rows]
+        names = Axis(names=[one["label"] for one in found])
+        loads: list[Mark] = [
+            Line([one[key] for one in found], range(len(found)), colour, label, "o", "", size=7,
+                 texts=[f"{one[key] - 1:+.0%}" for one in found], side=side)
+            for key, colour, label, side in (("captured", FAINT, "load as captured", "left"),
+                                             ("kept", KEPT, "with what SINGA keeps", "right"))
+        ]  # fmt: skip
+        ratios: list[Mark] = []
+        speeds: list[Mark] = []
+        for shift, pool in zip((-0.16, 0.16), POOLS, strict=True):
+            look = ALLOCATORS[pool]._replace(label=ALLOCATORS[pool].label.partition(",")[0])
+            ratios += pairs(look, [one["paper"][pool] for one in found], [one["ratios"][pool] for one in found], shift)
+            theirs, ours = [one["paper"][f"{pool}_speedup"] for one in found], [one["speedups"][pool] for one in found]
+            speeds += pairs(look, theirs, ours, shift)
+        return Chart(
+            "Table I of the SmartPool paper, batch size 100, GTX 1080 Ti: the paper's numbers and ours",
+            [
+                Panel("Peak load, over the paper's", [ONE, *loads], Axis("ours / paper", "%", (0.62, 1.14)), names),
+                Panel("Competitive ratio", [ONE, *ratios], Axis("footprint / peak load", limits=(0.985, None)), names),
+                Panel("Speedup over cudaMalloc", speeds, Axis("iteration, cudaMalloc / the pool", "{:.2f}×"), names),
+            ],
+            size=(4.3, 0.42 * len(rows) + 0.9),
+            keys=6,
+        )
+
+
+def ratios(lives: Intervals, machine: Machine) -> dict[str, float]:
+    """Footprints over the load; ``aligned``: SmartPool's with the machine's alignment."""
+    load = lives.peak_bytes
+    found = {name: figures.packed(name, lives).footprint / load for name in POOLS}
+    return {**found, "aligned": figures.packed("smartpool", lives, machine.alignment).footprint / load}
+
+
+def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the previous iteration, and the transformed filters of 3x3 convolutions of stride 1."""
+    gradients = [
+        Tensor(f"previous gradient of {name}", p.numel() * p.element_size(), "gradient", True)
+        for name, p in model.named_parameters()
+    ]
+    convolutions = {
+        name: layer.weight
+        for name, layer in model.named_modules()
+        if getattr(layer, "kernel_size", None) == (3, 3) and layer.stride == (1, 1)
+    }
+    filters = [
+        Tensor(f"transformed filters of {name}", w.numel() * w.element_size() * 16 // 9, "buffer", True)
+        for name, w in convolutions.items()
+    ]
+    return gradients, filters
+
+
+def speedup(row: Row, pool: str) -> float:
+    """Of an iteration with a pool over one with cudaMalloc."""
+    slow, fast = (row["ideal_ns"] + row["allocation_ns"][name] for name in ("cudamalloc", pool))
+    return float(slow / fast)
+
+
+def facts(row: Row) -> Row:
+    """A network's numbers, beside the paper's."""
+    paper, singa = PAPER[row["network"]], row["singa"]
+    return {
+        **row, "label": figures.label(row["network"]), "paper": paper,
+        "cudamalloc_ms": (row["ideal_ns"] + row["allocation_ns"]["cudamalloc"]) / 1e6,
+        "speedups": {pool: speedup(row, pool) for pool in POOLS},
+        "captured": row["load"] / MB / paper["load"], "kept": singa["load"] / MB / paper["load"],
+    }  # fmt: skip
+
+
+def multiples(rows: list[Row]) -> list[float]:
+    """From each ResNet to the next: how many times the weights the paper's load grows by beside our activations. Of
+    weights and momentum, the captured peak holds two."""
+    nets = [(PAPER[r["network"]]["load"] * MB, r["load"], r["weights"]) for r in rows if "resnet" in r["network"]]
+    return [
+        2 + ((theirs - theirs0) - (ours - ours0)) / (weights - weights0)
+        for (theirs0, ours0, weights0), (theirs, ours, weights) in zip(nets, nets[1:], strict=False)
+    ]
+
+
+class Operation(NamedTuple):
+    """One operation: malloc, free, read or write of a tensor, by number in order of appearance."""
+
+    kind: str
+    tensor: int
+    nbytes: int
+
+
+class Fig2(Figure):
+    """Fig. 2: memory load over several iterations of eager PyTorch, operator by operator."""
+
+    name = "smartpool_fig2"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        iterations = cli.integer(settings, "iterations", least=3)
+        found = figures.networks(settings)
+        return [{"network": name, "iterations": iterations, "curve": name == found[0]} for name in found]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        from experiments import workloads  # PyTorch is only needed to run the network
+
+        config = figures.workload(task["network"])
+        before, lines, starts = record(workloads.build(config), task["iterations"])
+        bounds = [*starts, len(lines)]
+        parts = [lines[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        loads = [before]
+        for line in lines:
+            loads.append(loads[-1] + {"malloc": line.nbytes, "free": -line.nbytes}.get(line.kind, 0))
+        signatures = [signature(part) for part in parts]
+        return {
+            "operations": [len(part) for part in parts],
+            "peaks": [max(loads[a : b + 1]) for a, b in zip(bounds, bounds[1:], strict=False)],
+            "same": [found == signatures[1] for found in signatures],  # as the second
+            "starts": starts,
+            "before": before,
+            "captured": figures.program(task["network"], machine).peak_bytes,
+            "points": [[i, b] for i, (a, b) in enumerate(zip(loads, loads[1:], strict=False)) if a != b]
+            if task["curve"]
+            else [],
+        }
+
+    def numbers(self, rows: list[Row]) -> Row:
+        differs = not any(row["same"][0] for row in rows)
+        return {
+            "networks": [
+                {**row, "label": figures.label(row["network"]), "paper": PAPER[row["network"]]["load"],
+                 "as_second": [i for i, same in enumerate(row["same"], 1) if same]}
+                for row in rows
+            ],
+            "iterations": rows[0]["iterations"], "count": len(rows),
+            "middle": sum(all(row["same"][1:]) for row in rows),
+            "exact": sum(row["peaks"][1] == row["captured"] for row in rows),
+            "first": max(row["operations"][1] - row["operations"][0] for row in rows) if differs else None,
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        row = next(row for row in rows if row["points"])
+        total, ink = sum(row["operations"]), ALLOCATORS["smartpool"].colour
+        x, y = [0, *(i for i, _ in row["points"]), total], [row["before"] / MB, *(b / MB for _, b in row["points"])]
+        y.append(y[-1])
+        peak, bounds = row["captured"] / MB, [*row["starts"], total]
+        marks: list[Mark] = [
+            Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
+            Rule(peak, across=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
+            *(Rule(start, colour=FAINT, line="-") for start in row["starts"][1:]),
+        ]
+        for i, (a, b, same) in enumerate(zip(bounds, bounds[1:], row["same"], strict=False), 1):
+            words = "" if i == 2 else "\nas the 2nd" if same else "\nno momentum yet" if i == 1 else "\nother"
+            marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{words}", top=True))
+        panel = Panel(
+            "", marks, Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total)),
+            Axis("memory load (MB)", limits=(0, 1.3 * max(y))),
+        )  # fmt: skip
+        title = f"{figures.label(row['network'])}, batch size 100: load over {row['iterations']} iterations"
+        return Chart(title, [panel], size=(10.0, 3.9))
+
+
+def signature(lines: list[Operation]) -> list[tuple[str, int, int]]:
+    """Operations with the tensors renumbered by when each first appears among them."""
+    number: dict[int, int] = {}
+    return [(line.kind, line.nbytes, number.setdefault(line.tensor, len(number))) for line in lines]
+
+
+def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]]:
+    """Trains for some iterations and records the operations.
+
+    Args:
+        parts: model, loss function, optimizer and batch, as of ``workloads.build``.
+
+    Returns:
+        Bytes that are there before the first iteration; the operations; where among them each iteration starts.
+    """
+    import torch
+
+    model, loss_fn, optimizer, (x, y) = parts
+    recorder = _recorder()
+    before = sum(recorder.know(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    starts = []
+    with recorder:
+        for _ in range(iterations):
+            starts.append(len(recorder.lines))
+            images, labels = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, y))
+            loss_fn(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del images, labels
+            recorder.reap()
+    return before, recorder.lines, starts
+
+
+def _recorder() -> Any:
+    """A dispatch mode that writes down what every operator does to storages: ``lines``."""
+    from torch import Tag, Tensor
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from executor.capture.operators import ALLOCATIONS, mutated, running_statistics
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines: list[Operation] = []
+            self.number: dict[Any, int] = {}  # of storages, dead ones too
+            self.live: dict[Any, int] = {}  # their bytes
+
+        def know(self, tensor: Tensor) -> int:
+            """Bytes of a tensor whose storage is new here; 0 of another."""
+            key = StorageWeakRef(tensor.untyped_storage())
+            if key in self.number:
+                return 0
+            self.number[key] = len(self.number)
+            self.live[key] = tensor.untyped_storage().nbytes()
+            return self.live[key]
+
+        def reap(self) -> None:
+            """Writes down the storages that died since the last operator."""
+            for key in [key for key in self.live if key.expired()]:
+                self.lines.append(Operation("free", self.number[key], self.live.pop(key)))
+
+        def note(self, kind: str, tensor: Tensor) -> None:
+            storage = tensor.untyped_storage()
+            self.lines.append(Operation(kind, self.number[StorageWeakRef(storage)], storage.nbytes()))
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.reap()
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            out = func(*args, **(kwargs or {}))
+            results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            for result in results:
+                if self.know(result):
+                    self.note("malloc", result)
+            written = mutated(func, args, kwargs or {}) + running_statistics(func, args, kwargs or {})
+            inside = {StorageWeakRef(x.untyped_storage()) for x in given}
+            fresh = [x for x in results if StorageWeakRef(x.untyped_storage()) not in inside]
+            view = Tag.inplace_view in func.tags or not (written or fresh)
+            if not view and func._overloadpacket not in ALLOCATIONS:
+                for kind, tensors in (("read", given), ("write", [*written, *fresh])):
+                    for tensor in unique(tensors):
+                        self.note(kind, tensor)
+            return out
+
+    def unique(tensors: list[Tensor]) -> list[Tensor]:
+        return list({StorageWeakRef(x.untyped_storage()): x for x in tensors}.values())
+
+    return Recorder()
+
+
+def limits_of(settings: DictConfig, network: Any) -> list[float]:
+    """The limits of the YAML in MB, in the paper's terms; raises UsageError for what is none of this network."""
+    if network not in PAPER:
+        raise cli.UsageError(f"figure.network: {network!r} is not in Table I ({', '.join(PAPER)})")
+    most = PAPER[network]["load"]
+    wanted = f"MB above 0, at most {network}'s {most:g}"
+    return figures.numbers(settings, "limits", lambda value: 0 < value <= most, wanted)
+
+
+def our_limit(program: Program, network: str, paper_mb: float) -> int:
+    """The limit in bytes at which as much must be swapped out as at the paper's limit in MB.
+
+    Raises:
+        ValueError: the paper's limit is above its load.
+    """
+    load = PAPER[network]["load"]
+    if paper_mb > load:
+        raise ValueError(f"{network}: the paper's load is {load} MB, below a limit of {paper_mb:g} MB")
+    return program.peak_bytes - round((load - paper_mb) * MB)
+
+
+def planned(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Timeline:
+    """The run of a planner's plan under its limit, which the simulator enforces; raises Infeasible without one."""
+    plan = planner.plan(program, machine, limit)
+    return simulate(program, plan, machine, min(limit, plan.limit))
+
+
+def last_kernels(timeline: Timeline, program: Program) -> list[Span]:
+    """The kernels of the last iteration of a plan without recomputation, in program order."""
+    begin = timeline.last_start_ns
+    return [s for s in timeline.spans if s.kind == "kernel" and s.start_ns >= begin][: len(program.kernels)]
+
+
+def waits(timeline: Timeline, program: Program) -> list[int]:
+    """ns that the compute stream waits before each kernel in the last iteration of a plan without recomputation."""
+    kernels = last_kernels(timeline, program)
+    free = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
+    return [s.start_ns - ready for s, ready in zip(kernels, free, strict=False)]

@@ -1,0 +1,413 @@
+"""SuperNeurons' Tables 4 and 5: the deepest network and the largest batches that train in 12 GB, by framework.
+
+The paper runs Caffe, MXNet, Torch, TensorFlow and its own runtime on a K40c. Here memory strategies run on the captured
+programs of PyTorch, with no workspaces and nothing else on the GPU:
+
+- ``own``: every tensor has memory of its own, the paper's baseline; Caffe and Torch are at best twice as good (2.2);
+- ``none``: dead tensors are freed (liveness analysis), as MXNet's and TensorFlow's engines do; nothing is planned;
+- ``superneurons``: CONV outputs are swapped out, cheap layers recomputed; ``superneurons_joins``: sums and
+  concatenations are swapped out, too (agents/heuristics/superneurons.py, choice 1);
+- ``bound``: no method, but what none exceeds: every tensor swapped out whenever no kernel uses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain, groupby
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+import agents
+from agents.heuristics.layers import feature_maps
+from agents.heuristics.superneurons import JOINS, leaving
+from agents.planner import Candidates
+from experiments import figures
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
+from experiments.figures import attempt, chosen
+from experiments.figures.figure import Figure
+from experiments.figures.home_networks import Sizes
+from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
+from experiments.plotting.palette import CAPACITY_OF, INK, label
+from simulator.compiled.engine import simulate
+from simulator.machine import Machine
+from simulator.program import Kernel, Program, Tensor
+from simulator.timeline import Timeline
+
+
+class Method(NamedTuple):
+    """One strategy: a planner of ``agents`` with its options; "" plans nothing."""
+
+    label: str
+    planner: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+METHODS = {
+    "own": Method("every tensor its own memory"),
+    "none": Method("dead tensors freed", "none"),
+    "memonger": Method("memonger", "memonger"),
+    "vdnn_all": Method("vDNN all", "vdnn_all"),
+    "superneurons": Method("SuperNeurons", "superneurons"),
+    "superneurons_joins": Method("SuperNeurons, sums too", "superneurons", MappingProxyType({"joins": True})),
+    "bound": Method("no plan goes beyond"),
+}
+FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
+
+
+def methods(settings: DictConfig) -> list[str]:
+    """``settings.methods``; raises UsageError for one that there is not."""
+    return chosen(settings, "methods", METHODS)
+
+
+def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
+    """The iteration of a method in the machine's memory; None where it does not fit."""
+    if floor(method, program) > machine.memory_bytes:
+        return None
+    how = METHODS[method]
+    plan = attempt(agents.make(how.planner, **how.options), program, machine, machine.memory_bytes)
+    return None if plan is None else simulate(program, plan, machine, machine.memory_bytes)
+
+
+def floor(method: str, program: Program) -> int:
+    """Bytes that a method cannot do without: with everything away that it moves, whenever it is not in use."""
+    if method == "own":
+        return sum(t.nbytes for t in program.tensors)
+    if method == "none":
+        return program.peak_bytes
+    how = METHODS[method]
+    if how.planner == "superneurons":
+        gaps = list(leaving(program, **how.options))
+    else:
+        gaps = list(program.gaps()) if method == "bound" else [m.gap for m in feature_maps(program)]
+    return Candidates(program, gaps).least
+
+
+def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:
+    """The largest size of a program with which a method fits, at most ``limit``, and what an iteration takes there, if
+    the method has a plan.
+
+    Args:
+        at: the program of a size.
+        first: a size to begin with.
+    """
+    top = largest(lambda n: floor(method, at(n)) <= machine.memory_bytes, min(first, limit), limit)
+    if not METHODS[method].planner:
+        return top, {}
+    found: dict[int, Timeline | None] = {0: None}
+
+    def fits(n: int) -> bool:
+        if n not in found:
+            found[n] = planned(method, at(n), machine)
+        return n == 0 or found[n] is not None
+
+    # The floor is near, so the search goes down from it: how far does it not fit?
+    size = top if fits(top) else top - 1 - largest(lambda less: not fits(top - less), 1, top)
+    timeline = found[size]
+    if timeline is None:
+        return 0, {}
+    return size, {"overhead": timeline.overhead, "iteration_ns": timeline.iteration_ns, "peak": timeline.peak_bytes}
+
+
+def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str, int]], texts: Sequence[str], axis: str,
+          room: float, bound: int | None = None) -> Panel:  # fmt: skip
+    """A bar for each framework of the paper, hollow, and for each of our methods, with its text."""
+    n = len(paper)
+    named = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
+    marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=named)]
+    marks += [Bars([n + i], [value], CAPACITY_OF[method], thick=0.7, texts=[text])
+              for i, ((method, value), text) in enumerate(zip(ours, texts, strict=True))]  # fmt: skip
+    marks += [] if bound is None else [Rule(bound)]
+    names = [*(f"{name} (paper)" for name in paper), *(METHODS[method].label for method, _ in ours)]
+    return Panel(title, marks, Axis(axis, limits=(0, None), room=room), Axis(names=names))
+
+
+class Deeper:
+    """A network at any depth, of one capture: its program with one of a row of equal layers repeated.
+
+    A layer is what touches the parameters ``layers.N.…``, with the kernels behind it in the forward pass and before it
+    in the backward pass that touch none; a tensor is of the layer whose kernel accesses it first. A copy is linked with
+    the copies around it as layer N is with its neighbours. What reads a tensor of layer N elsewhere (a marker at the
+    end that keeps all gradients) reads those of all copies.
+
+    Args:
+        layer: N; the layers before and behind must be its equals.
+
+    Raises:
+        ValueError: they are not, or the layer's kernels are not in one piece in every phase.
+    """
+
+    def __init__(self, program: Program, layer: int) -> None:
+        self._program, self._layer = program, layer
+        self._kernels = _kernel_layers(program)
+        self._tensors = [
+            number(t.name) if t.persistent else self._kernels[uses[0]] if uses else None
+            for t, uses in zip(program.tensors, program.accesses, strict=True)
+        ]
+        mine = self._of(layer)
+        self._twin: dict[int, int] = {}  # a neighbour's tensor: the one of the layer in its place
+        for beside in (layer - 1, layer + 1):
+            theirs = self._of(beside)
+            if [_plain(program.tensors[t]) for t in mine] != [_plain(program.tensors[t]) for t in theirs]:
+                raise ValueError(f"{program.name}: layers {beside} and {layer} are not alike")
+            self._twin.update(zip(theirs, mine, strict=True))
+        self._pieces = [list(piece) for _, piece in groupby(range(len(program.kernels)), self._piece)]
+        phases = [program.kernels[p[0]].phase for p in self._pieces if self._kernels[p[0]] == layer]
+        if len(phases) != len(set(phases)):
+            raise ValueError(f"{program.name}: the kernels of layer {layer} are not in one piece")
+
+    def _of(self, layer: int) -> list[int]:
+        return [t for t, owner in enumerate(self._tensors) if owner == layer]
+
+    def _piece(self, k: int) -> tuple[bool, str]:
+        return self._kernels[k] == self._layer, self._program.kernels[k].phase
+
+    def by(self, more: int) -> Program:
+        """The program with ``more`` layers; 0: as it was. Raises ValueError for less."""
+        if more < 0:
+            raise ValueError(f"more: expected at least 0, got {more}")
+        program, layer = self._program, self._layer
+        mine, tensors = self._of(layer), list(program.tensors)
+        copies = [{t: t for t in mine}]
+        for c in range(1, more + 1):
+            copies.append({t: len(tensors) + i for i, t in enumerate(mine)})
+            tensors += [replace(tensors[t], name=f"{tensors[t].name}+{c}") for t in mine]
+
+        def linked(k: int, c: int) -> Kernel:
+            def ids(some: tuple[int, ...]) -> tuple[int, ...]:
+                return tuple(chain.from_iterable(self._ids(t, self._kernels[k], c, copies) for t in some))
+
+            kernel = program.kernels[k]
+            return replace(kernel, inputs=ids(kernel.inputs), outputs=ids(kernel.outputs))
+
+        kernels: list[Kernel] = []
+        for piece in self._pieces:
+            inside = self._kernels[piece[0]] == layer
+            order = range(more + 1) if inside else range(1)
+            for c in reversed(order) if program.kernels[piece[0]].phase == "backward" else order:
+                kernels += [linked(k, c) for k in piece]
+        return Program(program.name, tuple(tensors), tuple(kernels))
+
+    def _ids(self, t: int, layer: int | None, c: int, copies: Sequence[Mapping[int, int]]) -> Iterable[int]:
+        """What tensor ``t`` is to a kernel of copy ``c`` of a layer."""
+        owner, last = self._tensors[t], len(copies) - 1
+        if layer == self._layer and owner is not None:
+            if owner == layer:
+                return (copies[c][t],)
+            there = c + owner - layer
+            return (copies[there][self._twin[t]],) if t in self._twin and 0 <= there <= last else (t,)
+        if owner != self._layer:
+            return (t,)
+        if layer in (owner - 1, owner + 1):
+            return (copies[0 if layer == owner - 1 else last][t],)
+        return (copy[t] for copy in copies)
+
+
+def number(name: str) -> int | None:
+    """N of a parameter, buffer or optimizer state ``…layers.N.…``."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _kernel_layers(program: Program) -> list[int | None]:
+    """The layer of every kernel."""
+    numbers = [number(t.name) if t.persistent else None for t in program.tensors]
+    touched = [{numbers[t] for t in kernel.accesses} - {None} for kernel in program.kernels]
+    out: list[int | None] = [None] * len(touched)
+    for backward in (False, True):
+        now, n = None, len(touched)
+        for k in reversed(range(n)) if backward else range(n):
+            if (program.kernels[k].phase == "backward") == backward:
+                now = max(touched[k]) if len(touched[k]) == 1 else now if not touched[k] else None
+                out[k] = now
+    return out
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return replace(tensor, name="")
+
+
+def anonymous(program: Program) -> tuple[list[Tensor], list[Kernel]]:
+    """What is left of a program when tensors have no names and are in the order of their first accesses: equal for
+    programs that do the same."""
+    order = list(dict.fromkeys(t for kernel in program.kernels for t in kernel.accesses))
+    place = {t: i for i, t in enumerate(order)}
+    return [_plain(program.tensors[t]) for t in order], [
+        replace(k, inputs=tuple(sorted(place[t] for t in k.inputs)), outputs=tuple(sorted(place[t] for t in k.outputs)))
+        for k in program.kernels
+    ]
+
+
+TABLE4_PAPER = dict(zip(FRAMEWORKS, (148, 480, 152, 592, 1920), strict=True))
+STAGES = (6, 32, 6)  # n1, n2, n4
+CAPTURED = 4  # n3 of the capture; its third block is repeated
+FIRST, TABLE4_MOST = {"own": CAPTURED, "none": 128}, 2048  # n3
+
+
+class Table4(Figure):
+    """Table 4: the deepest ResNet that trains in 12 GB, by framework."""
+
+    name = "superneurons_table4"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        found, captured = methods(settings), str(settings.captured)
+        if captured not in found:
+            raise cli.UsageError(f"figure.captured: {captured!r} is not one of the methods ({', '.join(found)})")
+        batch = cli.integer(settings, "batch_size", least=2)
+        return [{"method": name, "batch": batch, "captured": name == captured} for name in found]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        from executor.capture.durations import with_roofline  # PyTorch
+
+        method, batch = task["method"], task["batch"]
+        shallow = Deeper(with_roofline(first(batch), machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
+        n3, found = most(method, lambda n: shallow.by(n - CAPTURED), machine, FIRST.get(method, 400), TABLE4_MOST)
+        program = shallow.by(n3 - CAPTURED)
+        if task["captured"]:
+            whole = captured(batch, n3, machine)
+            if anonymous(whole) != anonymous(program):
+                raise AssertionError(f"n3 = {n3}: the program captured is not the one of a block repeated")
+            program = whole
+            if METHODS[method].planner and planned(method, whole, machine) is None:
+                raise AssertionError(f"{method}: n3 = {n3} fits as repeated, and not as captured")
+        sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
+        return {
+            "n3": n3, "depth": depth(n3), "kernels": len(program.kernels), "memory": machine.memory_bytes,
+            "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **found,
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [
+            {**row, "label": METHODS[row["method"]].label, "held": row["at_end"] / row["memory"],
+             "sums_part": row["sums"] / row["memory"], "overhead": row.get("overhead"),
+             "images": row["batch"] / row["iteration_ns"] * 1e9 if "overhead" in row else None}
+            for row in rows
+        ]  # fmt: skip
+        return {
+            "paper": [{"framework": name, "there": there} for name, there in TABLE4_PAPER.items()],
+            "batch": rows[0]["batch"], "found": found, "whole": next(row for row in rows if row["captured"]),
+            **{method: next((one for one in found if one["method"] == method), None) for method in METHODS},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
+        texts = [f"{row['depth']:,}{more}" for row, more in zip(rows, slower, strict=True)]
+        bars = [(row["method"], row["depth"]) for row in rows]
+        return Chart(
+            f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), ours (filled)",
+            [panel("", TABLE4_PAPER, bars, texts, "layers with weights", 1.28)],
+            size=(8.6, 0.7 + 0.36 * (len(TABLE4_PAPER) + len(rows))),
+            besides=(0.0, 0.3),
+        )
+
+
+def captured(batch: int, n3: int, machine: Machine) -> Program:
+    """The network, captured."""
+    n1, n2, n4 = STAGES
+    return figures.program("resnet50_imagenet", machine, batch_size=batch, stages=f"{n1}-{n2}-{n3}-{n4}")
+
+
+@lru_cache(maxsize=1)  # a process has several tasks
+def first(batch: int) -> Program:
+    """The capture of which the deeper ones are made; of its durations none is used."""
+    return captured(batch, CAPTURED, Machine.load("k40c"))
+
+
+def depth(n3: int) -> int:
+    """Layers with weights."""
+    return 3 * (sum(STAGES) + n3) + 2
+
+
+TABLE5_PAPER = {  # None: could not be run
+    name: dict(zip(FRAMEWORKS, row, strict=True))
+    for name, row in {
+        "alexnet": (768, 768, 1024, 1408, 1792),
+        "vgg16_imagenet": (48, 64, 48, 80, 224),
+        "inception_v4": (16, None, None, 64, 240),
+        "resnet50_imagenet": (24, 80, 32, 128, 384),
+        "resnet101_imagenet": (16, 48, 16, 80, 256),
+        "resnet152_imagenet": (16, 32, 16, 48, 176),
+    }.items()
+}
+BATCHES = (32, 64)  # captured
+TABLE5_MOST = 1 << 14
+CHECKED = "superneurons"
+NEAR = 0.97  # of the memory: full
+
+
+class Table5(Figure):
+    """Table 5: the largest batch of six networks that trains in 12 GB, by framework."""
+
+    name = "superneurons_table5"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        found = figures.networks(settings, TABLE5_PAPER)
+        asked, ours = methods(settings), str(settings.ours)
+        if CHECKED not in asked:
+            raise cli.UsageError(f"figure.methods: {CHECKED} is not among them; at its batch the captures are compared")
+        searches: list[Row] = [{"network": name, "methods": asked} for name in found]
+        return searches + [{"network": n, "planner": ours, "batch": TABLE5_PAPER[n]["SuperNeurons"]} for n in found]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        name = task["network"]
+        if "planner" in task:
+            program = figures.program(name, machine, batch_size=task["batch"], algorithms=False)
+            plan = figures.attempt(agents.make(task["planner"]), program, machine, machine.memory_bytes)
+            if plan is None:
+                return {"overhead": None}
+            return {"overhead": simulate(program, plan, machine, machine.memory_bytes).overhead}
+        small, large = (figures.program(name, machine, batch_size=batch, algorithms=False) for batch in BATCHES)
+        sizes = Sizes((small, large), BATCHES, machine)
+        found = {}
+        for method in task["methods"]:
+            batch, there = most(method, sizes.at, machine, BATCHES[0], TABLE5_MOST)
+            found[method] = {"batch": batch, **there}
+        batch = found[CHECKED]["batch"]
+        if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at(batch):
+            raise AssertionError(f"{name}: at batch {batch} the program captured is not the one on the line")
+        kernels = len(small.kernels)
+        return {"found": found, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        searched = [row for row in rows if "found" in row]
+        held = {row["network"]: row for row in rows if "planner" in row}
+        short = [
+            f"{METHODS[method].label} on {figures.label(row['network'])}"
+            for row in searched
+            for method, there in row["found"].items()
+            if there.get("peak", row["memory"]) < NEAR * row["memory"]
+        ]
+        return {
+            "networks": [facts(row, held[row["network"]]) for row in searched],
+            "frameworks": [f"{name}, paper" for name in FRAMEWORKS],
+            "methods": [METHODS[method].label for method in searched[0]["found"]],
+            "planner": label(next(iter(held.values()))["planner"]), "short": short or None, "host": searched[0]["host"],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        for row in (row for row in rows if "found" in row):
+            found = {m: there["batch"] for m, there in row["found"].items()}
+            bound = found.get("bound")
+            bars = [(m, batch) for m, batch in found.items() if METHODS[m].planner or m == "own"]
+            title = figures.label(row["network"]) + (f": no plan beyond {bound:,}" if bound else "")
+            texts, theirs = [f"{batch:,}" for _, batch in bars], TABLE5_PAPER[row["network"]]
+            panels.append(panel(title, theirs, bars, texts, "largest batch, images", 1.15, bound))
+        title = "Largest batch in 12 GB: frameworks in the paper (hollow), methods here (filled)"
+        return Chart(title, panels, 3, (4.3, 3.7), (2.2, 0.4))
+
+
+def facts(row: Row, ours: Row) -> Row:
+    """A network: what fits."""
+    cells = [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
+             for there in row["found"].values()]  # fmt: skip
+    return {
+        "label": figures.label(row["network"]), "cells": cells, "overhead": ours["overhead"],
+        "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
+    }  # fmt: skip

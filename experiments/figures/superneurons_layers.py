@@ -1,0 +1,330 @@
+"""SuperNeurons' Fig. 10 and Tables 1 and 3, on networks counted as the paper counts them (layerwise.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+import agents
+from agents.heuristics.superneurons import JOINS
+from experiments import figures
+from experiments.common.report import Row
+from experiments.figures import layerwise
+from experiments.figures.figure import Figure, span
+from experiments.figures.layerwise import FREE, MB
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule
+from experiments.plotting.palette import INK, MEASURED, PREDICTED, STRATEGY, TECHNIQUES
+from simulator.compiled.engine import simulate
+from simulator.machine import Machine
+from simulator.plan import Plan, Swap
+from simulator.program import Program, Tensor
+
+PLANS: dict[str, dict[str, Any]] = {"liveness": {"offload": False}, "offload": {}, "recompute": {"strategy": "cost"}}
+FIG10_LABELS = {
+    "liveness": "liveness analysis",
+    "offload": "+ prefetch and offload",
+    "recompute": "+ cost-aware recomputation",
+    "captured": "the step that PyTorch runs, with liveness analysis",
+}
+POOL5, POOL2 = 32, 39  # steps
+FIG10_PAPER = {  # section 4.1.1
+    "baseline, MB": 2189.437, "baseline, tensors": 36,
+    "liveness, MB": 1489.355, "liveness, step": 32, "liveness, tensors": 17,
+    "outputs of CONV1 to CONV5 at step 32, MB": 1409.277, "tensors of POOL5's backward step, MB": 80.078,
+    "liveness, tensors at step 39": 10,
+    "offload, MB": 1132.155, "offload, step": 39, "offload, tensors": 9, "offload, MB at step 32": 1075.9,
+    "recompute, MB": 886.0, "recompute, step": 44,
+}  # fmt: skip
+
+
+class Fig10(Figure):
+    """Fig. 10: AlexNet's memory step by step, as techniques are added."""
+
+    name = "superneurons_alexnet"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        chosen = figures.chosen(settings, "shown", FIG10_LABELS)
+        return [{"shown": name, "batch_size": settings.batch_size} for name in chosen]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        if task["shown"] == "captured":
+            return captured(task["batch_size"], machine)
+        program = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
+        steps, again, peak = layerwise.steps(program, layerwise.plan(program, **PLANS[task["shown"]]))
+        most = max(range(len(steps)), key=lambda i: steps[i].nbytes)
+        layer = program.kernels[POOL5 - 1]
+        return {
+            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps],
+            "peak": peak,
+            "again": again,
+            "at_peak": [[program.tensors[t].name, program.tensors[t].nbytes] for t in steps[most].tensors],
+            "tensors": len(program.tensors),
+            "all": sum(t.nbytes for t in program.tensors),
+            "smallest": min(t.nbytes for t in program.tensors),
+            "layer": [[program.tensors[t].name, program.tensors[t].nbytes] for t in layer.accesses],
+        }
+
+    def numbers(self, rows: list[Row]) -> Row:
+        ours = found(rows)
+        by = {name: next((row for row in rows if row["shown"] == name), None) for name in FIG10_LABELS}
+
+        def agrees(key: str) -> bool:
+            unit = 0.5 if key == "recompute, MB" or "MB" not in key else 0.0011
+            return abs(ours[key] - FIG10_PAPER[key]) < unit
+
+        live, offload, again, _ = by.values()
+        layer = dict(live["layer"]) if live else {}
+        return {
+            "lines": lines(rows, ours), **by, "of": len(FIG10_PAPER.keys() & ours),
+            "exact": sum(map(agrees, FIG10_PAPER.keys() & ours)),
+            "peak": {name: ours.get(f"{name}, MB") for name in PLANS}, "live_tensors": ours.get("liveness, tensors"),
+            "outputs": ours.get("outputs of CONV1 to CONV5 at step 32, MB"), "layer": list(layer),
+            "layer_count": len(layer), "layer_bytes": sum(layer.values()),
+            "others": live and len(live["at_peak"]) - len(layer),
+            "more": offload and FIG10_PAPER["offload, MB"] - ours["offload, MB"],
+            "nine": offload and [f"{name} {nbytes / MB:.3f}" for name, nbytes in offload["at_peak"]],
+            "last": again and [name for name, _ in again["at_peak"]], "each": again and again["at_peak"][0][1],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MB
+        panels = []
+        for row in rows:
+            name, steps, ink = row["shown"], row["steps"], TECHNIQUES[row["shown"]]
+            x, sizes, most = range(1, len(steps) + 1), [s[2] / MB for s in steps], _most(row)
+            bars = Bars(x, sizes, ink, thick=1.0, across=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
+            marks: list[Mark] = [bars, Bars([most + 1], [sizes[most]], ink, thick=1.0, across=False)]
+            ends = [sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)]
+            marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
+            paper = f" (paper: {exact(FIG10_PAPER[f'{name}, MB'])} MB)" if f"{name}, MB" in FIG10_PAPER else ""
+            where = f"{'step' if name in PLANS else 'kernel'} {most + 1}, {operator(steps[most][0])} {steps[most][1]}"
+            title = f"{FIG10_LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}"
+            limits = 0.5, len(steps) + 0.5
+            kernels, high = Axis("kernel: forward | backward | optimizer", limits=limits), None
+            if name in PLANS:
+                whole, high = row["all"] / MB, top
+                text = f"all {row['tensors']} tensors at once: {whole:,.3f} MB"
+                marks.append(Rule(whole, across=True, text=text, below=True))
+                kernels = Axis("forward | backward", limits=limits, ticks=list(x), names=[s[0] for s in steps])
+            panels.append(Panel(title, marks, kernels, Axis("memory (MB)", limits=(0, high))))
+        title = f"AlexNet, batch {rows[0]['batch_size']}: what is in memory at each step, and how many tensors"
+        return Chart(title, panels, 1, (14.0, 3.1), (0.0, 0.4))
+
+
+def captured(batch_size: int, machine: Machine) -> Row:
+    """The program that PyTorch runs: bytes at every kernel, and what is in memory at its peak, by who wrote it."""
+    program = figures.program("alexnet", machine, batch_size=batch_size)
+    kept = sum(t.nbytes for t in program.tensors if t.persistent)
+    most = max(range(len(program.kernels)), key=lambda k: program.live_bytes[k])
+    at_peak: dict[str, list[int]] = {}
+    for t, tensor in enumerate(program.tensors):
+        uses = program.accesses[t]
+        if not tensor.persistent and uses and uses[0] <= most <= uses[-1]:
+            count = at_peak.setdefault(program.kernels[program.writes[t][0]].name, [0, 0])
+            count[0] += 1
+            count[1] += tensor.nbytes
+    plans = {name: layerwise.plan(program, **how) for name, how in PLANS.items()}
+    peaks = {name: simulate(program, p, FREE, FREE.memory_bytes).peak_bytes - kept for name, p in plans.items()}
+    return {
+        "steps": [[k.name, k.phase, n - kept, 0] for k, n in zip(program.kernels, program.live_bytes, strict=True)],
+        "peak": program.peak_bytes - kept,
+        "peaks": peaks,
+        "kept": kept,
+        "at_peak": sorted(([name, *count] for name, count in at_peak.items()), key=lambda entry: -entry[2]),
+        "tensors": sum(not t.persistent for t in program.tensors),
+        "all": sum(t.nbytes for t in program.tensors if not t.persistent),
+    }
+
+
+def found(rows: list[Row]) -> dict[str, float]:
+    """Our numbers, by the names of ``PAPER``; of the techniques that were run."""
+    out: dict[str, float] = {}
+    for row in rows:
+        name, steps = row["shown"], row["steps"]
+        if name == "captured":
+            continue
+        most = _most(row)
+        out |= {"baseline, MB": row["all"] / MB, "baseline, tensors": row["tensors"]}
+        out |= {f"{name}, MB": row["peak"] / MB, f"{name}, step": most + 1, f"{name}, tensors": steps[most][3]}
+        if name == "liveness":
+            layer = dict(row["layer"])
+            others = sum(nbytes for tensor, nbytes in row["at_peak"] if tensor not in layer)
+            out["outputs of CONV1 to CONV5 at step 32, MB"] = others / MB
+            out["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MB
+            out["liveness, tensors at step 39"] = steps[POOL2 - 1][3]
+        if name == "offload":
+            out["offload, MB at step 32"] = steps[POOL5 - 1][2] / MB
+    return out
+
+
+def _most(row: Row) -> int:
+    sizes = [step[2] for step in row["steps"]]
+    return sizes.index(max(sizes))
+
+
+def lines(rows: list[Row], ours: dict[str, float]) -> list[Row]:
+    """A line of the table for every number in the paper's text; PyTorch's beside the peaks."""
+    names = {"MB": "peak, MB", "step": "step of the peak", "tensors": "tensors in memory then"}
+    theirs = next((row for row in rows if row["shown"] == "captured"), None)
+    pytorch = {} if theirs is None else {
+        "baseline, MB": theirs["all"] / MB, "baseline, tensors": theirs["tensors"],
+        **{f"{name}, MB": n / MB for name, n in theirs["peaks"].items()},
+    }  # fmt: skip
+    out = []
+    for key, paper in FIG10_PAPER.items():
+        if key in ours:
+            technique, _, rest = key.partition(", ")
+            words = f"{FIG10_LABELS[technique]}: {names.get(rest, rest)}" if technique in FIG10_LABELS else key
+            digits = 3 if "MB" in key else 0
+            out.append({
+                "words": f"no sharing of memory: {rest}" if technique == "baseline" else words, "paper": exact(paper),
+                "ours": f"{ours[key]:,.{digits}f}",
+                "pytorch": f"{pytorch[key]:,.{digits}f}" if key in pytorch else None,
+            })  # fmt: skip
+    return out
+
+
+def exact(value: float) -> str:
+    """A number of the paper as it is printed."""
+    return f"{value:,.3f}".rstrip("0").rstrip(".")
+
+
+def operator(name: str) -> str:
+    """aten.add.Tensor: add."""
+    return name.removeprefix("aten.").partition(".")[0]
+
+
+TABLE1_LABELS = {"speed": "speed-centric", "memory": "memory-centric", "cost": "cost-aware"}
+NETWORKS = {
+    "alexnet": (layerwise.alexnet, 200),
+    "resnet50": (lambda: layerwise.resnet(3, 4, 6, 3), 32),
+    "resnet101": (lambda: layerwise.resnet(3, 4, 23, 3), 32),
+}
+TABLE1_PAPER: dict[str, dict[str, tuple[int, float]]] = {  # layers computed again, MB
+    "alexnet": {"speed": (14, 993.018), "memory": (23, 886.23), "cost": (17, 886.23)},
+    "resnet50": {"speed": (84, 455.125), "memory": (118, 401), "cost": (85, 401)},
+    "resnet101": {"speed": (169, 455.125), "memory": (237, 401), "cost": (170, 401)},
+}
+
+
+class Table1(Figure):
+    """Table 1: layers computed again, and peak memory, by strategy."""
+
+    name = "superneurons_table1"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        names = figures.chosen(settings, "networks", NETWORKS, "network ")
+        return [{"network": name, "strategy": strategy} for name in names for strategy in TABLE1_LABELS]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        layers, batch_size = NETWORKS[task["network"]]
+        program = layerwise.program(task["network"], layers(), batch_size)
+        branches = any(layer.kind in JOINS for layer in layers())
+        plan = layerwise.plan(program, strategy=task["strategy"], branches=branches)
+        planner = agents.make("superneurons", recompute=task["strategy"], joins=branches)
+        steps, again, peak = layerwise.steps(program, plan)
+        most = max(steps, key=lambda step: step.nbytes)
+        at_peak = [[program.tensors[t].name, program.tensors[t].nbytes] for t in most.tensors]
+        return {
+            "batch_size": batch_size, "again": again, "peak": peak, "step": f"{most.name} {most.phase}",
+            "at_peak": at_peak, "planner": figures.least_limit(planner, program, FREE, 1),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [facts(row) for row in rows]
+        far = [one["peak"] / MB - one["paper"][1] for one in found if one["network"] != "alexnet" and not one["close"]]
+        more = [row["planner"] - row["peak"] for row in rows]
+        return {
+            "lines": found, "count": len(rows), "same": sum(one["again"] == one["paper"][0] for one in found),
+            "close": sum(one["close"] for one in found), "missing": far[-1] if far else None,
+            "exact": None if any(more) else "to the byte", "more": span(more) if any(more) else None,
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found, panels = figures.grouped(map(facts, rows)), []
+        shown = (("Layers computed again", "again", 1), ("Peak memory (MB)", "peak", MB))
+        for i, (title, key, unit) in enumerate(shown):
+            marks: list[Mark] = []
+            for s, (strategy, label) in enumerate(TABLE1_LABELS.items()):
+                mine = [next((one for one in net if one["strategy"] == strategy), None) for net in found.values()]
+                ours, theirs = [one and one[key] / unit for one in mine], [one and one["paper"][i] for one in mine]
+                texts = ["" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
+                         for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+                x = [n + 0.27 * (s - 1) for n in range(len(found))]
+                marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, across=False, texts=texts))
+                marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
+            names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in found.values()]
+            panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
+        return Chart("Table 1 of the SuperNeurons paper: what is recomputed, and what it takes", panels, 2, (7.5, 3.8))
+
+
+def facts(row: Row) -> Row:
+    """A network and strategy, beside the paper's."""
+    again, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
+    return {
+        **row, "label": figures.label(row["network"]), "named": TABLE1_LABELS[row["strategy"]], "paper": (again, peak),
+        "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}", "close": abs(row["peak"] / MB - peak) < 0.0011,
+    }  # fmt: skip
+
+
+GB = 10**9
+TABLE3_PAPER = {  # GB without and with the cache
+    256: (2.56, 0.0), 384: (3.72, 0.0), 512: (4.88, 0.0), 640: (6.03, 0.0), 896: (8.35, 0.0), 1024: (9.50, 0.88),
+}  # fmt: skip
+KEPT = ("weights", "gradients of weights", "momentum")
+
+
+class Table3(Figure):
+    """Table 3: what the Tensor Cache saves in copies of AlexNet."""
+
+    name = "superneurons_table3"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        return [{"batch_size": batch} for batch in figures.integers(settings, "batches", 1)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        from experiments import workloads  # PyTorch is only needed to count weights and biases
+
+        model = workloads.build(figures.workload("alexnet"))[0]
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        bare = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
+        kept = tuple(Tensor(name, weights, "parameter", True) for name in KEPT)
+        program = Program(bare.name, (*bare.tensors, *kept), bare.kernels)
+        plan = figures.attempt(agents.make("superneurons", mode="swap"), program, machine, machine.memory_bytes)
+        return {
+            "weights": weights, "memory": machine.memory_bytes, "copied": copied(program, layerwise.plan(program)),
+            "cached": plan and copied(program, plan), "peak": program.peak_bytes,
+            "all": sum(t.nbytes for t in program.tensors),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
+        first, kept = rows[0], len(KEPT) * rows[0]["weights"]
+        shown = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
+        full = sorted((row for row in rows if row["all"] > row["memory"]), key=lambda row: row["batch_size"])
+        at_1024 = full[0] if full and full[0]["batch_size"] == 1024 else None
+        return {
+            "sizes": [{**row, "paper": TABLE3_PAPER.get(row["batch_size"])} for row in rows],
+            "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in shown),
+            "kept": kept, "limit": int((first["memory"] - kept) * first["batch_size"] // (first["peak"] - kept)),
+            "free": at_1024 and at_1024["memory"] - at_1024["peak"],
+            "over": at_1024 and at_1024["all"] - at_1024["memory"],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        xs = [row["batch_size"] for row in rows]
+        marks: list[Mark] = []
+        shown = (("copied", PREDICTED, "without cache"), ("cached", MEASURED, "Tensor Cache"))
+        for i, (key, ink, name) in enumerate(shown):
+            ours = [None if row[key] is None else row[key] / GB for row in rows]
+            theirs = [TABLE3_PAPER[x][i] if x in TABLE3_PAPER else None for x in xs]
+            marks += [Line(xs, ours, ink, f"{name}, ours", width=2),
+                      Line(xs, theirs, ink, f"{name}, paper", "o", "", size=8, hollow=True)]  # fmt: skip
+        panel = Panel("", marks, Axis("batch size", limits=(0, None), ticks=xs), Axis("copied in one iteration (GB)"))
+        return Chart("AlexNet on a 12 GB K40c: traffic over the host link", [panel], size=(9.5, 4.2))
+
+
+def copied(program: Program, plan: Plan) -> int:
+    """Bytes that a plan copies in one iteration, out and back in."""
+    return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))

@@ -1,0 +1,286 @@
+"""SuperNeurons' figures: the accounting by layer, networks of any depth, and what fits, on cases worked out by hand."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+import agents
+from agents.heuristics.superneurons import leaving
+from agents.planner import MIB
+from experiments import figures
+from experiments.common.bisection import largest
+from experiments.figures import layerwise, superneurons as captured, superneurons_capacity as capacity
+from experiments.figures.figure import Figure, find
+from experiments.figures.layerwise import MB, Layer
+from experiments.figures.superneurons_capacity import Deeper, anonymous
+from experiments.figures.superneurons_layers import FIG10_PAPER, TABLE1_PAPER, Fig10, Table1, Table3, found
+from experiments.workloads.vgg import AlexNet
+from simulator import Gap, Kernel, Machine, Plan, Program, Tensor, simulate
+from tests import tiny
+from tests.experiments.conftest import figure_settings
+
+GPU = Machine.load("k40c")
+ALEXNET = layerwise.program("alexnet", layerwise.alexnet(), 200)
+
+
+def rows_of(figure: Figure, **more: Any) -> list[dict[str, Any]]:
+    return [{**task, **figure.run(task, GPU)} for task in figure.tasks(figure_settings(figure.name, **more))]
+
+
+def test_a_tiny_network_by_hand() -> None:
+    # Batch 1, 256 numbers = 1 KiB: CONV a (1 KiB), RELU b (1), POOL c (0.5), CONV d (0.5), softmax e (0.5).
+    layers = [Layer("a", "conv", 256, ()), Layer("b", "activation", 256, (0,)), Layer("c", "pool", 128, (1,)),
+              Layer("d", "conv", 128, (2,)), Layer("e", "other", 128, (3,))]  # fmt: skip
+    program = layerwise.program("tiny", layers, 1, image=64)
+    # Outputs a 1024, b 1024, c 512, d 512, e 512; gradients of the inputs of d 512, c 1024 (in which b's is, too), and
+    # a 256, the images'. e's gradient is in e.
+    assert [t.nbytes for t in program.tensors] == [1024, 1024, 512, 512, 512, 512, 1024, 256]
+    assert [k.name for k in program.kernels] == ["a", "b", "c", "d", "e", "e", "d", "c", "b", "a"]
+    steps, again, peak = layerwise.steps(program, Plan())
+    assert again == 0 and peak == program.peak_bytes
+    # d is read by e's two steps only, c by d's step and its own. e backward: a, b, c, d, e; d backward: a, b, c, e and
+    # the new gradient; c backward: a, b, c and both gradients; b backward: a, b and one gradient; a backward: that
+    # and 256 bytes more.
+    assert [s.nbytes for s in steps] == [1024, 2048, 2560, 3072, 3584, 3584, 3584, 4096, 3072, 1280]
+    assert [len(s.tensors) for s in steps] == [1, 2, 3, 4, 5, 5, 5, 5, 3, 2]
+    # a goes to the host behind b, and comes back when d's backward step begins (step 7): away in steps 3 to 6.
+    offloaded = [s.nbytes for s in layerwise.steps(program, layerwise.plan(program))[0]]
+    assert offloaded == [1024, 2048, 1536, 2048, 2560, 2560, 3584, 4096, 3072, 1280]
+    # b and c dropped, too, behind c and d. Step 7 runs b and c again for c; speed-centric keeps b (1024 more).
+    for strategy, runs, during in (("speed", 2, 3584), ("memory", 3, 2560)):
+        steps, again, _ = layerwise.steps(program, layerwise.plan(program, strategy=strategy))
+        assert (again, steps[6].nbytes, steps[7].nbytes) == (runs, during, 4096)
+    with pytest.raises(ValueError, match="strategy"):
+        layerwise.plan(program, strategy="fast")
+
+
+def test_forks_and_joins_by_hand() -> None:
+    # fork(CONV a) -> CONV l, BN r -> join -> softmax. Forward: right branch first, as listed.
+    layers = [
+        Layer("a", "conv", 256, ()), Layer("f", "copy", 256, (0,)), Layer("r", "norm", 256, (1,)),
+        Layer("l", "conv", 256, (1,)), Layer("j", "elementwise", 256, (3, 2)), Layer("e", "other", 256, (4,)),
+    ]  # fmt: skip
+    assert [layers[i].name for i in layerwise.backward_order(layers)] == ["e", "j", "r", "l", "f", "a"]
+    program = layerwise.program("branches", layers, 1)
+    names = [t.name for t in program.tensors]
+    assert names[:3] == ["a", "f for r", "f for l"]
+    inputs = {k.name: [names[t] for t in k.inputs] for k in program.kernels if k.phase == "backward"}
+    # The first branch's gradient is the join's own, which softmax left in e; the second has a copy.
+    copy = "gradient of j's input 1"
+    assert inputs["j"] == ["e"] and inputs["r"] == ["f for r", copy] and inputs["l"] == ["f for l", "e"]
+    assert set(inputs["f"]) == {"gradient of r's input", "gradient of l's input"}
+
+
+def test_alexnet_is_the_network_that_pytorch_trains() -> None:
+    with torch.device("meta"):
+        model, x = AlexNet(), torch.empty(2, 3, 227, 227)
+        sizes = {}
+        for name, layer in model.named_children():
+            x = layer(x)
+            sizes[name.upper()] = x.numel() // 2
+    sizes.pop("FLATTEN")
+    assert sizes == {layer.name: layer.floats for layer in layerwise.alexnet()[:-1]}
+
+
+def test_table_1() -> None:
+    rows = rows_of(Table1(), networks=["alexnet", "resnet50"])
+    by_key = {(row["network"], row["strategy"]): row for row in rows}
+    assert all(row["again"] == TABLE1_PAPER[n][s][0] for (n, s), row in by_key.items())
+    # AlexNet: A = 200 * 96 * 55 * 55 floats, B = 200 * 96 * 27 * 27; ResNet50: A = 32 * 64 * 114 * 114, B of 56 * 56.
+    for network, a, b in (
+        ("alexnet", 200 * 96 * 55**2, 200 * 96 * 27**2),
+        ("resnet50", 32 * 64 * 114**2, 32 * 64 * 56**2),
+    ):
+        peaks = [by_key[network, strategy]["peak"] for strategy in ("speed", "memory", "cost")]
+        assert peaks == [4 * (4 * a + 2 * b), 4 * 4 * a, 4 * 4 * a]
+    assert all(row["planner"] == row["peak"] for row in rows)
+    said = Table1().numbers(rows)
+    assert (said["same"], said["close"], said["missing"], said["exact"]) == (6, 4, 5.125, "to the byte")
+    program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
+    assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # nothing explains the paper's 401 MB
+
+
+def test_fig_10() -> None:
+    rows = rows_of(Fig10(), shown=["liveness", "offload", "recompute"])
+    ours = found(rows)
+    differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
+    assert differ == {"offload, MB", "offload, MB at step 32", "recompute, MB"}  # the last, 886, is in full MB
+    sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
+    # The nine tensors at POOL2: 2 CONV1's, POOL1's, 4 CONV2's (one a gradient), 2 POOL2's.
+    nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
+    assert ours["offload, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
+    assert len(Fig10().say(rows)[1]) == len(FIG10_PAPER)
+    task = {"shown": "captured", "batch_size": 2}
+    row = Fig10().run(task, GPU)
+    assert row["peak"] == sum(n for *_, n in row["at_peak"]) == max(s[2] for s in row["steps"])
+    assert row["peaks"]["liveness"] == row["peak"] >= row["peaks"]["offload"] >= row["peaks"]["recompute"]
+
+
+def test_table_3() -> None:
+    rows = small, large, beyond = rows_of(Table3(), batches=[256, 1024, 1792])
+    # CONV outputs of an image: 96*55*55 + 256*27*27 + 2*384*13*13 + 256*13*13 = 650,080 floats, out and in.
+    assert small["copied"] == 256 * 650_080 * 4 * 2 and large["copied"] == 4 * small["copied"]
+    assert small["cached"] == large["cached"] == 0 and 0 < beyond["cached"] < beyond["copied"]
+    # CONV 34,944 + 614,656 + 885,120 + 1,327,488 + 884,992; FC 37,752,832 + 16,781,312 + 4,097,000.
+    assert small["weights"] == 62_378_344 * 4
+    first, per_image = Table3().numbers(rows)["limit"], ALEXNET.peak_bytes // 200
+    sizes = [3 * small["weights"] + n * per_image for n in (first, first + 1)]
+    assert sizes[0] <= GPU.memory_bytes < sizes[1]
+    cells = Table3().say(rows)[1]
+    assert cells[0][:5] == ["256", "2.56", "1.33", "0.00", "0.00"] and cells[2][1] == ""
+    assert Table3().say([{**small, "cached": None}])[1][0][4] == "does not fit"
+
+
+@given(true=st.integers(0, 300), first=st.integers(1, 300), most=st.integers(1, 300))
+def test_the_largest_that_fits_is_found(true: int, first: int, most: int) -> None:
+    asked = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= true
+
+    first = min(first, most)
+    assert largest(fits, first, most) == min(true, most)
+    assert all(1 <= n <= most for n in asked) and len(asked) == len(set(asked)) <= 18  # 2 log2(300) is 16.5
+    with pytest.raises(ValueError, match="first: expected"):
+        largest(fits, most + 1, most)
+    assert largest(lambda n: n <= 54, 8, 1000, part=16) == 54  # to within a 16th
+
+
+@cache
+def resnet(stages: str, batch: int = 2) -> Program:
+    return figures.program("resnet50_imagenet", GPU, stages=stages, batch_size=batch)
+
+
+def test_a_repeated_block_is_the_capture_of_a_deeper_network() -> None:
+    shallow = resnet("1-1-4-1")
+    deeper = Deeper(shallow, 8)  # the third stage's blocks are layers 6 to 9, behind the stem's four and two blocks
+    assert deeper.by(0) == shallow
+    assert anonymous(deeper.by(2)) == anonymous(resnet("1-1-6-1")) != anonymous(deeper.by(1))
+
+
+def chain(sizes: list[int]) -> Program:
+    """Layers with a weight and an output each, and what keeps the outputs until the end."""
+    n = len(sizes)
+    tensors = [Tensor(f"layers.{i}.weight", 8, "parameter", True) for i in range(n)]
+    tensors += [Tensor(f"out{i}", size) for i, size in enumerate(sizes)]
+    kernels = [Kernel("f", "conv", "forward", (i, *([n + i - 1] if i else [])), (n + i,), 1) for i in range(n)]
+    kernels.append(Kernel("marker", "other", "optimizer", tuple(range(n, 2 * n)), (), 0))
+    return Program("chain", tuple(tensors), tuple(kernels))
+
+
+def test_a_chain_of_layers_by_hand() -> None:
+    deeper = Deeper(chain([4, 4, 4, 4]), 1).by(2)
+    # Layer 1 (weight 1, output 5) has two copies: tensors 8, 9 and 10, 11; layer 2 reads the last one's output.
+    assert [k.inputs for k in deeper.kernels] == [(0,), (1, 4), (8, 5), (10, 9), (2, 11), (3, 6), (4, 5, 9, 11, 6, 7)]
+    assert [k.outputs for k in deeper.kernels] == [(4,), (5,), (9,), (11,), (6,), (7,), ()]
+    assert [t.name for t in deeper.tensors[8:]] == ["layers.1.weight+1", "out1+1", "layers.1.weight+2", "out1+2"]
+    with pytest.raises(ValueError, match="not alike"):
+        Deeper(chain([4, 4, 5, 4]), 1)
+    with pytest.raises(ValueError, match="more"):
+        Deeper(chain([4, 4, 4, 4]), 1).by(-1)
+    twice = chain([4, 4, 4, 4])
+    again = replace(twice, kernels=(*twice.kernels[:4], replace(twice.kernels[1], outputs=()), twice.kernels[4]))
+    with pytest.raises(ValueError, match="one piece"):
+        Deeper(again, 1)
+
+
+def scaled(n: int) -> Program:
+    """The tiny program with activations of n MiB, so that all planners see them, and no others."""
+    tensors = tuple(replace(t, nbytes=n * MIB if t.kind == "activation" else 0) for t in tiny.PROGRAM.tensors)
+    return replace(tiny.PROGRAM, tensors=tensors)
+
+
+def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of tensors of 10 MiB, four are live at the peak and in all, two at every kernel that uses two; a1 is away in
+    # kernels 2 to 5 and a2 in 3 and 4, which leaves a3 and a4 (kernels 3 and 4), then a2 and a3.
+    floors = {m: capacity.floor(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
+    assert floors == {"own": 40, "none": 40, "vdnn_all": 20, "bound": 20}
+    machine = replace(tiny.MACHINE, memory_bytes=100 * MIB)
+    sizes = {m: capacity.most(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
+    assert sizes["own"] == (25, {}) and sizes["bound"] == (50, {})
+    assert sizes["none"][0] == 25 and sizes["none"][1]["overhead"] == 0 and sizes["none"][1]["peak"] == 100 * MIB
+    # A planner that is worse than its floor is followed down: the search begins at 50 and ends at 31.
+    asked = []
+
+    def planned(method: str, program: Program, machine: Machine) -> object:
+        asked.append(program.tensors[1].nbytes // MIB)
+        plan = agents.make("none").plan(program, machine, 10**9)
+        return simulate(program, plan, machine, 10**9) if asked[-1] <= 31 else None
+
+    monkeypatch.setattr(capacity, "planned", planned)
+    assert capacity.most("vdnn_all", scaled, machine, 7, 1000)[0] == 31
+    assert asked[0] == 50 and len(asked) == len(set(asked)) <= 12
+    monkeypatch.setattr(capacity, "planned", lambda *_: None)
+    assert capacity.most("vdnn_all", scaled, machine, 7, 1000) == (0, {})
+
+
+def test_joins_go_to_the_host_on_request() -> None:
+    kinds = ["conv", "elementwise", "copy", "norm"]
+    kernels = [Kernel(k, k, "forward", (i,), (i + 1,), 10) for i, k in enumerate(kinds)]  # type: ignore[arg-type]
+    kernels += [Kernel("b", "conv", "backward", (4 - i,), (5 + i,), 10) for i in range(4)]
+    tensors = (Tensor("x", 10, "input", True), *(Tensor(f"t{i}", 10) for i in range(8)))
+    program = Program("joins", tensors, tuple(kernels))
+    conv, sums, cat = Gap(1, 1, 7), Gap(2, 2, 6), Gap(3, 3, 5)
+    assert set(leaving(program, "swap", 1)) == {conv}
+    assert set(leaving(program, "swap", 1, joins=True)) == {conv, sums, cat}
+    # Two tensors beside the images are in use at any kernel, so that 30 bytes do where all may leave.
+    assert agents.make("superneurons", joins=True, min_bytes=1, early=True).plan(program, tiny.MACHINE, 30).decisions
+    with pytest.raises(agents.Infeasible):
+        agents.make("superneurons", min_bytes=1, early=True).plan(program, tiny.MACHINE, 30)
+
+
+def test_table2_by_hand() -> None:
+    # ResNet50, 16 images: 16 / 21.5 - 16 / 32.9 s are 257.9 ms more with cudaMalloc; with 500 blocks 0.516 ms each.
+    row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
+           "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
+    (one,) = captured.table2_facts([row])
+    assert one["added"]["paper"] == pytest.approx(257.86, abs=0.01)
+    assert one["block_ms"] == pytest.approx(0.5157, abs=1e-4)
+    # 16 / 32.9 s are 486.3 ms: as much again makes a speedup of 2; at the paper's own cost it is the paper's.
+    assert one["speedup"]["ours"] == pytest.approx(2) and one["speedup"]["each"] == pytest.approx(32.9 / 21.5)
+
+
+def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of networks with one block in the stages that are not repeated."""
+    capacity.first.cache_clear()
+    monkeypatch.setattr(capacity, "STAGES", (1, 1, 1))
+    monkeypatch.setattr(capacity, "FIRST", {"own": 4, "none": 8})
+    monkeypatch.setattr(capacity, "captured", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
+    machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
+    figure = find("superneurons_table4")
+    tasks = figure.tasks(figure_settings(figure.name, methods=["own", "none"], captured="own", batch_size=2))
+    rows = [{**task, **figure.run(task, machine)} for task in tasks]
+    assert [task["captured"] for task in tasks] == [True, False] and rows[0]["n3"] == 6 < rows[1]["n3"]
+    for row, need in zip(rows, (lambda p: sum(t.nbytes for t in p.tensors), lambda p: p.peak_bytes), strict=True):
+        sizes = [need(Deeper(resnet("1-1-4-1"), 8).by(n3 - 4)) for n3 in (row["n3"], row["n3"] + 1)]
+        assert sizes[0] <= machine.memory_bytes < sizes[1]  # what is found fits, and one block more does not
+        assert row["depth"] == 3 * (3 + row["n3"]) + 2
+    cells = figure.say(rows)[1]
+    assert cells[4][:2] == ["SuperNeurons, in the paper", "1,920"] and cells[5][1] == str(rows[0]["depth"])
+    monkeypatch.setattr(capacity, "captured", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
+    with pytest.raises(AssertionError, match="n3 = 6"):
+        figure.run(tasks[0], machine)
+
+
+def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "TABLE5_MOST", 256)
+    figure, methods = find("superneurons_table5"), ["own", "none", "superneurons", "bound"]
+    searched, planned = figure.tasks(figure_settings(figure.name, networks=["alexnet"], methods=methods))
+    assert planned == {"network": "alexnet", "planner": "lp_round", "batch": 1792}
+    machine = replace(GPU, memory_bytes=3 * 2**30)
+    row = {**searched, **figure.run(searched, machine)}
+    fits = {method: there["batch"] for method, there in row["found"].items()}
+    assert 0 < fits["own"] < fits["none"] < fits["superneurons"] <= fits["bound"]
+    for batch, overhead in ((fits["none"], 0.0), (fits["none"] + 1, None)):  # one image more does not fit
+        assert figure.run({**planned, "planner": "none", "batch": batch}, machine) == {"overhead": overhead}
+    rows = [row, {**planned, "overhead": 0.25}]
+    cells = figure.say(rows)[1]
+    assert cells[0][:6] == ["AlexNet", "768", "768", "1,024", "1,408", "1,792"] and cells[0][-1] == "fits (25.0%)"
+    assert cells[0][6] == str(fits["own"]) and figure.numbers(rows)["short"] is None
+    half = {**row, "found": {**row["found"], "none": {"batch": 9, "peak": row["memory"] // 2}}}
+    assert figure.numbers([half, rows[1]])["short"] == ["dead tensors freed on AlexNet"]  # the host's memory stops it
