@@ -48,7 +48,7 @@ class Free(NamedTuple):
 class Memory:
     """PyTorch's caching allocator, with addresses of its own.
 
-    Freed memory returns to its stream at once, and after record_stream when all these streams have reached it. Only pools
+    Freed memory returns to its stream at once, after record_stream when all these streams have reached it. Only pools
     reuse addresses: they ask their allocator for a whole segment per block, and choose free ones by best fit.
     """
 
