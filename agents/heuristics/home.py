@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.heuristics.home_stages import StageModel
 from agents.heuristics.layers import feature_maps
 from agents.planner import NO_ROWS, Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import rows_for
@@ -26,6 +27,7 @@ from simulator.program import Gap, Program
 
 RETAINED = STAYS
 UPDATES = ("tensors", "whole")
+EVALUATORS = ("simulator", "stages")
 
 Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
 Costs = NDArray[np.int64]  # (particles, 2): bytes over the limit, iteration_ns; compared in this order
@@ -53,6 +55,7 @@ class HOME(RowsPlanner):
         jobs: threads that share the simulator calls of an update; None: one per core, or one within a worker process
             of the caller's. The plan does not depend on it.
         update: "tensors": Algorithm 3 as printed; "whole": one evaluation per particle and iteration (choice 11).
+        evaluator: "simulator", or "stages": Algorithm 2 as printed, whose best particle must fit in the simulator.
 
     Attributes:
         history: an ``Iteration`` for each that the last ``plan`` ran.
@@ -69,6 +72,7 @@ class HOME(RowsPlanner):
     mode: str = one_of(MODES, "joint")
     jobs: int | None = at_least(1, None)
     update: str = one_of(UPDATES, "tensors")
+    evaluator: str = one_of(EVALUATORS, "simulator")
     history: list[Iteration] = field(init=False, default_factory=list)
 
     def choose(self, engine: Engine) -> Rows:
@@ -81,7 +85,7 @@ class HOME(RowsPlanner):
         least = Candidates(engine.program, gaps).least
         if least > engine.limit:
             raise self.beyond_reach(engine, None if self.mode == "recompute" else least)
-        evaluator = Evaluator(engine, gaps, self.jobs)
+        evaluator = Evaluator(engine, gaps, self.jobs, self.evaluator)
         best, cost = self._search(evaluator, allowed)
         if cost[0]:
             raise self.beyond_reach(engine, None)
@@ -108,7 +112,7 @@ class HOME(RowsPlanner):
                 break
             leader = np.broadcast_to(x[lowest(cost)], x.shape)
             if self.update == "whole":
-                count = int(min(len(x), budget - evaluator.engine.calls))
+                count = int(min(len(x), budget - evaluator.calls))
                 todo = np.arange(count, len(x))
                 x = np.concatenate([moved(rng, x, leader, own)[:count], x[count:]])
                 cost = np.concatenate([evaluator.evaluate(x[:count]), cost[count:]])
@@ -118,7 +122,7 @@ class HOME(RowsPlanner):
             _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
             new, new_cost, todo = x[first], cost[first], np.argsort(first)
             at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # calls of an update
-            while count := int(np.searchsorted(at_most[todo].cumsum(), budget - evaluator.engine.calls, side="right")):
+            while count := int(np.searchsorted(at_most[todo].cumsum(), budget - evaluator.calls, side="right")):
                 part, todo = todo[:count], todo[count:]
                 i = first[part]
                 new[part], new_cost[part] = evaluator.update(x[i], cost[i], leader[i], own[i])
@@ -136,13 +140,15 @@ class Evaluator:
     Args:
         engine: the simulator.
         threads: that score plans; None: one a core.
+        kind: one of EVALUATORS.
 
     Attributes:
         swaps: int64[feature maps, 6], the rows that swap them.
     """
 
-    def __init__(self, engine: Engine, gaps: list[Gap], threads: int | None = None) -> None:
-        self.engine, self._threads = engine, threads
+    def __init__(self, engine: Engine, gaps: list[Gap], threads: int | None = None, kind: str = "simulator") -> None:
+        self.engine, self._threads, self._estimates = engine, threads, 0
+        self._stages = StageModel(engine.program, engine.machine, engine.limit, gaps) if kind == "stages" else None
         self.swaps = rows_for(gaps, SWAPPED)
         self._ways = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
         self._ways[SWAPPED], self._ways[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
@@ -153,8 +159,16 @@ class Evaluator:
         rows: Rows = self._ways[x[at], at[-1]]
         return rows
 
+    @property
+    def calls(self) -> int:
+        """Simulator calls, and evaluations by stages."""
+        return self.engine.calls + self._estimates
+
     def evaluate(self, x: Placements) -> Costs:
         """Algorithm 2: the costs of particles."""
+        if self._stages is not None:
+            self._estimates += len(x)
+            return self._stages.evaluate(x)
         scores = self.engine.score_batch(self.rows(x), (x != RETAINED).sum(axis=1), self._threads)
         return np.stack([np.maximum(scores.required_bytes - self.engine.limit, 0), scores.iteration_ns], axis=1)
 

@@ -11,7 +11,8 @@ import pytest
 import agents
 from agents.heuristics import home
 from agents.heuristics.home import Evaluator
-from simulator import Gap, Program, Recompute, Swap, simulate
+from agents.heuristics.home_stages import StageModel
+from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
 from simulator.compiled import engine
 from simulator.compiled.engine import NEVER, Engine, rows_of
 from tests.agents.search.test_search import pyramid
@@ -150,3 +151,28 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
     assert (one.simulator_calls == free.simulator_calls) == (calls == 3000)
     if calls == 700:  # it goes on as far as the calls do: what is left is not enough for a particle
         assert calls - 2 * 12 - 1 <= one.simulator_calls
+
+
+def test_stages_wait_for_swap_outs_as_in_algorithm_2():
+    """Swapping a (40 ns each way) is hidden, or delays the loss until it is out; recomputing it takes its kernel."""
+    program = Program(
+        "two convolutions",
+        (Tensor("x", 10, persistent=True), Tensor("a", 40), Tensor("b", 30), Tensor("c", 50)),
+        tuple(
+            Kernel(name, "conv", phase, inputs, outputs, 100)
+            for name, phase, inputs, outputs in (
+                ("forward a", "forward", (0,), (1,)), ("forward b", "forward", (1,), (2,)),
+                ("loss", "forward", (2,), (3,)), ("backward b", "backward", (2, 3), (3,)),
+                ("backward a", "backward", (1, 3), (3,)),
+            )
+        ),
+    )  # fmt: skip
+    link = Machine("link", 10**9, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
+    kept_swapped_recomputed = particles((0,), (1,), (2,))
+    for limit, expected in (
+        (130, [(0, 500), (0, 500), (0, 600)]),
+        (129, [(1, 500), (0, 540), (0, 600)]),
+        (89, [(41, 500), (11, 540), (11, 600)]),
+    ):
+        model = StageModel(program, link, limit, [Gap(1, 1, 4)])
+        assert list(map(tuple, model.evaluate(kept_swapped_recomputed).tolist())) == expected
