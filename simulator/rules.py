@@ -13,18 +13,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing
-from simulator.job_state import NEVER, Direction, Gap, Host, JobState, Lowered, Work, check_jobs, reserved_bytes
+from simulator.job_state import Direction, Gap, Host, JobState, Work, check_jobs, reserved_bytes
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
-from simulator.schedule import MAX_ITERATIONS, check_room, lower
+from simulator.schedule import MAX_ITERATIONS, NEVER, Schedule, check_room, lower
 from simulator.timeline import BlockEvent, Span, Timeline
 
 
 class World:
     """The state of a simulation; one method per line of rule 9."""
 
-    def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int,
+    def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Schedule]], machine: Machine, limit: int,
                  until_ns: int | None, sharing: Sharing, limit_until: int = NEVER):  # fmt: skip
         self.jobs, self.plans, self.machine, self.sharing = jobs, plans, machine, sharing
         self.limit, self.limit_until = limit, limit_until
@@ -42,8 +42,6 @@ class World:
         self.evictions: list[Eviction] = []
         self.records = [Record(job) for job in jobs]
         self.host: Host | None = None  # of one job alone, if it takes time
-
-    # ------------------------------------------------------------------------- ledger, queue, what is done
 
     def _limit_at(self, job: JobState, position: int) -> int:
         """Choice d."""
@@ -338,8 +336,6 @@ class World:
         if self.served is job:
             self.served = None
 
-    # ---------------------------------------------------------------------------- time, and demand
-
     def advance(self) -> None:
         """To the next completion, arrival, or end of patience; or a tensor is evicted."""
         ends = [work.ends(self.now, speed) for work, speed in self.under_way()]
@@ -373,13 +369,13 @@ class World:
         best: tuple[tuple[int, ...], JobState, int] | None = None
         host_left = self._host_left()
         for job in self.present:
-            touched = job.lowered.touched[job.step]
+            touched = job.schedule.touched[job.step]
             for b in job.memory:
                 tensor, nbytes, *_ = job.schedule.blocks[b]
                 if not nbytes or nbytes > host_left or (job is self.served and b in touched):
                     continue
                 tier = 2 if b in touched else int(job is self.served)
-                _, ns = job.lowered.next_touch(b, job.step)
+                _, ns = job.schedule.next_touch(b, job.step)
                 key = (tier, -ns, -nbytes, job.index, tensor, b)
                 if best is None or key < best[0]:
                     best = key, job, b
@@ -437,7 +433,11 @@ def simulate_jobs(
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
+    for job in jobs:
+        for plan in job.plans:
+            plan.check(job.program)
+            plan.only("a job among several", "swap", "recompute", "rerun")
+    plans = [[lower(job.program, plan) for plan in job.plans] for job in jobs]
     check_jobs(jobs, plans, machine, limit, until_ns)
     world = World(jobs, plans, machine, limit, until_ns, sharing)
     while True:
@@ -461,7 +461,7 @@ def simulate(
     schedule = lower(program, plan)
     until = len(program.kernels) if limit_until is None else limit_until
     check_room(schedule, machine, limit, until)
-    world = World([Job("", program, plan)], [[Lowered(schedule)]], machine, limit, None, "fifo", until)
+    world = World([Job("", program, plan)], [[schedule]], machine, limit, None, "fifo", until)
     job = world.begin(0, 0)
     if machine.issue_ns and any(step.duration_ns for step in schedule.steps):
         world.host = Host(schedule, machine, max(iterations, MAX_ITERATIONS))
