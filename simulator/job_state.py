@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.job import Job, Record
+from simulator.job import Cause, Job, JobTimeline, Stall
 from simulator.machine import Machine
 from simulator.plan import PlanError, Swap
 from simulator.schedule import NEVER, OutOfMemory, Schedule, Step
+from simulator.timeline import BlockEvent, Span
 
 Direction = Literal["d2h", "h2d"]
 ALONE_ONLY = ("issue_ns", "wait_ns", "event_ns", "copy_contention")  # costs of one job that has the machine alone
@@ -82,7 +83,7 @@ class Work:
     """A copy or a step that is under way or, with ``issued``, queued."""
 
     job: JobState
-    span: int = -1  # its index among those of the record
+    span: int = -1  # its index among those of the job
     left: int = 0  # of it, in ns / ALONE
     tensor: int = -1
     block: int = -1
@@ -160,16 +161,21 @@ class Host:
 
 
 class JobState:
-    """One job from its admission until it has left. The ledger and the copies are the machine's."""
+    """One job: where it is, and what it has done so far. The ledger and the copies are the machine's."""
 
-    def __init__(
-        self, index: int, record: Record, plans: Sequence[Schedule], plan: int, now: int, kernel_ends: int
-    ):  # fmt: skip
-        self.index, self.job, self.record, self.plans = index, record.job, record, plans
-        self.use(plan)
+    def __init__(self, index: int, job: Job, plans: Sequence[Schedule]):
+        self.index, self.job, self.plans = index, job, plans
+        self.admitted_ns: int | None = None
+        self.left_ns: int | None = None
+        self.boundaries: list[int] = []
+        self.spans: list[Span] = []
+        self.events: list[BlockEvent] = []
+        self.events_until: list[int] = []
+        self.stalls: list[Stall] = []
+        self.switches: list[tuple[int, int]] = []
         self.position = 0  # the kernel that runs, or else the next one
         self.step = 0  # the step that runs, or else the next one
-        self.ends = [kernel_ends]  # per position: how many kernels of all jobs had ended when it was reached
+        self.ends: list[int] = []  # per position: how many kernels of all jobs had ended when it was reached
         self.away: dict[int, Gap] = {}  # by its plan: by tensor
         self.evicted: dict[int, Gap] = {}  # on demand: by block
         self.early: list[Gap] = []  # come back, or coming, before their use
@@ -177,11 +183,35 @@ class JobState:
         self.held = 0  # their bytes
         self.host_copy: dict[int, int] = {}  # tensor -> the block that its valid copy on the host is of
         self.running = False
-        self.waits_since = now  # when its last step ended
+        self.waits_since = 0  # when its last step ended
         self.ready_since: int | None = None  # since when its next step could start
         self.offer: Gap | None = None  # the tensor that it would have back next
         self.offered_since = 0
         self.leaving = False
+
+    def begin(self, plan: int, now: int, kernel_ends: int) -> None:
+        """It is admitted, by this one of its plans."""
+        self.use(plan)
+        self.admitted_ns, self.waits_since, self.ends = now, now, [kernel_ends]
+        self.wait(self.job.arrives_ns, now, "admission")
+        if plan:
+            self.switches.append((now, plan))
+
+    def wait(self, start_ns: int, end_ns: int, cause: Cause) -> None:
+        """It waits, if that takes time; this may go on from the wait before."""
+        if start_ns < end_ns:
+            if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
+                start_ns = self.stalls.pop().start_ns
+            self.stalls.append(Stall(start_ns, end_ns, cause))
+
+    def timeline(self) -> JobTimeline:
+        """What it did; spans by start, as a step after a switch starts later than copies that come after it."""
+        job, spans = self.job, sorted(self.spans, key=lambda s: s.start_ns)
+        return JobTimeline(
+            job.name, job.program.name, job.program.ideal_ns, job.arrives_ns, self.admitted_ns, self.left_ns,
+            tuple(self.boundaries), tuple(spans), tuple(self.events), tuple(self.events_until), tuple(self.stalls),
+            tuple(self.switches),
+        )  # fmt: skip
 
     def use(self, plan: int) -> None:
         """From now on it goes by this one of its plans."""
@@ -234,7 +264,7 @@ class JobState:
     def lasts_ns(self, step: Step) -> int:
         """J11: what a step takes in this iteration."""
         rows = self.job.durations
-        return rows[len(self.record.boundaries) % len(rows)][step.kernel] if rows else step.duration_ns
+        return rows[len(self.boundaries) % len(rows)][step.kernel] if rows else step.duration_ns
 
     def requested(self) -> int:
         """Bytes that the next step allocates."""
