@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 from simulator import files
 from simulator.program import Program
 
-Row = tuple[int, int, int, int, int, int]  # kind, tensor, after, before, extra, when (compiled/encoding)
+Row = tuple[int, int, int, int, int, int]  # kind, tensor, after, before, extra, when (columns of compiled/encoding)
 Name = Literal["swap", "recompute", "rerun"]
 
 

@@ -194,44 +194,6 @@ class JobsTimeline:
         return {"traceEvents": events + _counter(everybody, self.memory), "displayTimeUnit": "ns"}
 
 
-class Record:
-    """What a job has done so far, from which its JobTimeline is made."""
-
-    def __init__(self, job: Job):
-        self.job = job
-        self.admitted: int | None = None
-        self.left: int | None = None
-        self.boundaries: list[int] = []
-        self.spans: list[Span] = []
-        self.events: list[BlockEvent] = []
-        self.events_until: list[int] = []
-        self.stalls: list[Stall] = []
-        self.switches: list[tuple[int, int]] = []
-
-    def admit(self, time_ns: int, plan: int) -> None:
-        """It begins, by this one of its plans."""
-        self.admitted = time_ns
-        self.wait(self.job.arrives_ns, time_ns, "admission")
-        if plan:
-            self.switches.append((time_ns, plan))
-
-    def wait(self, start_ns: int, end_ns: int, cause: Cause) -> None:
-        """It waits, if that takes time; this may go on from the wait before."""
-        if start_ns < end_ns:
-            if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
-                start_ns = self.stalls.pop().start_ns
-            self.stalls.append(Stall(start_ns, end_ns, cause))
-
-    def timeline(self) -> JobTimeline:
-        """All of it; spans by start, as a step after a switch starts later than copies that come after it."""
-        job, spans = self.job, sorted(self.spans, key=lambda s: s.start_ns)
-        return JobTimeline(
-            job.name, job.program.name, job.program.ideal_ns, job.arrives_ns, self.admitted, self.left,
-            tuple(self.boundaries), tuple(spans), tuple(self.events), tuple(self.events_until), tuple(self.stalls),
-            tuple(self.switches),
-        )  # fmt: skip
-
-
 def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:
     """The block events of all jobs, in order."""
     events = [iter(job.events) for job in jobs]

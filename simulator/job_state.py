@@ -4,113 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Literal
 
-from simulator.job import Job, Record
+from simulator.job import Cause, Job, JobTimeline, Stall
 from simulator.machine import Machine
-from simulator.plan import Plan, PlanError, Swap
-from simulator.program import Program
-from simulator.schedule import OutOfMemory, Schedule, Step, lower
+from simulator.plan import PlanError, Swap
+from simulator.schedule import NEVER, OutOfMemory, Schedule, Step
+from simulator.timeline import BlockEvent, Span
 
 Direction = Literal["d2h", "h2d"]
-NEVER = 2**62  # a time, or a number of kernels, that does not come
 ALONE_ONLY = ("issue_ns", "wait_ns", "event_ns", "copy_contention")  # costs of one job that has the machine alone
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """A schedule, and what each step touches."""
-
-    schedule: Schedule
-
-    @classmethod
-    def of(cls, program: Program, plan: Plan) -> Lowered:
-        """Checks the plan and lowers it.
-
-        Raises:
-            PlanError: it does not fit the program, or several jobs cannot take it.
-        """
-        plan.check(program)
-        plan.only("a job among several", "swap", "recompute", "rerun")
-        return cls(lower(program, plan))
-
-    @cached_property
-    def touched(self) -> tuple[frozenset[int], ...]:
-        """Per step: the blocks of tensors that must be in memory when it starts or that it makes: those that it reads,
-        writes or frees, and those whose copy to the host is issued or whose gap opens at its end."""
-        s = self.schedule
-        return tuple(
-            frozenset(step.uses.values())
-            | {b for b in (*step.allocates, *step.frees) if s.blocks[b].owner >= 0}
-            | {s.moved[d] for d in (*step.copies, *step.opens)}
-            for step in s.steps
-        )
-
-    @cached_property
-    def touches(self) -> dict[int, tuple[int, ...]]:
-        """Per block: the steps that touch it, ascending; one that no step touches is not there."""
-        found: dict[int, list[int]] = {}
-        for i, blocks in enumerate(self.touched):
-            for b in blocks:
-                found.setdefault(b, []).append(i)
-        return {b: tuple(steps) for b, steps in found.items()}
-
-    @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """Per step, and one past the last: ns of all steps before it."""
-        return (0, *accumulate(step.duration_ns for step in self.schedule.steps))
-
-    @cached_property
-    def start_bytes(self) -> int:
-        """What is in memory before the first iteration."""
-        away = self.schedule.away_at_start
-        return sum(b.nbytes for b in self.schedule.blocks if b.first < 0 and b.owner not in away)
-
-    @cached_property
-    def admission_bytes(self) -> int:
-        """What must be free when the job begins: its start, and what its first step allocates and waits for."""
-        first, tensors = self.schedule.steps[0], self.schedule.program.tensors
-        waits = sum(tensors[t].nbytes for t in first.waits & self.schedule.away_at_start)
-        return self.start_bytes + waits + sum(self.schedule.blocks[b].nbytes for b in first.allocates)
-
-    @cached_property
-    def least_bytes(self) -> tuple[int, ...]:
-        """Per step: what it needs with everything else away: what it touches, allocates and waits for."""
-        s = self.schedule
-        fetched: dict[tuple[int, int], int] = {(s.returns[d], d.tensor): b for d, b in s.moved.items()}
-        return tuple(
-            sum(
-                s.blocks[b].nbytes
-                for b in touched
-                | {fetched[step.before, t] for t in step.waits if (step.before, t) in fetched}
-                | set(step.allocates)
-            )
-            for step, touched in zip(s.steps, self.touched, strict=True)
-        )
-
-    def next_touch(self, block: int, step: int) -> tuple[int, int]:
-        """(kernels, ns) from this step to the next one that touches a block; NEVER where there is none."""
-        steps, s = self.touches.get(block, ()), self.schedule
-        later = next((i for i in steps if i >= step), None)
-        if later is not None:
-            return s.steps[later].before - s.steps[step].before, self.begins[later] - self.begins[step]
-        if not steps or s.blocks[block].first >= 0:
-            return NEVER, NEVER
-        n, first = len(s.program.kernels), steps[0]
-        kernels = n - s.steps[step].before + s.steps[first].before
-        return kernels, self.begins[-1] - self.begins[step] + self.begins[first]
-
-
-def reserved_bytes(plans: Sequence[Lowered]) -> int:
+def reserved_bytes(plans: Sequence[Schedule]) -> int:
     """What the host keeps free for a job (J9): what its plan holds there at the most; for a job that changes its plans,
     what those two hold that hold most."""
-    return sum(sorted(max(plan.schedule.on_host) for plan in plans)[-2:])
+    return sum(sorted(max(plan.on_host) for plan in plans)[-2:])
 
 
 def check_jobs(
-    jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int, until_ns: int | None
+    jobs: Sequence[Job], plans: Sequence[Sequence[Schedule]], machine: Machine, limit: int, until_ns: int | None
 ) -> None:
     """Can every job run alone, evicting on demand, and does every one end?
 
@@ -125,23 +38,23 @@ def check_jobs(
     for name in ALONE_ONLY:
         if value := getattr(machine, name):
             raise ValueError(f"machine.{name} is {value}: simulate_jobs has no such cost; set it to 0")
-    for job, lowered in zip(jobs, plans, strict=True):
+    for job, schedules in zip(jobs, plans, strict=True):
         if job.iterations is None and job.leaves_ns is None and until_ns is None:
             raise ValueError(
                 f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
             )
-        lasts_ns = sum(map(sum, job.durations)) if job.durations else min(plan.begins[-1] for plan in lowered)
+        lasts_ns = sum(map(sum, job.durations)) if job.durations else min(plan.begins[-1] for plan in schedules)
         if job.iterations is None and not lasts_ns:
             raise ValueError(f"job {job.name!r} takes no time: give it iterations")
-        for plan in lowered:
+        for plan in schedules:
             if plan.admission_bytes > limit:
                 used = plan.start_bytes
                 raise OutOfMemory(0, plan.admission_bytes - used, used, limit, job.name)
-            for step, least in zip(plan.schedule.steps, plan.least_bytes, strict=True):
+            for step, least in zip(plan.steps, plan.least_bytes, strict=True):
                 if least > limit:
-                    requested = sum(plan.schedule.blocks[b].nbytes for b in step.allocates)
+                    requested = sum(plan.blocks[b].nbytes for b in step.allocates)
                     raise OutOfMemory(step.kernel, requested, least - requested, limit, job.name)
-        most = reserved_bytes(lowered)
+        most = reserved_bytes(schedules)
         if most > machine.host_bytes:
             raise PlanError(
                 f"job {job.name!r}: its plans have {most:,} bytes on the host at a time; "
@@ -170,7 +83,7 @@ class Work:
     """A copy or a step that is under way or, with ``issued``, queued."""
 
     job: JobState
-    span: int = -1  # its index among those of the record
+    span: int = -1  # its index among those of the job
     left: int = 0  # of it, in ns / ALONE
     tensor: int = -1
     block: int = -1
@@ -248,16 +161,21 @@ class Host:
 
 
 class JobState:
-    """One job from its admission until it has left. The ledger and the copies are the machine's."""
+    """One job: where it is, and what it has done so far. The ledger and the copies are the machine's."""
 
-    def __init__(
-        self, index: int, record: Record, plans: Sequence[Lowered], plan: int, now: int, kernel_ends: int
-    ):  # fmt: skip
-        self.index, self.job, self.record, self.plans = index, record.job, record, plans
-        self.use(plan)
+    def __init__(self, index: int, job: Job, plans: Sequence[Schedule]):
+        self.index, self.job, self.plans = index, job, plans
+        self.admitted_ns: int | None = None
+        self.left_ns: int | None = None
+        self.boundaries: list[int] = []
+        self.spans: list[Span] = []
+        self.events: list[BlockEvent] = []
+        self.events_until: list[int] = []
+        self.stalls: list[Stall] = []
+        self.switches: list[tuple[int, int]] = []
         self.position = 0  # the kernel that runs, or else the next one
         self.step = 0  # the step that runs, or else the next one
-        self.ends = [kernel_ends]  # per position: how many kernels of all jobs had ended when it was reached
+        self.ends: list[int] = []  # per position: how many kernels of all jobs had ended when it was reached
         self.away: dict[int, Gap] = {}  # by its plan: by tensor
         self.evicted: dict[int, Gap] = {}  # on demand: by block
         self.early: list[Gap] = []  # come back, or coming, before their use
@@ -265,15 +183,39 @@ class JobState:
         self.held = 0  # their bytes
         self.host_copy: dict[int, int] = {}  # tensor -> the block that its valid copy on the host is of
         self.running = False
-        self.waits_since = now  # when its last step ended
+        self.waits_since = 0  # when its last step ended
         self.ready_since: int | None = None  # since when its next step could start
         self.offer: Gap | None = None  # the tensor that it would have back next
         self.offered_since = 0
         self.leaving = False
 
+    def begin(self, plan: int, now: int, kernel_ends: int) -> None:
+        """It is admitted, by this one of its plans."""
+        self.use(plan)
+        self.admitted_ns, self.waits_since, self.ends = now, now, [kernel_ends]
+        self.wait(self.job.arrives_ns, now, "admission")
+        if plan:
+            self.switches.append((now, plan))
+
+    def wait(self, start_ns: int, end_ns: int, cause: Cause) -> None:
+        """It waits, if that takes time; this may go on from the wait before."""
+        if start_ns < end_ns:
+            if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
+                start_ns = self.stalls.pop().start_ns
+            self.stalls.append(Stall(start_ns, end_ns, cause))
+
+    def timeline(self) -> JobTimeline:
+        """What it did; spans by start, as a step after a switch starts later than copies that come after it."""
+        job, spans = self.job, sorted(self.spans, key=lambda s: s.start_ns)
+        return JobTimeline(
+            job.name, job.program.name, job.program.ideal_ns, job.arrives_ns, self.admitted_ns, self.left_ns,
+            tuple(self.boundaries), tuple(spans), tuple(self.events), tuple(self.events_until), tuple(self.stalls),
+            tuple(self.switches),
+        )  # fmt: skip
+
     def use(self, plan: int) -> None:
         """From now on it goes by this one of its plans."""
-        self.plan, self.lowered, self.schedule = plan, self.plans[plan], self.plans[plan].schedule
+        self.plan, self.schedule = plan, self.plans[plan]
         self.n = len(self.schedule.program.kernels)
 
     @property
@@ -298,7 +240,7 @@ class JobState:
 
     def gap_on_demand(self, block: int) -> Gap:
         """The gap of a block that is away on demand, from now to the next step that touches it."""
-        kernels, _ = self.lowered.next_touch(block, self.step)
+        kernels, _ = self.schedule.next_touch(block, self.step)
         before = min(NEVER, self.position + kernels)
         tensor = self.schedule.blocks[block].owner
         return Gap(tensor, block, before, self.position if before < NEVER else NEVER, demand=True)
@@ -311,7 +253,7 @@ class JobState:
 
     def awaited(self) -> list[Gap]:
         """What the next step waits for."""
-        touched = self.lowered.touched[self.step]
+        touched = self.schedule.touched[self.step]
         planned = [gap for t, gap in self.away.items() if t in self.next_step.waits]
         return planned + [gap for b, gap in self.evicted.items() if b in touched]
 
@@ -322,7 +264,7 @@ class JobState:
     def lasts_ns(self, step: Step) -> int:
         """J11: what a step takes in this iteration."""
         rows = self.job.durations
-        return rows[len(self.record.boundaries) % len(rows)][step.kernel] if rows else step.duration_ns
+        return rows[len(self.boundaries) % len(rows)][step.kernel] if rows else step.duration_ns
 
     def requested(self) -> int:
         """Bytes that the next step allocates."""

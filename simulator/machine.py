@@ -19,6 +19,7 @@ from simulator.limits import size_bytes
 ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.h2d_share and d2h_share
 SIZES = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # in files also as 24GiB
 LATENCIES = ("d2h_latency_ns", "h2d_latency_ns")
+POSITIVE = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment", "queue_depth")
 LATENCY = "copy_latency_ns"  # of files: of both directions
 DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
 TOGETHER = "duplex_bytes_per_s"  # of files: both directions together (Machine.with_shared_link)
@@ -74,21 +75,11 @@ class Machine:
     capability: str = ""  # CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": not known
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory_bytes",
-            "h2d_bytes_per_s",
-            "d2h_bytes_per_s",
-            "memory_bytes_per_s",
-            "alignment",
-            "queue_depth",
-        ):
-            if getattr(self, name) < 1:
-                raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
-        for name in (*LATENCIES, "host_bytes", "launch_ns", "graph_launch_ns", "issue_ns", "wait_ns", "event_ns",
-                     "malloc_ns", "free_ns", "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
-                     "cublas_workspace_bytes"):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
+        for entry in dataclass_fields(self):
+            value, least = getattr(self, entry.name), int(entry.name in POSITIVE)
+            if entry.type == "int" and value < least:
+                wanted = "a positive integer" if least else "an integer of at least 0"
+                raise FormatError(f"machine.{entry.name}: expected {wanted}, got {value}")
         if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
             raise FormatError(f'machine.capability: expected a version such as "9.0", got {self.capability!r}')
         if self.copy_engines not in (1, 2):

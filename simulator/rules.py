@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing
-from simulator.job_state import NEVER, Direction, Gap, Host, JobState, Lowered, Work, check_jobs, reserved_bytes
+from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Sharing
+from simulator.job_state import Direction, Gap, Host, JobState, Work, check_jobs, reserved_bytes
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
-from simulator.schedule import MAX_ITERATIONS, check_room, lower
+from simulator.schedule import MAX_ITERATIONS, NEVER, Schedule, check_room, lower
 from simulator.timeline import BlockEvent, Span, Timeline
 
 
 class World:
     """The state of a simulation; one method per line of rule 9."""
 
-    def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int,
+    def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Schedule]], machine: Machine, limit: int,
                  until_ns: int | None, sharing: Sharing, limit_until: int = NEVER):  # fmt: skip
-        self.jobs, self.plans, self.machine, self.sharing = jobs, plans, machine, sharing
+        self.jobs, self.machine, self.sharing = jobs, machine, sharing
         self.limit, self.limit_until = limit, limit_until
         self.now = self.used = self.kernel_ends = 0
         never = NEVER if until_ns is None else until_ns
@@ -40,10 +40,8 @@ class World:
         self.served: JobState | None = None
         self.order: list[int] = []
         self.evictions: list[Eviction] = []
-        self.records = [Record(job) for job in jobs]
+        self.states = [JobState(j, job, schedules) for j, (job, schedules) in enumerate(zip(jobs, plans, strict=True))]
         self.host: Host | None = None  # of one job alone, if it takes time
-
-    # ------------------------------------------------------------------------- ledger, queue, what is done
 
     def _limit_at(self, job: JobState, position: int) -> int:
         """Choice d."""
@@ -55,7 +53,7 @@ class World:
         job.held += sign * nbytes
         (job.memory.add if sign > 0 else job.memory.remove)(block)
         if nbytes:
-            job.record.events.append(BlockEvent(self.now, owner, block, sign * nbytes))
+            job.events.append(BlockEvent(self.now, owner, block, sign * nbytes))
             self.order.append(job.index)
 
     def _release(self, job: JobState, gap: Gap) -> None:
@@ -92,7 +90,7 @@ class World:
         return self._ended(self.copies.pop(direction)) if done else None
 
     def _ended(self, work: Work) -> Work:
-        spans = work.job.record.spans
+        spans = work.job.spans
         spans[work.span] = spans[work.span]._replace(end_ns=self.now)
         return work
 
@@ -163,13 +161,13 @@ class World:
 
     def _boundary(self, job: JobState) -> None:
         job.step = 0
-        job.record.boundaries.append(self.now)
-        job.record.events_until.append(len(job.record.events))
-        if len(job.record.boundaries) == job.job.iterations or self.now >= self.leaves[job.index]:
+        job.boundaries.append(self.now)
+        job.events_until.append(len(job.events))
+        if len(job.boundaries) == job.job.iterations or self.now >= self.leaves[job.index]:
             job.leaving = True
             self.queue = [copy for copy in self.queue if copy.job is not job]
         elif (plan := self._plan_now(job.index)) != job.plan:
-            job.record.switches.append((self.now, plan))
+            job.switches.append((self.now, plan))
             self._switch(job, plan)
 
     def _plan_now(self, j: int) -> int:
@@ -208,7 +206,7 @@ class World:
         for job in [job for job in self.present if job.leaving and job not in busy]:
             for b in sorted(job.memory):
                 self._charge(job, b, -1)
-            job.record.left = self.now
+            job.left_ns = self.now
             self.present.remove(job)
 
     # ---------------------------------------------------------------------------------------- starts
@@ -217,20 +215,20 @@ class World:
         """Jobs are admitted."""
         for j in [j for j in self.waiting if self.leaves[j] <= self.now]:
             self.waiting.remove(j)
-            self.records[j].wait(self.jobs[j].arrives_ns, self.now, "admission")
+            self.states[j].wait(self.jobs[j].arrives_ns, self.now, "admission")
         while self.waiting and self.jobs[self.waiting[0]].arrives_ns <= self.now and self.served is None:
             j = self.waiting[0]
             plan = self._plan_now(j)
-            needs = self.plans[j][plan].admission_bytes
-            if self.used + needs > self.limit or self._host_left() < reserved_bytes(self.plans[j]):
+            needs = self.states[j].plans[plan].admission_bytes
+            if self.used + needs > self.limit or self._host_left() < reserved_bytes(self.states[j].plans):
                 break
             self.begin(j, plan)
 
     def begin(self, j: int, plan: int) -> JobState:
         """A job begins by this one of its plans."""
         self.waiting.remove(j)
-        self.records[j].admit(self.now, plan)
-        job = JobState(j, self.records[j], self.plans[j], plan, self.now, self.kernel_ends)
+        job = self.states[j]
+        job.begin(plan, self.now, self.kernel_ends)
         self.present = sorted([*self.present, job], key=lambda job: job.index)
         for d in job.open_at_start():
             gap = job.away[d.tensor] = job.gap_of(d, d.after - job.n)
@@ -242,7 +240,7 @@ class World:
         for b, each in enumerate(job.schedule.blocks):
             if each.first < 0 and each.owner not in job.away:
                 self._charge(job, b, 1)
-        job.record.events_until.append(len(job.record.events))
+        job.events_until.append(len(job.events))
         return job
 
     def _host_left(self) -> int:
@@ -272,7 +270,7 @@ class World:
             self._start_copy("h2d", Work(going, tensor=gap.tensor, block=gap.block))
 
     def _start_copy(self, direction: Direction, copy: Work) -> None:
-        lasts_ns, spans = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns, copy.job.record.spans
+        lasts_ns, spans = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns, copy.job.spans
         copy.span, copy.left = len(spans), lasts_ns(copy.job.nbytes(copy.block)) * ALONE
         spans.append(Span(self.now, 0, direction, "swap_out" if direction == "d2h" else "swap_in", copy.tensor))
         self.copies[direction] = copy
@@ -325,20 +323,18 @@ class World:
             self._charge(job, b, 1)
         if self.sharing == "fifo" and self.stepped not in (None, job) and self.machine.switch_ns:
             begin += self.machine.switch_ns
-            job.record.spans.append(Span(self.now, begin, "compute", "switch", step.subject))
-        job.record.spans.append(Span(begin, 0, "compute", step.kind, step.subject))
+            job.spans.append(Span(self.now, begin, "compute", "switch", step.subject))
+        job.spans.append(Span(begin, 0, "compute", step.kind, step.subject))
         lasts = begin - self.now + job.lasts_ns(step)
         if not step.again:
             lasts += self.machine.wait_ns * job.schedule.waited[step.kernel]
             lasts += self.machine.event_ns * (step.kernel in job.schedule.signals)
         if self.host:
             self.host.ahead -= 1
-        self.steps.append(Work(job, len(job.record.spans) - 1, lasts * ALONE))
+        self.steps.append(Work(job, len(job.spans) - 1, lasts * ALONE))
         job.running, job.ready_since, self.stepped = True, None, job
         if self.served is job:
             self.served = None
-
-    # ---------------------------------------------------------------------------- time, and demand
 
     def advance(self) -> None:
         """To the next completion, arrival, or end of patience; or a tensor is evicted."""
@@ -353,7 +349,7 @@ class World:
         then = min(ends)
         for job in self.present:
             if not job.running and not job.leaving:
-                job.record.wait(self.now, then, self._cause(job))
+                job.wait(self.now, then, self._cause(job))
         for work, speed in self.under_way():
             work.left -= speed * (then - self.now)
         self.now = then
@@ -373,13 +369,13 @@ class World:
         best: tuple[tuple[int, ...], JobState, int] | None = None
         host_left = self._host_left()
         for job in self.present:
-            touched = job.lowered.touched[job.step]
+            touched = job.schedule.touched[job.step]
             for b in job.memory:
                 tensor, nbytes, *_ = job.schedule.blocks[b]
                 if not nbytes or nbytes > host_left or (job is self.served and b in touched):
                     continue
                 tier = 2 if b in touched else int(job is self.served)
-                _, ns = job.lowered.next_touch(b, job.step)
+                _, ns = job.schedule.next_touch(b, job.step)
                 key = (tier, -ns, -nbytes, job.index, tensor, b)
                 if best is None or key < best[0]:
                     best = key, job, b
@@ -405,7 +401,7 @@ class World:
         """Everything that the future of a job depends on that is alone, at a boundary and relative to it (rule 10)."""
         at = job.position
         return (
-            self.host and self.host.lead(self.now, len(job.record.boundaries) >= self.host.settles_after),
+            self.host and self.host.lead(self.now, len(job.boundaries) >= self.host.settles_after),
             frozenset((direction, copy.tensor, copy.left) for direction, copy in self.copies.items()),
             tuple((copy.tensor, copy.issued - at) for copy in self.queue),
             frozenset((t, g.before - at, g.ready - at, g.left, g.on_host) for t, g in job.away.items()),
@@ -416,8 +412,8 @@ class World:
 
     def timeline(self) -> JobsTimeline:
         """What happened."""
-        end = max((record.left for record in self.records if record.left is not None), default=self.now)
-        ran = [record.timeline() for record in self.records]
+        end = max((job.left_ns for job in self.states if job.left_ns is not None), default=self.now)
+        ran = [job.timeline() for job in self.states]
         return JobsTimeline.assemble(self.limit, self.sharing, end, ran, self.order, self.evictions)
 
 
@@ -437,7 +433,11 @@ def simulate_jobs(
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
+    for job in jobs:
+        for plan in job.plans:
+            plan.check(job.program)
+            plan.only("a job among several", "swap", "recompute", "rerun")
+    plans = [[lower(job.program, plan) for plan in job.plans] for job in jobs]
     check_jobs(jobs, plans, machine, limit, until_ns)
     world = World(jobs, plans, machine, limit, until_ns, sharing)
     while True:
@@ -461,7 +461,7 @@ def simulate(
     schedule = lower(program, plan)
     until = len(program.kernels) if limit_until is None else limit_until
     check_room(schedule, machine, limit, until)
-    world = World([Job("", program, plan)], [[Lowered(schedule)]], machine, limit, None, "fifo", until)
+    world = World([Job("", program, plan)], [[schedule]], machine, limit, None, "fifo", until)
     job = world.begin(0, 0)
     if machine.issue_ns and any(step.duration_ns for step in schedule.steps):
         world.host = Host(schedule, machine, max(iterations, MAX_ITERATIONS))
@@ -469,21 +469,20 @@ def simulate(
     while True:
         world.complete_copies()
         world.complete_steps()
-        if len(job.record.boundaries) == len(states):
+        if len(job.boundaries) == len(states):
             states.append(world.state(job))
-            period = _period(states, job.record.boundaries)
-            if len(job.record.boundaries) >= iterations and (period or len(job.record.boundaries) >= MAX_ITERATIONS):
+            period = _period(states, job.boundaries)
+            if len(job.boundaries) >= iterations and (period or len(job.boundaries) >= MAX_ITERATIONS):
                 break
         world.start_copies()
         world.start_steps()
         world.advance()
         if world.served:
             raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
-    ran = job.record
     for work, speed in world.under_way():
-        ran.spans[work.span] = ran.spans[work.span]._replace(end_ns=work.ends(world.now, speed))
+        job.spans[work.span] = job.spans[work.span]._replace(end_ns=work.ends(world.now, speed))
     return Timeline.assemble(
-        program, limit, schedule.required_bytes, ran.boundaries, ran.spans, ran.events, ran.events_until, ran.stalls,
+        program, limit, schedule.required_bytes, job.boundaries, job.spans, job.events, job.events_until, job.stalls,
         period,
     )  # fmt: skip
 

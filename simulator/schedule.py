@@ -32,6 +32,7 @@ from simulator.residency import present, reruns
 StepKind = Literal["kernel", "recompute"]
 
 MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
+NEVER = 2**62  # a time, or a number of kernels, that does not come
 
 
 class OutOfMemory(RuntimeError):
@@ -109,10 +110,6 @@ class Schedule:
     residency: tuple[int, ...]
     on_host: tuple[int, ...]
 
-    def pass_of(self, k: int) -> tuple[Step, ...]:
-        """What runs again before kernel k, in order."""
-        return self.steps[self.first[k] : self.first[k + 1] - 1]
-
     def step_of(self, k: int) -> int:
         """The index of kernel k's own step."""
         return self.first[k + 1] - 1
@@ -157,6 +154,65 @@ class Schedule:
     def required_bytes(self) -> int:
         """The smallest limit at which the plan is feasible."""
         return max(self.residency)
+
+    # What eviction on demand (J6) has to know.
+
+    @cached_property
+    def touched(self) -> tuple[frozenset[int], ...]:
+        """Per step: the blocks of tensors that must be in memory when it starts or that it makes: those that it reads,
+        writes or frees, and those whose copy to the host is issued or whose gap opens at its end."""
+        return tuple(
+            frozenset(step.uses.values())
+            | {b for b in (*step.allocates, *step.frees) if self.blocks[b].owner >= 0}
+            | {self.moved[d] for d in (*step.copies, *step.opens)}
+            for step in self.steps
+        )
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Per step, and one past the last: ns of all steps before it."""
+        return (0, *accumulate(step.duration_ns for step in self.steps))
+
+    @cached_property
+    def start_bytes(self) -> int:
+        """What is in memory before the first iteration."""
+        return sum(b.nbytes for b in self.blocks if b.first < 0 and b.owner not in self.away_at_start)
+
+    @cached_property
+    def admission_bytes(self) -> int:
+        """What must be free when a job begins: its start, and what its first step allocates and waits for."""
+        waits = sum(self.program.tensors[t].nbytes for t in self.steps[0].waits & self.away_at_start)
+        return self.start_bytes + waits + sum(self.blocks[b].nbytes for b in self.steps[0].allocates)
+
+    @cached_property
+    def least_bytes(self) -> tuple[int, ...]:
+        """Per step: what it needs with everything else away: what it touches, allocates and waits for."""
+        fetched: dict[tuple[int, int], int] = {(self.returns[d], d.tensor): b for d, b in self.moved.items()}
+        needs = [
+            touched | set(step.allocates) | {b for t in step.waits if (b := fetched.get((step.before, t))) is not None}
+            for step, touched in zip(self.steps, self.touched, strict=True)
+        ]
+        return tuple(sum(self.blocks[b].nbytes for b in blocks) for blocks in needs)
+
+    @cached_property
+    def _touches(self) -> dict[int, list[int]]:
+        """Per block: the steps that touch it, ascending; one that no step touches is not there."""
+        found: dict[int, list[int]] = {}
+        for i, blocks in enumerate(self.touched):
+            for b in blocks:
+                found.setdefault(b, []).append(i)
+        return found
+
+    def next_touch(self, block: int, step: int) -> tuple[int, int]:
+        """(kernels, ns) from this step to the next one that touches a block; NEVER where there is none."""
+        steps, begins = self._touches.get(block, []), self.begins
+        later = next((i for i in steps if i >= step), None)
+        if later is not None:
+            return self.steps[later].before - self.steps[step].before, begins[later] - begins[step]
+        if not steps or self.blocks[block].first >= 0:
+            return NEVER, NEVER
+        kernels = len(self.program.kernels) - self.steps[step].before + self.steps[steps[0]].before
+        return kernels, begins[-1] - begins[step] + begins[steps[0]]
 
 
 def lower(program: Program, plan: Plan) -> Schedule:
@@ -407,8 +463,7 @@ def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Re
         of.setdefault(d.tensor, []).append(d)
     for t, ds in of.items():
         tensor = program.tensors[t]
-        later: list[Swap | None] = [*ds[1:], ds[0] if tensor.persistent else None]
-        for d, following in zip(ds, later, strict=True):
+        for d, following in zip(ds, [*ds[1:], ds[0] if tensor.persistent else None], strict=True):
             kernels = (returns[d] - d.copied_at - 1) % n + 1
             if following:
                 ahead = (following.copied_at - d.copied_at - 1) % n + 1

@@ -25,7 +25,6 @@ from simulator import Engine, Machine, rules, simulate, simulate_jobs
 from simulator.compiled.engine import NEVER, cores, rows_of
 from simulator.decisions import Decision, Recompute, Rerun, Swap
 from simulator.job import Job, JobsDeadlock, Sharing
-from simulator.job_state import Lowered
 from simulator.plan import Plan, PlanError
 from simulator.program import Kernel, Program, Tensor
 from simulator.schedule import OutOfMemory, lower
@@ -262,7 +261,7 @@ def jobs_case(seed: int) -> JobsCase:
     rng = Random(seed)
     jobs = tuple(job_of(rng, f"j{i}", program_of(rng)) for i in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
     machine = jobs_machine_of(rng)
-    lowered = [Lowered(lower(job.program, plan)) for job in jobs for plan in job.plans]
+    lowered = [lower(job.program, plan) for job in jobs for plan in job.plans]
     limit = max(max(one.admission_bytes, *one.least_bytes) for one in lowered)
     limit += rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
     if rng.random() < 0.5:  # some keep within limits, which are large or small

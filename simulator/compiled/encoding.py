@@ -9,17 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
+from simulator.decisions import KINDS, Decision, Recompute, Rerun, Row as Row, Swap
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 from simulator.program import Gap
-from simulator.schedule import Schedule
+from simulator.schedule import NEVER as NEVER, Schedule
 from simulator.timeline import CAUSES, BlockEvent, Span
 
 Ints = NDArray[np.int64]
-NEVER = 2**62  # a time or position that does not come
-
-# kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep), when (swap: copy, recompute: at, or -1)
-Row = tuple[int, int, int, int, int, int]
 
 # Columns of ``rows``, int64 (rows, 6): one row a decision. EXTRA: prefetch or -1; keep 0 or 1. WHEN: copy or -1; at or
 # -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.

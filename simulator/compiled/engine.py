@@ -33,7 +33,7 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BEFORE, BEGINS, BY_REMAT, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
+    BEFORE, BEGINS, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
     LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
     STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, columns_of, decisions_of,
     ragged, read_log, rows_of, work_shapes,
@@ -291,8 +291,9 @@ class Engine:
                 self._kernels, self._tensors, self._graph, rows, ends, at, self._n_steps, self._settings,
                 len(self.program.kernels), NEVER, 1, *work.arrays, results, _NO_LOG,
             )  # fmt: skip
-            if at < n:
-                at += self._settle(work, rows[ends[at] : ends[at + 1]], results[at : at + 1])
+            if at < n:  # it lacks what the others did not
+                self._simulate(work, rows[ends[at] : ends[at + 1]], None, 1, _NO_LOG)
+                results[at], at = work.result[0], at + 1
         for i in np.flatnonzero(results[:, STATUS] == HOST_FULL):
             self._simulate(work, rows[ends[i] : ends[i + 1]], None, 1, _NO_LOG)
             results[i] = work.result[0]
@@ -304,19 +305,10 @@ class Engine:
 
     def on_host(self, rows: Ints) -> int:
         """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
-        work, _ = self.lowered(rows)
+        work = self._work
+        if self._lower(work, rows)[1] is None:
+            work.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
         return int(host_load(self._tensors, self._graph, rows, work.by_row[RETURNS], len(self.program.kernels)))
-
-    def lowered(self, rows: Ints) -> tuple[Work, int]:
-        """A plan lowered: of ``by_row`` RETURNS, BY_REMAT and AWAY_AT_START, by_kernel[PLANNED], ``steps``; and how
-        many kernels run again. The arrays are the engine's, until its next call."""
-        work, m = self._work, len(rows)
-        _, n_steps = self._lower(work, rows)
-        if n_steps is None:
-            after, before = rows[:, AFTER], rows[:, BEFORE]
-            work.by_row[RETURNS, :m], work.by_row[BY_REMAT, :m] = before, 0
-            work.by_row[AWAY_AT_START, :m] = after >= before
-        return work.arrays, n_steps or 0
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
         """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``.
@@ -377,18 +369,6 @@ class Engine:
                 kernels, n_steps = self._lower(work, rows)
             else:
                 n_steps = self._expect_recomputation()
-
-    def _settle(self, work: _Work, rows: Ints, result: Ints) -> int:
-        """What a plan lacks that was not scored among others; returns how many are scored: 0 if it can be now."""
-        if result[0, STATUS] == MORE_STEPS:
-            work.make_steps()
-        elif (rows[:, KIND] == RERUN).any():
-            self._simulate(work, rows, None, 1, _NO_LOG)
-            result[:] = work.result
-            return 1
-        else:
-            self._expect_recomputation()
-        return 0
 
     def _expect_recomputation(self) -> int:
         """From now on the code for plans that recompute is used, by other engines too: it takes long to compile."""

@@ -15,6 +15,8 @@ from simulator.compiled.engine import rerun_ns
 from simulator.decisions import can_recompute, cannot_recompute
 from simulator.residency import recompute_ns
 from simulator.schedule import lower
+from simulator.timeline import Span
+from tests.oracle.steps import Steps
 from tests.random_cases import plan_of, program_of
 
 PROGRAMS = [program_of(Random(seed), 40) for seed in range(25)]
@@ -55,24 +57,9 @@ def test_bytes_on_the_host() -> None:
     """From a copy's issue until the tensor is back, and on to the next gap that finds the copy valid."""
     for seed, program in enumerate(PROGRAMS):
         plan = plan_of(Random(seed), program, reruns=False)
-        schedule, n = lower(program, plan), len(program.kernels)
-        swaps = sorted(schedule.moved, key=lambda d: d.after)
-        held = [set[int]() for _ in range(n)]
-
-        def after(begin: int, end: int, n: int = n) -> list[int]:
-            return [k % n for k in range(begin + 1, (end if end > begin else end + n) + 1)]
-
-        for d in swaps:
-            mine = [other for other in swaps if other.tensor == d.tensor]
-            following = mine[(mine.index(d) + 1) % len(mine)]
-            there = after(d.copied_at, schedule.returns[d])
-            if program.tensors[d.tensor].persistent or following.after > d.after:
-                between = after(d.copied_at, following.copied_at)
-                if not set(between) & set(program.writes[d.tensor]):
-                    there += between
-            for k in there:
-                held[k].add(d.tensor)
-        assert list(schedule.on_host) == [sum(program.tensors[t].nbytes for t in ts) for ts in held]
+        schedule = lower(program, plan)
+        spans = [Span(0, 0, "compute", step.kind, step.kernel) for step in schedule.steps]
+        assert Steps(spans * 2, program, plan).planned_host_bytes() == list(schedule.on_host), f"seed {seed}"
 
 
 def test_a_program_is_not_copied() -> None:

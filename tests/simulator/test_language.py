@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from simulator import Engine, Plan, PlanError, Recompute, Rerun, Swap, Tensor
+from simulator import Engine, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.compiled.engine import NEVER, rows_of
 from simulator.schedule import lower
 from tests.programs import activations, compute, parameter, straight, work
 from tests.simulator.test_reference import PLENTY
+from tests.simulator.test_steady import NEVER_STEADY
 from tests.tiny import MACHINE
 
 # w writes a, r1 reads it for 100 ns, big needs the memory, x takes long, r2 reads a again.
@@ -269,12 +270,7 @@ def test_the_host_holds_what_is_there_at_a_time(simulate):
 
 
 def test_a_plan_that_never_repeats_is_not_feasible_for_a_search():
-    """See test_steady.test_a_simulation_that_does_not_become_steady."""
-    program = straight(
-        [Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)], *(((i,), (i,), 1000) for i in range(3))
-    )
-    machine, limit = replace(MACHINE, h2d_bytes_per_s=10**12), 10**4
-    plan = Plan(tuple(Swap(i, i, i) for i in range(3)))
+    program, plan, machine, limit = NEVER_STEADY
     score = Engine(program, machine, limit).score(rows_of(plan.decisions))
     assert (score.feasible, score.iteration_ns, score.period) == (False, NEVER, 0)
     assert Engine(program, machine, limit).timeline(plan).period == 0

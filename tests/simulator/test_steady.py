@@ -14,6 +14,13 @@ NOT_STEADY_AT_ONCE = straight(
     [Tensor("p0", 50, "parameter", True), Tensor("p1", 20, "parameter", True)], ((0,), (0,), 10), ((1,), (), 20)
 )
 
+# Three parameters leave in 1001 ns each, in iterations of 3000 ns: the queue grows by 3 ns in each of them, and has
+# some 1000 ns to grow until kernels wait.
+NEVER_STEADY = (
+    straight([Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)], *(((i,), (i,), 1000) for i in range(3))),
+    Plan(tuple(Swap(i, i, i) for i in range(3))), replace(MACHINE, h2d_bytes_per_s=10**12), 10**4,
+)  # fmt: skip
+
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_the_second_iteration_need_not_be_steady(simulate, iterations):
@@ -61,13 +68,7 @@ def test_iterations_that_repeat_in_turn(simulate):
 
 
 def test_a_simulation_that_does_not_become_steady(simulate):
-    """Three parameters leave in 1001 ns each, in iterations of 3000 ns: the queue grows by 3 ns in each of them, and
-    has some 1000 ns to grow until kernels wait."""
-    tensors = [Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)]
-    program = straight(tensors, *(((i,), (i,), 1000) for i in range(3)))
-    machine = replace(MACHINE, h2d_bytes_per_s=10**12)
-    plan = Plan(tuple(Swap(i, i, i) for i in range(3)))
-    early = simulate(program, plan, machine, 10**4, iterations=1)
+    early = simulate(*NEVER_STEADY, iterations=1)
     assert (len(early.boundaries), early.iteration_ns, early.period) == (64, 3000, 0)
-    late = simulate(program, plan, machine, 10**4, iterations=400)
+    late = simulate(*NEVER_STEADY, iterations=400)
     assert (len(late.boundaries), late.iteration_ns, late.steady) == (400, 3003, True)

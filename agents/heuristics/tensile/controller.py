@@ -23,8 +23,8 @@ from agents.heuristics.tensile.times import KernelTimes, Times, corrected, drift
 from agents.jobs import JobsPlanner
 from simulator import simulate_jobs
 from simulator.job import Job, JobsTimeline, JobTimeline, Sharing
-from simulator.job_state import NEVER
 from simulator.machine import Machine
+from simulator.schedule import NEVER
 
 
 @dataclass(frozen=True)
