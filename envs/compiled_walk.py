@@ -40,9 +40,10 @@ shapes_of = stage(work_shapes, inline=True)
 
 
 @stage(inline=True)
-def _area(shape):  # type: ignore[no-untyped-def]
-    """How many elements an array of this shape has."""
-    return shape[0] * shape[1]
+def _part(array, at, shape):  # type: ignore[no-untyped-def]
+    """The view of this shape that begins at ``at``, and where it ends."""
+    to = at + shape[0] * shape[1]
+    return array[at:to].reshape(shape), to
 
 
 @stage
@@ -271,26 +272,21 @@ def step_walks(  # type: ignore[no-untyped-def]
             number = walk.task
             w = where[number]
             n, n_gaps, limit, ideal = w.kernels, w.gaps, w.limit_bytes, w.ideal_ns
-            kernels = ints[w.kernels_at : w.kernels_at + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
-            tensors = ints[w.tensors_at : w.tensors_at + TENSOR_ROWS * w.tensors].reshape(TENSOR_ROWS, w.tensors)
+            kernels, _ = _part(ints, w.kernels_at, (KERNEL_ROWS, n + 1))
+            tensors, _ = _part(ints, w.tensors_at, (TENSOR_ROWS, w.tensors))
             gaps = gap_table[w.gaps_at : w.gaps_at + n_gaps]
-            v = ints[w.nodes_at : w.nodes_at + NODE_ROWS * w.nodes].reshape(NODE_ROWS, w.nodes)
+            v, _ = _part(ints, w.nodes_at, (NODE_ROWS, w.nodes))
             task = TaskView(
                 w, kernels, tensors, ints[w.graph_at : w.graph_end], gaps, v,
                 floats[w.times_at : w.times_at + w.nodes], kernels[BEGINS],
                 ints[w.opening_at : w.opening_at + n], ints[w.node_at : w.node_at + n + 1], limit,
             )  # fmt: skip
             shapes = shapes_of(n, w.tensors, n_gaps, options.iterations)
-            at, to = w.work_at, w.work_at + _area(shapes[0])
-            by_kernel = work_ints[at:to].reshape(shapes[0])
-            at, to = to, to + _area(shapes[2])
-            by_tensor = work_ints[at:to].reshape(shapes[2])
-            at, to = 0, _area(shapes[1])
-            by_segment = work_ints[at:to].reshape(shapes[1])
-            at, to = to, to + _area(shapes[3])
-            by_row = work_ints[at:to].reshape(shapes[3])
-            at, to = to, to + _area(shapes[4])
-            states = work_ints[at:to].reshape(shapes[4])
+            by_kernel, at = _part(work_ints, w.work_at, shapes[0])
+            by_tensor, _ = _part(work_ints, at, shapes[2])
+            by_segment, at = _part(work_ints, 0, shapes[1])
+            by_row, at = _part(work_ints, at, shapes[3])
+            states, to = _part(work_ints, at, shapes[4])
             results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
             result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         whole, at, to = arrays_of_walks[i], options.most_kernels + 1, 2 * (options.most_kernels + 1)
