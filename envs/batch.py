@@ -65,19 +65,17 @@ class Parts:
             self._known[key] = at
         return at
 
-    def joined(self, kind: type) -> NDArray[Any]:
+    def joined(self, kind: Any) -> NDArray[Any]:
         return np.concatenate([*self.parts, np.zeros(1, kind)])
 
 
-def _gap_table(task: Task) -> NDArray[np.int64]:
-    table = np.full((columns.GAP_ROWS, len(task.tensor)), -1, np.int64)
-    table[columns.TENSOR], table[columns.AFTER], table[columns.BEFORE] = task.tensor, task.after, task.before
-    table[columns.WRAPS], table[columns.NBYTES] = task.wraps, task.nbytes
-    table[columns.COPY_AT], table[columns.FIRST_SINCE] = task.copy_at, task.first_since
-    table[columns.OFFLOAD_NODE, task.offload_gap] = task.offloads
-    table[columns.REMOVE_NODE, task.removal_gap] = task.removals
-    table[columns.BY_AFTER] = np.lexsort((task.after, task.wraps))
-    table[columns.BY_BEFORE] = np.argsort(task.before, kind="stable")
+def _gap_table(task: Task) -> NDArray[Any]:
+    table = np.full(len(task.tensor), -1, columns.GAP)
+    for name in ("tensor", "after", "before", "wraps", "nbytes", "copy_at", "first_since"):
+        table[name] = getattr(task, name)
+    table["offload_node"][task.offload_gap], table["remove_node"][task.removal_gap] = task.offloads, task.removals
+    table["by_after"] = np.lexsort((task.after, task.wraps))
+    table["by_before"] = np.argsort(task.before, kind="stable")
     return table
 
 
@@ -147,7 +145,7 @@ class Batch(EnvBatch):
         self.current = np.zeros(walks, np.int64)
         self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
-        self._given = self.options, self.where, self.ints, self.floats  # as ``step_walks`` takes them
+        self._given = self.options, self.where, self.gaps, self.ints, self.floats  # as ``step_walks`` takes them
         self._state = self.walks, self.arrays, self.rows, self.touched
         self._best: dict[int, tuple[float, Plan]] = {}  # by task: overhead and plan
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
@@ -161,8 +159,8 @@ class Batch(EnvBatch):
         self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
-        """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
-        ints, floats, work = Parts(), Parts(), Parts()
+        """The tables of compiled_walk.py. shared: of work, what does not depend on a task."""
+        gaps, ints, floats, work = Parts(), Parts(), Parts(), Parts()
         work.size = shared
         self.where = np.zeros(len(self.tasks), columns.TASK)
         for i, task in enumerate(self.tasks):
@@ -181,12 +179,13 @@ class Batch(EnvBatch):
                 ints.put(tables.kernels, ("kernels", program, id(machine))),
                 ints.put(tables.tensors, ("tensors", program, id(machine))),
                 graph_at, graph_at + tables.graph.size, ints.put(tables.settings), ints.put(task.next_opening),
-                ints.put(_gap_table(task)), ints.put(nodes),
+                gaps.put(_gap_table(task)), ints.put(nodes),
                 ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1)),
                 floats.put(graph.features.T.astype(np.float64)),
                 floats.put(task.start_ns[graph.kernel].astype(np.float64)),
                 work.put(np.empty(by_kernel + by_tensor, np.int8), program),
             )  # fmt: skip
+        self.gaps = gaps.joined(columns.GAP)
         self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
 

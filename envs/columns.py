@@ -15,13 +15,13 @@ def integers(names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names.split()])
 
 
-# A task: how many there are of what, the task in numbers, and where its tables begin in ``ints``, or (static_at,
-# times_at) in ``floats``, or (work_at) in what a thread works on.
+# A task: how many there are of what, the task in numbers, and where its tables begin in ``ints``, or (gaps_at) in
+# ``gaps``, or (static_at, times_at) in ``floats``, or (work_at) in what a thread works on.
 TASK = integers(
     "kernels tensors gaps nodes n_actions limit_bytes ideal_ns host short kernels_at tensors_at graph_at graph_end "
     "settings_at opening_at gaps_at nodes_at node_at static_at times_at work_at"
 )
-# A walk. shown: the task whose static columns are shown, and 1. opened, closed: how many of BY_AFTER and BY_BEFORE are
+# A walk. shown: the task whose static columns are shown, and 1. opened, closed: how many of by_after and by_before are
 # behind. valid_actions: beside node 0. ended: Walk.done. over: the episode is; an invalid action may have ended it.
 # came_from, changed: the position before the step, and the gap that it emptied, or -1. new_from, new_to: kernels whose
 # planned residency may have changed. pending: what it waits for. The last five are the clock's: when its engines are
@@ -35,13 +35,9 @@ NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
 # bits), the most kernels and gaps of a task.
 OPTIONS = integers("shown_nodes forms causal ignore autoreset tasks iterations language most_kernels most_gaps")
 
-# The gaps of a task, a row each. OFFLOAD_NODE, REMOVE_NODE: or -1. BY_AFTER: those that do not wrap by the kernel that
-# opens them, and then the others. BY_BEFORE: all by the kernel that ends them.
-(
-    TENSOR, AFTER, BEFORE, WRAPS, NBYTES, COPY_AT, FIRST_SINCE, OFFLOAD_NODE, REMOVE_NODE, BY_AFTER, BY_BEFORE,
-    GAP_ROWS,
-) = range(12)  # fmt: skip
-
+# A gap. offload_node, remove_node: or -1. by_after, by_before: the gap in this place when those that do not wrap are
+# sorted by the kernel that opens them, and then the others; and when all are by the one that ends them.
+GAP = integers("tensor after before wraps nbytes copy_at first_since offload_node remove_node by_after by_before")
 # The nodes of a task. ACTIONS, ACTION_GAPS: the nodes that are actions, n_actions of them, and their gaps.
 NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, ACTION_GAPS, NODE_ROWS = range(6)
 
@@ -53,7 +49,7 @@ class TaskView(NamedTuple):
     kernels: Ints  # (KERNEL_ROWS, n + 1): simulator/compiled/encoding.py
     tensors: Ints  # (TENSOR_ROWS, tensors): the same
     graph: Ints
-    gaps: Ints  # (GAP_ROWS, G)
+    gaps: Ints  # (G,) GAP
     nodes: Ints  # (NODE_ROWS, N)
     times: Ints  # float64 (N,): when the kernels of the nodes start
     begins: Ints  # (n + 1,): when kernels start, and the iteration ends

@@ -18,9 +18,16 @@ from simulator.compiled.scoring import score_plans
 
 # isort: off
 from envs.columns import (
-    AFTER, BEFORE, BY_BEFORE, COPY_AT, GAP_ROWS, NBYTES, NODE_GAP, NODE_KIND, NODE_ROWS, NOT_PENDING, TENSOR,
-    WANTS_HOST, WANTS_STEPS, WRAPS, Scratch, TaskView, WalkView,
-)  # fmt: skip
+    NODE_GAP,
+    NODE_KIND,
+    NODE_ROWS,
+    NOT_PENDING,
+    WANTS_HOST,
+    WANTS_STEPS,
+    Scratch,
+    TaskView,
+    WalkView,
+)
 from simulator.compiled.encoding import (
     AFTER as ROW_AFTER, BEFORE as ROW_BEFORE, BEGINS, D2H, DONE, EXTRA, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS,
     KIND, LIVE, MORE_STEPS, NEVER, PERIOD, PLANNED, RECOMPUTE, REQUIRED, RESULTS, SETTINGS, STATUS, STEP_KERNEL, SWAP,
@@ -33,9 +40,10 @@ shapes_of = stage(work_shapes, inline=True)
 
 
 @stage(inline=True)
-def _area(shape):  # type: ignore[no-untyped-def]
-    """How many elements an array of this shape has."""
-    return shape[0] * shape[1]
+def _part(array, at, shape):  # type: ignore[no-untyped-def]
+    """The view of this shape that begins at ``at``, and where it ends."""
+    to = at + shape[0] * shape[1]
+    return array[at:to].reshape(shape), to
 
 
 @stage
@@ -55,11 +63,11 @@ def draw(walk, tasks):  # type: ignore[no-untyped-def]
 def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
     """Clock.offload."""
     walk = state.row
-    walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[TENSOR, g]]
+    walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[g].tensor]
     state.out_end[g] = walk.out_free
     state.queue[walk.tail] = g
     walk.tail += 1
-    walk.under_way += task.gaps[NBYTES, g]
+    walk.under_way += task.gaps[g].nbytes
 
 
 @stage
@@ -69,21 +77,21 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
     walk, need, ended, out_end, queue, taken = state
     ideal = begins[begins.size - 1]
     at = walk.closed
-    while at > 0 and gaps[BEFORE, gaps[BY_BEFORE, at - 1]] >= walk.came_from:
+    while at > 0 and gaps[gaps[at - 1].by_before].before >= walk.came_from:
         at -= 1
     for k in range(walk.came_from, walk.position):
         now = ended[k]
-        while at < gaps.shape[1] and gaps[BEFORE, gaps[BY_BEFORE, at]] == k:
-            g = gaps[BY_BEFORE, at]
+        while at < gaps.size and gaps[gaps[at].by_before].before == k:
+            g = gaps[at].by_before
             at += 1
             if taken[g] != OFFLOAD:
                 continue
-            size, first = gaps[NBYTES, g], 0 if gaps[WRAPS, g] else gaps[AFTER, g] + 1
+            size, first = gaps[g].nbytes, 0 if gaps[g].wraps else gaps[g].after + 1
             j = k - 1
             while j >= first and need[j] + size <= limit:
                 j -= 1
             fits = ended[j + 1] if j >= first else -ideal
-            walk.in_free = max(walk.in_free, max(out_end[g], fits)) + task.tensors[H2D, gaps[TENSOR, g]]
+            walk.in_free = max(walk.in_free, max(out_end[g], fits)) + task.tensors[H2D, gaps[g].tensor]
             now = max(now, walk.in_free)
         while walk.head < walk.tail:
             g = queue[walk.head]
@@ -91,7 +99,7 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
                 break
             now = max(now, out_end[g])
             walk.head += 1
-            walk.under_way -= gaps[NBYTES, g]
+            walk.under_way -= gaps[g].nbytes
         ended[k + 1] = now + begins[k + 1] - begins[k]
 
 
@@ -107,7 +115,7 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
     if kind == NOTHING:
         walk.position = onward
         return
-    t, after, before = gaps[TENSOR, g], gaps[AFTER, g], gaps[BEFORE, g]
+    t, after, before = gaps[g].tensor, gaps[g].after, gaps[g].before
     row = rows[walk.count]
     walk.count += 1
     row[ROW_TENSOR], row[ROW_BEFORE] = t, before
@@ -118,10 +126,10 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
         if stuck != p:
             walk.position = onward
         return
-    copy = gaps[COPY_AT, g] if form == COPY else -1
+    copy = gaps[g].copy_at if form == COPY else -1
     lasts = task.tensors[D2H, t]
     row[KIND], row[EXTRA], row[WHEN] = SWAP, -1, copy
-    if gaps[WRAPS, g] and p == 0:
+    if gaps[g].wraps and p == 0:
         row[ROW_AFTER] = after
         begin = begins[(after if copy < 0 else copy) + 1] - ideal
         walk.free_ns = max(walk.free_ns, begin) + lasts
@@ -129,7 +137,7 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
             _issue(task, state, g, begin)
         return
     # The last kernel that ended before the engine is free, if the gap was open then.
-    least, after = 0 if gaps[WRAPS, g] else after, p - 1
+    least, after = 0 if gaps[g].wraps else after, p - 1
     while after > least and begins[after + 1] > walk.free_ns:
         after -= 1
     row[ROW_AFTER] = after
@@ -200,9 +208,9 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     walk.new_from, walk.new_to = 0, n
     if g < 0:
         return True, False
-    if state.taken[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[TENSOR, g]])):
-        after, before = plan[walk.count - 1, ROW_AFTER], gaps[BEFORE, g]
-        swap_out(need, after, before, gaps[NBYTES, g])
+    if state.taken[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
+        after, before = plan[walk.count - 1, ROW_AFTER], gaps[g].before
+        swap_out(need, after, before, gaps[g].nbytes)
         if after < before:
             walk.new_from, walk.new_to = after + 1, before
         return True, False
@@ -231,7 +239,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         resets: bool (walks,).
         actions: (walks,) node + N * form; none: only ``resets`` counts.
         chosen: (walks,) the task of those that begin, or -1: drawn.
-        tables: options, where, ints, floats: see columns.py.
+        tables: options, where, gaps, ints, floats: see columns.py.
         arrays: walks: see columns.py; int64 (walks, 2 (kernels + 1) + 3 gaps), the arrays of a WalkView one after the
             other; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks, tensors), what the plan's
             recomputation uses.
@@ -242,7 +250,7 @@ def step_walks(  # type: ignore[no-untyped-def]
     Returns:
         How many walks are pending.
     """
-    (settings_of_all, where, ints, floats), (walks, arrays_of_walks, rows, touched) = tables, arrays
+    (settings_of_all, where, gap_table, ints, floats), (walks, arrays_of_walks, rows, touched) = tables, arrays
     options = settings_of_all[0]
     work_ints, product, bits, shares, work_gaps, steps = work
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current = shown
@@ -264,26 +272,21 @@ def step_walks(  # type: ignore[no-untyped-def]
             number = walk.task
             w = where[number]
             n, n_gaps, limit, ideal = w.kernels, w.gaps, w.limit_bytes, w.ideal_ns
-            kernels = ints[w.kernels_at : w.kernels_at + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
-            tensors = ints[w.tensors_at : w.tensors_at + TENSOR_ROWS * w.tensors].reshape(TENSOR_ROWS, w.tensors)
-            gaps = ints[w.gaps_at : w.gaps_at + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
-            v = ints[w.nodes_at : w.nodes_at + NODE_ROWS * w.nodes].reshape(NODE_ROWS, w.nodes)
+            kernels, _ = _part(ints, w.kernels_at, (KERNEL_ROWS, n + 1))
+            tensors, _ = _part(ints, w.tensors_at, (TENSOR_ROWS, w.tensors))
+            gaps = gap_table[w.gaps_at : w.gaps_at + n_gaps]
+            v, _ = _part(ints, w.nodes_at, (NODE_ROWS, w.nodes))
             task = TaskView(
                 w, kernels, tensors, ints[w.graph_at : w.graph_end], gaps, v,
                 floats[w.times_at : w.times_at + w.nodes], kernels[BEGINS],
                 ints[w.opening_at : w.opening_at + n], ints[w.node_at : w.node_at + n + 1], limit,
             )  # fmt: skip
             shapes = shapes_of(n, w.tensors, n_gaps, options.iterations)
-            at, to = w.work_at, w.work_at + _area(shapes[0])
-            by_kernel = work_ints[at:to].reshape(shapes[0])
-            at, to = to, to + _area(shapes[2])
-            by_tensor = work_ints[at:to].reshape(shapes[2])
-            at, to = 0, _area(shapes[1])
-            by_segment = work_ints[at:to].reshape(shapes[1])
-            at, to = to, to + _area(shapes[3])
-            by_row = work_ints[at:to].reshape(shapes[3])
-            at, to = to, to + _area(shapes[4])
-            states = work_ints[at:to].reshape(shapes[4])
+            by_kernel, at = _part(work_ints, w.work_at, shapes[0])
+            by_tensor, _ = _part(work_ints, at, shapes[2])
+            by_segment, at = _part(work_ints, 0, shapes[1])
+            by_row, at = _part(work_ints, at, shapes[3])
+            states, to = _part(work_ints, at, shapes[4])
             results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
             result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         whole, at, to = arrays_of_walks[i], options.most_kernels + 1, 2 * (options.most_kernels + 1)
@@ -320,7 +323,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             node, form, early = actions[i] % size, actions[i] // size, -1
             kind, g = v[NODE_KIND, node], v[NODE_GAP, node]
             if kind > OFFLOAD and form == EARLY:
-                early = early_kernel(gaps[BEFORE, g], walk.position, need, limit)
+                early = early_kernel(gaps[g].before, walk.position, need, limit)
             walk.came_from, walk.changed = walk.position, g
             _act(task, state, rows[i], kind, g, form, early, causal)
             if w.short and g >= 0:

@@ -8,21 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.columns import (
-    ACTION_GAPS,
-    ACTIONS,
-    AFTER,
-    BEFORE,
-    BY_AFTER,
-    BY_BEFORE,
-    COPY_AT,
-    FIRST_SINCE,
-    NBYTES,
-    NODE_KERNEL,
-    OFFLOAD_NODE,
-    REMOVE_NODE,
-    WRAPS,
-)
+from envs.columns import ACTION_GAPS, ACTIONS, NODE_KERNEL
 from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
 from envs.task import COPIES, COPY, EARLIES, EARLY, KEEP, KEEPS
 from simulator.compiled.jit import stage
@@ -42,8 +28,8 @@ def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
 @stage
 def _copies(task, walk, g):  # type: ignore[no-untyped-def]
     """May the copy of gap g be made after the last write? Walk.form_masks."""
-    gaps, first = task.gaps, task.gaps[FIRST_SINCE, g]
-    if gaps[COPY_AT, g] < 0 or (gaps[WRAPS, g] and (walk.row.position != 0 or first != g)):
+    gaps, first = task.gaps, task.gaps[g].first_since
+    if gaps[g].copy_at < 0 or (gaps[g].wraps and (walk.row.position != 0 or first != g)):
         return False
     for f in range(first, g):
         if walk.taken[f] >= 0:
@@ -55,7 +41,7 @@ def _copies(task, walk, g):  # type: ignore[no-untyped-def]
 def _is_open(task, walk, g):  # type: ignore[no-untyped-def]
     """Walk.open."""
     gaps, p = task.gaps, walk.row.position
-    return (gaps[AFTER, g] < p or gaps[WRAPS, g] != 0) and p < gaps[BEFORE, g] and walk.taken[g] < 0
+    return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.taken[g] < 0
 
 
 @stage
@@ -64,9 +50,9 @@ def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
     gaps, row = task.gaps, walk.row
     is_open = row.ended == 0 and _is_open(task, walk, g)
     for way in range(2):
-        node = gaps[OFFLOAD_NODE + way, g]
+        node = gaps[g].remove_node if way else gaps[g].offload_node
         if node >= 0:
-            valid = 1 if is_open and (way == 1 or gaps[NBYTES, g] <= row.host_left) else 0
+            valid = 1 if is_open and (way == 1 or gaps[g].nbytes <= row.host_left) else 0
             row.valid_actions += valid - mask[node]
             mask[node] = valid
             nodes[VALID, node] = valid - (1 if walk.taken[g] == OFFLOAD + way else 0)
@@ -76,17 +62,17 @@ def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
 def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-untyped-def]
     """The masks of the other forms of all actions, of which ``language`` has some."""
     gaps = task.gaps
-    for g in range(gaps.shape[1]):
-        node = gaps[OFFLOAD_NODE, g]
+    for g in range(gaps.size):
+        node = gaps[g].offload_node
         if node >= 0 and language & COPIES:
             mask[COPY * size + node] = 1 if mask[node] and _copies(task, walk, g) else 0
-        node = gaps[REMOVE_NODE, g]
+        node = gaps[g].remove_node
         if node >= 0 and forms > EARLY:
             mask[KEEP * size + node] = mask[node] if language & KEEPS else 0
             early = (
                 language & EARLIES
                 and mask[node]
-                and early_kernel(gaps[BEFORE, g], walk.row.position, walk.need, task.limit) >= 0
+                and early_kernel(gaps[g].before, walk.row.position, walk.need, task.limit) >= 0
             )
             mask[EARLY * size + node] = 1 if early else 0
 
@@ -149,15 +135,14 @@ def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
         total += np.float64(max(0, need[k] - limit)) * np.float64(begins[k + 1] - begins[k])
         until[k + 1] = total
     _fill(until[last:], total)
-    after, before, wraps, order = gaps[AFTER], gaps[BEFORE], gaps[WRAPS], gaps[BY_AFTER]
-    for j in range(order.size):  # in an order, because LLVM would make gathers of float64, which are slow
-        g = np.uintp(order[j])
-        inside[g] = until[np.uintp(before[g])] - until[np.uintp(after[g] + 1)]
-    j = order.size - 1
-    while j >= 0 and wraps[order[j]]:  # the last ones
-        inside[order[j]] += total
+    for j in range(gaps.size):  # in an order, because LLVM would make gathers of float64, which are slow
+        g = np.uintp(gaps[j].by_after)
+        inside[g] = until[np.uintp(gaps[g].before)] - until[np.uintp(gaps[g].after + 1)]
+    j = gaps.size - 1
+    while j >= 0 and gaps[gaps[j].by_after].wraps:  # the last ones
+        inside[gaps[j].by_after] += total
         j -= 1
-    _divide(inside[: order.size], 0.0, max(total, 1.0), product, bits, shares)
+    _divide(inside[: gaps.size], 0.0, max(total, 1.0), product, bits, shares)
     relief, actions, gap_of = nodes[RELIEF], task.nodes[ACTIONS], task.nodes[ACTION_GAPS]
     for j in range(task.row.n_actions):
         relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
@@ -208,23 +193,22 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
     while stuck < n and need[stuck] <= limit:
         stuck += 1
     walk.stuck_at = stuck
-    behind = gaps.shape[1]
+    behind = gaps.size
     if not fresh:
         if g >= 0:
             _show_gap(task, state, g, mask, nodes)
-        # Gaps that have opened, and those that have ended.
-        for row in range(2):
-            at, column = walk.closed if row else walk.opened, AFTER + row
-            while at < behind:
-                other = gaps[BY_AFTER + row, at]
-                if gaps[column, other] + (1 - row) > p or (row == 0 and gaps[WRAPS, other]):
-                    break
-                _show_gap(task, state, other, mask, nodes)
-                at += 1
-            if row:
-                walk.closed = at
-            else:
-                walk.opened = at
+        while walk.opened < behind:
+            other = gaps[walk.opened].by_after
+            if gaps[other].after + 1 > p or gaps[other].wraps:
+                break
+            _show_gap(task, state, other, mask, nodes)
+            walk.opened += 1
+        while walk.closed < behind:
+            other = gaps[walk.closed].by_before
+            if gaps[other].before > p:
+                break
+            _show_gap(task, state, other, mask, nodes)
+            walk.closed += 1
     else:
         walk.valid_actions = 0
         for node in range(mask.size):
@@ -232,11 +216,11 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
         for other in range(behind):
             _show_gap(task, state, other, mask, nodes)
         at = 0
-        while at < behind and gaps[WRAPS, gaps[BY_AFTER, at]] == 0 and gaps[AFTER, gaps[BY_AFTER, at]] < p:
+        while at < behind and gaps[gaps[at].by_after].wraps == 0 and gaps[gaps[at].by_after].after < p:
             at += 1
         walk.opened = at
         at = 0
-        while at < behind and gaps[BEFORE, gaps[BY_BEFORE, at]] <= p:
+        while at < behind and gaps[gaps[at].by_before].before <= p:
             at += 1
         walk.closed = at
     if walk.ended == 0 and stuck == p and walk.valid_actions == 0:

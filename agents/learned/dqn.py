@@ -26,13 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from agents.learned.checkpoint import (
-    must_match,
-    read_training_state,
-    read_weights,
-    restoring,
-    write_training_state,
-)
+from agents.learned.checkpoint import must_match, read_training_state, read_weights, restoring, write_training_state
 from agents.learned.dqn_config import Args
 from agents.learned.dqn_planner import DQN as Planner, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph

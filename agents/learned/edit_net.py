@@ -9,7 +9,6 @@ the logit of "it improves the plan". Shapes: B states of one task, G gaps, M edi
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from agents.learned.checkpoint import read_weights
 from agents.learned.optimisation import MASKED
-from agents.learned.structure2vec import NeighbourSum
+from agents.learned.structure2vec import NeighbourSum, sparse
 from envs.edit.batch import GAP_COLUMNS
 from envs.edit.task import EditTask
 from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
@@ -57,11 +56,7 @@ def _mean_of(edges: NDArray[np.int64], size: int) -> Tensor:
     """Sparse (size, size): each row averages over the targets of a gap's edges."""
     degree = np.bincount(edges[0], minlength=size)
     weights = torch.from_numpy((1.0 / np.maximum(degree[edges[0]], 1)).astype(np.float32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns at the first use that sparse CSR is in beta
-        return torch.sparse_coo_tensor(
-            torch.from_numpy(edges), weights, (size, size), check_invariants=True
-        ).to_sparse_csr()
+    return sparse(torch.from_numpy(edges), weights, size)
 
 
 class EditNet(nn.Module):

@@ -17,14 +17,7 @@ from numpy.typing import NDArray
 from agents.learned.edit_net import EditNet, edit_graph
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask, Start
-from envs.edit.walkers import (
-    BIN_COLUMNS,
-    apply_edit,
-    close_trial,
-    draw,
-    open_trial,
-    score_trial,
-)
+from envs.edit.walkers import BIN_COLUMNS, apply_edit, close_trial, draw, open_trial, score_trial
 from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 

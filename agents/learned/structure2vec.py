@@ -39,6 +39,13 @@ class NeighbourSum(MessagePassing):  # type: ignore[misc]  # it has no types
         return total
 
 
+def sparse(edges: Tensor, weights: Tensor, size: int) -> Tensor:
+    """Sparse (size, size) with these weights (E,) at edges (2, E)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns at the first use that sparse CSR is in beta
+        return torch.sparse_coo_tensor(edges, weights, (size, size), check_invariants=True).to_sparse_csr()
+
+
 class Structure2Vec(nn.Module):
     """Node states, graph state and Q-values of one program's graph.
 
@@ -82,12 +89,8 @@ class Structure2Vec(nn.Module):
         n = len(graph)
         edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns at the first use that sparse CSR is in beta
-            ones = torch.ones(edges.shape[1])
-            adjacency = torch.sparse_coo_tensor(edges.flip(0), ones, (n, n), check_invariants=True).to_sparse_csr()
         # Not part of the checkpoint: they come from the program.
-        self.register_buffer("adjacency", adjacency, persistent=False)
+        self.register_buffer("adjacency", sparse(edges.flip(0), torch.ones(edges.shape[1]), n), persistent=False)
         self.register_buffer("target", edges[1], persistent=False)
         self.register_buffer("weights", weights[:, None], persistent=False)
         self.register_buffer("codes", codes(graph, forms), persistent=False)

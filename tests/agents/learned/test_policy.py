@@ -10,17 +10,7 @@ from hypothesis import given, strategies as st
 import agents
 from agents.learned.checkpoint import save_weights
 from agents.learned.policy import WEIGHTS
-from agents.learned.policy_net import (
-    MASKED,
-    PolicyNet,
-    batch_of,
-    data_of,
-    decode,
-    drawn,
-    fitted,
-    rows_of_ways,
-    trained,
-)
+from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, decode, drawn, fitted, rows_of_ways, trained
 from agents.planner import Infeasible
 from agents.search.annealing import everything
 from experiments.common.report import heuristics
