@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for, rows_of
+from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import SWAPPED, least_residency, ways_to_empty
@@ -248,18 +248,6 @@ def check_budget(calls: int | None = None, seconds: float | None = None, jobs: i
         raise ValueError(f"seconds: expected more than 0, got {seconds}")
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs: expected at least 1, got {jobs}")
-
-
-def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, limit: int, engine: Engine) -> list[Rows]:
-    """Rows of the plans of those ``planners`` that have one. The simulator calls of all are added to ``engine``'s."""
-    found = []
-    for planner in planners:
-        try:
-            found.append(rows_of(planner.plan(program, machine, limit).decisions))
-        except Infeasible:
-            pass
-        engine.calls += planner.simulator_calls
-    return found
 
 
 def infeasible(planner: Planner, program: Program, limit: int, least: int | None, calls: int = 0) -> Infeasible:

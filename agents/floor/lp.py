@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # SciPy takes as long to import as all else here: it is, where a program is solved
-    from highspy import HighsBasis
     from scipy.sparse import csr_matrix
 
 ENOUGH = 1e-4  # of the bound: a round of cuts that gains less is the last
@@ -179,13 +178,6 @@ class Solver:
             raise RuntimeError(f"the linear program of the floor was not solved: {said}")
         return Solution(self.bound(np.array(found.row_dual)), np.array(found.col_value))
 
-    def _start_from(self, basis: HighsBasis) -> None:
-        """The next optimum is found from that of another time; rows that are newer do not bind in it."""
-        from highspy import HighsBasisStatus
-
-        basis.row_status += [HighsBasisStatus.kBasic] * (len(self.low) - len(basis.row_status))
-        self._highs.setBasis(basis)
-
     def bound(self, multipliers: NDArray[np.float64]) -> float:
         """What no x costs less than, by any multipliers of the rows: positive ones of left sides, negative ones of
         right sides; those of a side that there is not count as 0."""
@@ -228,6 +220,8 @@ class Solver:
             whole: the sums, and what weighs in the choice of one to branch on.
             work: as in ``cut``, whose work counts.
         """
+        from highspy import HighsBasisStatus
+
         if nodes <= 0 or not whole:
             return root
         slack = self.column(1.0, FINE * max(1.0, root.bound))
@@ -257,7 +251,9 @@ class Solver:
                     if limits.get(k) != child.get(k):
                         self.right(k, child.get(k, np.inf))
                 limits = child
-                self._start_from(basis)
+                # From the parent's optimum, in which rows that are newer do not bind.
+                basis.row_status += [HighsBasisStatus.kBasic] * (len(self.low) - len(basis.row_status))
+                self._highs.setBasis(basis)
                 solved = self.optimum()
                 mine = basis if solved is None else self._highs.getBasis()
                 solved = solved or Solution(bound, found.x)

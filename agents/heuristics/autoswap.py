@@ -172,22 +172,10 @@ def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]
     return iter(np.argsort(-scores, kind="stable").tolist())
 
 
-def _by_doa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    return descending(duration_of_absence(candidates, program, machine))
-
-
-def _by_aoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    return descending(area_of_absence(candidates, program, machine))
-
-
-def _by_wdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    durations = np.diff(program.start_ns)
-    return descending(weighted_duration(candidates, candidates.live_bytes, durations))
-
-
-def _by_swdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    return (i for i, _ in submodular_weighted_duration(candidates, program))
-
-
-Order = Callable[[Candidates, Program, Machine], Iterator[int]]
-SCORES: dict[str, Order] = dict(zip(NAMES, (_by_doa, _by_aoa, _by_wdoa, _by_swdoa), strict=True))
+# By name of the score: every candidate, the highest score first.
+SCORES: dict[str, Callable[[Candidates, Program, Machine], Iterator[int]]] = {
+    "doa": lambda candidates, *task: descending(duration_of_absence(candidates, *task)),
+    "aoa": lambda candidates, *task: descending(area_of_absence(candidates, *task)),
+    "wdoa": lambda c, program, _: descending(weighted_duration(c, c.live_bytes, np.diff(program.start_ns))),
+    "swdoa": lambda candidates, program, _: (i for i, _ in submodular_weighted_duration(candidates, program)),
+}

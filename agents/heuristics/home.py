@@ -80,7 +80,9 @@ class HOME(RowsPlanner):
         self.history = []
         if engine.limit >= engine.program.peak_bytes:
             return NO_ROWS
-        gaps, allowed = self._placements(engine.program)
+        maps = feature_maps(engine.program, self.min_bytes)
+        every = [(m.gap, placements(engine.program, m.gap, self.mode)) for m in maps]
+        gaps, allowed = [gap for gap, ways in every if len(ways) > 1], [ways for _, ways in every if len(ways) > 1]
         # Swaps alone reach the least; chains of recomputation add to it.
         least = Candidates(engine.program, gaps).least
         if least > engine.limit:
@@ -90,12 +92,6 @@ class HOME(RowsPlanner):
         if cost[0]:
             raise self.beyond_reach(engine, None)
         return evaluator.rows(best)
-
-    def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:
-        """The gaps of the feature maps that may leave, and the placements that each may have."""
-        every = ((m.gap, placements(program, m.gap, self.mode)) for m in feature_maps(program, self.min_bytes))
-        found = [(gap, ways) for gap, ways in every if len(ways) > 1]
-        return [gap for gap, _ in found], [ways for _, ways in found]
 
     def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost]:
         """Algorithm 1: the best particle and its cost."""

@@ -23,9 +23,21 @@ from agents.heuristics.memonger import Memonger
 from agents.heuristics.pytorch import ActivationBudget
 from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
-from agents.planner import LEAST, Planner, PlannerInfo, Rows, RowsPlanner, at_least, one_of, plans_of, positive, ways_of
+from agents.planner import (
+    LEAST,
+    Infeasible,
+    Planner,
+    PlannerInfo,
+    Rows,
+    RowsPlanner,
+    at_least,
+    one_of,
+    positive,
+    ways_of,
+)
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal, check_heat
+from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.modes import MODES
@@ -129,7 +141,11 @@ def start(
     for each, product, heuristic in _heuristics(mode, min_bytes):
         takes = each * (gaps + n) + product * gaps * n
         if takes < longest and (not found or until is None or time.monotonic() + takes < until):
-            found += plans_of([heuristic], program, machine, limit, engine)
+            try:
+                found.append(rows_of(heuristic.plan(program, machine, limit).decisions))
+            except Infeasible:
+                pass
+            engine.calls += heuristic.simulator_calls
     found = found or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
     best = min(range(len(found)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))

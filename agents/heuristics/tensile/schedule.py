@@ -129,12 +129,8 @@ class Schedule:
 
     def candidates(self) -> list[Gap]:
         """The gaps at the peak that may be swapped (lines 27 to 29), the largest tensors first."""
-        return [gap for gap in self._at_peak() if self._may_swap(gap)]
-
-    def _may_swap(self, gap: Gap) -> bool:
-        if gap.tensor in self.swapped:
-            return gap.after >= gap.before
-        return len(self.swapped) + 1 <= self.allowed
+        more = len(self.swapped) + 1 <= self.allowed
+        return [g for g in self._at_peak() if (g.after >= g.before if g.tensor in self.swapped else more)]
 
     def nbytes(self, gap: Gap) -> int:
         """Of the gap's tensor."""
