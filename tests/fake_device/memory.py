@@ -48,9 +48,9 @@ class Free(NamedTuple):
 class Memory:
     """PyTorch's caching allocator, with addresses of its own.
 
-    Memory that is given back is the next owner's at once, on the stream that asked for it; after record_stream, when all
-    these streams have come so far. Only pools hand out addresses again: they ask their allocator for a whole segment for
-    each block, and take free ones by best fit.
+    Memory that is given back is the next owner's at once, on the stream that asked for it; after record_stream, when
+    all these streams have come so far. Only pools hand out addresses again: they ask their allocator for a whole
+    segment for each block, and take free ones by best fit.
     """
 
     def __init__(self, double: GraphDouble) -> None:
