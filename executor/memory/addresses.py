@@ -32,9 +32,9 @@ from simulator.compiled.jit import jit
 
 ARENAS, REQUESTS = 32, 1 << 17  # arenas at a time; requests of one capture
 CHUNK = 128 << 20  # physical memory behind an aliased arena
-# Row 0 of the table: a lock, the row of the arena that serves, frees of foreign addresses, whether the log has the
-# answers, and the next request. Other rows: an arena each.
-_LOCK, _OPEN, _STRAY, _ANSWERS, _NEXT = range(5)
+# Row 0 of the table: a lock, the row of the arena that serves, whether the log has the answers, and the next request.
+# Other rows: an arena each.
+_LOCK, _OPEN, _ANSWERS, _NEXT = range(4)
 _BASE, _NBYTES, _DEVICE, _LIVE, _USED, _REFUSED = range(6)
 _TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed, so that late calls find it
 _LOG = np.zeros((REQUESTS, 2), np.int64)  # bytes and address of each request
@@ -92,8 +92,6 @@ def _give(table, address):  # type: ignore[no-untyped-def]
         row = table[r]
         if row[_BASE] <= address < row[_BASE] + row[_NBYTES]:
             row[_LIVE] -= 1
-            return
-    table[0, _STRAY] += 1
 
 
 @cache
@@ -303,8 +301,3 @@ def sweep() -> None:
             torch.cuda.empty_cache()  # which frees what pools without an owner have
         for arena in list(Arena._closed):
             arena.close()
-
-
-def stray() -> int:
-    """How often memory was freed that no arena had handed out."""
-    return int(_TABLE[0, _STRAY])

@@ -21,7 +21,6 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
 
 STEP = 2654435761  # odd, so that the words of a pattern differ for 2**32 words
-RAMP = (np.arange(2**16, dtype=np.uint64) * STEP).astype("<u4")
 NEVER = 2**64 - 1  # in a Log: no kernel began, no byte was wrong
 
 
@@ -42,32 +41,21 @@ class Log(NamedTuple):
     end: Numbers
 
 
-def pattern(nbytes: int, seed: int, first_word: int = 0) -> Bytes:
+def pattern(nbytes: int, seed: int) -> Bytes:
     """Returns what ``fill`` writes: little-endian 32-bit words, word i is seed + i * STEP modulo 2**32. uint8[nbytes].
 
     Two patterns agree at no more than one distance, so a tensor at a wrong address or of another version differs.
     """
-    words = -(-nbytes // 4)
-    if words <= len(RAMP):
-        start = (seed + first_word * STEP) % 2**32
-        return (RAMP[:words] + np.uint32(start)).view(np.uint8)[:nbytes]
-    parts = [pattern(min(4 * len(RAMP), nbytes - at), seed, first_word + at // 4) for at in pieces(nbytes)]
-    return np.concatenate(parts)
+    words = np.arange(-(-nbytes // 4), dtype="<u4")
+    words *= np.uint32(STEP)
+    words += np.uint32(seed)
+    return words.view(np.uint8)[:nbytes]
 
 
 def first_difference(found: Bytes, seed: int) -> int | None:
     """Returns the first byte of uint8[n] that differs from ``pattern(n, seed)``, or None."""
-    for at in pieces(len(found)):
-        piece = found[at : at + 4 * len(RAMP)]
-        wrong = piece != pattern(len(piece), seed, at // 4)
-        if wrong.any():
-            return at + int(wrong.argmax())
-    return None
-
-
-def pieces(nbytes: int) -> range:
-    """Offsets of the parts, of at most one RAMP each, in which a long range is filled and checked."""
-    return range(0, nbytes, 4 * len(RAMP))
+    wrong = found != pattern(len(found), seed)
+    return int(wrong.argmax()) if wrong.any() else None
 
 
 class Backend(ABC):

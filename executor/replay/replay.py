@@ -13,7 +13,6 @@ a wait of the hardware is never hidden. Choices: executor/replay/README.md.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
@@ -46,7 +45,6 @@ class Measured:
         period: iterations after which everything repeats; ``predicted`` has that many as one.
         limit, footprint: bytes; the arena had ``footprint`` bytes.
         device_bytes: what the arena took by the device's own count, which a GPU rounds up to its pages (2 MiB).
-        allocator: that packed.
         checks: number of comparisons, each of a whole block.
         device: in words.
     """
@@ -59,7 +57,6 @@ class Measured:
     limit: int
     footprint: int
     device_bytes: int
-    allocator: str
     checks: int
     device: str
 
@@ -89,11 +86,9 @@ def replay(
     iterations: int = 5,
     warmup: int = 2,
     mode: Mode = "time",
-    strict: bool = False,
-    allocators: Sequence[str] = ("smartpool", "optimal"),
-    seconds: float = 5.0,
 ) -> Measured:
-    """Runs a plan on a backend.
+    """Runs a plan on a backend. The arena is as large as the footprint of the packing, which may be over the limit
+    although the plan's bytes are not (``Measured.fits``).
 
     Args:
         machine: predicts the time, and gives the pause between two nodes of a graph. The host issues nothing while
@@ -103,13 +98,10 @@ def replay(
         warmup: iterations before them in the graph. The first begins with no copy under way, unlike the others.
         mode: "check": blocks are also filled with a pattern of their tensor and version and compared wherever they are
             read. A wrong byte is a ReplayError that names tensor and kernel; times are not the plan's.
-        strict: refuse a plan whose footprint is over the limit although its bytes are not. Otherwise the arena is as
-            large as the footprint, and the result says so (``fits``).
-        allocators, seconds: as ``executor.replay.streams.circle``.
 
     Raises:
         PlanError, OutOfMemory: as ``simulate``.
-        ReplayError: the plan does not become steady, does not fit (``strict``), or a check failed.
+        ReplayError: the plan does not become steady, or a check failed.
         BackendError: the device refused or failed; its memory is given back.
     """
     if iterations < 2 or warmup < 1:
@@ -117,12 +109,7 @@ def replay(
     if mode not in ("time", "check"):
         raise ValueError(f"mode: expected time or check, got {mode!r}")
     check, machine = mode == "check", replace(machine, issue_ns=0, copy_contention=0.0)
-    order = circle(program, plan, machine, limit, allocators, seconds)
-    if strict and order.footprint > limit:
-        raise ReplayError(
-            f"{order.allocator} needs {order.footprint:,} bytes for blocks of {order.predicted.peak_bytes:,}, "
-            f"over the limit of {limit:,}"
-        )
+    order = circle(program, plan, machine, limit)
     group = order.iterations
     skip, rounds = -(-warmup // group) * group, -(-warmup // group) - (-iterations // group)
     with backend.arena(order.footprint, order.host_bytes, slots(order, rounds, check)):
@@ -134,7 +121,7 @@ def replay(
     return Measured(
         run.read(traced, program, limit, skip), tuple(b - a for a, b in zip(ends, ends[1:], strict=False)),
         order.predicted, order.predicted.iteration_ns / group, group, limit, order.footprint, device_bytes,
-        order.allocator, len(run.checks), backend.name,
+        len(run.checks), backend.name,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ Why this cannot lock up: executor/replay/README.md.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,8 @@ import numpy as np
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Swap
-from simulator.pool import Lifetimes, Packing, allocator, run, timeline_lifetimes
+from simulator.pool import Lifetimes, Packing, timeline_lifetimes
+from simulator.pool.packed import pack_within
 from simulator.pool.pinned_places import Held
 from simulator.program import Kernel, Program
 from simulator.schedule import Schedule, lower
@@ -97,7 +98,7 @@ class Circle:
         stays: of the blocks in the arena.
         host: tensor -> offset in the host buffer of ``host_bytes``, of those that are swapped.
         on_host: tensors whose places are theirs where the circle begins.
-        allocator, footprint: of the packing; the arena has ``footprint`` bytes.
+        footprint: bytes of the packing, and of the arena.
     """
 
     program: Program
@@ -109,7 +110,6 @@ class Circle:
     host: dict[int, int]
     host_bytes: int
     on_host: frozenset[int]
-    allocator: str
     footprint: int
 
     @property
@@ -118,25 +118,12 @@ class Circle:
         return [s.block for s in self.stays if s.crosses]
 
 
-def circle(
-    program: Program,
-    plan: Plan,
-    machine: Machine,
-    limit: int,
-    allocators: Sequence[str] = ("smartpool", "optimal"),
-    seconds: float = 5.0,
-) -> Circle:
-    """The jobs of a plan.
-
-    Args:
-        allocators: offline ones of simulator.pool. The first whose footprint is at most the limit packs; where none
-            is, that with the smallest.
-        seconds: for those that search.
+def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle:
+    """Returns the jobs of a plan.
 
     Raises:
         PlanError, OutOfMemory: as ``simulate``; PlanError also for a kind of decision that is not replayed.
         ReplayError: the plan does not become steady.
-        ValueError: there is no such allocator, or it is an online one.
     """
     plan.only("a replay", "swap", "recompute", "rerun")
     predicted, times = simulate(program, plan, machine, limit), 1
@@ -154,31 +141,14 @@ def circle(
         if not predicted.steady:
             raise ReplayError(f"the plan's iterations do not repeat in groups of {times} either")
     lives = timeline_lifetimes(predicted)
-    name, packing = _pack(lives, machine.alignment, limit, allocators, seconds)
+    packing = pack_within(lives.intervals, limit, machine.alignment)
     walk = _Walk(lower(program, plan), predicted, lives, packing, machine)
     held = walk.held
     first = frozenset(t for t, upper in zip(held.tensors, held.intervals.upper, strict=True) if upper >= walk.period)
     return Circle(
-        program, original, predicted, times, walk.jobs, walk.stays, held.offsets, held.footprint, first, name,
+        program, original, predicted, times, walk.jobs, walk.stays, held.offsets, held.footprint, first,
         packing.footprint,
     )  # fmt: skip
-
-
-def _pack(
-    lives: Lifetimes, alignment: int, limit: int, allocators: Sequence[str], seconds: float
-) -> tuple[str, Packing]:
-    best: tuple[str, Packing] | None = None
-    for name in allocators:
-        if allocator(name).online:
-            raise ValueError(f"allocator {name!r} sees mallocs one by one; a circle needs one that knows them all")
-        packing = run(name, lives.intervals, alignment, seconds)[1]
-        if best is None or packing.footprint < best[1].footprint:
-            best = name, packing
-        if packing.footprint <= limit:
-            return name, packing
-    if best is None:
-        raise ValueError("allocators: expected at least one")
-    return best
 
 
 def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, list[int]]:

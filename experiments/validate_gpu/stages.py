@@ -56,7 +56,7 @@ from simulator.schedule import lower
 # Less work for planners that search, so that all have their turn.
 LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
         "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
-REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "seconds": 1.0}}
+REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3}}
 # The GPU that the host plays: transfers about as slow as kernels of a CPU.
 HOST = Machine("host", 2**30, 500_000_000, 500_000_000, host_bytes=2**30, flops_per_s={"float32": 10**10},
                memory_bytes_per_s=10**10, launch_ns=1400, graph_launch_ns=600, issue_ns=5000)  # fmt: skip

@@ -48,8 +48,9 @@ class Free(NamedTuple):
 class Memory:
     """PyTorch's caching allocator, with addresses of its own.
 
-    Freed memory returns to its stream at once, after record_stream when all these streams have reached it. Only pools
-    reuse addresses: they ask their allocator for a whole segment per block, and choose free ones by best fit.
+    Memory that is given back is the next owner's at once, on the stream that asked for it; after record_stream, when
+    all these streams have come so far. Only pools hand out addresses again: they ask their allocator for a whole
+    segment for each block, and take free ones by best fit.
     """
 
     def __init__(self, double: GraphDouble) -> None:

@@ -91,13 +91,13 @@ def in_order(order):
     return over
 
 
-def test_every_wait_of_random_plans_that_protects_bytes_counts():
+def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
     """Some waits say when, not what (RULES.md, rules 4 and 5): those of copies for kernels that only read, and those of
     compute for a synchronous swap-out. Others are implied by the rest. Any other that is left out is found."""
     found = 0
     for seed in range(40):
         program, plan, machine, limit = cases(seed)
-        order = circle(program, plan, machine, limit, ("smartpool",))
+        order = circle(program, plan, machine, limit)
         whole = in_order(order)
         with opened(machine) as (backend, device):
             for job in order.jobs:
@@ -132,16 +132,18 @@ def test_what_is_on_the_host_in_the_end_is_looked_at():
 
 def test_a_wrong_address_is_found(monkeypatch):
     """a4 lies 4 bytes behind the begin of a2, which is in use."""
-    right = streams._pack
+    right, lifetimes = streams.pack_within, streams.timeline_lifetimes
+    lives = []
+    monkeypatch.setattr(streams, "timeline_lifetimes", lambda timeline: lives.append(lifetimes(timeline)) or lives[-1])
 
-    def wrong(lives, *arguments):
-        name, packing = right(lives, *arguments)
-        a2, a4 = (lives.owner.tolist().index(t) for t in (A2, A4))
+    def wrong(*arguments):
+        packing = right(*arguments)
+        a2, a4 = (lives[-1].owner.tolist().index(t) for t in (A2, A4))
         offsets = packing.offsets.copy()
         offsets[a4] = offsets[a2] + 4
-        return name, replace(packing, offsets=offsets)
+        return replace(packing, offsets=offsets)
 
-    monkeypatch.setattr(streams, "_pack", wrong)
+    monkeypatch.setattr(streams, "pack_within", wrong)
     with HostBackend(LINK) as backend, pytest.raises(ReplayError, match=r"tensor [23] \('a[23]'\), \w+ kernel \d"):
         replay(LARGE, Plan(), LINK, 180_000, backend, iterations=2, warmup=1, mode="check")
 

@@ -318,6 +318,20 @@ def moving(program: Program, *_: Any) -> Plan:
     return random_plan(program, 0, nothing=0.1)
 
 
+def over_the_boundary(program: Program) -> Plan:
+    """Swaps parameters and optimizer state. At 1.02 times the bytes that it needs, some of them are on the host, some
+    leaving and some coming back where a step ends."""
+    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
+    return Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
+
+
+def swapping_the_batch(program: Program) -> Plan:
+    """Swaps its first tensor, within the step and over its boundary."""
+    x = next(i for i, t in enumerate(program.tensors) if t.name == "input0")
+    uses = program.accesses[x]
+    return Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
+
+
 def fits(program: Program, decisions: list[Decision], whole: bool = False) -> bool:
     """``whole``: also what only the schedule sees."""
     plan = Plan(tuple(decisions))

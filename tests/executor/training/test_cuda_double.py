@@ -32,7 +32,7 @@ def cases() -> list[Any]:
             if not name.startswith("test_") or function.__module__ != module.__name__:
                 continue
             marks = getattr(function, "pytestmark", [])
-            if {"monkeypatch", "moves"} & set(inspect.signature(function).parameters) or any(
+            if {"monkeypatch", "moves", "request"} & set(inspect.signature(function).parameters) or any(
                 mark.name == "gpu" for mark in marks
             ):
                 continue

@@ -20,6 +20,7 @@ from executor.memory import addresses, engines, graph_memory, pinned
 from executor.training import graph, memory_source, planned_step, progress
 from simulator import Plan, Swap
 from tests.executor.networks import sgd
+from tests.executor.training import programs
 from tests.executor.training.programs import GPU, Loop, Twins, random_plan, required, same, standard, tight
 from tests.executor.training.test_faults import break_kernel, once
 from tests.executor.training.test_graph import graphed, set_rate
@@ -66,10 +67,8 @@ class Case(NamedTuple):
 
     def over_the_boundary(self, graph: bool = False) -> PlannedStep:
         """With swap-outs and swap-ins that are under way between two steps."""
-        program = self.captured.program
-        moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
-        plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
-        limit = int(1.02 * required(program, plan))
+        plan = programs.over_the_boundary(self.captured.program)
+        limit = int(1.02 * required(self.captured.program, plan))
         step = PlannedStep(self.captured, replace(plan, limit=limit), GPU, limit * (1 + graph), graph=graph)
         assert set(step.order.start.values()) == {"host", "out", "in"}
         return step
@@ -130,10 +129,7 @@ def another_compute_stream(case: Case) -> None:
 
 def a_loaders_batch(case: Case) -> None:
     """It was made on another stream, which goes on allocating."""
-    program, side = case.captured.program, torch.cuda.Stream()
-    x = next(t for t, tensor in enumerate(program.tensors) if tensor.kind == "input")
-    uses = program.accesses[x]
-    step = case.step(Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0]))))
+    step, side = case.step(programs.swapping_the_batch(case.captured.program)), torch.cuda.Stream()
     with torch.cuda.stream(side):
         batch = case.twins.next_batch()
     torch.cuda.current_stream().wait_stream(side)

@@ -238,21 +238,16 @@ def test_a_step_that_nobody_holds_returns_memory_at_once(failed):
         gc.enable()
 
 
-def swapping_the_batch(device: str = "cpu") -> tuple[Twins, PlannedStep]:
-    twins = Twins("small", device=device)
-    captured = twins.captured()
-    step = tight(captured, random_plan(captured.program, 0, nothing=0.1))
-    assert step.state.swapped_inputs()
-    return twins, step
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_swapped_batch_of_another_stream(monkeypatch):
     """That stream goes on allocating while compute has not come to the batch."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    twins, step = swapping_the_batch("cuda")
+    twins = Twins("small", device="cuda")
+    captured = twins.captured()
+    step = tight(captured, random_plan(captured.program, 0, nothing=0.1))
+    assert step.state.swapped_inputs()
     side = torch.cuda.Stream()
     for _ in range(3):
         with torch.cuda.stream(side):

@@ -21,6 +21,7 @@ from simulator import Plan, Recompute, Swap
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
 from tests.executor.networks import adamw, sgd
+from tests.executor.training import programs
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
 from tests.executor.training.test_faults import break_kernel
 from tests.fake_device.memory import BASE
@@ -141,10 +142,8 @@ def over_the_boundary(share: float = 1.0, room: float = 1.0) -> tuple[Twins, Pla
     """A step whose plan has parameters and optimizer state on the host, leaving and coming back at the boundary."""
     twins = Twins("mlp", sgd)
     captured = twins.captured()
-    program = captured.program
-    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
-    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
-    aim = int(1.02 * required(program, plan))
+    plan = programs.over_the_boundary(captured.program)
+    aim = int(1.02 * required(captured.program, plan))
     step = PlannedStep(captured, replace(plan, limit=aim), GPU, int(aim * share + room), graph=True)
     assert set(step.order.start.values()) == {"host", "out", "in"}
     return twins, step

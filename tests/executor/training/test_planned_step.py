@@ -20,6 +20,7 @@ from tests.executor.training.programs import (
     Bytes,
     Twins,
     equal_states,
+    over_the_boundary,
     plan_of,
     planned,
     random_plan,
@@ -176,10 +177,8 @@ def test_without_a_barrier_between_steps():
     """Swap-outs and swap-ins that are under way at the boundary go on."""
     twins = Twins("small", adamw)
     captured = twins.captured()
-    program = captured.program
-    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
-    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
-    step = PlannedStep(captured, plan, GPU, int(1.02 * required(program, plan)))
+    plan = over_the_boundary(captured.program)
+    step = PlannedStep(captured, plan, GPU, int(1.02 * required(captured.program, plan)))
     assert set(step.order.start.values()) == {"host", "out", "in"}
     with step:
         twins.train(step, 4, look=False)

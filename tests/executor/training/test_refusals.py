@@ -16,10 +16,11 @@ from torch.optim.swa_utils import AveragedModel
 from transformers.optimization import Adafactor
 
 from executor import CaptureError, PlannedStep, PlannedSteps, StepError, capture, capture_step, fit
-from simulator import Plan, Recompute, Swap
+from simulator import Plan, Recompute
 from simulator.plan import PlanError
 from simulator.schedule import OutOfMemory
 from tests.executor.networks import adamw, sgd
+from tests.executor.training import programs
 from tests.executor.training.programs import GPU, Loop, Twins, fits, moving, network, plan_of, planned, same, tight
 from tests.executor.training.test_equal_to_eager import net, pairs, trained
 
@@ -127,13 +128,6 @@ def recomputing_dropout(program: Any) -> Plan:
         if drawn and fits(program, list(plan.decisions), whole=True):
             return plan
     raise AssertionError("no dropout")
-
-
-def swapping_the_batch(program: Any) -> Plan:
-    """Its first tensor, within the step and over its boundary."""
-    x = next(i for i, t in enumerate(program.tensors) if t.name == "input0")
-    uses = program.accesses[x]
-    return Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
 
 
 def metrics(out: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -380,7 +374,7 @@ def test_a_number_that_would_give_another_graph_is_refused(make: Any, key: str, 
 def test_a_batch_that_does_not_fit(batch: Any, named: str) -> None:
     twins = Twins("small")
     captured = twins.captured()
-    step = tight(captured, swapping_the_batch(captured.program))
+    step = tight(captured, programs.swapping_the_batch(captured.program))
     given = batch(*twins.next_batch())
     with pytest.raises(StepError, match=named) as caught:
         step(*given)
