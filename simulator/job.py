@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
+from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve, trace_memory, trace_piece, trace_span
 
 Cause = Literal["admission", "compute", "data", "memory", "issue"]
 Sharing = Literal["fifo", "shared"]
@@ -179,32 +179,18 @@ class JobsTimeline:
             events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
             for tid, track in enumerate((*STREAMS, "waits"), 1):
                 events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
-            for s in ran.spans:
-                table = job.program.kernels if s.stream == "compute" else job.program.tensors
-                what = table[s.index].name
-                events.append(_piece(pid, STREAMS.index(s.stream) + 1, s.kind, what, s.start_ns, s.end_ns))
-            tid = len(STREAMS) + 1
-            events += [_piece(pid, tid, "wait", stall.cause, stall.start_ns, stall.end_ns) for stall in ran.stalls]
+            events += [trace_span(pid, span, job.program) for span in ran.spans]
+            events += [trace_piece(pid, len(STREAMS) + 1, "wait", s.cause, s.start_ns, s.end_ns) for s in ran.stalls]
             for time, plan in ran.switches:
                 what = f"plan {plan}"
                 events.append({"ph": "i", "s": "p", "pid": pid, "tid": 1, "name": what, "ts": time / 1000})
-            events += _counter(pid, ran.held)
+            events += trace_memory(pid, ran.held)
         everybody = len(jobs) + 1
         events.append({"ph": "M", "pid": everybody, "name": "process_name", "args": {"name": "all jobs"}})
-        return {"traceEvents": events + _counter(everybody, self.memory), "displayTimeUnit": "ns"}
+        return {"traceEvents": events + trace_memory(everybody, self.memory), "displayTimeUnit": "ns"}
 
 
 def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:
     """The block events of all jobs, in order."""
     events = [iter(job.events) for job in jobs]
     return [next(events[j]) for j in order]
-
-
-def _piece(pid: int, tid: int, kind: str, name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
-    label = name if kind in ("kernel", "wait") else f"{kind} {name}"
-    return {"ph": "X", "pid": pid, "tid": tid, "cat": kind, "name": label, "ts": start_ns / 1000,
-            "dur": (end_ns - start_ns) / 1000}  # fmt: skip
-
-
-def _counter(pid: int, curve: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    return [{"ph": "C", "pid": pid, "name": "memory", "ts": t / 1000, "args": {"bytes": used}} for t, used in curve]

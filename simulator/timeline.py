@@ -63,6 +63,24 @@ def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int
     return tuple(curve)
 
 
+def trace_piece(pid: int, tid: int, kind: str, name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
+    """Returns a bar of a Chrome trace."""
+    label = name if kind in ("kernel", "wait") else f"{kind} {name}"
+    return {"ph": "X", "pid": pid, "tid": tid, "cat": kind, "name": label, "ts": start_ns / 1000,
+            "dur": (end_ns - start_ns) / 1000}  # fmt: skip
+
+
+def trace_span(pid: int, s: Span, program: Program) -> dict[str, Any]:
+    """Returns the bar of a span, on the track of its stream."""
+    table = program.kernels if s.stream == "compute" else program.tensors
+    return trace_piece(pid, STREAMS.index(s.stream) + 1, s.kind, table[s.index].name, s.start_ns, s.end_ns)
+
+
+def trace_memory(pid: int, curve: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Returns the counter of bytes in use."""
+    return [{"ph": "C", "pid": pid, "name": "memory", "ts": t / 1000, "args": {"bytes": used}} for t, used in curve]
+
+
 def _last_start(boundaries: Sequence[int]) -> int:
     """When the last iteration began, from the end times of all."""
     return boundaries[-2] if len(boundaries) > 1 else 0
@@ -242,16 +260,8 @@ class Timeline:
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": stream}})
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
         for span in self.spans:
-            on_compute = span.stream == "compute"
-            what = program.kernels[span.index] if on_compute else program.tensors[span.index]
-            args: dict[str, Any] = {"index": span.index}
-            if not on_compute:
+            args = {"index": span.index}
+            if span.stream != "compute":
                 args["nbytes"] = program.tensors[span.index].nbytes
-            events.append({
-                "ph": "X", "pid": 1, "tid": STREAMS.index(span.stream) + 1, "cat": span.kind,
-                "name": what.name if span.kind == "kernel" else f"{span.kind} {what.name}",
-                "ts": span.start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000, "args": args,
-            })  # fmt: skip
-        for time_ns, used in self.memory:
-            events.append({"ph": "C", "pid": 1, "name": "memory", "ts": time_ns / 1000, "args": {"bytes": used}})
-        return {"traceEvents": events, "displayTimeUnit": "ns"}
+            events.append(trace_span(1, span, program) | {"args": args})
+        return {"traceEvents": events + trace_memory(1, self.memory), "displayTimeUnit": "ns"}
