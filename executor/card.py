@@ -212,17 +212,14 @@ def stream(
 
 def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
     """Per kernel: the tensors that it makes, in the order of its outputs, and those that die after it."""
-    born: list[list[int]] = [[] for _ in program.kernels]
-    dies: list[list[int]] = [[] for _ in program.kernels]
-    order = {}
+    born: list[list[int]] = []
+    first: dict[int, int] = {}
     for k, kernel in enumerate(program.kernels):
-        for t in kernel.outputs:
-            if t not in order and not program.tensors[t].persistent:
-                order[t] = k
-                born[k].append(t)
-    for t, uses in enumerate(program.accesses):
-        if t in order:
-            dies[uses[-1]].append(t)
+        made = (t for t in kernel.outputs if not program.tensors[t].persistent)
+        born.append([t for t in made if first.setdefault(t, k) == k])
+    dies: list[list[int]] = [[] for _ in program.kernels]
+    for t in sorted(first):
+        dies[program.accesses[t][-1]].append(t)
     return born, dies
 
 

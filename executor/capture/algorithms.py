@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from executor.capture.operators import arguments
+from executor.capture.operators import named
 from simulator.machine import Machine
 from simulator.program import Program
 
@@ -157,7 +157,7 @@ def convolution_of(node: fx.Node) -> tuple[Convolution, tuple[Pass, ...]] | None
     aten = torch.ops.aten
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return None
-    given = {argument.name: value for argument, value in arguments(node.target, node.args, node.kwargs)}
+    given = named(node.target, node.args, node.kwargs)
     passes: list[Pass] = ["forward"]
     if "output_mask" in given:
         both: tuple[Pass, Pass] = ("images", "filters")

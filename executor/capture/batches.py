@@ -55,8 +55,8 @@ def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any
     if not batch:
         raise BatchError("the batch is empty: expected (inputs…, target), a mapping or one object")
     (whole,) = batch
-    call = _by_name if isinstance(whole, Mapping) else _as_one
-    return _own(noted(call(model, whole))) if loss_fn is None else loss_fn(noted(call(model, whole)), whole)
+    named, rest = (whole, ()) if isinstance(whole, Mapping) else ({}, (whole,))
+    return _own(noted(model(*rest, **named))) if loss_fn is None else loss_fn(noted(model(*rest, **named)), whole)
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
@@ -71,14 +71,6 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
             yield from tensors_in(part, depth - 1)
     elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
         yield from tensors_in(vars(value), depth - 1)
-
-
-def _by_name(model: Callable[..., Any], batch: Any) -> Any:
-    return model(**batch)
-
-
-def _as_one(model: Callable[..., Any], batch: Any) -> Any:
-    return model(batch)
 
 
 def _own(result: Any) -> Any:

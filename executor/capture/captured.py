@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.batches import flatten
-from executor.capture.durations import Precision, arithmetic, kernel_ns, types
+from executor.capture.durations import Precision, computed_in, kernel_ns
 from executor.capture.effects import Effect
 from executor.capture.optimizers import Numbers
 from executor.capture.python_values import PythonValues
@@ -222,11 +222,19 @@ class Captured:
 
     def types(self, machine: Machine) -> tuple[str, ...]:
         """Per kernel: the type in which a machine computes it, as ``flops_per_s`` names it; "" of a marker."""
-        return types(self.program, self.nodes, machine, self.precision)
+        pairs = zip(self.program.kernels, self.nodes, strict=True)
+        return tuple(computed_in(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
 
     def arithmetic(self, machine: Machine) -> str:
-        """A sentence: the types in which a machine does the step's convolutions and products."""
-        return arithmetic(self.program, self.nodes, machine, self.precision)
+        """Returns a sentence: the types in which convolutions and products are timed; "" without any."""
+        found: dict[str, set[str]] = {}
+        for kernel, name in zip(self.program.kernels, self.types(machine), strict=True):
+            if kernel.flops and name:
+                kind = "convolutions" if kernel.kind == "conv" else "matrix products"
+                found.setdefault(kind, set()).add(name.replace("tf32", "TF32"))
+        parts = [f"{kind} in {' and '.join(sorted(names, key=str.lower))}" for kind, names in sorted(found.items())]
+        timed = ", ".join(parts)
+        return f"They are timed with {timed}, as the step's types and PyTorch's flags have it." if parts else ""
 
     @property
     def _multi_tensor(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from executor.capture.algorithms import Convolution, Pass, convolution_of
-from executor.capture.operators import arguments
+from executor.capture.operators import named
 from simulator.files import FormatError
 from simulator.kernel_times import KernelTimes, scaled
 from simulator.machine import Machine
@@ -82,9 +82,9 @@ def kernel_ns(
     Raises:
         FormatError: the machine has no rate for float32.
     """
-    if not nodes or not (kernel.flops or kernel.bytes):
+    dtype = computed_in(kernel, nodes, machine, precision)
+    if not dtype:
         return 0  # an allocation or a marker launches nothing
-    dtype = precision.arithmetic(kernel.kind, _dtype(nodes[0]), machine)
     times = machine.kernel_times
     if times is None:
         return machine.kernel_ns(kernel.kind, kernel.flops, kernel.bytes, dtype)
@@ -152,27 +152,11 @@ def with_roofline(
     return program.with_durations(scaled(durations, iteration_ns))
 
 
-def arithmetic(program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision) -> str:
-    """Returns a sentence that names the types in which convolutions and products are timed; "" without any."""
-    found: dict[str, set[str]] = {}
-    for kernel, name in zip(program.kernels, types(program, nodes, machine, precision), strict=True):
-        if kernel.flops and name:
-            kind = "convolutions" if kernel.kind == "conv" else "matrix products"
-            found.setdefault(kind, set()).add(name)
-    parts = [
-        f"{kind} in {' and '.join(sorted(types))}".replace("tf32", "TF32") for kind, types in sorted(found.items())
-    ]
-    return f"They are timed with {', '.join(parts)}, as the step's types and PyTorch's flags have it." if parts else ""
-
-
-def types(
-    program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision
-) -> tuple[str, ...]:
-    """Returns the type that each kernel computes in (``Precision.arithmetic``); "" for kernels that launch nothing."""
-    return tuple(
-        precision.arithmetic(kernel.kind, _dtype(own[0]), machine) if own and (kernel.flops or kernel.bytes) else ""
-        for kernel, own in zip(program.kernels, nodes, strict=True)
-    )
+def computed_in(kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, precision: Precision) -> str:
+    """Returns the type that a kernel computes in (``Precision.arithmetic``); "" for one that launches nothing."""
+    if not nodes or not (kernel.flops or kernel.bytes):
+        return ""
+    return precision.arithmetic(kernel.kind, _dtype(nodes[0]), machine)
 
 
 def _rate(machine: Machine, dtype: str) -> int:
@@ -307,7 +291,7 @@ def _occupied(node: fx.Node, times: KernelTimes, tile: int) -> float:
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    return {argument.name: value for argument, value in arguments(node.target, node.args, node.kwargs)}
+    return named(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
 
 
 def _metas(node: fx.Node) -> list[Any]:

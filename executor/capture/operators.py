@@ -81,13 +81,18 @@ def arguments(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
             yield argument, kwargs[argument.name]
 
 
+def named(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a call by their names in the schema."""
+    return {argument.name: value for argument, value in arguments(func, args, kwargs)}
+
+
 def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of an operator: matrix products, convolutions and attention have some, everything else 0.
 
     PyTorch's own formulas leave out the CPU's fused attention, and count the half of causal attention that its kernels
     skip.
     """
-    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    given = named(func, args, kwargs)
     if func._overloadpacket in _CPU_ATTENTION:
         shapes = [given[name].shape for name in ("grad_out", "query", "key", "value") if name in given]
         found = int((sdpa_backward_flop_count if "grad_out" in given else sdpa_flop_count)(*shapes))
@@ -123,7 +128,7 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
     name = func._overloadpacket.__name__
     if "batch_norm" not in name or "backward" in name or "no_stats" in name or "stats" in name:
         return []
-    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    given = named(func, args, kwargs)
     if not given.get("training", given.get("train", "with_update" in name)):
         return []
     return [given[key] for key in ("running_mean", "running_var") if isinstance(given.get(key), Tensor)]
@@ -135,7 +140,7 @@ def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> 
     name = func._overloadpacket.__name__
     if "backward" in name or not any(f"native_{norm}_norm" in name for norm in ("batch", "layer", "group")):
         return ()
-    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    given = named(func, args, kwargs)
     x = given["input"]
     others = [given.get(k) for k in ("weight", "bias", "running_mean", "running_var")]
     mixed = any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in others)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from executor.capture.operators import arguments, flops_of, kind_of
+from executor.capture.operators import flops_of, kind_of, named
 from simulator.machine import Machine
 from simulator.program import KernelKind
 
@@ -371,8 +371,7 @@ def repeatable(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return True
-    given = {a.name: value for a, value in arguments(node.target, node.args, node.kwargs)}
-    return given.get("dropout_p") == 0.0  # attention that draws nothing
+    return named(node.target, node.args, node.kwargs).get("dropout_p") == 0.0  # attention that draws nothing
 
 
 def _origins(nodes: list[Any]) -> list[fx.Node]:
@@ -380,34 +379,20 @@ def _origins(nodes: list[Any]) -> list[fx.Node]:
     return sorted(found, key=lambda x: x._sort_key)
 
 
-class Cost(NamedTuple):
-    """Of an operator by itself: its kind, FLOPs, bytes read and written, and the ns that a machine takes."""
-
-    kind: KernelKind
-    flops: int
-    nbytes: int
-    ns: int
-
-
-def cost_of(node: fx.Node, machine: Machine) -> Cost:
-    """By the machine's roofline; what is no operator takes no time."""
-    tensors = [x for y in (node, *node.all_input_nodes) for x in tensors_of(y)]
-    nbytes = sum(x.numel() * x.element_size() for x in tensors)
+def operator_ns(node: fx.Node, machine: Machine) -> int:
+    """Returns the time of an operator by itself, by the machine's roofline; 0 for what is no operator."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return Cost("other", 0, nbytes, 0)
-    kind, flops = kind_of(node.target, "forward"), _flops(node)
+        return 0
+    values = [x for y in (node, *node.all_input_nodes) for x in torch.utils._pytree.tree_leaves(y.meta.get("val"))]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    nbytes = sum(x.numel() * x.element_size() for x in tensors)
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    return Cost(kind, flops, nbytes, roofline_ns(machine, kind, flops, nbytes, dtype))
+    return roofline_ns(machine, kind_of(node.target, "forward"), _flops(node), nbytes, dtype)
 
 
 def roofline_ns(machine: Machine, kind: KernelKind, flops: int, nbytes: int, dtype: str) -> int:
     """As float32 where the machine has no figure for the type."""
     return machine.kernel_ns(kind, flops, nbytes, dtype if dtype in machine.flops_per_s else "float32")
-
-
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The (fake) tensors that a node results in."""
-    return [x for x in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
 def _flops(node: fx.Node) -> int:

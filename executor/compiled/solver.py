@@ -19,7 +19,7 @@ import numpy as np
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 
-from executor.compiled.launches import cost_of, is_view
+from executor.compiled.launches import is_view, operator_ns
 from simulator.machine import Machine
 
 SECONDS = 5.0  # of the 0/1 program; then the best that was found
@@ -83,4 +83,4 @@ class ChainSolver(CustomKnapsackSolver):
 
     def _ns(self, node: fx.Node) -> int:
         """The roofline's time of an operator; views take none."""
-        return 0 if is_view(node) else cost_of(node, self.machine).ns
+        return 0 if is_view(node) else operator_ns(node, self.machine)

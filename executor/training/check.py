@@ -247,9 +247,8 @@ def _last(step: Any) -> Any:
         return end.value
 
 
-@contextmanager
-def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
-    """PyTorch's MemTracker, that knows the models, their optimizers and the batch."""
+def memory_tracker() -> Any:
+    """Returns PyTorch's MemTracker without its own hooks on modules, which would run as the user's."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):
@@ -257,8 +256,13 @@ def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
             super().__init__()
             self._mod_tracker = _NoModules()  # type: ignore[assignment]
 
-    tracker = Tracker()
-    reach = twin.reach()
+    return Tracker()
+
+
+@contextmanager
+def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
+    """A memory tracker that knows the models, their optimizers and the batch."""
+    tracker, reach = memory_tracker(), twin.reach()
     own = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
     inside = {id(m) for module in reach.modules for m in module.children()}
     tracker.track_external(
@@ -270,7 +274,7 @@ def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
 
 
 class _NoModules(nullcontext[None]):
-    """In the place of MemTracker's own hooks on modules, which would run as the user's."""
+    """In the place of MemTracker's hooks."""
 
     is_bw, parents = False, frozenset({"Global"})
 

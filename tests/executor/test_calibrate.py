@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from executor import calibrate as calibrate_module
-from executor.calibrate import _fit, calibrate, main, of_process
-from executor.replay.backend import BackendError
+from executor.calibrate import calibrate, main, of_process
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from simulator.files import read_json
@@ -118,29 +117,6 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
 def test_no_larger_copy_is_begun_when_the_time_is_over():
     found = calibrate(HostBackend(MACHINE), MACHINE, 2**22, seconds=0.0)
     assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest are always there
-
-
-def test_a_fit_by_hand():
-    """1 us and 1 ns a byte from 16 MiB on; of what small copies take beyond that the median is the latency."""
-    mib = 2**20
-    times = [(2**12, 5096), (2**16, 66_536), (2**18, 265_144), (4 * mib, 5 * mib), (16 * mib, 16 * mib + 1000),
-             (64 * mib, 64 * mib + 1000)]  # fmt: skip
-    latency, bytes_per_s, error = _fit(times)
-    assert latency == pytest.approx(1000, abs=5) and bytes_per_s == pytest.approx(10**9, rel=1e-5)
-    assert error == pytest.approx(0.2, rel=0.01)  # of 4 MiB
-
-
-def test_fits_that_make_no_machine():
-    """A latency below zero is none; copies of more bytes have to take longer."""
-    latency, bytes_per_s, _ = _fit([(4096, 3000), (2**24, 2**24), (2**26, 2**26)])
-    assert latency == 0 and bytes_per_s == pytest.approx(10**9, rel=1e-6)
-    with pytest.raises(BackendError, match="do not take longer"):
-        _fit([(1000, 900), (2000, 100)])
-
-
-def test_there_must_be_two_sizes():
-    with pytest.raises(ValueError, match="expected at least 16,384"):
-        measured(replace(MACHINE, memory_bytes=50_000))
 
 
 def test_the_command(tmp_path, capsys):

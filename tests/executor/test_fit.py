@@ -15,10 +15,11 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 import agents
 from executor import Captured, FitError, capture, fit
 from executor.capture.profile import measure
-from simulator import FormatError, Machine, OutOfMemory, Plan, Program
+from simulator import FormatError, Machine, Plan, Program
 from simulator.modes import least_residency
 from tests.executor.conftest import Tiny
 from tests.executor.networks import CLASSES, Batch, ResNet, adamw, images, sgd
+from tests.executor.training.programs import Loop, Twins, standard
 
 MODULE = sys.modules["executor.fit"]  # executor.fit is the function
 CAPTURE = "executor.training.planned_steps.capture"
@@ -47,42 +48,31 @@ def rows(count: int) -> Batch:
     return torch.randn(count, 16), torch.randint(CLASSES, (count,))
 
 
-class Twins:
-    """A fitted step and its eager twin, whose learning rates go down; gradients are clipped."""
+def decaying(parts: Callable[[], Parts], batch: Callable[[int], Batch]) -> Loop:
+    """A loop whose learning rate goes down; gradients are clipped."""
+    model, loss_fn, optimizer, _ = parts()
+    rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    loop = standard(model, loss_fn, optimizer, batch, clip_norm=0.05)
+    loop.after = lambda _: rate.step()
+    return loop
 
-    def __init__(self, parts: Parts, memory: Any, batch: Callable[[int], Batch], **options: Any) -> None:
-        model, self.loss_fn, optimizer, example = parts
-        self.batch = batch
-        self.models, self.optimizers = zip((model, optimizer), copy.deepcopy((model, optimizer)), strict=True)
-        self.rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in self.optimizers]
-        self.step = fit(model, self.loss_fn, optimizer, example, memory, clip_norm=0.05, **options)
 
-    def train(self, *counts: int) -> None:
+class Fitted(Twins):
+    """A fitted step and its eager twin."""
+
+    def __init__(self, parts: Callable[[], Parts], memory: Any, batch: Callable[[int], Batch], **options: Any) -> None:
+        super().__init__(decaying, parts, batch)
+        self.step = fit(*self.ours.given, parts()[3], memory, clip_norm=0.05, **options)
+
+    def train_on(self, *counts: int) -> None:
         """Trains both for a step of micro-batches of ``counts`` samples, and compares them to the bit."""
-        self.step.begin(*map(self.batch, counts))
-        for count in counts:
-            x, y = self.batch(count)
-            state = torch.get_rng_state()
-            ours, drawn = self.step(x.clone(), y.clone()), torch.get_rng_state()
-            torch.set_rng_state(state)
-            loss = self.loss_fn(self.models[1](x), y)
-            loss = loss / len(counts) if len(counts) > 1 else loss
-            loss.backward()
-            assert torch.equal(ours, loss.detach()) and torch.equal(drawn, torch.get_rng_state())
-        assert nn.utils.clip_grad_norm_(self.models[1].parameters(), 0.05) > 0.05
-        self.optimizers[1].step()
-        self.optimizers[1].zero_grad()
-        for rate in self.rates:
-            rate.step()
-        self.compare()
-
-    def compare(self) -> None:
-        ours, theirs = self.models
-        for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
-            assert torch.equal(a, b)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            found = (o.state.get(w, {}).items() for o, w in zip(self.optimizers, (p, q), strict=True))
-            assert all(torch.equal(v, w) for (_, v), (_, w) in zip(*found, strict=True))
+        self.eager.options["accumulate"] = len(counts)
+        batches = [self.ours.batch(count) for count in counts]
+        self.step.begin(*batches)
+        for i, batch in enumerate(batches):
+            self.micro(self.step, i, batch, copy.deepcopy(batch))
+        assert self.eager.norm > 0.05
+        self.ended(self.step)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +85,14 @@ class Twins:
     ids=["resnet", "gpt2", "bert"],
 )
 def test_three_steps_are_eager_pytorchs_to_the_bit(make: Any, loss_fn: Any, batch: Any) -> None:
-    torch.manual_seed(0)
-    model = make()
-    both = Twins((model, loss_fn, adamw(model), batch(2)), 0.7, batch)
+    def parts() -> Parts:
+        return (model := make()), loss_fn, adamw(model), batch(2)
+
+    both = Fitted(parts, 0.7, batch)
     step = both.step
     assert step.plan.planner == "best" and step.limit == int(0.7 * step.program.peak_bytes)
     for _ in range(3):
-        both.train(2)
+        both.train_on(2)
     assert step.peak_bytes <= step.limit
     found = step.report()
     assert found.under.nbytes <= found.limit < found.without.nbytes
@@ -178,24 +169,6 @@ def test_a_plan_is_found_at_the_smallest_memory_that_is_named(tiny_mlp: Tiny) ->
 
 
 @pytest.mark.parametrize(
-    ("error", "match", "memory", "options"),
-    [
-        (FitError, r"^ResNet does not fit into 2.00 KiB with a batch of \[2, 3, 16, 16\], \[2\]: the smallest memory "
-                   r".* aten\.convolution_backward\.default of blocks\.0\.body\.3 uses at once", "2KiB", {}),
-        (FormatError, "^memory: expected a positive fraction", "24G", {}),
-        (OutOfMemory, "over the limit", 0.8, {"planner": lambda *_: Plan()}),
-        (FitError, r"^no plan was found, though there may be some from [\d,]+ bytes on: none: ", 0.8,
-         {"planner": "none"}),
-        (FormatError, "there is no preset 'h1000'", 0.8, {"machine": "h1000"}),
-    ],
-)  # fmt: skip
-def test_refusals(error: type[Exception], match: str, memory: Any, options: Any, tiny_conv: Tiny) -> None:
-    with pytest.raises(error, match=match) as found:
-        fit(*tiny_conv.parts(), memory, **options)
-    assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
     ("match", "options"),
     [
         ("there is no planner 'lp_rund'; the nearest is 'lp_round'", {"planner": "lp_rund"}),
@@ -217,31 +190,31 @@ def test_wrong_arguments_are_refused_before_the_capture(
 
 def test_batches_of_every_shape(tiny_mlp: Tiny) -> None:
     """Each shape is planned once, within the bytes of the first, and planning draws no random numbers."""
-    both = Twins(tiny_mlp.parts(), 0.7, rows, planner="capuchin")
+    both = Fitted(tiny_mlp.parts, 0.7, rows, planner="capuchin")
     step = both.step
     limit, first = step.limit, step.plan
     for count in (256, 300, 256, 64, 300):
         batch, state = rows(count), torch.get_rng_state()
         step.step_for(*batch)
         assert torch.equal(state, torch.get_rng_state())
-        both.train(count)
+        both.train_on(count)
         assert step.limit == step.present.limit == limit and step.report().limit == limit
         assert step.report().without.nbytes == step.program.peak_bytes == step.captured.program.peak_bytes
     assert len(step.steps) == 3 and step.present.captured.leaves[0].meta["tensor_meta"].shape[0] == 300
     assert first.decisions and step.plan.decisions and step.plan != first and step.peak_bytes <= limit
-    both.train(64)
+    both.train_on(64)
     assert not step.plan.decisions and "the step fits without a plan" in str(step.report())
     with pytest.raises(FitError, match=r"^Sequential does not fit into .* with a batch of \[4096, 16\], \[4096\]"):
         step(*rows(4096))
     both.compare()
     assert len(step.steps) == 3 and step.report().limit == limit
-    both.train(256)
+    both.train_on(256)
 
 
 def test_micro_batches_of_every_shape(tiny_mlp: Tiny) -> None:
-    both = Twins(tiny_mlp.parts(), 0.7, rows, accumulate=2, planner="capuchin")
+    both = Fitted(tiny_mlp.parts, 0.7, rows, accumulate=2, planner="capuchin")
     for counts in ((256, 256), (300, 256), (256,), (256, 256)):
-        both.train(*counts)
+        both.train_on(*counts)
     assert sum(bool(step.plan.decisions) for step in both.step.steps.values()) >= 2
     assert both.step.peak_bytes <= both.step.limit
     model, loss_fn, optimizer, _ = tiny_mlp.parts()

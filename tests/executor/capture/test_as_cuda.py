@@ -303,12 +303,6 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
         assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
 
 
-def test_updates_take_the_form_of_the_gpu() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    assert any("_foreach" in name for name in names(captured(model, torch.empty(2, 8))))
-    assert not any("_foreach" in name for name in names(captured(model, torch.empty(2, 8), as_cuda=False)))
-
-
 def test_captures_for_the_cpu_are_what_they_were() -> None:
     """The operators of PyTorch choose as before, after a capture and after one that failed."""
     model, x = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1)), torch.empty(2, 8, 16)

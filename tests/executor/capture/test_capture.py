@@ -326,62 +326,6 @@ def test_capture_step_finds_state_of_any_callable():
     assert {t.kind for t in inference.program.tensors if t.persistent} == {"parameter", "input"}
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if (x * self.weight).sum() > 0 else x
-
-
-class Indexing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0]
-
-
-class Broken(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ x
-
-
-X = torch.ones(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (Branching(), "Python depends on the values of a tensor"),
-        (Indexing(), "shape of a result depends on the values"),
-        (Broken(), "RuntimeError"),
-        (lambda x: "text", "returns a str"),
-        (lambda x: (x + 1).mean().item(), "returns a float"),
-        (lambda x: None, "no tensor operation"),
-        (lambda x: 1 / 0, "ZeroDivisionError"),
-        (lambda x: torch.empty(0).set_(x.untyped_storage()) + 1, "cudnn.enabled = False captures an RNN"),
-    ],
-)
-def test_what_cannot_be_traced_is_one_sentence(step, message):
-    with pytest.raises(CaptureError, match=message) as error:
-        capture_step(step, X, machine=GPU)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "labels", "optimizer", "message"),
-    [
-        (nn.CrossEntropyLoss(), False, sgd, "pair"),
-        (lambda out, y: out, True, sgd, "loss is a tensor of shape"),
-        (lambda out, y: 0.0, True, sgd, "loss is float"),
-        (nn.CrossEntropyLoss(), True, lambda m: torch.optim.LBFGS(m.parameters()), "as often as its values ask"),
-    ],
-)
-def test_capture_refuses_what_is_no_training_step(loss_fn, labels, optimizer, message):
-    model, _, _, (x, y) = build(Residual, images)
-    with pytest.raises(CaptureError, match=message):
-        capture(model, loss_fn, optimizer(model), (x, y) if labels else (x,), machine=GPU)
-
-
 def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):
     """Also where PyTorch's setting that ignores them is lost in between."""
     monkeypatch.setattr(ShapeEnv, "ignore_fresh_unbacked_symbols", lambda self: contextlib.nullcontext())

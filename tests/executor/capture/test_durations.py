@@ -236,19 +236,11 @@ def test_updates_in_place_count_what_they_write(foreach):
         batch = torch.empty(2, 100), torch.empty(())
     captured = capture(model, lambda y, _: y.sum(), optimizer, batch, machine=GPU)
     assert [k.bytes for k in captured.program.kernels if k.phase == "optimizer" and k.bytes] == [120_000]
-    with pytest.raises(FormatError, match=r"^machine\.flops_per_s"):
-        captured.on(replace(GPU, flops_per_s={}))
 
 
 def test_group_norm_takes_no_time_per_row():
     found = durations(lambda: nn.GroupNorm(2, 4), meta(1000, 4, 8, 2), MEASURED)["native_group_norm"]
     assert found == pytest.approx([2 * 4 * 64_000 / (0.5 * BW)], rel=0.05)  # besides its means
-
-
-def test_a_machine_without_a_float32_rate_is_refused():
-    machine = replace(MEASURED, flops_per_s={"bfloat16": 10**12})
-    with pytest.raises(FormatError, match=r"^machine\.flops_per_s"):
-        durations(lambda: lambda x: x.t().contiguous(), meta(10, 10), machine)
 
 
 @pytest.mark.parametrize(
@@ -268,16 +260,6 @@ def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name,
     longer = max(without, elements * 2e-11)
     assert found == pytest.approx(without if vectorised else longer, rel=1e-4)
     assert vectorised or found > without
-
-
-@pytest.mark.parametrize(("key", "value"), [("conv", 0), ("elementwise", 1.5), ("source", 3), ("launch_ns", 1.5),
-                                            ("unaligned", 2), ("row_ns", -1)])  # fmt: skip
-def test_bad_coefficients_are_refused(key, value):
-    data = GPU.to_dict()
-    assert Machine.from_dict(data) == GPU
-    data["kernel_times"] = {**data["kernel_times"], key: value}
-    with pytest.raises(FormatError, match=rf"machine\.kernel_times\.{key}: expected .*, got {value}"):
-        Machine.from_dict(data)
 
 
 # ------------------------------------------------------------------------- beside measurements

@@ -18,10 +18,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from executor import capture_step
+from executor.training.check import memory_tracker
 from executor.training.planned_step import PlannedStep
 from simulator import Plan
 
@@ -157,24 +157,6 @@ class Training:
         return state
 
 
-class NoModules(nullcontext[None]):
-    """Replaces ``MemTracker``'s hooks on modules."""
-
-    is_bw, parents = False, frozenset({"Global"})
-
-    def register_user_hooks(self, *_: Any) -> None: ...
-
-    def clear_user_hooks(self) -> None: ...
-
-
-class Tracker(MemTracker):
-    """PyTorch's ``MemTracker`` without hooks on modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mod_tracker = NoModules()
-
-
 def differences(name: str, variant: Variant) -> list[str]:
     """Trains a model eagerly and as captured; returns a sentence for each difference."""
     torch.manual_seed(1)
@@ -183,7 +165,7 @@ def differences(name: str, variant: Variant) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         eager = Training(name, variant, keys)
-        expected = eager.run(eager.step, batches, tracker := Tracker())
+        expected = eager.run(eager.step, batches, tracker := memory_tracker())
         peak_bytes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         ours = Training(name, variant, keys)
         try:

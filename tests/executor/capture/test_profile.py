@@ -24,7 +24,6 @@ from executor.capture.profile import (
 )
 from executor.capture.step_profiler import StepRunner
 from simulator import Kernel, Machine, Program, Tensor
-from simulator.files import FormatError
 from tests.executor.networks import NETWORKS, adamw, images, small
 
 PROGRAM = Program(
@@ -152,28 +151,11 @@ def test_durations_and_workspaces_are_put_in():
     assert [(k.duration_ns, k.workspace) for k in unknown.kernels] == [(30, 7), (40, 0)]
 
 
-def test_another_programs_profile_is_refused():
-    other = Program("two", (Tensor("w", 8, "parameter", True), Tensor("x", 5)), PROGRAM.kernels)
-    with pytest.raises(FormatError, match=r"^the profile is of another program \('two', fingerprint "):
-        with_profile(other, PROFILE)
-
-
 @pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, workspaces=None, cache="step", event_ns=3)])
 def test_a_profile_is_data(tmp_path, profile):
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
     assert path_of(replace(profile, program="a/b c")) == PROFILES / "a_b_c-m.json"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "place"),
-    [("format", "profile/2", "profile.format"), ("durations_ns", [1, "2"], r"profile.durations_ns\[1\]"),
-     ("durations_ns", [1, -2], r"profile.durations_ns\[1\]"), ("cache", "warm", "profile.cache"),
-     ("workspaces", [1], "profile.workspaces"), ("colour", 1, "profile: unknown key 'colour'")],
-)  # fmt: skip
-def test_malformed_profiles(key, value, place):
-    with pytest.raises(FormatError, match=f"^{place}"):
-        Profile.from_dict({**PROFILE.to_dict(), key: value})
 
 
 def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
@@ -206,15 +188,6 @@ def test_kernels_in_a_row_take_no_longer_than_the_row():
     assert together([5, 6], 20) == [5, 6]  # gaps are no kernel's
     # 667 less is more than half of the short ones: they are halved, and all three are scaled from 2,333 to 2,000.
     assert together([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
-
-
-def test_bad_options():
-    for option in ({"repeats": 0}, {"cache": "warm"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(option))}: "):
-            measure(shared(), "cpu", **option)
-    if not torch.cuda.is_available():
-        with pytest.raises(ProfileError, match="there is no CUDA GPU to profile on"):
-            measure(shared(), "cuda")
 
 
 @pytest.mark.gpu
