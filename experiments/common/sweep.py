@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common import report
+from experiments.common.own_files import as_typed
 from simulator.files import write_json, write_text
 
 OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
@@ -35,7 +36,7 @@ class SweepTable(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         run = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
         if isinstance(run, Path):
-            job = {"overrides": list(job_return.overrides or ()), "run": str(run.absolute())}
+            job = {"overrides": list(map(as_typed, job_return.overrides or ())), "run": str(run.absolute())}
             write_json(Path(str(config.hydra.sweep.dir)) / JOB.format(config.hydra.job.num), job)
 
 

@@ -298,7 +298,7 @@ def best_of(
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
         try:
             with within(None if budget else WAIT * each if planner.name in sure else each):
-                rows.append(report.scored(planner, *task, seed, mode))
+                rows.append(report.score_with(planner, *task, seed, mode))
         except TimeUp:
             out.append(planner.name)
     spent = time.monotonic() - begin
@@ -380,7 +380,7 @@ def largest_batch(
                 if not stopped:
                     tries += 1
                     made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
-                    row, _ = report.score_with(made, step, machine, room, 0, mode)
+                    row, *_ = report.score_with(made, step, machine, room, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
                         planner = name
                         return float(row["overhead"])
