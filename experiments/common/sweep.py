@@ -43,7 +43,7 @@ class SweepTable(Callback):
 def forget() -> None:
     """Removes the folder of a sweep whose jobs cannot be composed: it holds multirun.yaml, and nothing else."""
     folder, SweepTable.folder = SweepTable.folder, None
-    if folder is not None and [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
+    if folder is not None and [file.name for file in folder.glob("*")] == ["multirun.yaml"]:
         shutil.rmtree(folder)
 
 
