@@ -109,6 +109,10 @@ def entry(
                 endings.refuse(explained(error, config_name, typed))
             except (OmegaConfBaseException, UsageError, FormatError) as error:
                 endings.refuse(as_typed(str(error)))
+            except ValueError as error:
+                if not str(error).startswith("Config group override"):  # Hydra's, of an option that is a number
+                    raise
+                endings.refuse(f"{' '.join(typed)}: {error}")
             except KeyboardInterrupt as stop:
                 endings.stopped(stop)
             except OSError as error:

@@ -125,22 +125,14 @@ def score(
         workspace: which algorithms kernels run with, as in a row.
         options: more options for the planners that have them, as ``made``.
     """
-    return score_with(made(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)
+    return score_with(made(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)[:2]
 
 
 def score_with(
     planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
     workspace: Workspace = False, named: str = "",
-) -> tuple[Row, Plan | None]:  # fmt: skip
-    """``score`` of a planner that is made; the row has its name, or another one."""
-    return scored(planner, program, machine, limit, seed, mode, workspace, named)[:2]
-
-
-def scored(
-    planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
-    workspace: Workspace = False, named: str = "",
 ) -> tuple[Row, Plan | None, Timeline | None]:  # fmt: skip
-    """``score_with``, and the plan's timeline."""
+    """``score`` of a planner that is made, and the plan's timeline; the row has its name, or another one."""
     start = time.perf_counter()
     plan, why = None, ""
     try:

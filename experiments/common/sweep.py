@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common import report
+from experiments.common.own_files import as_typed
 from simulator.files import write_json, write_text
 
 OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
@@ -35,14 +36,14 @@ class SweepTable(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         run = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
         if isinstance(run, Path):
-            job = {"overrides": list(job_return.overrides or ()), "run": str(run.absolute())}
+            job = {"overrides": list(map(as_typed, job_return.overrides or ())), "run": str(run.absolute())}
             write_json(Path(str(config.hydra.sweep.dir)) / JOB.format(config.hydra.job.num), job)
 
 
 def forget() -> None:
     """Removes the folder of a sweep whose jobs cannot be composed: it holds multirun.yaml, and nothing else."""
     folder, SweepTable.folder = SweepTable.folder, None
-    if folder is not None and [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
+    if folder is not None and [file.name for file in folder.glob("*")] == ["multirun.yaml"]:
         shutil.rmtree(folder)
 
 

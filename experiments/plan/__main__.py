@@ -42,8 +42,8 @@ from experiments.plan import capture, times
 from experiments.plan.answer import Answer, Best, Largest, Times
 from experiments.plan.capture import Step
 from experiments.plan.how_to_run import checkpoints, fit_call
-from experiments.plan.kernels import slowest
 from experiments.plan.max_batch import MOST, BatchError
+from experiments.plan.words import rounded_up, slowest, verdict
 from simulator import simulate
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
@@ -198,7 +198,6 @@ def with_code(a: Answer, plan: Plan, step: Step, cfg: DictConfig, out: Path) -> 
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
     from experiments.plan.page import html
-    from experiments.plan.words import verdict
     from experiments.plotting import plots
 
     program, best = answer.program, answer.best
@@ -298,7 +297,7 @@ def best_of(
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
         try:
             with within(None if budget else WAIT * each if planner.name in sure else each):
-                rows.append(report.scored(planner, *task, seed, mode))
+                rows.append(report.score_with(planner, *task, seed, mode))
         except TimeUp:
             out.append(planner.name)
     spent = time.monotonic() - begin
@@ -359,8 +358,6 @@ def largest_batch(
         memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
         beside: bytes of that at the own batch.
     """
-    from experiments.plan.words import rounded_up
-
     program, machine, limit = task
     limit = memory or limit
     if workload is None:
@@ -380,7 +377,7 @@ def largest_batch(
                 if not stopped:
                     tries += 1
                     made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
-                    row, _ = report.score_with(made, step, machine, room, 0, mode)
+                    row, *_ = report.score_with(made, step, machine, room, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
                         planner = name
                         return float(row["overhead"])

@@ -90,7 +90,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         yield Section("What methods cost", [Table(*words.methods(a), range(2, 7)), said])
     if a.best is not None:
         said = f"By {label(page.planner)}; it needs {size(page.least_bytes)} for tensors. {words.packed(a)}."
-        yield Section("The recommended plan", [words.moves(a), *words.gap(a), said])
+        yield Section("The recommended plan", [f"The plan: {words.moves(a)}", *words.gap(a), said])
     yield Section("How sure the times are", words.uncertainty(a))
     if a.slowest[1]:
         yield Section("The slowest kernels", [Table(*a.slowest, range(2, 5))])

@@ -60,6 +60,7 @@ def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: P
     written(work, ODD, MACHINE)
     done = run("evaluate", "-m", *words, f"machine=gtx1080ti,my_machine.yaml,'{ODD}'")
     assert done.returncode == 0, done.stderr
+    assert "my_machine.yaml" in (work / done.stdout.splitlines()[-1] / "table.txt").read_text()
     found = {name: one for (name, _), one in made(work).items()}
     assert set(found) == {"gtx1080ti", "my_machine", "mine"}
     mine, preset = found["my_machine"]["config"]["machine"], found["gtx1080ti"]["config"]["machine"]

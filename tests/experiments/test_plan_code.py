@@ -12,7 +12,7 @@ from agents.saved import saved_plan
 from executor import Captured, capture
 from experiments.plan import how_to_run
 from experiments.plan.capture import Step
-from experiments.plan.kernels import slowest
+from experiments.plan.words import slowest
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.report import Origins, Place, Unit
 from tests.experiments.conftest import MB, chain

@@ -99,6 +99,7 @@ def test_a_malformed_file_is_one_sentence(
     ("train_dqn +limt=0.6", ["limt", "'limit'"]),
     ("train_dqn workloda=resnet50", ["'workload'"]),
     ("train_dqn workload=vgg-16", ["workload/vgg-16", "vgg16"]),
+    ("train_dqn agent=3", ["agent=3"]),
     ("train_dqn agent=dqm", ["agent/dqm", "dqn"]),
     ("train_dqn machine=gtx1080", ["machine/gtx1080", "gtx1080ti"]),
     ("train_dqn machine.copy_engine=1", ["'machine.copy_engines'"]),
