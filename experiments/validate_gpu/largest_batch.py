@@ -171,7 +171,7 @@ def _need(name: str, device: str) -> int:
     peak = _train(build(name, device).step, device)
     if device != "cuda":
         return peak
-    give_back()  # libraries have what they keep
+    give_back()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     _train(build(name, device).step, device)

@@ -144,10 +144,11 @@ def block_count(name: str) -> int:
 
 
 def build(name: str, device: str, seed: int = 0, batch: int | None = None, capturable: bool = False) -> Network:
-    """A network with random content; the same seed gives the same on one device.
+    """A network with random content, in the memory of those before it; the same seed gives the same on one device.
 
     ``capturable``: an AdamW that reads no number on the host, as a graph needs it; SGD reads none.
     """
+    give_back()
     torch.manual_seed(seed)
     own, make = NETWORKS[name]
     with torch.device(device):

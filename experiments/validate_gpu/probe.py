@@ -34,7 +34,7 @@ from executor.calibrate import calibrate
 from executor.capture.profile import Cache, Profile, measure, with_profile
 from executor.memory.engines import line
 from executor.replay.backend import Backend, Stream
-from experiments.validate_gpu.networks import MIB, build, give_back, limit_of, made, reads_numbers
+from experiments.validate_gpu.networks import MIB, build, limit_of, made, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
@@ -247,7 +247,6 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
     """
     what, device, machine = _what(name, fraction, graph), probe.device, probe.machine
     try:
-        give_back()
         eager = eager_beside(name, device)
         held = torch.cuda.memory_allocated() if device == "cuda" else 0
         capturable = graph and reads_numbers(name)

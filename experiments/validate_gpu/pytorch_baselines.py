@@ -131,11 +131,6 @@ def _row(search: Levels | _Ours, f: float, limit: int, steps: int) -> dict[str, 
             "overhead": found.ns / found.eager_ns - 1, "setting": chosen.setting, "clocks": clocks}  # fmt: skip
 
 
-def _build(name: str, device: str) -> Network:
-    give_back()
-    return build(name, device)
-
-
 @cache
 def warm_up(name: str, device: str) -> None:
     """Lets libraries take the memory that they keep, once in a process (CUDA)."""
@@ -152,7 +147,7 @@ def trial(
     give_back()
     beside = eager_beside(name, device) if steps else None
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    network = _build(name, device)
+    network = build(name, device)
     forward = prepare(network)
     return replace(_measured(device, lambda: network.step(forward), before, beside, steps), setting=setting)
 
@@ -183,7 +178,7 @@ def _measured(
 
 def eager_beside(name: str, device: str) -> Callable[[], Any]:
     """An eager step that has made all that it keeps."""
-    network = _build(name, device)
+    network = build(name, device)
     network.step()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -311,7 +306,6 @@ class _Ours:
         give_back()
         self.aim, beside = aim, eager_beside(self.name, self.device) if steps else None
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
-        give_back()
         n = build(self.name, self.device)
         try:
             captured = n.captured(self.machine)

@@ -35,7 +35,7 @@ from experiments.common.measured_step import measured_step
 from experiments.common.workers import Pool
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.conditions import deterministic, watched
-from experiments.validate_gpu.networks import give_back, host_bytes, limit_of, made, reads_numbers
+from experiments.validate_gpu.networks import build, give_back, host_bytes, limit_of, made, reads_numbers
 from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial, warm_up
 from experiments.validate_gpu.record import LATE, Record
 from experiments.validate_gpu.settings import Settings, UsageError
@@ -43,7 +43,6 @@ from experiments.validate_gpu.training import (
     Case,
     batch_stays,
     eager_bits,
-    fresh,
     losses_only,
     timed_beside,
     train_capped,
@@ -157,7 +156,7 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
         warm_up(name, settings.device)
         eager = trial(name, settings.device)
         row = {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between}
-    captured = fresh(name, settings.device, graph).captured(machine)
+    captured = build(name, settings.device, capturable=graph).captured(machine)
     seconds = run.record.left()
     try:
         found = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]

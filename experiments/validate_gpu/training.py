@@ -36,12 +36,6 @@ class Case:
     graph: bool = False
 
 
-def fresh(name: str, device: str, graph: bool = False) -> Network:
-    """A network, in the memory of those before it; ``graph``: whose step can be one."""
-    give_back()
-    return build(name, device, capturable=graph)
-
-
 def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
     """The same without what the plan swaps of the batch, of which a graph has its own copy; the limit is raised where
     that needs it."""
@@ -54,7 +48,7 @@ def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
 def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:
     """Losses of eager steps, whether they are the same a second time, and what has no deterministic form."""
     with deterministic() as loose, capturable(graph):
-        first, again = (losses(fresh(name, device, graph).step) for _ in range(2))
+        first, again = (losses(build(name, device, capturable=graph).step) for _ in range(2))
     return {"losses": again, "equal": first == again, "loose": loose}
 
 
@@ -98,7 +92,7 @@ def losses_only(
     give_back()
     as_graph = graph and device == "cuda"
     with capped(cap * case.limit, device, as_graph) as limit:
-        network = fresh(case.workload, device, graph)
+        network = build(case.workload, device, capturable=graph)
         captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=as_graph) as step:
@@ -111,7 +105,6 @@ def timed_beside(
     """Times steps under a plan, capped likewise, in turns with eager steps (``beside_eager``). ``graph``: the planned
     steps are replays of one; with the bytes of its memory. (On the CPU they run kernel by kernel.)"""
     cuda = device == "cuda"
-    give_back()
     eager = eager_beside(case.workload, device)
     give_back()
     held = torch.cuda.memory_allocated() if cuda else 0

@@ -401,7 +401,7 @@ def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
     # As a graph, with an optimizer that can be in one: another program, with a plan of its own.
     assert reads_numbers(name) is (name == "tiny_llama_bf16")
     if reads_numbers(name):
-        other = training.fresh(name, "cpu", graph=True).captured(LINK).program
+        other = build(name, "cpu", capturable=True).captured(LINK).program
         assert other.fingerprint != program.fingerprint
         plan = stages.agents.make("capuchin", min_bytes=1).plan(other, LINK, limit)
         case = replace(case, program=other, graph=True)
