@@ -85,7 +85,7 @@ class Figure:
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
     def say(self, rows: list[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-        """Headings and cells of the table (empty where there is no number), and the notes that have all numbers."""
+        """Returns headings and cells of the table (empty without a number), and the notes that have all numbers."""
         head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
         numbers = self.numbers(rows)
@@ -94,7 +94,7 @@ class Figure:
         return _cells(table[0], numbers), cells, [note for note in said if note]
 
     def draw(self, rows: list[Row], path: Path) -> None:
-        """The picture as PNG."""
+        """Saves the picture as PNG."""
         from experiments.plotting import charts  # Matplotlib takes long to import
 
         chart = self.chart(rows)
@@ -105,7 +105,7 @@ class Figure:
 
 @cache
 def find(name: str) -> Figure:
-    """The figure of a name; raises KeyError if no module defines it."""
+    """Returns the figure of a name; raises KeyError if no module defines it."""
     for path in FOLDER.glob("*.py"):
         if f'name = "{name}"\n' in path.read_text():
             module = vars(import_module(f"experiments.figures.{path.stem}"))
@@ -115,7 +115,7 @@ def find(name: str) -> Figure:
 
 @cache
 def _sections() -> dict[str, str]:
-    """The section of each figure, of all pages."""
+    """Returns the section of each figure, of all pages."""
     text = "\n".join(page.read_text() for page in sorted(FOLDER.glob("*.md")))
     _, *parts = re.split(r'<a id="(\w+)"></a>\n', text)
     return dict(zip(parts[::2], parts[1::2], strict=True))

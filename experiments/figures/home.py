@@ -314,7 +314,7 @@ def parts(timeline: Timeline) -> dict[str, int]:
 
 
 def meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Intervals that lie in one of ``some`` and in one of ``others``; each list is disjoint."""
+    """Returns the intersections of two lists of disjoint intervals."""
     pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return [(start, end) for start, end in pairs if start < end]
 

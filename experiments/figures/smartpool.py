@@ -433,10 +433,10 @@ def idle(timeline: Timeline, begin: int, until: int) -> list[tuple[int, int]]:
 
 
 def points(rows: list[Row]) -> list[Row]:
-    """Every limit of every network.
+    """Returns a row per limit of every network.
 
-    Overheads: AutoSwap's ("ours"), that of the best plan known, the floor, and what is avoidable: the paper's way, at
-    least and at most.
+    Overheads are AutoSwap's ("ours"), the best known plan's, the floor's, and those avoidable: by the paper's method
+    ("paper"), at least (best known plan) and at most (floor).
     """
     out = []
     for row in rows:
