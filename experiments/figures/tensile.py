@@ -108,7 +108,7 @@ class _Ratios(Figure):
 
 
 def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
-    """Returns what ``plan`` finds for the smallest feasible limit, in ``steps`` of the peak; None if it saves nothing."""
+    """Returns ``plan`` of the smallest feasible limit, in ``steps`` of the peak; None if it saves nothing."""
     plans: dict[int, Plans | None] = {}
 
     def fits(saved: int) -> bool:
