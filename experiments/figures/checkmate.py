@@ -13,7 +13,7 @@ from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, fill
+from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, floor as floor_area
 from experiments.plotting.palette import INK, look
 from simulator import Machine, Plan, Program, Rerun, simulate
@@ -86,7 +86,7 @@ class Checkmate(Figure):
             planners.append({"label": look(name).label, "below": below, "same": same})
         lines = [
             {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
-             "cells": [fill("[[{overhead_percent:.4f}%]] ({plan_s:,.0f} s)", row["found"][n]) for n in names]}
+             "cells": [cell(row["found"][name]) for name in names]}
             for row in rows
         ]  # fmt: skip
         exact = [abs(r["replayed"]["overhead_percent"] - r["published"]["overhead_percent"]) <= SAME for r in rows]
@@ -130,6 +130,12 @@ def plan_of(run: Sequence[int]) -> Plan:
         else:
             waiting.append(k)
     return Plan(tuple(decisions))
+
+
+def cell(found: Row) -> str:
+    """Formats a planner's overhead, if it has a plan, and its time."""
+    over = found["overhead_percent"]
+    return ("" if over is None else f"{over:.4f}%") + f" ({found['plan_s']:,.0f} s)"
 
 
 def duration(seconds: float) -> str:

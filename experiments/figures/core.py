@@ -385,7 +385,7 @@ def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
         of_tasks = values[..., 0].mean(1)
         means = [of_tasks[[figures.label(row["network"]) == name for row in rows]].mean() for name in families]
         cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
-        out.append({"label": label(line), "calls": calls, "cells": cells})
+        out.append({"label": label(line), "calls": f"{calls:,}" if calls else "–", "cells": cells})
     return out
 
 
@@ -396,7 +396,7 @@ def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
         gaps = values[..., 0]
         there, whole = gaps[~np.isnan(gaps)], not np.isnan(gaps).any()
         lines.append({
-            "label": label(line), "calls": calls, "seconds": np.median(values[..., 1]),
+            "label": label(line), "calls": f"{calls:,}" if calls else "–", "seconds": np.median(values[..., 1]),
             "mean": gaps.mean() if whole else None, "interval": mean_interval(gaps.mean(1)),
             "without": np.isnan(gaps).sum(),
             "median": np.median(there) if len(there) else None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from experiments.plotting.charts import Chart
 
 FOLDER = Path(__file__).parent
-UNITS = {"M": 2**20, "G": 2**30, "D": 10**6, "B": 10**9, "t": 10**6}  # MiB, GiB, MB, GB; ms of ns
+UNITS = {"M": 2**20, "G": 2**30, "B": 10**9, "t": 10**6}  # MiB, GiB, GB; ms of ns
 
 
 class Figure:
@@ -85,7 +85,7 @@ class Figure:
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
     def say(self, rows: list[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-        """Headings and cells of the table (empty where there is no number), and the notes that have all numbers."""
+        """Returns headings and cells of the table (empty without a number), and the notes that have all numbers."""
         head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
         numbers = self.numbers(rows)
@@ -94,7 +94,7 @@ class Figure:
         return _cells(table[0], numbers), cells, [note for note in said if note]
 
     def draw(self, rows: list[Row], path: Path) -> None:
-        """The picture as PNG."""
+        """Saves the picture as PNG."""
         from experiments.plotting import charts  # Matplotlib takes long to import
 
         chart = self.chart(rows)
@@ -105,7 +105,7 @@ class Figure:
 
 @cache
 def find(name: str) -> Figure:
-    """The figure of a name; raises KeyError if no module defines it."""
+    """Returns the figure of a name; raises KeyError if no module defines it."""
     for path in FOLDER.glob("*.py"):
         if f'name = "{name}"\n' in path.read_text():
             module = vars(import_module(f"experiments.figures.{path.stem}"))
@@ -115,7 +115,7 @@ def find(name: str) -> Figure:
 
 @cache
 def _sections() -> dict[str, str]:
-    """The section of each figure, of all pages."""
+    """Returns the section of each figure, of all pages."""
     text = "\n".join(page.read_text() for page in sorted(FOLDER.glob("*.md")))
     _, *parts = re.split(r'<a id="(\w+)"></a>\n', text)
     return dict(zip(parts[::2], parts[1::2], strict=True))
@@ -139,22 +139,17 @@ def span(values: Iterable[float | None]) -> Range | None:
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str | None:
-    """A template with its values; None where one of them is None.
+    """Returns a template with its values, or None if one of them is None.
 
-    ``[[ … ]]`` is left out where one in it is None. ``{x:.1f?none}`` has words for None. A list is joined by commas.
-    ``{x!M}`` is in MiB, ``!G`` in GiB, ``!D`` in MB of 10^6 bytes, ``!B`` in GB of 10^9; ``!t`` is ns in ms.
+    A list is joined by commas. ``{x!M}`` is in MiB, ``!G`` in GiB, ``!B`` in GB of 10^9 bytes; ``!t`` is ns in ms.
 
     Raises:
         KeyError: there is no value of a name.
     """
-    out = ""
-    for i, part in enumerate(re.split(r"\[\[(.*?)\]\]", template)):
-        try:
-            out += _Formatter().vformat(part, (), values)
-        except _Missing:
-            if not i % 2:
-                return None
-    return out
+    try:
+        return _Formatter().vformat(template, (), values)
+    except _Missing:
+        return None
 
 
 def _each(parts: list[str], numbers: Row) -> Iterator[tuple[list[str], Row]]:
@@ -178,23 +173,20 @@ class _Missing(Exception):
 
 class _Formatter(string.Formatter):
     def get_field(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, str]:
-        """As of ``str.format``; what is of None is None."""
+        """As of ``str.format``; raises _Missing for None."""
         first, *keys = re.findall(r"[^\[\].]+", name)
         found = values[first]
         for key in keys:
             found = None if found is None else found[int(key) if isinstance(found, (list, tuple)) else key]
+        if found is None:
+            raise _Missing
         return found, first
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
-        if value is None or conversion not in UNITS:
+        if conversion not in UNITS:
             return value
         unit = UNITS[conversion]
         return Range(one / unit for one in value.values) if isinstance(value, Range) else value / unit
 
     def format_field(self, value: Any, spec: str) -> str:
-        spec, known, instead = spec.partition("?")
-        if value is None and not known:
-            raise _Missing
-        if isinstance(value, list):
-            return ", ".join(format(one, spec) for one in value)
-        return instead if value is None else format(value, spec)
+        return ", ".join(format(one, spec) for one in value) if isinstance(value, list) else format(value, spec)

@@ -130,6 +130,8 @@ def facts(row: Row) -> Row:
     home_ = found["HOME"]
     return {
         **home_, "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
+        "cells_at": [f"{theirs:,} / " + (f"{ours:,.0f}" if ours else "does not fit")
+                     for theirs, ours in list(zip(paper.throughput, at_paper.values(), strict=True))[1:]],
         "batches": {m: one["batch"] for m, one in found.items()},
         "rate": {m: one["batch"] / one["iteration_ns"] * 1e9 for m, one in found.items()},
         "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / found["PyTorch"]["batch"],
@@ -273,7 +275,13 @@ class Fig7(Figure):
                 "again": both and here["parts"]["recomputation"] / row["ideal_ns"],
                 "again_paper": both and theirs["recomputation"] / (1 - theirs["recomputation"] - theirs["swapping"]),
             })  # fmt: skip
-        return {"networks": networks, "lines": fig7_lines(rows)}
+        lines = fig7_lines(rows)
+        for line in lines:
+            parts = zip(line["paper"].values(), line["ours"].values(), strict=True)
+            line["cells"] = [
+                "" if b is None else f"{a:.1%} / {b:.1%}" if a is not None else f"{b:.1%}" for a, b in parts
+            ]
+        return {"networks": networks, "lines": lines}
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
@@ -314,7 +322,7 @@ def parts(timeline: Timeline) -> dict[str, int]:
 
 
 def meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Intervals that lie in one of ``some`` and in one of ``others``; each list is disjoint."""
+    """Returns the intersections of two lists of disjoint intervals."""
     pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return [(start, end) for start, end in pairs if start < end]
 
@@ -327,6 +335,7 @@ def fig7_lines(rows: list[Row]) -> list[Row]:
             "method": f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method, "found": found,
             "ours": {part: found["parts"][part] / found["iteration_ns"] if found else None for part in PARTS},
             "paper": {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if found else {})},
+            "ms": f"{found['iteration_ns'] / 1e6:,.0f}" if found else "does not fit",
         }
         for row in rows
         for method, found in row["methods"].items()

@@ -122,7 +122,7 @@ class Measured(Figure):
         if steps := all_steps(rows):
             x, ticks = [[step[key] + 1 for step in steps] for key in ("error", "old")], (0.7, 1, 1.5, 2, 3, 5)
             marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,
-                     *pair(x, [step["fit"] is not None for step in steps], "ours, fitted to it")]  # fmt: skip
+                     *pair(x, [bool(step["fit"]) for step in steps], "ours, fitted to it")]  # fmt: skip
             panels.append(Panel("Whole steps", marks, Axis("said over measured", "{:g}", scale="log", ticks=ticks),
                                 Axis(names=[step["name"] for step in steps])))  # fmt: skip
         panels += [of_kinds(row) for row in _of(rows, "steps") if row["kind"] == "kinds"]
@@ -164,12 +164,12 @@ def all_steps(rows: list[Row]) -> list[Row]:
         if row["kind"] != "whole":
             steps = [(row["label"], "sum of kernels", *(sum(one[i] for one in steps) / 1e3 for i in (2, 3, 4)))]
         for name, what, measured, ours, control in steps:
-            error, fit = ours / measured - 1, "(fitted to it)" if row.get("file") in FITTED else None
+            error, fit = ours / measured - 1, " (fitted to it)" if row.get("file") in FITTED else ""
             found.append({
-                "name": _named(name), "what": what, "measured": measured, "ours": ours, "error": error, "fit": fit,
-                "old": control / measured - 1, "bar": bar(abs(error), STEP_BAR),
+                "name": _named(name), "what": what + fit, "measured": measured, "ours": ours, "error": error,
+                "fit": fit, "old": control / measured - 1, "bar": bar(abs(error), STEP_BAR),
             })  # fmt: skip
-    return sorted(found, key=lambda step: step["fit"] is None)
+    return sorted(found, key=lambda step: not step["fit"])
 
 
 def _of(rows: list[Row], part: str) -> list[Row]:

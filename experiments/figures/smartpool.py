@@ -139,8 +139,7 @@ class Fig9(Figure):
         return {
             "lines": [
                 {"paper": paper, "ours": lines.ours[i], "scores": lines.scores[:, i].tolist(), "bo": bo[i],
-                 "same": "same" if seeds[i] <= ZERO else None, "floor": lines.floor[i],
-                 "seeds": span(lines.bo[:, i]) if seeds[i] > ZERO else None}
+                 "floor": lines.floor[i], "seeds": f"{span(lines.bo[:, i]):.1%}" if seeds[i] > ZERO else "same"}
                 for i, paper in enumerate(lines.paper) if i % EVERY == 0 or i == len(lines.paper) - 1
             ],
             "load_paper": PAPER[lines.network]["load"], "load": lines.load, "count": len(spread),
@@ -298,6 +297,7 @@ def facts(row: Row) -> Row:
     load, left = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
     return {
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
+        "link": f"more than {FASTEST:g}" if row["link"] is None else f"{row['link']:.2f}",
         "left_paper": load - REDUCED[row["network"]], "left": left, "paper": 1 - REDUCED[row["network"]] / load,
         "ours": left / row["load"], "of_theirs": left / MB / load, "most": 1 - row["least"] / row["load"],
         "most_of_theirs": (row["load"] - row["least"]) / MB / load,
@@ -433,10 +433,10 @@ def idle(timeline: Timeline, begin: int, until: int) -> list[tuple[int, int]]:
 
 
 def points(rows: list[Row]) -> list[Row]:
-    """Every limit of every network.
+    """Returns a row per limit of every network.
 
-    Overheads: AutoSwap's ("ours"), that of the best plan known, the floor, and what is avoidable: the paper's way, at
-    least and at most.
+    Overheads are AutoSwap's ("ours"), the best known plan's, the floor's, and those avoidable: by the paper's method
+    ("paper"), at least (best known plan) and at most (floor).
     """
     out = []
     for row in rows:

@@ -42,7 +42,7 @@ class Fig2(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         found = [
-            {**row, "label": figures.label(row["network"]), "paper": FIG2_PAPER.get(row["network"]),
+            {**row, "label": figures.label(row["network"]), "paper": FIG2_PAPER.get(row["network"], "not said"),
              "times": row["sum"] / row["all"]}
             for row in rows
         ]  # fmt: skip

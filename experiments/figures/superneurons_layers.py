@@ -305,7 +305,11 @@ class Table3(Figure):
         full = sorted((row for row in rows if row["all"] > row["memory"]), key=lambda row: row["batch_size"])
         at_1024 = full[0] if full and full[0]["batch_size"] == 1024 else None
         return {
-            "sizes": [{**row, "paper": TABLE3_PAPER.get(row["batch_size"])} for row in rows],
+            "sizes": [
+                {**row, "paper": TABLE3_PAPER.get(row["batch_size"]),
+                 "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / GB:.2f}"}
+                for row in rows
+            ],
             "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in shown),
             "kept": kept, "limit": int((first["memory"] - kept) * first["batch_size"] // (first["peak"] - kept)),
             "free": at_1024 and at_1024["memory"] - at_1024["peak"],

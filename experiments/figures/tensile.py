@@ -70,7 +70,7 @@ class _Ratios(Figure):
         return figures.label(row["network"])
 
     def ratios(self, row: Row, method: str) -> Ratios | None:
-        """MSR, EOR, CBR (infinite if no time is lost) of a method; None: it has no plan."""
+        """Returns MSR, EOR and CBR (infinite if no time is lost) of a method, or None without a plan."""
         if (found := row["methods"][method]) is None:
             return None
         without_bytes, without_ns = self.without(row)
@@ -78,7 +78,7 @@ class _Ratios(Figure):
         return msr, eor, msr / eor if eor else float("inf")
 
     def line(self, row: Row, method: str) -> Row:
-        """The table's line of a method: the paper's ratios, if it has some, and ours."""
+        """Returns the table's line of a method: the paper's ratios, if it has some, and ours."""
         ours, theirs = self.ratios(row, method), self.paper(row).get(method)
         cells = ["no plan", "", ""]
         if ours is not None:
@@ -87,7 +87,7 @@ class _Ratios(Figure):
         return {"label": self.label(row), "method": method, "found": row["methods"][method], "cells": cells}
 
     def panels(self, title: str, rows: list[Row]) -> Chart:
-        """Three panels of a row per label: memory saved, time lost, and their ratio; the paper's as diamonds."""
+        """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
         panels, high = [], 0.72 / len(self.planners)
         for i, (name, axis, form, most) in enumerate(PANELS):
             marks: list[Mark] = []
@@ -108,8 +108,7 @@ class _Ratios(Figure):
 
 
 def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
-    """What ``plan`` has for the smallest limit that it has something for, in ``steps`` of the peak; None: it saves
-    nothing."""
+    """Returns ``plan`` of the smallest feasible limit, in ``steps`` of the peak; None if it saves nothing."""
     plans: dict[int, Plans | None] = {}
 
     def fits(saved: int) -> bool:
@@ -173,7 +172,7 @@ class Table1(_Ratios):
 
 
 def table1_outcome(program: Program, plan: Plan | None, machine: Machine, limit: int) -> Row | None:
-    """What a plan does when it runs within ``limit`` bytes."""
+    """Simulates a plan within ``limit`` bytes."""
     if plan is None:
         return None
     timeline = simulate(program, plan, machine, limit)
@@ -266,7 +265,7 @@ class Table2(_Ratios):
 
 
 def table2_outcome(programs: Sequence[Program], plans: Sequence[Plan] | None, machine: Machine) -> Row | None:
-    """What jobs do under plans in the GPU's memory."""
+    """Simulates jobs under their plans in the GPU's memory."""
     if plans is None:
         return None
     timeline = simulate_jobs(jobs_of(programs, plans), machine, machine.memory_bytes)
