@@ -30,6 +30,7 @@ CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
 JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
 STRATEGIES = ("cost", "speed", "memory")
+CACHES = ("lru", "off")
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class SuperNeurons(RowsPlanner):
         always: drop every cheap output, not only under pressure (choice 3).
         early: leave every prefetch to the simulator (choice 5).
         joins: outputs of joins go to the host, too (choice 1).
+        cache: "lru": outputs are offloaded when memory is short (section 3.3.2); "off": always (section 3.3.1).
         workspace: plan with the least workspaces, then give kernels the fastest algorithms that fit (section 3.5).
     """
 
@@ -56,6 +58,7 @@ class SuperNeurons(RowsPlanner):
     always: bool = False
     early: bool = False
     joins: bool = False
+    cache: str = one_of(CACHES, "lru")
     workspace: bool = False
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -72,7 +75,8 @@ class SuperNeurons(RowsPlanner):
         """What leaves by the rules, with the algorithms that the kernels have."""
         program, limit = engine.program, engine.limit
         ways = leaving(program, self.mode, self.min_bytes, self.joins)
-        first = [g for g, way in ways.items() if way == RECOMPUTED] if self.always else []
+        regardless = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
+        first = [g for g, way in ways.items() if way in regardless]
         for target in (limit, 0):
             rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
             if required <= limit:

@@ -249,17 +249,16 @@ class Table2(Figure):
                      size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
 
 
-def is_free(program: Program, machine: Machine, limit: int) -> bool:
-    """Whether AutoSwap's plan has no overhead."""
-    return planned(agents.make(PLANNER), program, machine, limit).overhead <= ZERO
+def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANNER) -> bool:
+    """Returns whether AutoSwap's plan has no overhead."""
+    return planned(agents.make(planner), program, machine, limit).overhead <= ZERO
 
 
-def lowest_free(program: Program, machine: Machine, steps: int, above: int) -> int:
-    """The lowest of the limits at which AutoSwap has no overhead; the load itself is one. None below ``above`` is
-    tried."""
+def lowest_free(program: Program, machine: Machine, steps: int, above: int, planner: str = PLANNER) -> int:
+    """Returns the lowest of ``steps`` limits, and of the load, at which AutoSwap has no overhead, from ``above`` on."""
     least = Candidates(program, peak_gaps(program)).least
     limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
-    return min(limit for limit in limits if limit >= above and is_free(program, machine, limit))
+    return min(limit for limit in limits if limit >= above and is_free(program, machine, limit, planner))
 
 
 def lowest_floor(program: Program, machine: Machine) -> int:
