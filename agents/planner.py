@@ -23,7 +23,7 @@ from simulator.machine import Machine
 from simulator.modes import SWAPPED, least_residency, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.residency import with_gaps_emptied
+from simulator.residency import residency
 
 MIB = 2**20
 LEAST = 20  # simulator calls of a search
@@ -202,7 +202,7 @@ class Candidates:
 
     def residency(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> NDArray[np.int64]:
         """int64[n]: load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
-        return with_gaps_emptied(self.live_bytes, self._where[chosen], self.nbytes[chosen])
+        return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
 
     def first(self, order: Iterator[int], limit: int) -> NDArray[np.int64]:
         """As many of ``order`` as it takes to bring the residency to ``limit``, which all of them have to reach."""

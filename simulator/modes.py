@@ -9,7 +9,7 @@ import numpy as np
 
 from simulator.decisions import KINDS, Name, can_recompute
 from simulator.program import Gap, Program
-from simulator.residency import with_gaps_emptied
+from simulator.residency import residency
 
 # The kinds of decisions that a plan of a mode may have. What moves nothing is recomputation, joint is all.
 KINDS_OF: dict[str, tuple[Name, ...]] = {
@@ -47,4 +47,4 @@ def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> in
     gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or ways_to_empty(program, gap, mode)]
     nbytes = np.array([program.tensors[gap.tensor].nbytes for gap in gaps], np.int64)
     where = np.array([gap[1:] for gap in gaps], np.int64).reshape(-1, 2)
-    return int(with_gaps_emptied(np.array(program.live_bytes, np.int64), where, nbytes).max())
+    return int(residency(np.array(program.live_bytes, np.int64), where, nbytes).max())

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from simulator.program import Gap, Program
 
 
-def with_gaps_emptied(
-    load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the load per kernel with some gaps emptied, as if transfers took no time.
 
     Args:

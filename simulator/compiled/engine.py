@@ -74,10 +74,12 @@ class _Work:
 
     def __init__(self, kernels: int, tensors: int, iterations: int):
         self._sizes = kernels, tensors, iterations
-        by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
-        self.by_kernel, self.by_tensor = np.zeros(by_kernel, np.int64), np.zeros(by_tensor, np.int64)
-        self.by_segment = np.empty(by_segment, np.int64)
-        self.steps = np.empty((256, STEP_COLUMNS), np.int64)
+        by_kernel, by_segment, by_tensor, by_row, states = work_shapes(kernels, tensors, 0, iterations)
+        self.arrays = Work(
+            np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64), np.zeros(by_tensor, np.int64),
+            np.empty(by_row, np.int64), np.empty(0, GAP), np.empty((256, STEP_COLUMNS), np.int64),
+            np.empty(states, np.int64),
+        )  # fmt: skip
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
         self.make_room(64)
@@ -88,21 +90,15 @@ class _Work:
             self.rows = max(rows, 2 * self.rows)
             kernels, tensors, iterations = self._sizes
             *_, by_row, states = work_shapes(kernels, tensors, self.rows, iterations)
-            self.by_row, self.states = np.empty(by_row, np.int64), np.empty(states, np.int64)
-            self.gaps = np.empty(self.rows, GAP)
-            if len(self.steps) <= self.rows:
-                self.steps = np.empty((2 * self.rows, STEP_COLUMNS), np.int64)
-            self._bundle()
+            self.arrays = self.arrays._replace(
+                by_row=np.empty(by_row, np.int64), gaps=np.empty(self.rows, GAP), states=np.empty(states, np.int64)
+            )
+            if len(self.arrays.steps) <= self.rows:
+                self.make_steps(2 * self.rows)
 
-    def make_steps(self) -> None:
-        """More of them."""
-        self.steps = np.empty((4 * len(self.steps), STEP_COLUMNS), np.int64)
-        self._bundle()
-
-    def _bundle(self) -> None:
-        self.arrays = Work(
-            self.by_kernel, self.by_segment, self.by_tensor, self.by_row, self.gaps, self.steps, self.states
-        )
+    def make_steps(self, count: int) -> None:
+        """Room for so many of them."""
+        self.arrays = self.arrays._replace(steps=np.empty((count, STEP_COLUMNS), np.int64))
 
 
 class Engine:
@@ -301,14 +297,14 @@ class Engine:
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (RULES.md), int64 (kernels,), in a new array."""
         self._lower(self._work, rows)
-        return self._work.by_kernel[PLANNED, :-1].copy()
+        return self._work.arrays.by_kernel[PLANNED, :-1].copy()
 
     def on_host(self, rows: Ints) -> int:
         """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
         work = self._work
         if self._lower(work, rows)[1] is None:
-            work.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
-        return int(host_load(self._tensors, self._graph, rows, work.by_row[RETURNS], len(self.program.kernels)))
+            work.arrays.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
+        return int(host_load(self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)))
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
         """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``.
@@ -320,19 +316,21 @@ class Engine:
         kinds = rows[:, KIND]
         arrays = self._kernels, self._tensors, self._graph, rows
         if (kinds == RERUN).any():
-            kernels, n_steps = lower_reruns(*arrays, work.by_kernel, work.by_row, work.steps)
+            kernels, n_steps = lower_reruns(*arrays, work.arrays.by_kernel, work.arrays.by_row, work.arrays.steps)
             if n_steps < 0:
                 lower(self.program, Plan(decisions_of(rows)))  # says why
                 raise AssertionError("the plan can be lowered, the compiled code says that it cannot")
             return kernels, n_steps
         if (kinds != RECOMPUTE).all():
-            swap_residency(self._kernels, self._tensors, rows, work.by_kernel[PLANNED])
+            swap_residency(self._kernels, self._tensors, rows, work.arrays.by_kernel[PLANNED])
             return self._kernels, None
         while True:
-            n_steps, _ = lower_recomputations(*arrays, work.by_kernel, work.by_tensor, work.by_row, work.steps)
-            if n_steps < len(work.steps):
+            n_steps, _ = lower_recomputations(
+                *arrays, work.arrays.by_kernel, work.arrays.by_tensor, work.arrays.by_row, work.arrays.steps
+            )
+            if n_steps < len(work.arrays.steps):
                 return self._kernels, n_steps
-            work.make_steps()
+            work.make_steps(4 * len(work.arrays.steps))
 
     def _simulate(
         self, work: _Work, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
@@ -354,7 +352,9 @@ class Engine:
             status = result[0, STATUS]
             if status == HOST_FULL and settings[HOST_BYTES] < NEVER:
                 # That was all tensors together: they need not be there at one time.
-                load = host_load(self._tensors, self._graph, rows, work.by_row[RETURNS], len(self.program.kernels))
+                load = host_load(
+                    self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)
+                )
                 if load > settings[HOST_BYTES]:
                     return 0
                 settings = settings.copy()
@@ -364,7 +364,7 @@ class Engine:
             elif done:
                 return int(n_log)
             elif status == MORE_STEPS:
-                work.make_steps()
+                work.make_steps(4 * len(work.arrays.steps))
             elif (rows[:, KIND] == RERUN).any():
                 kernels, n_steps = self._lower(work, rows)
             else:

@@ -23,7 +23,7 @@ from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.moves.moves import Moves
 from simulator.program import KERNEL_KINDS, TENSOR_KINDS, Gap, Program
-from simulator.residency import with_gaps_emptied
+from simulator.residency import residency
 
 BINS = 64
 UNDECIDED = -1
@@ -199,7 +199,7 @@ class GapGraph:
     def load(self, emptied: NDArray[np.bool_]) -> NDArray[np.int64]:
         """(K,) bytes at each kernel with the gaps ``emptied`` (G,), their tensors away without copies or chains."""
         where = np.stack([self.after, self.before], 1)[emptied]
-        return with_gaps_emptied(self.live, where, self.nbytes[emptied])
+        return residency(self.live, where, self.nbytes[emptied])
 
     def state(self, decided: Choices) -> tuple[Floats, Floats]:
         """The columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on what is ``decided``."""

@@ -13,7 +13,7 @@ from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.moves import plan_moves
 from simulator.moves.plan_moves import Gaps, PlanArrays, Scratch
 from simulator.program import Gap, Program
-from simulator.residency import with_gaps_emptied
+from simulator.residency import residency
 
 Floats = NDArray[np.float64]
 
@@ -102,7 +102,7 @@ class Moves:
         self._now.rows[which], self._now.on[which] = rows, True
         early = (rows[:, KIND] == RECOMPUTE) & (rows[:, WHEN] >= 0)
         where = np.stack([rows[:, AFTER], np.where(early, rows[:, WHEN], rows[:, BEFORE])], 1)
-        self._now.load[:] = with_gaps_emptied(self._live_bytes, where, self._gaps.nbytes[which])
+        self._now.load[:] = residency(self._live_bytes, where, self._gaps.nbytes[which])
         self._scratch.differ[0] = -1
 
     def plan(self) -> Ints:

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agents.planner import Rows
@@ -45,8 +44,7 @@ def outcome(
     engine = Counted(program, machine, limit)
     if short:
         engine._n_steps = None
-        engine._work.steps = np.empty((2, 4), np.int64)
-        engine._work._bundle()
+        engine._work.make_steps(2)
     moves = Moves(program, limit, mode, 1, seed)
     start = everything(program, mode, 1)
     given = {"start_ns": 10**9, "calls": 200, "hot": HOT, "cold": COLD, "seed": seed} | options
