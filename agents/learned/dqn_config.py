@@ -1,9 +1,9 @@
-"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py), and how they are read and checked."""
+"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py), and how they are checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from agents.planner import LEAST
 from simulator.modes import MODES
@@ -12,7 +12,6 @@ POOLS = ("sum", "mean")  # of the graph state
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
 }  # fmt: skip
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -130,31 +129,6 @@ def positive(config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
-
-
-def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
-    """A configuration of class ``kind`` from a dictionary.
-
-    Raises:
-        ValueError: an unknown key or a value of the wrong type, named.
-    """
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if why := moved(key):
-            raise ValueError(f"agent.{key}: {why}")
-        if key not in known:
-            raise ValueError(f"agent.{key}: unknown key")
-        wanted = type(known[key].default)
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not wanted:
-            raise ValueError(f"agent.{key}: expected {wanted.__name__}, got {value!r}")
-        out[key] = value
-    try:
-        return kind(**out)
-    except ValueError as error:
-        raise ValueError(f"agent.{error}") from None
 
 
 def moved(key: str) -> str:

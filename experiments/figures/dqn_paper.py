@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.dqn_config import PaperConfig
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import grouped, network, program, share_of_peak
@@ -45,7 +45,8 @@ def config_of(task: Row) -> PaperConfig:
     """The settings of ``agent=dqn_paper``, or of ``agent=dqn_paper_tuned``, with those that the task changes."""
     file = cli.CONFIGS / "agent" / ("dqn_paper_tuned.yaml" if task.get("tuned") else "dqn_paper.yaml")
     known = cli.plain(OmegaConf.load(file))  # type: ignore[arg-type]
-    return config_from({**known, "mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}, PaperConfig)
+    found = {**known, "mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}
+    return cli.dataclass_of(PaperConfig, OmegaConf.create(found), "agent")
 
 
 def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:
