@@ -57,13 +57,11 @@ class Parts:
 
     def put(self, array: NDArray[Any], key: Any = None) -> int:
         """Where it begins. key: the same one, the same array."""
-        if key is not None and key in self._known:
-            return self._known[key]
-        at, self.size = self.size, self.size + array.size
-        self.parts.append(np.ascontiguousarray(array).ravel())
-        if key is not None:
-            self._known[key] = at
-        return at
+        key = len(self.parts) if key is None else key
+        if key not in self._known:
+            self._known[key], self.size = self.size, self.size + array.size
+            self.parts.append(np.ascontiguousarray(array).ravel())
+        return self._known[key]
 
     def joined(self, kind: Any) -> NDArray[Any]:
         return np.concatenate([*self.parts, np.zeros(1, kind)])
@@ -279,9 +277,9 @@ class Batch(EnvBatch):
         times: NDArray[np.int64] = self.walks["iteration"]
         return times
 
-    def copies(self) -> Observation:
-        """Copies of ``views``; ``nodes`` in memory that is used again once nobody has it any more, because new memory
-        costs as much as the copy."""
+    def copies(self, views: Observation) -> Observation:
+        """Copies of ``views``, which are this batch's; ``nodes`` in memory that is used again once nobody has it any
+        more, because new memory costs as much as the copy."""
         spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
         if spare:
             out = self._copies[spare[0]]
@@ -293,7 +291,7 @@ class Batch(EnvBatch):
             np.copyto(out[begin:end], self.nodes[begin:end])
 
         self._by_pieces(run)
-        found = {key: view.copy() for key, view in self.views().items() if key != "nodes"}
+        found = {key: view.copy() for key, view in views.items() if key != "nodes"}
         return {**found, "nodes": out.transpose(0, 2, 1)}
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:

@@ -56,9 +56,9 @@ class EnvBatch:
         """Observations of all walks, as views."""
         raise NotImplementedError
 
-    def copies(self) -> Observation:
-        """Copies of ``views``."""
-        return {key: view.copy() for key, view in self.views().items()}
+    def copies(self, views: Observation) -> Observation:
+        """Copies of ``views``, which are this batch's."""
+        return {key: view.copy() for key, view in views.items()}
 
     def infos(self) -> Observation:
         """Infos of all walks but their masks, as views."""
@@ -241,7 +241,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         return mask
 
     def _observations(self) -> Observation:
-        observations: Observation = self._batch.copies() if self._copy else self._views
+        observations: Observation = self._batch.copies(self._views) if self._copy else self._views
         return observations
 
     def _copied_infos(self) -> dict[str, Any]:

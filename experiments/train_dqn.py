@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> Path:
     from agents.learned import dqn, dqn_paper  # PyTorch takes seconds; a mistyped key is answered before that
     from agents.learned.checkpoint import save_weights
     from agents.learned.dqn_config import Args, PaperConfig
-    from agents.learned.structure2vec import OwnNetworkError
+    from agents.learned.structure2vec import CustomNetworkError
     from agents.learned.training import train
 
     machine = cli.machine(cfg)
@@ -102,7 +102,7 @@ def main(cfg: DictConfig) -> Path:
                 trainer = (dqn.FineTuning(*task, config, seed) if edits
                            else dqn_paper.Trainer(*task, config, seed, variant))  # fmt: skip
                 result = train(trainer, out / "checkpoint.pt", resume, watch, watch.step)
-            except OwnNetworkError as error:
+            except CustomNetworkError as error:
                 raise cli.UsageError(str(error)) from None
             overhead = math.nan if result.greedy is None else simulator.simulate(
                 program, result.greedy, machine, limit).overhead  # fmt: skip

@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> Path:
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
     from agents.learned.dqn_paper import Variant
-    from agents.learned.structure2vec import OwnNetworkError
+    from agents.learned.structure2vec import CustomNetworkError
     from agents.learned.training import Episode, check_reachable
 
     seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> Path:
         with log.status("compiling the simulator"):
             try:
                 model = sb3.make(algorithm, environment, record, seed, own=own, **cli.plain(cfg.algo))
-            except OwnNetworkError as error:
+            except CustomNetworkError as error:
                 raise cli.UsageError(str(error)) from None
             except (TypeError, ValueError, AssertionError) as error:
                 raise cli.UsageError(f"algo: {error}") from None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from agents.learned.checkpoint import TrainingStateError, read_training_state
 from agents.learned.dqn_config import PaperConfig
 from agents.learned.optimisation import MASKED, descend, one_thread
-from agents.learned.structure2vec import OwnNetwork, Structure2Vec
+from agents.learned.structure2vec import CustomNetwork, Structure2Vec
 from agents.learned.training import Episode, Trainer as OneTask, check_reachable
 from envs.graph import FEATURES, STATIC
 from envs.task import Task
@@ -172,10 +172,10 @@ class Trainer(OneTask):
     def _walk(self) -> Walk:
         return Walk(self.task, self.variant.reward, self.variant.actions)
 
-    def _network(self) -> Structure2Vec | OwnNetwork:
+    def _network(self) -> Structure2Vec | CustomNetwork:
         c, forms = self.config, self.task.forms if self.variant.actions != "paper" else 1
         if self.variant.network is not None:
-            return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
+            return CustomNetwork(self.variant.network, self.task.graph, c.features, forms)
         sizes = c.embedding_size, c.message_passing_steps
         return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
 
@@ -212,7 +212,7 @@ class Trainer(OneTask):
         return State(dynamic, walk.current, walk.mask()[self.actions])
 
     def _q(
-        self, network: Structure2Vec | OwnNetwork, dynamic: NDArray[np.float16], current: NDArray[np.int64]
+        self, network: Structure2Vec | CustomNetwork, dynamic: NDArray[np.float16], current: NDArray[np.int64]
     ) -> Tensor:
         """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
         moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]

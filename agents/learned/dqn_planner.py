@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.dqn_config import PaperConfig
 from agents.learned.policy import Guided, halving
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.annealing import half_way, start
@@ -214,9 +214,9 @@ class DQNPaper:
         self, seed: int = 0, min_bytes: int = MIB, mode: str | None = None, episodes: int | None = None,
         config: PaperConfig | None = None,
     ):  # fmt: skip
-        given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
+        given: dict[str, Any] = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
         self.seed = seed
-        self.config = config or config_from({k: v for k, v in given.items() if v is not None}, PaperConfig)
+        self.config = config or PaperConfig(**{key: value for key, value in given.items() if value is not None})
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:

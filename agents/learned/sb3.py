@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from agents.learned.dqn_config import POOLS
 from agents.learned.optimisation import MASKED, one_thread
-from agents.learned.structure2vec import OwnNetwork, Structure2Vec
+from agents.learned.structure2vec import CustomNetwork, Structure2Vec
 from agents.learned.training import Episode
 from envs import Task
 from envs.graph import OBSERVED, OperationGraph
@@ -64,7 +64,7 @@ class GraphFeatures(BaseFeaturesExtractor):
     Args:
         graph: as ``graph_of``.
         forms: in how many an action may be taken; so many scores of each node, form by form.
-        own: a class in the place of structure2vec (OwnNetwork); the others are not used then.
+        own: a class in the place of structure2vec (CustomNetwork); the others are not used then.
         embedding_size, message_passing_steps, pool, mixing: as Structure2Vec; it reads all features observed.
 
     Raises:
@@ -78,7 +78,7 @@ class GraphFeatures(BaseFeaturesExtractor):
     ):  # fmt: skip
         if pool not in POOLS:
             raise ValueError(f"pool: expected one of {POOLS}, got {pool!r}")
-        found = None if own is None else OwnNetwork(own, graph, OBSERVED, forms)
+        found = None if own is None else CustomNetwork(own, graph, OBSERVED, forms)
         self.nodes = forms * len(graph)
         super().__init__(observation_space, self.nodes + (2 * embedding_size if found is None else found.state_size))
         sizes = embedding_size, message_passing_steps

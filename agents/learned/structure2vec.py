@@ -123,11 +123,11 @@ class Structure2Vec(nn.Module):
         return q.transpose(1, 2).flatten(1), g
 
 
-class OwnNetworkError(ValueError):
+class CustomNetworkError(ValueError):
     """What is wrong with a class."""
 
 
-class OwnNetwork(nn.Module):
+class CustomNetwork(nn.Module):
     """A network of one's own in the place of Structure2Vec: ``network=module:Class`` of train_dqn and train_sb3.
 
     The class is a ``torch.nn.Module``, made as ``Class(graph, features, forms)``: the static graph (envs/graph.py), how
@@ -137,7 +137,7 @@ class OwnNetwork(nn.Module):
     taken are masked outside.
 
     Raises:
-        OwnNetworkError: the class is none, cannot be made, or its forward is not as described.
+        CustomNetworkError: the class is none, cannot be made, or its forward is not as described.
     """
 
     codes: Tensor
@@ -146,7 +146,7 @@ class OwnNetwork(nn.Module):
         super().__init__()
         name = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', kind)}"
         if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            raise OwnNetworkError(f"network: {name} is no class of torch.nn.Module")
+            raise CustomNetworkError(f"network: {name} is no class of torch.nn.Module")
         n = len(graph)
         self.register_buffer("codes", codes(graph, forms), persistent=False)
         try:
@@ -154,17 +154,17 @@ class OwnNetwork(nn.Module):
             with torch.no_grad():
                 made = self.network(torch.zeros(2, n, features), torch.zeros(2, dtype=torch.long))
         except Exception as error:  # whatever a stranger's code raises
-            raise OwnNetworkError(f"network: {name} does not run ({type(error).__name__}: {error})") from error
+            raise CustomNetworkError(f"network: {name} does not run ({type(error).__name__}: {error})") from error
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
-            raise OwnNetworkError(f"network: {name} returns no two tensors, scores and a state")
+            raise CustomNetworkError(f"network: {name} returns no two tensors, scores and a state")
         scores, state = made
         if scores.shape != (2, n * forms) or state.dim() != 2 or len(state) != 2 or not scores.is_floating_point():
-            raise OwnNetworkError(
+            raise CustomNetworkError(
                 f"network: of {name}, for 2 states, expected scores (2, {n * forms}) and a state (2, any), got "
                 f"{tuple(scores.shape)} and {tuple(state.shape)}"
             )
         if not any(True for _ in self.network.parameters()):
-            raise OwnNetworkError(f"network: {name} has nothing that could learn")
+            raise CustomNetworkError(f"network: {name} has nothing that could learn")
         self.state_size = state.shape[1]
 
     def forward(self, x: Tensor, current: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from agents.learned.dqn_config import PaperConfig
 from agents.learned.dqn_paper import Trainer, Variant
-from agents.learned.structure2vec import OwnNetwork, OwnNetworkError
+from agents.learned.structure2vec import CustomNetwork, CustomNetworkError
 from envs import Task
 from envs.memory_env import small_task
 from simulator import Plan
@@ -79,8 +79,8 @@ class Wrong(nn.Module):
 ])  # fmt: skip
 def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
     kind = type("Mine", (Wrong,), {"made": staticmethod(made)})
-    with pytest.raises(OwnNetworkError, match=words):
-        OwnNetwork(kind, task().graph, 11, 1)
+    with pytest.raises(CustomNetworkError, match=words):
+        CustomNetwork(kind, task().graph, 11, 1)
 
 
 def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from omegaconf import OmegaConf
 from torch import Tensor
 
 import agents
 from agents.learned.checkpoint import TrainingStateError, save_weights
 from agents.learned.dqn import DQN, FineTuning, Observed, Rollout
-from agents.learned.dqn_config import Args, PaperConfig, config_from
+from agents.learned.dqn_config import Args, PaperConfig
 from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
@@ -24,6 +25,7 @@ from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
 from envs.memory_env import small_task
+from experiments.common import cli
 from simulator import FormatError, Plan, simulate
 from simulator.compiled.encoding import decisions_of
 from tests.agents.learned import test_dqn_paper
@@ -356,5 +358,5 @@ def test_limits_below_reach_and_above_the_peak(small: Config) -> None:
     (PaperConfig, {"mode": "both"}), (PaperConfig, {"num_envs": None}),
 ])  # fmt: skip
 def test_bad_configs_are_named(kind: type[Config], values: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"agent\." + next(iter(values))):
-        config_from(values, kind)
+    with pytest.raises(cli.UsageError, match=r"agent(\.|: )" + next(iter(values))):
+        cli.dataclass_of(kind, OmegaConf.create(values), "agent")

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from agents.learned.checkpoint import TrainingStateError
-from agents.learned.dqn_config import RENAMED, PaperConfig, config_from
+from agents.learned.dqn_config import RENAMED, PaperConfig
 from agents.learned.dqn_paper import ExperienceBuffer, State, Trainer
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training import train
@@ -118,8 +118,8 @@ def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
 
 def test_keys_of_older_versions_are_named_anew(tmp_path):
     for old in RENAMED:
-        with pytest.raises(ValueError, match=f"agent.{old}: .*{RENAMED[old]}"):
-            config_from({old: 1}, PaperConfig)
+        with pytest.raises(cli.UsageError, match=f"agent.{old}: .*{RENAMED[old]}"):
+            cli.dataclass_of(PaperConfig, OmegaConf.create({old: 1}), "agent")
     config = replace(SMALL, episodes=8)
     train(Trainer(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
     state = torch.load(tmp_path / "new.pt", weights_only=True)
