@@ -1,9 +1,9 @@
-"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py), and how they are checked."""
+"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py), and how they are read and checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from agents.planner import LEAST
 from simulator.modes import MODES
@@ -12,6 +12,7 @@ POOLS = ("sum", "mean")  # of the graph state
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
 }  # fmt: skip
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,6 @@ def positive(config: object, *names: str) -> None:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
 
 
-<<<<<<< HEAD
 def config_from(values: dict[str, Any], kind: type[Config], where: str = "agent") -> Config:
     """A configuration of class ``kind`` from a dictionary; ``where`` is its entry.
 
@@ -157,8 +157,6 @@ def config_from(values: dict[str, Any], kind: type[Config], where: str = "agent"
         raise ValueError(f"{where}.{error}") from None
 
 
-=======
->>>>>>> envs
 def moved(key: str) -> str:
     """What became of a key of an older version; '' where it is none."""
     return f"this key is agent.{RENAMED[key]} now" if key in RENAMED else ""
