@@ -21,7 +21,6 @@ from omegaconf import DictConfig, open_dict
 
 import agents
 import simulator
-from envs import Task
 from envs.memory_env import small_task
 from envs.tasks import TASKS, load
 from experiments.common import cli, report
@@ -55,7 +54,7 @@ def main(cfg: DictConfig) -> Path:
     reward, actions, own = variant_of(cfg)
     if program.peak_bytes <= limit:
         raise cli.UsageError(f"limit: {program.name} fits without a plan, its peak is {program.peak_bytes:,} bytes")
-    check_reachable(Task(program, machine, limit, min_bytes, mode), min_bytes)
+    check_reachable(program, limit, min_bytes, mode)
     label = f"{program.name}-{limit / program.peak_bytes:.3g}-{algorithm}-seed{seed}"
     directory = report.RunDirectory(cli.path(cfg, "out"), label, finished="summary.json")
     screen, log = report.console(), report.console(stderr=True)

@@ -148,8 +148,8 @@ class Trainer(OneTask):
     ):  # fmt: skip
         super().__init__(program, machine, limit, config, seed, "episodes", "history")
         self.config: PaperConfig = config
+        check_reachable(program, limit, config.min_bytes, config.mode)
         self.task, self.variant = Task(program, machine, limit, config.min_bytes, config.mode), variant
-        check_reachable(self.task, config.min_bytes)
         one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)

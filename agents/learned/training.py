@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from agents.learned.checkpoint import must_match, read_training_state, restoring, write_training_state
 from agents.learned.dqn_config import by_todays_names
 from agents.planner import Infeasible, held_back
-from envs.task import Task
-from simulator import Plan, Swap
-from simulator.compiled.engine import rows_of
+from simulator import Plan
 from simulator.machine import Machine
+from simulator.modes import least_residency
 from simulator.program import Program
 
 
@@ -174,15 +173,10 @@ def train(
     return DQNResult(best, greedy, trainer.history, trainer.episodes, trainer.simulator_calls)
 
 
-def check_reachable(task: Task, min_bytes: int) -> None:
-    """Raises Infeasible where not even swapping everything out in every gap would fit.
-
-    A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
-    """
-    smallest = int(task.engine.residency(rows_of(Swap(*gap) for gap in task.graph.gaps)).max())
-    if smallest > task.limit:
+def check_reachable(program: Program, limit: int, min_bytes: int, mode: str) -> None:
+    """Raises Infeasible if not even emptying every gap would fit; recomputation chains may need more."""
+    if (smallest := least_residency(program, min_bytes, mode)) > limit:
         raise Infeasible(
-            f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
-            f"whenever it is not in use it still needs {smallest:,} bytes"
-            f"{held_back(task.program, task.limit, min_bytes)}"
+            f"{program.name} cannot run in {limit:,} bytes: with every candidate tensor away whenever it is not in use "
+            f"it still needs {smallest:,} bytes{held_back(program, limit, min_bytes)}"
         )
