@@ -253,7 +253,9 @@ class _Walk:
         for d in self.schedule.moved:
             if d.tensor == span.index:
                 kernels = self.kernels[d.copied_at if span.kind == "swap_out" else d.after]
-                found.append((self._latest(kernels, self.begins[j]), d))
+                latest = self._latest(kernels, self.begins[j])
+                assert latest is not None
+                found.append((latest, d))
         return max(found, key=lambda x: x[0])
 
     def _stays(self, lives: Lifetimes, packing: Packing) -> None:
