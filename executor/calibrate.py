@@ -28,6 +28,7 @@ from executor.replay.backend import Backend, BackendError
 from simulator.files import FormatError, write_json, write_text
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.report import size
 
 FORMAT = "calibration/3"
 SMALLEST, LARGEST = 2**12, 2**30
@@ -76,9 +77,9 @@ class Calibration:
 
     def to_yaml(self) -> str:
         """The machine as Machine.load reads it, with comments."""
-        largest = _size(self.transfers["h2d"][-1][0])
-        rate = f"measured: copies from {_size(RATE_FROM)} on, up to {largest}; worst error of all {self.fit_error:.1%}"
-        latency = f"measured: median over copies of at most {_size(LATENCY_UPTO)}, from the end of the kernel"
+        largest = size(self.transfers["h2d"][-1][0])
+        rate = f"measured: copies from {size(RATE_FROM)} on, up to {largest}; worst error of all {self.fit_error:.1%}"
+        latency = f"measured: median over copies of at most {size(LATENCY_UPTO)}, from the end of the kernel"
         beside = "measured: {:.1%} of alone, give or take {:.1%}; 0: as alone"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
         measured = {
@@ -99,9 +100,9 @@ class Calibration:
             measured["context_bytes"] = f"measured: {self.context}"
         if self.issue:
             measured["issue_ns"] = "measured: the host's time per kernel of a planned step, without a graph"
-        lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
+        lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s        h2d     d2h"]
         for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
-            lines.append(f"# {_size(nbytes):8}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
+            lines.append(f"# {size(nbytes):11}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
         for key, value in self.machine.to_dict().items():
             comment = measured.get(key, "not measured")
             text = yaml.safe_dump({key: value}, sort_keys=False).rstrip()
@@ -322,14 +323,6 @@ def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
     if per_byte <= 0:
         raise BackendError(f"larger copies do not take longer: {times}")
     return round(latency), round(1e9 / per_byte), float(np.abs((latency + sizes * per_byte) / ns - 1).max())
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes} {unit}"
-        nbytes //= 1024
-    return f"{nbytes} GiB"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

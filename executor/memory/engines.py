@@ -155,25 +155,17 @@ class CudaEngines:
         return before is not None and before != self._compute
 
     def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
-        if on_host(device):
-            self._at_once(host, device)
-        else:
-            self._copy(self.d2h, host, device, event)
+        self._copy(self.d2h, host, device, event)
 
     def copy_in(self, device: Tensor, host: Tensor, event: torch.cuda.Event) -> None:
-        if on_host(device):
-            self._at_once(device, host)
-        else:
-            self._copy(self.h2d, device, host, event)
-
-    def _at_once(self, target: Tensor, source: Tensor) -> None:
-        """Of a tensor that PyTorch has on the host (an optimizer's number, attention's seed), after all copies that
-        may be under way to or from its place in pinned memory."""
-        for stream in self.streams:
-            stream.synchronize()
-        target.copy_(source)
+        self._copy(self.h2d, device, host, event)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
+        if on_host(target) and on_host(source):  # an optimizer's number, attention's seed
+            for other in self.streams:  # which may still copy to or from its place in pinned memory
+                other.synchronize()
+            target.copy_(source)
+            return
         self._computed.record(self._compute)  # a wait is for the last record before it, so one event does for all
         stream.wait_event(self._computed)
         try:

@@ -126,27 +126,29 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
         ReplayError: the plan does not become steady.
     """
     plan.only("a replay", "swap", "recompute", "rerun")
-    predicted, times = simulate(program, plan, machine, limit), 1
+    plan.check(program)
+    schedule, times = lower(program, plan), 1
+    predicted = simulate(program, plan, machine, limit, schedule=schedule)
     if not predicted.period:
-        predicted = simulate(program, plan, machine, limit, iterations=LONGEST)
-    program, plan = program.with_variants(plan.variants), replace(plan, variants=(), fingerprint="")
+        predicted = simulate(program, plan, machine, limit, iterations=LONGEST, schedule=schedule)
     original = list(range(len(program.tensors)))
     if not predicted.steady:
         times = predicted.period
         if not 0 < times <= MAX_PERIOD:
             what = f"repeat only after {times}" if times else f"do not repeat within {LONGEST}"
             raise ReplayError(f"the plan's iterations {what}; up to {MAX_PERIOD} can be replayed as a circle")
-        program, plan, original = unrolled(program, plan, times)
-        predicted = simulate(program, plan, replace(machine, host_bytes=2**62), limit)
+        program, plan, original = unrolled(schedule.program, plan, times)
+        schedule = lower(program, plan)
+        predicted = simulate(program, plan, replace(machine, host_bytes=2**62), limit, schedule=schedule)
         if not predicted.steady:
             raise ReplayError(f"the plan's iterations do not repeat in groups of {times} either")
     lives = timeline_lifetimes(predicted)
     packing = pack_within(lives.intervals, limit, machine.alignment)
-    walk = _Walk(lower(program, plan), predicted, lives, packing, machine)
+    walk = _Walk(schedule, predicted, lives, packing, machine)
     held = walk.held
     first = frozenset(t for t, upper in zip(held.tensors, held.intervals.upper, strict=True) if upper >= walk.period)
     return Circle(
-        program, original, predicted, times, walk.jobs, walk.stays, held.offsets, held.footprint, first,
+        schedule.program, original, predicted, times, walk.jobs, walk.stays, held.offsets, held.footprint, first,
         packing.footprint,
     )  # fmt: skip
 
@@ -247,11 +249,11 @@ class _Walk:
 
     def _gap(self, j: int) -> tuple[tuple[int, int], Swap]:
         """The decision that a copy belongs to, and the kernel whose end issued it or opened its gap (``_latest``)."""
-        out, found = self.jobs[j].span.kind == "swap_out", []
+        span, found = self.jobs[j].span, []
         for d in self.schedule.moved:
-            if d.tensor == self.jobs[j].span.index:
-                kernel = d.copy if out and d.copy is not None else d.after
-                latest = self._latest(self.kernels[kernel], self.begins[j])
+            if d.tensor == span.index:
+                kernels = self.kernels[d.copied_at if span.kind == "swap_out" else d.after]
+                latest = self._latest(kernels, self.begins[j])
                 assert latest is not None
                 found.append((latest, d))
         return max(found, key=lambda x: x[0])
@@ -277,6 +279,7 @@ class _Walk:
             return [*self.kernels[d.after], *(j for j in self.outs.get(d.tensor, ()) if self.gap[j][1] == d)]
 
         self.stays: list[Stay] = []
+        self.arrives: list[list[Stay]] = [[] for _ in self.jobs]
         for i, b in enumerate(lives.block.tolist()):  # by ascending begin
             block = Block(int(lives.owner[i]), int(packing.offsets[i]), int(blocks.nbytes[i]))
             crosses = bool(blocks.upper[i] >= blocks.period)
@@ -285,7 +288,7 @@ class _Walk:
                 continue
             j, past = begun[b].pop(0)
             self.stays.append(Stay(block, b, j, tuple((int(f < j), f) for f in ends(b, past)), crosses))
-            self.jobs[j].fresh.append(block)
+            self.arrives[j].append(self.stays[-1])
         self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # by whom the memory of each job's blocks is freed
         lower, upper = packing.offsets, packing.offsets + blocks.nbytes
         for i, stay in enumerate(self.stays):
@@ -300,19 +303,15 @@ class _Walk:
         writes = self.program.writes
         where = {s.index: s.block for s in self.stays if s.crosses}
         version = {b: 0 for b, block in enumerate(self.schedule.blocks) if block.first < 0}
-        arrives: dict[int, list[Stay]] = {}
-        for stay in self.stays:
-            if stay.begin is not None:
-                arrives.setdefault(stay.begin, []).append(stay)
         steps = iter(self.schedule.steps)
         for j, job in enumerate(self.jobs):
-            where |= {stay.index: stay.block for stay in arrives.get(j, ())}
+            where |= {stay.index: stay.block for stay in self.arrives[j]}
             if job.span.stream != "compute":
-                job.fresh, job.block = [], where.get(self.schedule.moved[self.gap[j][1]])
+                job.block = where.get(self.schedule.moved[self.gap[j][1]])
                 continue
             step = next(steps)
             kernel = self.program.kernels[step.kernel]
-            job.fresh = [block for block in job.fresh if block.owner < 0]
+            job.fresh = [stay.block for stay in self.arrives[j] if stay.block.owner < 0]
             for x, b in step.uses.items():
                 if x in kernel.inputs and version[b] != bisect_left(writes[x], step.kernel):
                     raise AssertionError(f"kernel {step.kernel} reads version {version[b]} of tensor {x}")

@@ -95,7 +95,7 @@ class GraphStep:
     """
 
     def __init__(self, step: StepState, limit: int, always: bool = True) -> None:
-        self._limit, self._always, self._replays = limit, always, 0
+        self._limit, self.always, self._replays = limit, always, 0
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.warm = False
@@ -173,7 +173,7 @@ class GraphStep:
 
     def _ask_for_another(self) -> None:
         """Raises NoGraph if captures are too many for the replays that they are for."""
-        if not self._always and self.captures >= CAPTURES + self._replays // SELDOM:
+        if not self.always and self.captures >= CAPTURES + self._replays // SELDOM:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
                 "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is "

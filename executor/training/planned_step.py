@@ -109,7 +109,6 @@ class PlannedStep:
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes
         self.not_graph = "graph=False" if graph is False else None if graph else not_by_default(captured, undo)
-        self._only_graph = bool(graph)
         plan.check(captured.program)
         schedule = lower(captured.program, plan)
         calls = Calls(captured, schedule)
@@ -333,11 +332,12 @@ class PlannedStep:
 
     def _goes_on(self, error: NoGraph) -> bool:
         """Whether a step that could not be captured runs kernel by kernel from now on."""
-        if not self._only_graph and self.graph is not None:
-            self.graph.close()
-            self.not_graph, self.graph = str(error), None
-            warnings.warn(f"from now on the step runs kernel by kernel: {error}", stacklevel=3)
-        return not self._only_graph
+        if self.graph is None or self.graph.always:
+            return False
+        self.graph.close()
+        self.not_graph, self.graph = str(error), None
+        warnings.warn(f"from now on the step runs kernel by kernel: {error}", stacklevel=3)
+        return True
 
     @property
     def issued(self) -> str:

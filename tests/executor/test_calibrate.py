@@ -52,7 +52,7 @@ def test_the_figures_are_found_back(tmp_path):
         == sources["copy_contention"]
         == "not measured"
     )
-    assert "worst error" in text and "up to 4 MiB" in text
+    assert "worst error" in text and "up to 4.00 MiB" in text
     data = read_json(tmp_path / "machine.json")
     assert data["format"] == "calibration/3" and data["duplex"] == found.duplex
     assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]

@@ -1,6 +1,6 @@
 """A double of ``torch.cuda``: the real ``CudaEngines`` and their steps run on CPU tensors, and every order is checked.
 
-    double = CudaDouble(seed)           # None: copies are done as late as anything allows; else at random moments
+    double = GraphDouble(seed)          # None: copies are done as late as anything allows; else at random moments
     double.install(monkeypatch)         # now torch.cuda is it, and steps of CPU tensors are steps on cuda:0
     with double: ...                    # it sees every operator
     double.check()
@@ -137,7 +137,7 @@ class Runtime:
 
 
 class CudaDouble(TorchDispatchMode):
-    """One GPU.
+    """One GPU, but for graphs and pools of memory, which GraphDouble (graphs.py) adds.
 
     Attributes:
         found: what was wrong.

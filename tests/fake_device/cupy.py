@@ -238,9 +238,8 @@ class Device:
                 getDeviceProperties=lambda device: {"totalGlobalMem": machine.memory_bytes, "name": b"a double",
                                                     "multiProcessorCount": 2},
                 malloc=self.malloc, free=self.free, memGetInfo=lambda: (self.left(), machine.memory_bytes),
-                memset=lambda at, value, n: ctypes.memset(at, value, n), memsetAsync=self.memset_async,
+                memsetAsync=self.memset_async,
                 memcpy=self.memcpy, memcpyAsync=self.memcpy_async, memcpyDeviceToHost=2, memcpyHostToDevice=1,
-                deviceSynchronize=lambda: [stream.synchronize() for stream in self.streams],
             ),
         )  # fmt: skip
 

@@ -129,16 +129,6 @@ def test_a_micro_batch_that_fails_undoes_all_of_the_step(which):
     twins.train(step, 2)
 
 
-def test_finish_undoes_a_step_that_is_not_whole():
-    twins, step = accumulated(3)
-    twins.train(step)
-    step(*twins.next_batch())
-    step(*twins.next_batch())
-    step.finish()
-    twins.compare()
-    twins.train(step, 2)
-
-
 def test_what_does_not_fit_leaves_the_step_where_it_was():
     twins, step = accumulated(seed=0)
     micro(twins, step, 0)
