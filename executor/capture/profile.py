@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
 from executor.capture.operators import arguments
-from executor.capture.step_profiler import CYCLES_PER_NS, StepRunner
+from executor.capture.step_profiler import CYCLES_PER_NS, StepRunner, timed, workspace
 from executor.memory import cuda_index
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
@@ -279,28 +279,25 @@ class _Runner:
     def _measure(self, call: Callable[[], Any]) -> tuple[int, int]:
         if self.device.type != "cuda":
             for _ in range(WARMUP):
-                out, ns = _timed(call)
+                out, ns = timed(call)
             times = []
             for _ in range(self.repeats if ns < SLOW_NS else min(3, self.repeats)):
                 self._flush()
-                times.append(_timed(call)[1])
+                times.append(timed(call)[1])
             del out
             return round(median(times)), 0
         with torch.cuda.device(self.device):
             for _ in range(WARMUP):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                _, issue_ns = _timed(call)
+                _, issue_ns = timed(call)
                 end.record()
                 torch.cuda.synchronize()
             ns = begin.elapsed_time(end) * 1e6
             runs, row = min(3, self.repeats) if ns >= SLOW_NS else self.repeats, ROW if ns < SHORT_NS else 1
             row = 1 if self.other is not None else row  # the second of a row would find what the first left
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            out = call()
+            out, nbytes = workspace(call, self.device)
             torch.cuda.synchronize()
-            workspace = max(0, torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated()))
             del out
             pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
             torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns * runs * (row + 1))))
@@ -312,7 +309,7 @@ class _Runner:
                 end.record()
             torch.cuda.synchronize()
             ns = median(a.elapsed_time(b) for a, b in pairs) * 1e6 - self.event_ns
-            return max(1, round(ns / row)), workspace
+            return max(1, round(ns / row)), nbytes
 
     # ------------------------------------------------------------------------------------ inputs
 
@@ -415,12 +412,6 @@ def together(times: Sequence[int], whole: int) -> list[int]:
     shorter = [max(ns / 2, ns - excess) for ns in times]
     scale = min(1.0, whole / sum(shorter))
     return [max(round(ns * scale), min(was, 1)) for ns, was in zip(shorter, times, strict=True)]
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, int]:
-    begin = time.perf_counter_ns()
-    out = call()
-    return out, time.perf_counter_ns() - begin
 
 
 def _fresh(meta: Any, device: torch.device) -> Tensor:

@@ -75,18 +75,20 @@ class StepRunner:
         Raises:
             TimeoutError: not one step was measured ``until`` then, of ``time.monotonic``.
         """
+        cuda, kernels = self.device.type == "cuda", [w.kernel for w in self.work if w.kernel >= 0]
         workspaces, issue_ns = [0] * self.count, 0
         for _ in range(WARMUP):
             begin = time.perf_counter_ns()
-            workspaces = self._watched()
+            workspaces = self._each(lambda call: workspace(call, self.device))
+            if cuda:
+                torch.cuda.synchronize(self.device)
             issue_ns = (time.perf_counter_ns() - begin) * SEGMENT // max(self.count, 1)
         times: list[list[int]] = []
         rows: list[list[int]] = []
-        cuda, kernels = self.device.type == "cuda", [w.kernel for w in self.work if w.kernel >= 0]
         while len(times) < repeats and (time.monotonic() < until or times):
             if cuda:
                 rows.append([ns for _, ns in self._between(issue_ns, SEGMENT)])
-            times.append([0] * self.count if cuda else self._on_host())
+            times.append([0] * self.count if cuda else self._each(timed))
             for k, ns in self._between(issue_ns, 1) if cuda else ():
                 times[-1][k] = ns
             if time.monotonic() > until:
@@ -115,32 +117,12 @@ class StepRunner:
             for dead in w.dead:
                 del values[dead]
 
-    def _watched(self) -> list[int]:
-        """A step; per kernel, the peak of CUDA's caching allocator less what stands before it or after."""
-        found = [0] * self.count
-        if self.device.type != "cuda":
-            self._run(lambda k, call: call())
-            return found
-
-        def around(k: int, call: Callable[[], Any]) -> Any:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            out = call()
-            stands = max(before, torch.cuda.memory_allocated(self.device))
-            found[k] = max(0, torch.cuda.max_memory_allocated(self.device) - stands)
-            return out
-
-        self._run(around)
-        torch.cuda.synchronize(self.device)
-        return found
-
-    def _on_host(self) -> list[int]:
+    def _each(self, measured: Callable[[Callable[[], Any]], tuple[Any, int]]) -> list[int]:
+        """A step; what ``measured`` finds of each kernel."""
         found = [0] * self.count
 
         def around(k: int, call: Callable[[], Any]) -> Any:
-            begin = time.perf_counter_ns()
-            out = call()
-            found[k] = time.perf_counter_ns() - begin
+            out, found[k] = measured(call)
             return out
 
         self._run(around)
@@ -171,6 +153,24 @@ class StepRunner:
             self._run(around)
             torch.cuda.synchronize()
         return [(k, round(1e6 * begin.elapsed_time(end))) for k, begin, end in marks]
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Returns what a call returns, and the host's ns for it."""
+    begin = time.perf_counter_ns()
+    out = call()
+    return out, time.perf_counter_ns() - begin
+
+
+def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """Returns what a call returns, and the peak of CUDA's caching allocator less what stands before it or after; 0 on
+    other devices."""
+    if device.type != "cuda":
+        return call(), 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    return out, max(0, torch.cuda.max_memory_allocated(device) - max(before, torch.cuda.memory_allocated(device)))
 
 
 def _work(captured: Captured) -> list[_Work]:
