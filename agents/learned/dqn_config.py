@@ -132,8 +132,8 @@ def positive(config: object, *names: str) -> None:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
 
 
-def config_from(values: dict[str, Any], kind: type[Config], where: str = "agent") -> Config:
-    """A configuration of class ``kind`` from a dictionary; ``where`` is its entry.
+def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
+    """A configuration of class ``kind`` from a dictionary.
 
     Raises:
         ValueError: an unknown key or a value of the wrong type, named.
@@ -142,19 +142,19 @@ def config_from(values: dict[str, Any], kind: type[Config], where: str = "agent"
     out: dict[str, Any] = {}
     for key, value in values.items():
         if why := moved(key):
-            raise ValueError(f"{where}.{key}: {why}")
+            raise ValueError(f"agent.{key}: {why}")
         if key not in known:
-            raise ValueError(f"{where}.{key}: unknown key")
+            raise ValueError(f"agent.{key}: unknown key")
         wanted = type(known[key].default)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not wanted:
-            raise ValueError(f"{where}.{key}: expected {wanted.__name__}, got {value!r}")
+            raise ValueError(f"agent.{key}: expected {wanted.__name__}, got {value!r}")
         out[key] = value
     try:
         return kind(**out)
     except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
+        raise ValueError(f"agent.{error}") from None
 
 
 def moved(key: str) -> str:

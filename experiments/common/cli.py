@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agents.learned.dqn_config import config_from, moved
+from agents.learned.dqn_config import moved
 from experiments import begun
 from experiments.common import endings, help, ray_launcher, sweep, workers
 from experiments.common.endings import UsageError
@@ -288,8 +289,23 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
-    """A dataclass from a config node of the same keys, types checked; raises UsageError naming the entry."""
+    """A dataclass from a config node of the same keys; each value has the type of the field's default.
+
+    Raises:
+        UsageError: naming the entry.
+    """
+    defaults = {field.name: field.default for field in fields(kind)}
+    checked: dict[str, Any] = {}
+    for key, value in plain(cfg).items():
+        if why := moved(key):
+            raise UsageError(f"{where}.{key}: {why}")
+        if key not in defaults:
+            raise UsageError(f"{where}.{key}: unknown key{nearest(key, defaults)}")
+        wanted = type(defaults[key])
+        checked[key] = float(value) if wanted is float and type(value) is int else value
+        if type(checked[key]) is not wanted:
+            raise UsageError(f"{where}.{key}: expected {wanted.__name__}, got {value!r}")
     try:
-        return config_from(plain(cfg), kind, where)
+        return kind(**checked)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"{where}: {error}") from None

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -53,18 +54,22 @@ def groups(configs: Path, name: str, chosen: Sequence[str] = ()) -> dict[str, tu
 
 def names(configs: Path, name: str, chosen: Sequence[str] = ()) -> set[str]:
     """Every dotted key of a command, with its config groups and the keys of their options."""
-    out = set(_keys(yaml.safe_load((configs / f"{name}.yaml").read_text()))) - {"defaults"}
+    found = [key for key, _ in flat(yaml.safe_load((configs / f"{name}.yaml").read_text()))]
     for group, (option, _) in groups(configs, name, chosen).items():
         file = configs / group / f"{option}.yaml"
-        out |= {group} | set(_keys(yaml.safe_load(file.read_text()), f"{group}.") if file.is_file() else ())
-    return {key for key in out if key.partition(".")[0] != "hydra"}
+        own = yaml.safe_load(file.read_text()) if file.is_file() else {}
+        found += [group, *(key for key, _ in flat(own, f"{group}."))]
+    parts = (key.split(".") for key in found if not key.startswith(("defaults", "hydra.")))
+    return {".".join(key[: n + 1]) for key in parts for n in range(len(key))}
 
 
-def _keys(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested mappings with their dotted keys."""
     for key, value in node.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _keys(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _written(file: Path, indent: str = "  ") -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.common import cli
+from experiments.common.help import flat
 from experiments.common.own_files import own_option, quoted
 from simulator.files import load_json
 from simulator.machine import Machine
@@ -43,7 +44,7 @@ def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") 
         if key == "network" and value is not None and key not in keys:
             raise cli.UsageError(f"resume: {file}: config: network is Python, which only a typed word may name")
         if key not in NOT_SETTINGS:
-            words += [f"{name}={_written(leaf)}" for name, leaf in _leaves(key, value)]
+            words += [f"{_checked(name)}={_written(leaf)}" for name, leaf in flat({key: value})]
     program, machine = file.with_name("program.json"), data["config"].get("machine")
     if program.is_file() and not {"program", "workload", "target"} & {*keys}:
         words.append(f"program={_written(str(program.absolute()))}")
@@ -52,17 +53,9 @@ def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") 
     return [w for w in words if not any(w.startswith((f"{key}=", f"{key}.")) for key in keys)] + typed
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, entry in value.items():
-            yield from _leaves(f"{key}.{_checked(name)}", entry)
-    else:
-        yield key, value
-
-
 def _checked(key: object) -> str:
     """Returns a key that means nothing to Hydra; raises UsageError for another."""
-    if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
+    if not isinstance(key, str) or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise cli.UsageError(f"resume: config: {str(key)[:40]!r} is no key of a setting")
     return key
 

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from experiments.common import cli
+from experiments.common.help import flat
 
 
 class Tracker:
@@ -76,8 +77,8 @@ class _MLflow(Tracker):
         known = client.get_experiment_by_name("headroom")
         experiment = known.experiment_id if known else client.create_experiment("headroom")
         self._client, self._run = client, client.create_run(experiment, run_name=out.name).info.run_id
-        for key, value in _flat(config).items():
-            client.log_param(self._run, key, value)
+        for key, value in flat(config):
+            client.log_param(self._run, key, str(value)[:500])  # MLflow takes no more
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():
@@ -85,17 +86,6 @@ class _MLflow(Tracker):
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
-
-
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested mappings as one, its keys with dots; values are cut to what MLflow takes."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            out |= _flat(value, f"{before}{key}.")
-        else:
-            out[f"{before}{key}"] = str(value)[:500]
-    return out
 
 
 KINDS: dict[str, type[Tracker]] = {
