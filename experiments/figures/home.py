@@ -368,7 +368,15 @@ class Fig9(Figure):
         return {"replays": found}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found, out = fig9_lines(rows), {}
+        out: Row = {}
+        found = [
+            {
+                **one, "executor": row["executor"], "error": one["predicted_ns"] / one["measured_ns"] - 1,
+                "label": f"{REPLAYED[one['workload']]} {one['fraction']:.0%}, {one['planner']}",
+            }
+            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH)
+            for one in row["replays"]
+        ]  # fmt: skip
         for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
             here = [one for one in found if one["executor"] == executor]
             errors = [abs(one["error"]) for one in here]
@@ -380,7 +388,7 @@ class Fig9(Figure):
         return {"lines": found, **out}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = fig9_lines(rows)
+        found = self.numbers(rows)["lines"]
         names = list(dict.fromkeys(one["label"] for one in found))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
         for executor, colour, marker in ((GRAPH, look("home").colour, "o"), (STREAMS, INK, "^")):
@@ -389,15 +397,3 @@ class Fig9(Figure):
             marks.append(Line(errors, at, colour, executor, marker, "", hollow=executor == STREAMS))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
         return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))
-
-
-def fig9_lines(rows: list[Row]) -> list[Row]:
-    """One per executor and plan, the graph first."""
-    return [
-        {
-            **one, "executor": row["executor"], "error": one["predicted_ns"] / one["measured_ns"] - 1,
-            "label": f"{REPLAYED[one['workload']]} {one['fraction']:.0%}, {one['planner']}",
-        }
-        for row in sorted(rows, key=lambda row: row["executor"] != GRAPH)
-        for one in row["replays"]
-    ]  # fmt: skip

@@ -131,11 +131,19 @@ class Fig12(Figure):
         return {"found": found, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = fig12_facts(rows)
+        found = [
+            {
+                "batch_size": row["batch_size"], "pool": one["pool"], "slow": one["least"]["images_per_s"],
+                "fast": one["filled"]["images_per_s"], "share": one["filled"]["workspaces"] / row["wanted"],
+                "times": one["filled"]["images_per_s"] / one["least"]["images_per_s"],
+            }
+            for row in rows
+            for one in row["found"]
+        ]  # fmt: skip
         return {"rows": found, "gains": span(one["times"] for one in found)}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = fig12_facts(rows)
+        found = self.numbers(rows)["rows"]
         series = [
             ("least workspaces", PREDICTED, [one["slow"] for one in found], []),
             ("fastest that fit", MEASURED, [one["fast"] for one in found],
@@ -144,19 +152,6 @@ class Fig12(Figure):
         names = [f"batch {one['batch_size']}, {one['pool'] / GB:.2f} GB" for one in found]
         panel = Panel("", groups(series, across=True), Axis("images per second", room=1.55), Axis(names=names))
         return Chart("AlexNet on a K40c: simulated speed with workspaces", [panel], size=(6.5, 0.55 * len(found) + 1.0))
-
-
-def fig12_facts(rows: list[Row]) -> list[Row]:
-    """A line of the table for each batch and pool."""
-    return [
-        {
-            "batch_size": row["batch_size"], "pool": one["pool"], "slow": one["least"]["images_per_s"],
-            "fast": one["filled"]["images_per_s"], "share": one["filled"]["workspaces"] / row["wanted"],
-            "times": one["filled"]["images_per_s"] / one["least"]["images_per_s"],
-        }
-        for row in rows
-        for one in row["found"]
-    ]  # fmt: skip
 
 
 TABLE2_PAPER = {  # images/s with cudaMalloc ("CUDA") and with the pool ("Ours")
