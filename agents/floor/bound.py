@@ -23,7 +23,7 @@ from agents.floor.transfers import Transfers
 from simulator.machine import Machine
 from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program
-from simulator.residency import with_gaps_emptied
+from simulator.residency import residency
 
 COVERS = ("swap", "recompute", "rerun")  # kinds of decisions: every plan of these is a point of the linear program
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
@@ -97,10 +97,10 @@ def floor(
     size = np.array([nbytes[g.tensor] for g in possible], np.int64)
     where = np.array([(g.after, g.before if mode != "recompute" else past.away(g).stop) for g in possible], np.int64)
     where = where.reshape(-1, 2)
-    lowest = with_gaps_emptied(live_bytes, where, size)
+    lowest = residency(live_bytes, where, size)
     least = _least(sorted(size.tolist(), reverse=True), max_gaps)
     gaps, rest = [g for g in possible if nbytes[g.tensor] >= least], size < least
-    live_bytes, least_bytes = with_gaps_emptied(live_bytes, where[rest], size[rest]), int(lowest.max())
+    live_bytes, least_bytes = residency(live_bytes, where[rest], size[rest]), int(lowest.max())
     none = np.zeros(len(gaps))
     ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     if not ideal.feasible or live_bytes.max() <= limit or not detail:

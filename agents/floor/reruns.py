@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
-from simulator.residency import with_gaps_emptied
+from simulator.residency import residency
 
 MANY = 1900  # versions: with more, fewer cells
 FINE = 2000  # kernels x versions: so few have a window each
@@ -371,4 +371,4 @@ class Reruns:
         idle = [(v, pair) for v in some for pair in pairwise([v.writer, *v.uses])]
         nbytes = np.array([self.program.tensors[v.tensor].nbytes for v, _ in idle], np.int64)
         where = np.array([pair for _, pair in idle], np.int64).reshape(-1, 2)
-        return -with_gaps_emptied(np.zeros(self.n, np.int64), where, nbytes)
+        return -residency(np.zeros(self.n, np.int64), where, nbytes)
