@@ -35,11 +35,11 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start() -> subprocess.Popen[bytes] | None:
-    """Starts the process, unless the cache has what it would compile, or there is no core to spare.
+    """Starts the process, unless one is at work, the cache has what it would compile, or no core is to spare.
 
     It is silent, and ends with this one at the latest.
     """
-    if cores() < 2 or _cached():
+    if busy() or cores() < 2 or _cached():
         return None
     try:
         process = subprocess.Popen(
