@@ -30,15 +30,12 @@ from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.schedule import MAX_ITERATIONS as STEADY, Schedule, check_room, lower
 from simulator.timeline import Timeline
-
-# isort: off
 from simulator.compiled.encoding import (
     BEFORE, BEGINS, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
     LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
     STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, columns_of, decisions_of,
     ragged, read_log, rows_of, work_shapes,
 )  # fmt: skip
-# isort: on
 
 __all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "Scores", "decisions_of",
            "rows_of", "simulate"]  # fmt: skip

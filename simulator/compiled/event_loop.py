@@ -10,8 +10,6 @@ from simulator.compiled.heap import pop, push
 from simulator.compiled.host import complete, issue, note_lead, start_host, start_step
 from simulator.compiled.jit import stage
 from simulator.compiled.steady import alike, note_state, period_of
-
-# isort: off
 from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan
 from simulator.compiled.segments import next_segments, obstacle_of, segments, weigh
 from simulator.compiled.encoding import (
@@ -22,8 +20,6 @@ from simulator.compiled.encoding import (
     MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT,
     SIBLING, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
 )  # fmt: skip
-
-# isort: on
 from simulator.machine import ALONE
 
 

@@ -9,14 +9,11 @@ kernel counts where its mark is that of the kernel; marks never come again, so t
 from __future__ import annotations
 
 from simulator.compiled.jit import stage
-
-# isort: off
 from simulator.compiled.encoding import (
     AFTER, ALLOCATED, AWAY, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DURATION, ENDS, EXTRA, FREED, HOLDS, KIND, LIVE,
     MARKED, NEXT_END, NEXT_OPEN, OPENS, ORDER, PENDING, PLANNED, RECOMPUTE, RETURNS, SIZE, STAYS, STEP_FOR,
     STEP_KERNEL, TENSOR, USED, USED_LAST, WHEN, WORKSPACE,
 )  # fmt: skip
-# isort: on
 
 _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 

@@ -10,13 +10,10 @@ import numpy as np
 
 from simulator.compiled.jit import jit, stage
 from simulator.compiled.lowering import copied_at, grouped, is_swap, sort
-
-# isort: off
 from simulator.compiled.encoding import (
     AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DIES, FIRST, FREED, KIND, LEVEL, LIVE, PERSISTENT, PLANNED,
     RERUN, RETURNS, SIZE, STEP_FOR, STEP_KERNEL, TENSOR, WORKSPACE,
 )  # fmt: skip
-# isort: on
 
 ENDS, OPENS, COPIES = range(3)
 

@@ -6,13 +6,10 @@ from simulator.compiled.event_loop import event_loop
 from simulator.compiled.jit import call, stage
 from simulator.compiled.lowering import is_swap, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
-
-# isort: off
 from simulator.compiled.encoding import (
     BEGINS, DONE, DURATION, HOST_FULL, ISSUE_NS, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK,
     PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN, Lowering, Tables, Work,
 )  # fmt: skip
-# isort: on
 
 
 @stage

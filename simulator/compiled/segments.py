@@ -6,12 +6,9 @@ group of them is kept, so that a question takes a few steps instead of one a ker
 
 from __future__ import annotations
 
-# isort: off
 from simulator.compiled.encoding import (
     EXPECTED, FIRST_OF, HIGHEST, KERNEL_ADDED, KERNEL_TOPS, NEVER, SEGMENT, SEGMENT_ADDED, SEGMENT_TOPS,
 )  # fmt: skip
-
-# isort: on
 from simulator.compiled.jit import stage
 
 
