@@ -60,6 +60,7 @@ class Block:
             (issue_order.py). None while the step has no pinned memory (HostMemory).
         valid: the content there is that of the tensor.
         users: of a persistent tensor: the user's.
+        absent: it is of a micro-batch that has not come: its moves only count bytes, as the program does.
         shown: the user's tensors show the content on the host.
     """
 
@@ -71,7 +72,7 @@ class Block:
         self.bytes: Tensor | None = None
         self.went: Any  # the event of its swap-outs; of its swap-ins; of the last of either
         self.went = self.came = self.event = None
-        self.valid = self.shown = False
+        self.valid = self.shown = self.absent = False
         self.users: Sequence[Shared] = ()
 
     def on(self, tensor: Tensor) -> None:
@@ -157,14 +158,16 @@ class Blocks:
 
     def leave(self, which: tuple[Block, Sequence[int]]) -> None:
         """``out`` of a tensor that the values in these slots of the table share."""
-        self.find(*which)
+        if not which[0].absent:
+            self.find(*which)
         self.out(which[0])
 
     def out(self, block: Block) -> None:
         """Starts the copy to the host; the tensor can be used until it is reclaimed."""
         block.event, block.valid = block.went, False
         try:
-            self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
+            if not block.absent:
+                self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
         except TransferError as error:
             self._fault(block, "out", error)
             return  # it stays
@@ -175,7 +178,8 @@ class Blocks:
         if block.place is not Place.OUT:
             return
         try:
-            self.engines.wait(block.went)  # type: ignore[union-attr]
+            if not block.absent:
+                self.engines.wait(block.went)  # type: ignore[union-attr]
         except TransferError as error:
             self._fault(block, "out", error)
             self._arrive(block)  # it has never left
@@ -186,18 +190,24 @@ class Blocks:
     def release(self, which: tuple[Block, Sequence[int]]) -> None:
         """Frees the memory, whose copy on the host is valid unless it has failed; arguments as in ``leave``."""
         if which[0].valid:
-            self.find(*which)
+            if not which[0].absent:
+                self.find(*which)
             self._free(which[0])
 
     def _free(self, block: Block) -> None:
-        self.engines.borrow(block.bytes)  # type: ignore[union-attr, arg-type]
-        self.memory.give(block)
+        if not block.absent:
+            self.engines.borrow(block.bytes)  # type: ignore[union-attr, arg-type]
+            self.memory.give(block)
         block.place = Place.HOST
         self.used -= block.nbytes
 
     def swap_in(self, block: Block) -> None:
         """Takes memory and starts the swap-in."""
         if block.place is not Place.HOST:
+            return
+        if block.absent:
+            block.place = Place.DEVICE
+            self.used += block.nbytes
             return
         self.memory.take(block)
         self.used += block.nbytes

@@ -380,7 +380,7 @@ class PlannedStep:
             for into, bindings in state.host.undo:
                 torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
             progress.alone = part is not state.whole
-            progress.absent = (state.inputs - part.tensors) & blocks.keys() if progress.alone else set()
+            progress.expect((state.inputs - part.tensors) & blocks.keys() if progress.alone else set())
         else:
             progress.resume(part)
             for out, *_ in self.calls.numbers:
@@ -397,7 +397,7 @@ class PlannedStep:
         for out, function, get, options in part.first:
             table[out] = function(*get(table), **options)
         if first:
-            progress.start(self.order.start)
+            state.blocks.start(self.order.start)
             if not self._watch.over:
                 self._watch.begin()
         else:

@@ -11,7 +11,7 @@ import signal
 import threading
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,39 +166,24 @@ class Progress:
     def end(self) -> None:
         """The step is over or given up."""
         self.done, self.alone, self.loss, self._shown, self.needed = 0, False, None, [], []
-        for t in self.absent:
-            self._blocks.blocks[t].place = Place.DEVICE
+        for block in map(self._blocks.blocks.__getitem__, self.absent):
+            block.place, block.absent = Place.DEVICE, False
         self.absent.clear()
 
     # ---------------------------------------------------------------------------- what has not come
 
-    def start(self, places: dict[int, Literal["host", "out", "in"]]) -> None:
-        """``Blocks.start`` for a step whose batch has not come in full."""
-        self._blocks.start({t: place for t, place in places.items() if t not in self.absent})
-        for t in self.absent & places.keys():
-            if places[t] != "in":
-                self.count("out", t)
-            if places[t] == "host":
-                self.count("reclaim", t)
-
-    def count(self, kind: str, t: int) -> None:
-        """A move of a tensor that has not come."""
-        block = self._blocks.blocks[t]
-        if kind == "out":
-            block.place, block.valid = Place.OUT, False
-        elif kind == "in" and block.place is Place.HOST:
-            block.place = Place.DEVICE
-            self._blocks.used += block.nbytes
-        elif kind in ("reclaim", "release") and block.place is not Place.HOST:
-            block.place, block.valid = Place.HOST, True
-            self._blocks.used -= block.nbytes
+    def expect(self, absent: set[int]) -> None:
+        """These tensors of the batch have not come."""
+        self.absent = absent
+        for t in absent:
+            self._blocks.blocks[t].absent = True
 
     def arrive(self, t: int) -> None:
         """A tensor has come, on the device: it goes where it would be if it had been there from the begin."""
         self.absent.discard(t)
         block = self._blocks.blocks[t]
         meant, valid = block.place, block.valid
-        block.place, block.valid = Place.DEVICE, False
+        block.place, block.valid, block.absent = Place.DEVICE, False, False
         if meant is Place.HOST:
             self._blocks.used += block.nbytes
         if valid or meant is Place.OUT:

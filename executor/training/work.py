@@ -256,11 +256,10 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
     starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
     end = kept.get(draws[n], BEGIN) if n in draws else None
     last = max((k for k in range(n) if calls.random(k)), default=-1)
-    later = set[int]().union(*(part.tensors for part in state.parts[1:]))
     grad_mode = False
     for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
         kernel, again = item.step.kernel, item.step.again
-        before, after = _actions(state, item.before, later), _actions(state, item.after, later)
+        before, after = _actions(state, item.before), _actions(state, item.after)
         forward = kernels[kernel].phase == "forward"
         if forward is not grad_mode:
             grad_mode = forward
@@ -285,21 +284,18 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
         state.work.append(WorkItem(tuple(before), item.charged, tuple(own_calls), clear, item.freed, tuple(after)))
 
 
-def _actions(state: StepState, moves: tuple[Move, ...], later: set[int]) -> list[Action]:
-    """Moves as calls; those of ``later``, tensors that need not have come, only count until they have."""
-    blocks, progress, memory = state.blocks, state.progress, state.order.schedule.blocks
+def _actions(state: StepState, moves: tuple[Move, ...]) -> list[Action]:
+    """Moves as calls."""
+    blocks, memory = state.blocks, state.order.schedule.blocks
     of_values = {"out": blocks.leave, "release": blocks.release}
     acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
-
-    def come(kind: str, act: Callable[[Any], None], t: int) -> Callable[[Any], None]:
-        return lambda which: progress.count(kind, t) if t in progress.absent else act(which)
 
     actions: list[Action] = []
     for kind, b in moves:
         if memory[b].nbytes:
-            t = memory[b].owner
-            block = blocks.blocks[t]
-            act: Callable[[Any], None] = of_values.get(kind) or acts[kind]
-            which = (block, state.calls.of.get(b, ())) if kind in of_values else block
-            actions.append((come(kind, act, t) if t in later else act, which))
+            block = blocks.blocks[memory[b].owner]
+            if kind in of_values:
+                actions.append((of_values[kind], (block, state.calls.of.get(b, ()))))
+            else:
+                actions.append((acts[kind], block))
     return actions
