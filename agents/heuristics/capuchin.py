@@ -8,8 +8,8 @@ feedback at run time corrects the triggers. A candidate is a gap: an evicted-acc
                  = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
 
 Swaps come first, longest free time first, while they can be hidden; then a swap competes with the recomputation of the
-highest MSPS, memory saved per second of recomputation (hybrid policy). Written without the text of the paper. Read
-on in ``Capuchin.choose`` and ``Policy.decide``. Choices and deviations: README.md, by their numbers.
+highest MSPS, bytes saved per second of recomputation. Written without the text of the paper. Read on in
+``Capuchin.choose`` and ``Policy.decide``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,9 @@ def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple
     if getattr(planner, "first", None) is not None:  # a plan that is there
         return Plan.of(program, decisions_of(planner.first), planner.name, limit, machine.name), 0
     mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
-    for heuristic in _heuristics(mode, planner.min_bytes):
+    heuristics: list[Planner] = [AutoSwap("doa", min_bytes=planner.min_bytes)] if mode != "recompute" else []
+    heuristics += [Memonger(min_bytes=planner.min_bytes)] if mode != "swap" else []
+    for heuristic in heuristics:
         try:
             plan = replace(heuristic.plan(program, machine, limit), planner=planner.name)
         except Infeasible:
@@ -71,10 +73,3 @@ def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple
         if plan is not None:
             break
     return plan, calls
-
-
-def _heuristics(mode: str, min_bytes: int) -> Iterator[Planner]:
-    if mode != "recompute":
-        yield AutoSwap("doa", min_bytes=min_bytes)
-    if mode != "swap":
-        yield Memonger(min_bytes=min_bytes)

@@ -158,16 +158,12 @@ def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-unty
                     runs[w], counted[w] = b * n + k, needed
                     idle = idle or not needed
             if needed:
-                for i in range(graph[k], graph[k + 1]):
-                    x = graph[i]
-                    if live[x] == 0:
-                        live[x] = 1
-                        memory += tensors[SIZE, x]
-                for i in range(graph[n + 1 + k], graph[n + 2 + k]):
-                    x = graph[i]
-                    if live[x] == 0:
-                        live[x] = 1
-                        memory += tensors[SIZE, x]
+                for part in (k, n + 1 + k):  # what it uses, and what it bears
+                    for i in range(graph[part], graph[part + 1]):
+                        x = graph[i]
+                        if live[x] == 0:
+                            live[x] = 1
+                            memory += tensors[SIZE, x]
                 used = memory + kernels[AGAIN if again else WORKSPACE, k]
                 if used > limit:
                     excess += used - limit

@@ -1,16 +1,7 @@
 """Buffers from outside, and packings back.
 
-Four kinds of file, told apart by suffix and content; simulator/pool/README.md says what is read of each:
-
-- **MiniMalloc CSV** (``id,lower,upper,size``): a buffer a line, held over the half-open [lower, upper);
-- **snapshot of PyTorch's allocator** (``torch.cuda.memory._dump_snapshot``), a pickle: ``device_traces`` and
-  ``segments``. Unpickling admits containers, numbers and strings only;
-- **log**: an operation a line: ``malloc ID BYTES``, ``free ID``, ``read ID``, ``write ID``; comments begin with ``#``;
-- **program/1** (.json, .json.gz): the blocks of one iteration with unlimited memory: tensor 3 is ``t3``, the workspace
-  of kernel 7 ``w7``.
-
-In a stream of operations (snapshot, log) time is the operation index. Blocks are named by ID or address, or by
-ID@operation of the malloc where one name stands for several. What was there before the stream is malloc'ed first.
+Four kinds of file, told apart by suffix and content: MiniMalloc CSV, a snapshot of PyTorch's allocator, a log of
+operations, program/1. simulator/pool/README.md says what is read of each, and how blocks are named.
 """
 
 from __future__ import annotations

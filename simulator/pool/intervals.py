@@ -3,7 +3,6 @@
 Time is logical (the operation index of "Efficient Memory Management for GPU-based Deep Learning Systems", section III):
 it counts mallocs and frees in the order in which they happen. ``Lifetimes.time_ns`` says when each event was.
 Iterations repeat, so time is a circle of ``period`` events. A block is one stay in device memory:
-
 - a tensor, from the start of the kernel that first writes it (or of its swap-in or recomputation) until its last use
   ends, it is dropped, or its swap-out completes. A tensor that stays over the iteration boundary is one block that ends
   in the next iteration; a persistent tensor that is never swapped out fills the circle;

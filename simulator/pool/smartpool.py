@@ -6,8 +6,7 @@ coloured by decreasing size (section III-C), each in a hole between the colours 
 best-fit, the default, takes the smallest hole that holds it, first-fit the lowest. O(n²) time, O(n) memory.
 Left open by the paper, and one extension:
 
-1. Blocks of one size are taken in the order of their mallocs.
-2. Best-fit takes the lowest of the smallest holes.
+1. Blocks of one size are taken in the order of their mallocs. 2. Best-fit takes the lowest of the smallest holes.
 3. A block that fits no hole goes right on top of its highest neighbour, whether or not that extends the pool.
 4. Lifetimes may be arcs of a circle (a tensor that stays over the iteration boundary); the paper's pool is one line.
 """

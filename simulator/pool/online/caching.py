@@ -216,18 +216,14 @@ def _serve(order, size, limit, expandable):  # type: ignore[no-untyped-def]
         else:
             block = holds[request]
             before, after = blocks[_PREV, block], blocks[_NEXT, block]
-            if before >= 0 and blocks[_FREE, before]:
-                steps += _depth(m)
-                m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, before], blocks[_OFFSET, before]))
-                if tails[which] == block:
-                    tails[which] = before
-                block = _join(blocks, before, block)
-            if after >= 0 and blocks[_FREE, after]:
-                steps += _depth(m)
-                m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, after], blocks[_OFFSET, after]))
-                if tails[which] == after:
-                    tails[which] = block
-                block = _join(blocks, block, after)
+            for other in (before, after):
+                if other >= 0 and blocks[_FREE, other]:
+                    steps += _depth(m)
+                    m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, other], blocks[_OFFSET, other]))
+                    low, high = (block, other) if other == after else (other, block)
+                    if tails[which] == high:
+                        tails[which] = low
+                    block = _join(blocks, low, high)
             blocks[_FREE, block] = 1
             steps += _depth(m)
             m = _insert(blocks, pool, m, block)
