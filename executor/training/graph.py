@@ -29,7 +29,7 @@ from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
 from executor.memory.graph_memory import Event, GraphMemory, RecordError, Requests, libraries_bytes, requests_of
-from executor.training.memory_source import Block, Place, StepError, Storages, as_tensor
+from executor.training.memory_source import Block, Place, StepError, as_tensor
 from executor.training.node_calls import Call
 from executor.training.progress import Interrupt
 from executor.training.work import StepState
@@ -218,17 +218,6 @@ def put_away(step: StepState, which: Iterable[Block]) -> None:
 # --------------------------------------------------------------------------------------------------------- a capture
 
 
-class _Pooled(Storages):
-    """Memory of swapped blocks, each time in a pool of its own."""
-
-    def __init__(self, memory: GraphMemory) -> None:
-        self._memory = memory
-
-    def take(self, block: Block) -> None:
-        with self._memory.pool():
-            super().take(block)
-
-
 def address_of(block: Block) -> int:
     """Where it is on the device."""
     assert block.storage is not None
@@ -265,12 +254,12 @@ class _Pass:
                 for out, function, get, options in calls:
                     table[out] = function(*get(table), **options)
 
-        blocks.memory = _Pooled(self.memory)
+        blocks.take = self._take
         try:
             with arena.serving(requests), self.memory.recorded() as events:
                 with torch.cuda.stream(self.memory.stream):
                     for block in self.home:
-                        blocks.memory.take(block)
+                        self._take(block)
                         block.place = Place.DEVICE
                         if requests is not None:
                             block.bytes.copy_(block.host)  # type: ignore[union-attr]
@@ -289,7 +278,12 @@ class _Pass:
             table.clear()
             self.abandon(step)
             raise NoGraph(f"the step cannot be captured: {reason}; the model is as before the step") from error
-        blocks.memory, blocks.values = Storages(), []
+        blocks.take, blocks.values = Block.take, []
+
+    def _take(self, block: Block) -> None:
+        """Each time a swapped block gets memory, from a pool of its own."""
+        with self.memory.pool():
+            block.take()
 
     def abandon(self, step: StepState) -> None:
         """Gives all memory back; what the plan swaps of persistent tensors is on the host."""
@@ -302,7 +296,7 @@ class _Pass:
 def forget(step: StepState) -> None:
     """After a capture that is given up: what the plan swaps of persistent tensors is on the host, as before it."""
     blocks = step.blocks
-    blocks.memory, blocks.values, blocks.used = Storages(), [], blocks.total
+    blocks.take, blocks.values, blocks.used = Block.take, [], blocks.total
     for block in blocks.blocks.values():
         block.place = Place.DEVICE
         if not block.persistent:

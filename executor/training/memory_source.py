@@ -14,7 +14,7 @@ early (executor/training/README.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from enum import Enum
 from itertools import accumulate
 from typing import Any, Literal
@@ -80,6 +80,10 @@ class Block:
         self.storage = tensor.untyped_storage()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self.storage)  # type: ignore[call-overload]
 
+    def take(self) -> None:
+        """Its storage gets memory of PyTorch's allocator."""
+        self.storage.resize_(self.nbytes)  # type: ignore[union-attr]
+
     def adopt(self) -> None:
         """It is the storage of ``users`` from now on; if that cannot be emptied, they get another one."""
         if not movable(self.users[0].own):
@@ -106,29 +110,12 @@ class Block:
             self.shown = False
 
 
-class Storages:
-    """Memory of blocks by PyTorch's allocator: a storage loses it and gets other."""
-
-    def hold(self, block: Block, tensor: Tensor) -> int:
-        """The block is this tensor's storage; its bytes."""
-        block.on(tensor)
-        return tensor.untyped_storage().nbytes()
-
-    def take(self, block: Block) -> None:
-        """The block's storage gets memory of the allocator."""
-        block.storage.resize_(block.nbytes)  # type: ignore[union-attr]
-
-    def give(self, block: Block) -> None:
-        """The allocator gets the memory back; the storage stays, empty."""
-        block.storage.resize_(0)  # type: ignore[union-attr]
-
-
 class Blocks:
     """All blocks of a plan, by tensor; the moves of issue_order.py, and the bytes in use.
 
     Attributes:
         values: the table of values of the step that runs.
-        memory: takes and gives back that of blocks.
+        take: gives a block memory.
         total: bytes of the persistent tensors.
         used: bytes of the program's tensors on the device.
         tolerant: a failed copy does not stop the step; ``faults`` has what failed.
@@ -139,7 +126,7 @@ class Blocks:
         for block in blocks.values():
             block.went, block.came = engines.event(), engines.event()  # type: ignore[union-attr]
         self.values: list[Any] = []
-        self.memory = Storages()
+        self.take: Callable[[Block], None] = Block.take
         self.tolerant = False
         self.faults: list[str] = []
 
@@ -149,8 +136,8 @@ class Blocks:
             for slot in slots:
                 if (value := self.values[slot]) is not None:
                     break
-            found = self.memory.hold(block, value)
-            if found != block.nbytes:
+            block.on(value)
+            if (found := value.untyped_storage().nbytes()) != block.nbytes:
                 raise TransferError(
                     f"{block.name} has {found:,} bytes, the program says {block.nbytes:,}: this operator is not what "
                     "its trace was"
@@ -197,7 +184,7 @@ class Blocks:
     def _free(self, block: Block) -> None:
         if not block.absent:
             self.engines.borrow(block.bytes)  # type: ignore[union-attr, arg-type]
-            self.memory.give(block)
+            block.storage.resize_(0)  # type: ignore[union-attr]  # which stays, empty
         block.place = Place.HOST
         self.used -= block.nbytes
 
@@ -209,7 +196,7 @@ class Blocks:
             block.place = Place.DEVICE
             self.used += block.nbytes
             return
-        self.memory.take(block)
+        self.take(block)
         self.used += block.nbytes
         block.place, block.event = Place.IN, block.came
         try:

@@ -288,7 +288,7 @@ def same_values(captured: Captured) -> dict[fx.Node, fx.Node]:
         target, base, *rest = node.target, *(found.get(a, a) if isinstance(a, fx.Node) else a for a in node.args)
         if target is aten.detach.default or (
             target is aten.expand.default and tuple(rest[0]) == tuple(_shape(base))  # which leaves strides as they are
-        ):  # fmt: skip
+        ):
             return base
         if target is aten.t.default and base.target is aten.t.default:
             return found.get(base.args[0], base.args[0])

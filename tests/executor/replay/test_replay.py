@@ -150,9 +150,7 @@ def test_iterations_that_repeat_in_turn_are_one_circle():
 def test_unrolling_by_hand():
     program, plan, original = unrolled(ALTERNATING, Plan((Swap(0, 2, 2, prefetch=0), Swap(1, 0, 0))), 2)
     assert original == [0, 1, 2, 2] and [k.outputs for k in program.kernels] == [(2,), (), (0,), (3,), (), (0,)]
-    assert set(plan.decisions) == {
-        Swap(0, 2, 5, prefetch=3), Swap(0, 5, 2, prefetch=0), Swap(1, 0, 3), Swap(1, 3, 0)
-    }  # fmt: skip
+    assert set(plan.decisions) == {Swap(0, 2, 5, prefetch=3), Swap(0, 5, 2, prefetch=0), Swap(1, 0, 3), Swap(1, 3, 0)}
     plan = Plan((Swap(1, 0, 0, copy=2), Recompute(2, 0, 2, at=1), Rerun(0, 2)))
     assert set(unrolled(ALTERNATING, plan, 2)[1].decisions) == {
         Swap(1, 0, 3, copy=5), Swap(1, 3, 0, copy=2), Recompute(2, 0, 2, at=1), Recompute(3, 3, 5, at=4), Rerun(0, 2),

@@ -16,18 +16,8 @@ from executor.memory import engines
 from executor.training import memory_source
 from simulator import Plan
 from tests.executor.networks import adamw
-from tests.executor.training.programs import (
-    GPU,
-    Bytes,
-    Twins,
-    equal,
-    equal_states,
-    planned,
-    random_plan,
-    required,
-    same,
-    tight,
-)
+from tests.executor.training import programs
+from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_plan, required, same, tight
 
 
 def break_kernel(step: PlannedStep, phase: str, action: Callable[[], object], which: float = 0.5) -> int:
@@ -71,9 +61,9 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
     with Bytes(step, ()) as seen, pytest.raises(error, match=message) as caught:
         step(*batch)
     assert "\n" not in str(caught.value)
-    equal(batch, content)
+    programs.equal(batch, content)
     assert torch.equal(rng, torch.get_rng_state())
-    equal_states(twins.ours.state(), before)
+    programs.equal_states(twins.ours.state(), before)
     del batch, caught
     gc.collect()
     whole = sum(b.own.nbytes for b in {id(b.own.untyped_storage()): b for b in step.state.bindings}.values())

@@ -15,18 +15,8 @@ from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from simulator.schedule import lower
 from tests.executor.networks import NETWORKS, adamw, sgd
-from tests.executor.training.programs import (
-    GPU,
-    Bytes,
-    Twins,
-    equal_states,
-    over_the_boundary,
-    plan_of,
-    planned,
-    random_plan,
-    required,
-    tight,
-)
+from tests.executor.training import programs
+from tests.executor.training.programs import GPU, Bytes, Twins, plan_of, planned, random_plan, required, tight
 
 # ----------------------------------------------------------------------------------------------------- plans and limits
 
@@ -138,7 +128,7 @@ def test_checkpoints_between_steps_are_those_of_eager_training():
     assert files[0].tell() == pytest.approx(files[1].tell(), rel=0.01)
     files[0].seek(0)
     saved = torch.load(files[0], weights_only=True)
-    equal_states(saved, copy.deepcopy(twins.ours.state()))
+    programs.equal_states(saved, copy.deepcopy(twins.ours.state()))
     seed = twins.seed
     twins.train(step, 2)
     for loop in (twins.ours, twins.eager):  # back to the checkpoint
@@ -177,7 +167,7 @@ def test_without_a_barrier_between_steps():
     """Swap-outs and swap-ins that are under way at the boundary go on."""
     twins = Twins("small", adamw)
     captured = twins.captured()
-    plan = over_the_boundary(captured.program)
+    plan = programs.over_the_boundary(captured.program)
     step = PlannedStep(captured, plan, GPU, int(1.02 * required(captured.program, plan)))
     assert set(step.order.start.values()) == {"host", "out", "in"}
     with step:

@@ -48,9 +48,8 @@ def several(name: str, make_optimizer: Any = sgd, counts: Sequence[int] = (4, 4,
 
 @pytest.mark.parametrize(
     ("name", "make_optimizer", "counts"),
-    [("small", sgd, (4, 4, 4, 3, 4, 1)),
-     pytest.param("gpt2", adamw, (12, 9, 12, 12, 5), marks=pytest.mark.nightly)],
-)  # fmt: skip
+    [("small", sgd, (4, 4, 4, 3, 4, 1)), pytest.param("gpt2", adamw, (12, 9, 12, 12, 5), marks=pytest.mark.nightly)],
+)
 def test_short_batches_and_lengths(name, make_optimizer, counts):
     twins = several(name, make_optimizer, counts)
     steps = twins.steps_under(capuchin, 0.8)
