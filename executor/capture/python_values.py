@@ -195,7 +195,8 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
         return []
     if isinstance(owner.container, types.CellType):
         return [Watched(owner, found, attrgetter("cell_contents"), found[None])]
-    get = itemgetter(*found)
+    of_slots = isinstance(owner.container, Slots)
+    get = attrgetter(*(f"owner.{name}" for name in found)) if of_slots else itemgetter(*found)  # in C: at each step
     return [Watched(owner._replace(keys=tuple(found)), found, get, get(owner.container))]
 
 
