@@ -74,7 +74,8 @@ class Agent(nn.Module):
 class States:
     """Converts observations to network inputs.
 
-    Inputs: validity of every action, planned memory pressure at every node, the dead-end flag and the current node.
+    Inputs: validity of every action, planned memory pressure at every node, distance to the kernel at which the walk
+    gets stuck, and position of the walk.
     """
 
     def __init__(self, observation: dict[str, np.ndarray]):
