@@ -216,7 +216,7 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
                 found.append((row, [queue.pop() for queue in queues]))
                 break
         else:
-            raise ValueError(f"line {line}: the trace has more {row.name} operators than the capture")
+            raise ValueError(f"line {line}: the trace has more of {row.name} than the capture")
     return found
 
 

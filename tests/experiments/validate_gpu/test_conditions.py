@@ -50,7 +50,7 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
     nvml.nvmlInit = missing
     with watched("cuda") as seen:
         pass
-    assert seen == {"absent": "NVML does not know the GPU: not supported"}
+    assert seen == {"absent": "NVML cannot open the GPU: not supported"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for device, word in (("cuda", "nvidia-ml-py"), ("cpu", "no GPU")):
         with watched(device) as seen:
