@@ -54,9 +54,7 @@ def train(memory: int | float | str, steps: int, out: Path, accumulate: int, len
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--memory", default="60%", help="memory limit: bytes (24GiB) or a fraction of what a step needs (60%%)"
-    )
+    parser.add_argument("--memory", default="60%", help="memory limit: 24GiB, or part of a step's need (60%%)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64], help="sequence lengths in tokens, at most 64")

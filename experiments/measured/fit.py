@@ -39,12 +39,7 @@ STEP_STARTS: dict[str, float | None] = {
     )),
     "attention_backward": 0.4, "unaligned": 0.3, "columns": 0.5, "row_ns": 300.0, "element_flops": 150.0,
 }  # fmt: skip
-UNBOUNDED = (
-    "launch_ns",
-    "conv_channels",
-    "row_ns",
-    "element_flops",
-)  # not shares of a peak rate, so without an upper bound of 1
+UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # not shares of a peak: may exceed 1
 Which = Callable[[Operator], bool]
 
 

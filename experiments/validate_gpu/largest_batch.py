@@ -37,7 +37,7 @@ from simulator.plan import PlanError
 CAPS = (1.02, 1.1, 1.25)
 STEPS = 2
 MOST = 64  # largest batch of the search, in multiples of the network's own batch
-PART = 32  # resolution of the search: own batch / PART
+PART = 32  # relative resolution of the answer: 1 / PART
 
 
 def search(settings: Settings, machine: Machine, record: Record) -> None:

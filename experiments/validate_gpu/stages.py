@@ -59,11 +59,7 @@ REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3}}
 # Simulated GPU of the host backend: transfers about as slow as CPU kernels.
 HOST = Machine("host", 2**30, 500_000_000, 500_000_000, host_bytes=2**30, flops_per_s={"float32": 10**10},
                memory_bytes_per_s=10**10, launch_ns=1400, graph_launch_ns=600, issue_ns=5000)  # fmt: skip
-AIMS = (
-    1.0,
-    0.985,
-    0.97,
-)  # fractions of a limit that ``compare`` plans for, since the measured peak may exceed the plan
+AIMS = (1.0, 0.985, 0.97)  # fractions of a limit to plan for in ``compare``; the measured peak may exceed a plan
 MISSING = "is left out"  # marks planners skipped because a library is missing
 OURS = "ours"  # pseudo-planner: the fastest plan of pytorch_baselines.OURS
 
@@ -125,7 +121,7 @@ def with_host(found: Calibration, base: Machine, device: str) -> Calibration:
 
 
 def calibrate(run: Run) -> None:
-    """Stage ``calibrate``: measures transfers, launches, the CUDA context and the pinnable host memory."""
+    """Measures transfers, launches, the CUDA context and the pinnable host memory."""
     settings, cuda = run.settings, run.settings.backend == "cuda"
     base = Machine.load(settings.machine) if settings.machine else base_machine(settings.device)
 
@@ -144,7 +140,7 @@ def calibrate(run: Run) -> None:
 
 
 def profile(run: Run) -> None:
-    """Stage ``profile``: measures kernel times, eager step times and peaks of each network and its graph form."""
+    """Measures kernel times, eager step times and peaks of each network and its graph form."""
     for name in run.settings.workloads:
         for graph in (False, True)[: 1 + (bool(run.settings.graph) and reads_numbers(name))]:
             if not run.program(name, graph).exists():
@@ -222,7 +218,7 @@ def first_those_trained(settings: Settings) -> list[str]:
 
 
 def plan(run: Run) -> None:
-    """Stage ``plan``: plans all cases with all planners, the graph cases, and OURS at the limits of ``compare``."""
+    """Plans all cases with all planners, the graph cases, and OURS at the limits of ``compare``."""
     settings, machine = run.settings, run.machine
     jobs = [(planner, case, 0) for planner in first_those_trained(settings) for case in run.cases()]
     jobs += [(planner, case, 0) for planner in settings.graph for case in run.cases(graph=True)]
@@ -288,7 +284,7 @@ def pin_the_most(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
 
 
 def replay(run: Run) -> None:
-    """Stage ``replay``: replays every plan and plots the one with most transfers."""
+    """Replays every plan and plots the one with most transfers."""
     settings, machine, record = run.settings, run.machine, run.record
     plans = planned(run, first_those_trained(settings))
     most: tuple[int, tuple[Any, ...]] = (0, ())
@@ -330,7 +326,7 @@ def key_of(case: Case, plan: Plan) -> dict[str, Any]:
 
 
 def train(run: Run) -> None:
-    """Stage ``train``: trains real steps under plans of ``settings.train``, and as CUDA graphs for ``settings.graph``.
+    """Trains real steps under plans of ``settings.train``, and as CUDA graphs for ``settings.graph``.
 
     Each plan runs twice: alternating with eager steps under PyTorch's defaults for time, and with deterministic
     operators to compare losses with eager ones bit by bit.
@@ -373,7 +369,7 @@ def train(run: Run) -> None:
 
 
 def compare(run: Run) -> None:
-    """Stage ``compare``: measures PyTorch's methods and planned steps at equal peak, with the saved plans."""
+    """Measures PyTorch's methods and planned steps at equal peak, with the saved plans."""
     settings, ready = run.settings, {}
     for name, eager in eager_steps(run).items():
         if (file := run.program(name)).exists():
@@ -386,5 +382,5 @@ def compare(run: Run) -> None:
 
 
 def largest(run: Run) -> None:
-    """Stage ``largest``: finds the largest batch of each method."""
+    """Finds the largest batch of each method."""
     largest_batch.search(run.settings, run.machine, run.record)
