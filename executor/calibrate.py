@@ -1,10 +1,10 @@
-"""Measures what a Machine says about transfers and launches, on a backend.
+"""Measures a machine's transfers and launches on a backend.
 
     python -m executor.calibrate machine.yaml [--backend cuda|host] [--machine h200] [--max-bytes N]
 
-writes a Machine that ``Machine.load`` and every command's ``machine=machine.yaml`` read, each figure with how it was
-measured, and machine.json with every measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies,
-alignment, the driver's calls) is that of the machine given. How each figure is measured: executor/README.md.
+Writes a YAML file for ``Machine.load`` and ``machine=machine.yaml`` with a comment on how each figure was measured, and
+machine.json with all measurements. Figures that are not measured (FLOP rates, memory bandwidth, efficiencies,
+alignment, driver calls) are copied from the given machine. Methods: executor/README.md.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from simulator.report import size
 
 FORMAT = "calibration/3"
 SMALLEST, LARGEST = 2**12, 2**30
-LATENCY_UPTO, RATE_FROM = 2**18, 2**24  # bytes of the copies that give latencies, and rates
+LATENCY_UPTO, RATE_FROM = 2**18, 2**24  # largest copy for latencies, smallest copy for rates, in bytes
 REPEATS = 7
-LAUNCHES, NODES = 300, 1000  # of a row on a stream, with an event or a wait for each, and in a graph
-SPIN_NS = 2000  # of each of them
-MOST_LAUNCHES = 5000  # that are tried to find the depth of the launch queue
-HELD_NS, STUCK_NS = 80_000_000, 2_000_000  # of the kernel before them; a launch that takes longer had to wait
-ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
-STEPS = 20  # of which the median is the host's time per kernel
-ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
-DUPLEX_ERROR = 0.02  # the least measuring error of the shares; a larger spread of the repeats counts
+LAUNCHES, NODES = 300, 1000  # number of consecutive kernels on a stream, and in a graph
+SPIN_NS = 2000  # duration of each of these kernels
+MOST_LAUNCHES = 5000  # maximum launches when measuring the depth of the launch queue
+HELD_NS, STUCK_NS = 80_000_000, 2_000_000  # duration of the kernel before them; launch time that means a full queue
+ISSUE_NS = 1_000_000  # duration of a kernel during which the host issues a few calls
+STEPS = 20  # planned steps for the median host time per kernel
+ONE_ENGINE = 0.85  # both directions at once taking this fraction of their sum means a single copy engine
+DUPLEX_ERROR = 0.02  # minimum measuring error of the shares; a larger spread of the repeats replaces it
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -49,19 +49,19 @@ DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """Result of a calibration.
 
     Attributes:
-        machine: with the measured figures.
-        device: in words.
-        transfers: direction -> (bytes, ns) by size.
-        fit_error: the largest relative error of latency + bytes / bandwidth over all copies.
-        duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
-        share: direction -> of its own speed while both are busy.
-        share_error: the largest spread between the quartiles of their measurements, at least DUPLEX_ERROR.
-        depth: whether the launch queue was seen to be full.
-        context: how the machine's ``context_bytes`` was measured; "" if it was not.
-        issue: whether its ``issue_ns`` was (``of_process`` measures both).
+        machine: machine with the measured figures.
+        device: description of the device.
+        transfers: direction -> (bytes, ns) in ascending order of size.
+        fit_error: largest relative error of latency + bytes / bandwidth over all copies.
+        duplex: direction -> slowdown factor of the largest copy while another copy runs in the other direction.
+        share: direction -> fraction of its bandwidth while both directions are busy.
+        share_error: largest interquartile range of the shares' measurements, at least DUPLEX_ERROR.
+        depth: whether the launch queue filled up, so that its depth was measured.
+        context: how ``machine.context_bytes`` was measured; "" if it was not (see ``of_process``).
+        issue: whether ``machine.issue_ns`` was measured (see ``of_process``).
     """
 
     machine: Machine
@@ -76,26 +76,26 @@ class Calibration:
     issue: bool = False
 
     def to_yaml(self) -> str:
-        """The machine as Machine.load reads it, with comments."""
+        """Returns the machine as YAML for Machine.load, with a comment on each figure."""
         largest = size(self.transfers["h2d"][-1][0])
-        rate = f"measured: copies from {size(RATE_FROM)} on, up to {largest}; worst error of all {self.fit_error:.1%}"
+        rate = f"measured: copies of {size(RATE_FROM)} to {largest}; largest error of all copies {self.fit_error:.1%}"
         latency = f"measured: median over copies of at most {size(LATENCY_UPTO)}, from the end of the kernel"
-        beside = "measured: {:.1%} of alone, give or take {:.1%}; 0: as alone"
+        beside = "measured: {:.1%} of alone, +/- {:.1%}; 0: same as alone"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
         measured = {
             "name": "",
-            "memory_bytes": "as the device says",
+            "memory_bytes": "as reported by the device",
             **{f"{d}_bytes_per_s": rate for d in DIRECTIONS},
             **{f"{d}_latency_ns": latency for d in DIRECTIONS},
-            "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
+            "copy_engines": f"measured: both directions at once take {slower} times as long as alone",
             **{f"duplex_{d}_bytes_per_s": beside.format(self.share[d], self.share_error) for d in DIRECTIONS},
-            "launch_ns": f"measured: pause between {LAUNCHES} kernels of one stream",
-            "graph_launch_ns": f"measured: pause between {NODES} kernels of a graph",
-            "event_ns": "measured: what an event behind each kernel, for which a copy stream waits, adds to the pause",
-            "wait_ns": "measured: what a wait before each kernel, for an event that is pending when it is issued, adds",
+            "launch_ns": f"measured: pause between consecutive kernels of a stream ({LAUNCHES} kernels)",
+            "graph_launch_ns": f"measured: pause between consecutive kernels of a graph ({NODES} kernels)",
+            "event_ns": "measured: addition to the pause by an event after each kernel that a copy stream waits for",
+            "wait_ns": "measured: addition to the pause by a wait before each kernel for a pending event",
         }
         if self.depth:
-            measured["queue_depth"] = "measured: launches behind a long kernel until the host waits"
+            measured["queue_depth"] = "measured: launches after a long kernel until the host blocks"
         if self.context:
             measured["context_bytes"] = f"measured: {self.context}"
         if self.issue:
@@ -112,11 +112,11 @@ class Calibration:
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every measurement."""
+        """Returns all measurements."""
         return {"format": FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Writes the machine as YAML and, beside it, every measurement as JSON."""
+        """Writes the machine as YAML and all measurements as a JSON file of the same name."""
         write_text(path, self.to_yaml())
         write_json(Path(path).with_suffix(".json"), self.to_dict(), indent=1)
 
@@ -124,17 +124,17 @@ class Calibration:
 def calibrate(
     backend: Backend, base: Machine, max_bytes: int = LARGEST, name: str = "", seconds: float = math.inf
 ) -> Calibration:
-    """Measures a backend.
+    """Measures the transfers and launches of a backend.
 
     Args:
-        base: gives what is not measured.
-        max_bytes: of the largest copy, at least 16 KiB.
-        name: of the new machine; "" for that of ``base``.
-        seconds: after this time no larger size is begun. The two smallest are always measured.
+        base: machine with the figures that are not measured.
+        max_bytes: maximum size of a copy, at least 16 KiB.
+        name: name of the new machine; default: the name of ``base``.
+        seconds: time after which no larger copy is measured; the two smallest sizes are always measured.
 
     Raises:
-        ValueError: there is room for one size only.
-        BackendError: the device refused or failed.
+        ValueError: if memory or ``max_bytes`` allows fewer than two sizes.
+        BackendError: if the device refused or failed.
     """
     room = min(max_bytes, backend.memory_bytes // 4, base.host_bytes // 4)
     sizes = [s for s in (SMALLEST * 4**i for i in range(32)) if s <= room]
@@ -152,7 +152,7 @@ def calibrate(
             if i >= 2 and time.monotonic() - begin > seconds:
                 break
             largest = n
-            _copies(backend, DIRECTIONS, n)  # the first of everything is slow
+            _copies(backend, DIRECTIONS, n)  # warm-up: first copies are slow
             single = {d: [_copies(backend, [d], n)[d] for _ in range(REPEATS)] for d in DIRECTIONS}
             for d in DIRECTIONS:
                 transfers[d].append((n, round(median(single[d]))))
@@ -182,10 +182,13 @@ def calibrate(
 
 
 def of_process(found: Calibration, device: str) -> Calibration:
-    """Adds what needs PyTorch: bytes of a context (CUDA) and the host's time per kernel of a planned step.
+    """Adds the figures that need PyTorch: size of the CUDA context and host time per kernel of a planned step.
+
+    Args:
+        device: "cuda" or "cpu".
 
     Raises:
-        ContextError: the context cannot be measured.
+        ContextError: if the context cannot be measured.
     """
     machine, context = replace(found.machine, issue_ns=planned_issue_ns(device)), ""
     if device == "cuda":
@@ -198,8 +201,10 @@ def of_process(found: Calibration, device: str) -> Calibration:
 
 
 def planned_issue_ns(device: str) -> int:
-    """Host time per kernel of a planned step that runs kernel by kernel: a chain of small layers, no plan, the median
-    over STEPS steps. On the CPU the kernels themselves are in it."""
+    """Returns the host time per kernel of a planned step without a graph, in ns (median over STEPS steps).
+
+    The step is a chain of small layers with an empty plan. On the CPU the time includes the kernels themselves.
+    """
     import torch
     from torch import nn
 
@@ -223,30 +228,29 @@ def planned_issue_ns(device: str) -> int:
 
 
 def _shares(alone: dict[Direction, int], both: dict[str, int]) -> dict[str, float]:
-    """By direction, the share of its own speed that a copy has while the other is under way (``Machine.h2d_share``).
+    """Returns each direction's fraction of its bandwidth while both are busy (``Machine.h2d_share``).
 
     Args:
-        alone: ns of each alone.
-        both: ns from when they begin together: the first to end had the other beside it all the time, and the other
-            goes on alone.
+        alone: ns of each copy alone.
+        both: ns of copies that start together; after the first one ends, the other continues at full speed.
     """
     first = min(both.values())
     return {str(d): max(0.0, alone[d] - (both[d] - first)) / first for d in DIRECTIONS}
 
 
 def _spread(times: Sequence[float]) -> float:
-    """Between the quartiles, over the median."""
+    """Returns the interquartile range divided by the median."""
     return _range(times) / median(times)
 
 
 def _range(values: Sequence[float]) -> float:
-    """Between the quartiles."""
+    """Returns the interquartile range."""
     low, _, high = quantiles(values, n=4)
     return high - low
 
 
 def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> dict[str, int]:
-    """Copies in one or both directions at once; ns of each from the end of the kernel before them."""
+    """Copies in one or both directions at once; returns ns of each from the end of the preceding kernel."""
     backend.task = f"copy {' and '.join(directions)} of {nbytes:,} bytes"
     backend.spin(ISSUE_NS)
     begin = backend.record("compute", timed=True)
@@ -260,10 +264,11 @@ def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> d
 
 
 def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) -> float:
-    """ns between two kernels in a row, which wait behind a long one until the host has issued them.
+    """Returns the pause between consecutive kernels in ns; a long kernel delays them until the host has issued all.
 
     Args:
-        kind: "event": a copy stream waits for each kernel; "wait": each kernel waits for an event that is pending.
+        kind: "stream"; "graph": as one graph; "event": a copy stream waits for each kernel; "wait": each kernel waits
+            for a pending event.
     """
     backend.task = f"kernels in a row, {kind}"
     backend.spin(20 * ISSUE_NS)
@@ -281,7 +286,7 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
 
     if kind == "graph":
         launch = backend.graph(row)
-        launch()  # the first one uploads it
+        launch()  # the first launch uploads the graph
         launch()
     else:
         row()
@@ -291,7 +296,7 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
 
 
 def _depth(backend: Backend) -> int | None:
-    """Launches that may be pending on a stream; None if the host never had to wait."""
+    """Returns the number of launches that may be pending on a stream; None if the host never blocked."""
     backend.task = "launches behind a long kernel"
     backend.spin(HELD_NS)
     depth = None
@@ -299,24 +304,28 @@ def _depth(backend: Backend) -> int | None:
         begin = backend.host_ns()
         backend.spin(0)
         if backend.host_ns() - begin > STUCK_NS:
-            depth = i + 1  # the long kernel and i others
+            depth = i + 1  # the long kernel and i short ones
             break
     backend.synchronize()
     return depth
 
 
 def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
-    """Latency (ns), bytes per second and largest relative error of latency + bytes / bandwidth, of one direction.
+    """Fits latency + bytes / bandwidth to the copies of one direction.
+
+    The bandwidth is a least-squares fit of relative errors over sizes from RATE_FROM on (or the two largest). The
+    latency is the median excess over that bandwidth of copies up to LATENCY_UPTO.
 
     Args:
-        times: (bytes, ns) by ascending size, at least two. The rate is fitted to the sizes from RATE_FROM on (least
-            squares of the relative errors), or to the two largest; the latency is the median of what copies up to
-            LATENCY_UPTO take beyond that rate.
+        times: (bytes, ns) in ascending order of size, at least two.
+
+    Returns:
+        Latency in ns, bandwidth in bytes per second, and the largest relative error.
     """
     sizes, ns = np.array(times, np.float64).T
     small, large = sizes <= max(LATENCY_UPTO, sizes[0]), sizes >= min(RATE_FROM, sizes[-2])
     per_byte = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2])
-    for _ in range(3):  # each needs the other, and hardly depends on it
+    for _ in range(3):  # latency and rate depend weakly on each other
         latency = max(0.0, float(np.median((ns - sizes * per_byte)[small])))
         relative = sizes[large] / ns[large]
         per_byte = float((relative * (1 - latency / ns[large])).sum() / (relative**2).sum())
@@ -326,12 +335,12 @@ def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser("executor.calibrate", description="Measures transfers and launches of a GPU.")
-    parser.add_argument("out", type=Path, help="YAML file of the machine; a JSON file of the same name beside it")
+    parser.add_argument("out", type=Path, help="YAML file to write; measurements go to a JSON file of the same name")
     parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--machine", default="h200", help="preset or YAML file that gives what is not measured")
-    parser.add_argument("--max-bytes", type=int, default=LARGEST, help="of the largest copy")
+    parser.add_argument("--machine", default="h200", help="preset or YAML file with the figures that are not measured")
+    parser.add_argument("--max-bytes", type=int, default=LARGEST, help="maximum size of a copy in bytes")
     options = parser.parse_args(arguments)
     try:
         base = Machine.load(options.machine)

@@ -1,15 +1,17 @@
-"""A plan on a device with its kernels replaced by spins: real memory, real copies, no framework."""
+"""Replays plans on a device with spin kernels instead of real ones, but real memory and real copies."""
 
 from executor.replay.backend import Backend, BackendError
 from simulator.machine import Machine
 
 
 def open_backend(name: str, machine: Machine) -> Backend:
-    """Opens ``cuda``, the first GPU, or ``host``, a GPU played in virtual time by the figures of ``machine``. Both have
-    its copy engines.
+    """Opens a backend with the copy engines of ``machine``.
+
+    Args:
+        name: "cuda": the first GPU; "host": a simulated GPU in virtual time with the figures of ``machine``.
 
     Raises:
-        BackendError: there is no such backend, no GPU, or CuPy is not installed.
+        BackendError: if the name is unknown, no GPU is found, or CuPy is not installed.
     """
     if name == "cuda":
         from executor.replay.cupy_backend import CupyBackend
@@ -19,4 +21,4 @@ def open_backend(name: str, machine: Machine) -> Backend:
         from executor.replay.host_backend import HostBackend
 
         return HostBackend(machine)
-    raise BackendError(f"there is no backend {name!r}; there are cuda, host")
+    raise BackendError(f"backend: unknown name {name!r}; expected cuda or host")

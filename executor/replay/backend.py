@@ -1,9 +1,9 @@
-"""Interface to a device: one arena, three streams, and graphs of the work on them.
+"""Device interface: one arena, three streams, and graphs of work on the streams.
 
-Offsets are bytes, into the arena (``device``) or into the pinned host buffer (``host``). A call enqueues work on a
-stream and returns; ``synchronize`` waits for it. Within ``graph`` the same calls become nodes and edges of a graph.
-Work on one stream runs in the order of the calls; between streams only ``record`` and ``wait`` order anything. The
-streams are those of the simulator: ``compute``, ``d2h``, ``h2d``; with one copy engine the latter two are one.
+Offsets are in bytes, into the arena (``device``) or into the pinned host buffer (``host``). A call enqueues work on a
+stream and returns; ``synchronize`` waits for all work. Inside ``graph``, the same calls become nodes and edges of a
+graph. Work on one stream runs in order; only ``record`` and ``wait`` order work across streams. The streams are those
+of the simulator: ``compute``, ``d2h`` and ``h2d``; with one copy engine, the last two are the same stream.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ Stream = Literal["compute", "d2h", "h2d"]
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
 
-STEP = 2654435761  # odd, so that the words of a pattern differ for 2**32 words
-NEVER = 2**64 - 1  # in a Log: no kernel began, no byte was wrong
+STEP = 2654435761  # odd, so that a pattern's first 2**32 words all differ
+NEVER = 2**64 - 1  # Log entry if no kernel has started or no byte was wrong
 
 
 class BackendError(RuntimeError):
-    """The device refused or failed; the message says what, and during which task."""
+    """Raised if the device refused or failed; the message names the reason and the task."""
 
 
 class Log(NamedTuple):
-    """What kernels wrote into their slots.
+    """Log slots that kernels have written.
 
     Attributes:
-        begin, end: uint64[slots], ns of the device's clock: when the first kernel of a slot began, its last ended.
-        wrong: uint64[slots], the first wrong byte that a ``verify`` found, else NEVER.
+        begin: uint64[slots], start of the first kernel of a slot, in ns of the device's clock.
+        wrong: uint64[slots], first wrong byte found by ``verify``, or NEVER.
+        end: uint64[slots], end of the last kernel of a slot, in ns of the device's clock.
     """
 
     begin: Numbers
@@ -42,9 +43,9 @@ class Log(NamedTuple):
 
 
 def pattern(nbytes: int, seed: int) -> Bytes:
-    """Returns what ``fill`` writes: little-endian 32-bit words, word i is seed + i * STEP modulo 2**32. uint8[nbytes].
+    """Returns the bytes that ``fill`` writes, uint8[nbytes]: little-endian words seed + i * STEP modulo 2**32.
 
-    Two patterns agree at no more than one distance, so a tensor at a wrong address or of another version differs.
+    Two patterns agree at one relative offset at most, so a wrong address or version is detected.
     """
     words = np.arange(-(-nbytes // 4), dtype="<u4")
     words *= np.uint32(STEP)
@@ -53,20 +54,20 @@ def pattern(nbytes: int, seed: int) -> Bytes:
 
 
 def first_difference(found: Bytes, seed: int) -> int | None:
-    """Returns the first byte of uint8[n] that differs from ``pattern(n, seed)``, or None."""
+    """Returns the index of the first byte of uint8[n] that differs from ``pattern(n, seed)``, or None."""
     wrong = found != pattern(len(found), seed)
     return int(wrong.argmax()) if wrong.any() else None
 
 
 class Backend(ABC):
-    """One arena in device memory, one pinned buffer in host memory, a log of numbered slots, work on streams.
+    """Device with an arena in device memory, a pinned host buffer, a log of numbered slots, and streams.
 
     Attributes:
-        name: of the device, in words.
-        streams: what work is enqueued on; with one copy engine both directions have the same.
-        memory_bytes: of the device in all.
+        name: description of the device.
+        streams: stream objects by name; with one copy engine, both directions share one stream.
+        memory_bytes: total memory of the device.
         host: uint8[host_bytes], the pinned buffer while an arena exists. Access it only after ``synchronize``.
-        task: what the caller enqueues now; errors of that work begin with it.
+        task: description of the work that the caller enqueues; prefix of its error messages.
     """
 
     name: str
@@ -76,18 +77,18 @@ class Backend(ABC):
     task: str = ""
 
     def make_streams(self, make: Callable[[Stream], Any], copy_engines: int) -> None:
-        """Sets ``streams``, each made by ``make`` from its name."""
+        """Sets ``streams``, creating each with ``make(name)``."""
         self.streams = {"compute": make("compute"), "d2h": make("d2h")}
         self.streams["h2d"] = make("h2d") if copy_engines == 2 else self.streams["d2h"]
 
     def check_range(self, offset: int, nbytes: int, total: int, where: str) -> None:
-        """Raises BackendError if some bytes are outside the arena or the host buffer."""
+        """Raises BackendError if a range exceeds the arena or the host buffer of ``total`` bytes."""
         if not 0 <= offset <= offset + nbytes <= total:
             raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the {where}")
 
     @contextmanager
     def arena(self, device_bytes: int, host_bytes: int, slots: int = 0) -> Iterator[Backend]:
-        """Calls ``allocate``, and ``free`` at the end."""
+        """Calls ``allocate`` on entry and ``free`` on exit."""
         self.allocate(device_bytes, host_bytes, slots)
         try:
             yield self
@@ -95,13 +96,13 @@ class Backend(ABC):
             self.free()
 
     def graph(self, issue: Callable[[], None]) -> Callable[[], None]:
-        """Captures what ``issue`` enqueues as one graph that begins and ends on the compute stream.
+        """Captures the work that ``issue`` enqueues as one graph that starts and ends on the compute stream.
 
         Returns:
             A function that clears the log and launches the graph.
 
         Raises:
-            BackendError: the device refused the capture.
+            BackendError: if the device refused the capture.
         """
         self.begin_capture()
         try:
@@ -128,22 +129,24 @@ class Backend(ABC):
         """Allocates the arena (one allocation of exactly ``device_bytes``), the host buffer and an empty log.
 
         Raises:
-            BackendError: device or host memory does not suffice, or an arena exists already.
+            BackendError: if device or host memory does not suffice, or an arena exists already.
         """
 
     @abstractmethod
     def free(self) -> None:
-        """Drains the streams and returns arena, host buffer and log; raises nothing. Pinned memory stays pinned for
-        the next user (executor/memory/pinned.py)."""
+        """Drains the streams and frees arena, host buffer and log; raises nothing.
+
+        Pinned memory stays pinned for its next user (executor/memory/pinned.py).
+        """
 
     def close(self) -> None:
-        """Frees everything, streams included. The backend cannot be used any more."""
+        """Frees everything including streams, after which the backend is unusable."""
         self.free()
 
     @property
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """Device memory that the arena takes, by the device's own count."""
+        """Device memory of the arena as counted by the device."""
 
     @abstractmethod
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
@@ -151,7 +154,7 @@ class Backend(ABC):
 
     @abstractmethod
     def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
-        """Launches a kernel that keeps its stream busy for ``ns`` and writes its begin and end to a slot of the log."""
+        """Launches a kernel that occupies its stream for ``ns`` and writes its start and end to a slot of the log."""
 
     @abstractmethod
     def fill(self, device: int, nbytes: int, seed: int) -> None:
@@ -159,40 +162,40 @@ class Backend(ABC):
 
     @abstractmethod
     def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
-        """Compares arena[device:] with ``pattern(nbytes, seed)`` on the compute stream; the answer goes to a slot."""
+        """Compares arena[device:] with ``pattern(nbytes, seed)`` on the compute stream and logs the result."""
 
     @abstractmethod
     def record(self, stream: Stream, timed: bool = False) -> Any:
-        """Returns an event that happens when all work enqueued on the stream so far is over."""
+        """Returns an event that fires when all work enqueued on the stream so far has ended."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Any) -> None:
-        """Makes work enqueued on the stream from now on begin after an event."""
+        """Makes all work enqueued on the stream later wait for an event."""
 
     @abstractmethod
     def begin_capture(self) -> None:
-        """Turns what is enqueued from now on into nodes of a graph; see ``graph``."""
+        """Starts capturing enqueued work as nodes of a graph; see ``graph``."""
 
     @abstractmethod
     def end_capture(self) -> Callable[[], None]:
-        """Returns the launch of what was captured."""
+        """Ends the capture and returns a function that launches the graph."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits until all enqueued work is over.
+        """Waits until all enqueued work has ended.
 
         Raises:
-            BackendError: some of it failed.
+            BackendError: if some of it failed.
         """
 
     @abstractmethod
     def log(self) -> Log:
-        """Returns the log; to be called after ``synchronize``."""
+        """Returns the log; call ``synchronize`` first."""
 
     @abstractmethod
     def elapsed_ns(self, first: Any, second: Any) -> int:
-        """Time from one past timed event to another."""
+        """Returns the time between two past timed events in ns."""
 
     @abstractmethod
     def host_ns(self) -> int:
-        """Time of the host that enqueues the work, in ns."""
+        """Returns the clock of the host that enqueues the work, in ns."""

@@ -1,11 +1,10 @@
-"""A GPU behind ``executor.replay.backend``, with CuPy. The only file that imports it.
+"""CuPy implementation of ``executor.replay.backend`` for a GPU; the only file that imports CuPy.
 
-The arena is one cudaMalloc, the host buffer the pinned memory of the process (executor/memory/pinned.py); no pool of
-CuPy's is used. The streams have no barriers with the legacy default stream. Reasons: executor/replay/README.md.
+The arena is one cudaMalloc, the host buffer is the process's pinned memory (executor/memory/pinned.py); CuPy's memory
+pools are not used. The streams do not synchronize with the legacy default stream. Reasons: executor/replay/README.md.
 
-1. A spin reads the GPU's ``globaltimer`` and writes its begin and end to the log, so nothing has to be recorded beside
-   it.
-2. Events have no timing, except those that calibration asks for; these have half a microsecond of resolution.
+1. A spin reads the GPU's ``globaltimer`` and logs its start and end, so it needs no timed events.
+2. Events have no timing, except in calibration; their resolution is half a microsecond.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ try:
 except ImportError as error:
     raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
 
-ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # of the runtime, the driver, or the loader
+ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # from the runtime, the driver or the loader
 THREADS = 256
-AWAKE_NS = 500_000_000  # for which the GPU works before anything is measured: an idle one has low clocks
+AWAKE_NS = 500_000_000  # warm-up before measurements, because an idle GPU runs at low clocks
 
 SOURCE = r"""
 typedef unsigned long long u64;
@@ -62,10 +61,10 @@ extern "C" __global__ void verify(const unsigned char* p, u64 n, u32 seed, u64* 
 
 
 class CupyBackend(Backend):
-    """The GPU of number ``device``; with ``copy_engines`` 1 both directions share one stream.
+    """Backend for GPU number ``device``; with ``copy_engines`` 1, both directions share one stream.
 
     Raises:
-        BackendError: there is no such GPU.
+        BackendError: if the GPU does not exist or cannot be used.
     """
 
     def __init__(self, copy_engines: int = 2, device: int = 0):
@@ -83,16 +82,16 @@ class CupyBackend(Backend):
         self._arena = self._log = 0  # addresses
         self._bytes = self._slots = self._taken = 0
         self._awake = False
-        self._captured: list[Any] | None = None  # events of the graph that is being captured, which must outlive that
+        self._captured: list[Any] | None = None  # events of the graph in capture, which must outlive the capture
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Errors of CUDA become one sentence."""
+        """Converts CUDA errors into one-line BackendErrors."""
         try:
             yield
         except BackendError:
             raise
-        except MemoryError as e:  # of pinned memory; its message is complete
+        except MemoryError as e:  # from pinning memory; its message is complete
             raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
         except ERRORS as e:
             reason = f"{what} ({e})".splitlines()[0]
@@ -102,7 +101,7 @@ class CupyBackend(Backend):
 
     def allocate(self, device_bytes: int, host_bytes: int, slots: int = 0) -> None:
         if self._arena:
-            raise BackendError("there is an arena already; free it first")
+            raise BackendError("an arena exists already; free it first")
         try:
             with self._errors(f"{host_bytes:,} bytes of host memory cannot be pinned"):
                 self.host = CUDA.take(host_bytes)
@@ -126,7 +125,7 @@ class CupyBackend(Backend):
         return self._taken
 
     def free(self) -> None:
-        # After an error nothing runs any more, and the context gives back its memory with the process.
+        # After an error no call works, and the memory is freed with the process.
         with suppress(runtime.CUDARuntimeError):
             for stream in self.streams.values():
                 stream.synchronize()
@@ -177,7 +176,7 @@ class CupyBackend(Backend):
         return Log(*found)
 
     def _clear_log(self) -> None:
-        """``begin`` and ``wrong`` become NEVER, ``end`` 0."""
+        """Sets ``begin`` and ``wrong`` to NEVER and ``end`` to 0."""
         if self._slots:
             stream = self.streams["compute"].ptr
             runtime.memsetAsync(self._log, 0xFF, 16 * self._slots, stream)
@@ -235,7 +234,7 @@ class CupyBackend(Backend):
                 stream.synchronize()
 
     def elapsed_ns(self, first: Any, second: Any) -> int:
-        with self._errors("an event has no time"):
+        with self._errors("the time between two events cannot be read"):
             return round(1e6 * float(cupy.cuda.get_elapsed_time(first, second)))
 
     def host_ns(self) -> int:

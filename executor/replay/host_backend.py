@@ -1,9 +1,9 @@
-"""A GPU played in virtual time: what ``executor.replay.backend`` enqueues is done at once, by the times of a Machine.
+"""Simulated GPU in virtual time that executes enqueued work immediately, with the times of a Machine.
 
-1. *Time* is counted, not measured: a kernel begins ``launch_ns`` (in a graph ``graph_launch_ns``) after the one before,
-   a copy takes what the machine says, an event and a wait of the compute stream ``event_ns`` and ``wait_ns``; the host
-   takes ``issue_ns`` for each kernel or copy and waits while ``queue_depth`` of them are pending on a stream.
-2. *Bytes* are real, and move in the order of the calls, whatever the streams and events.
+1. *Time* is computed: a kernel starts ``launch_ns`` (in a graph: ``graph_launch_ns``) after its predecessor, copies
+   take the machine's transfer times, and events and waits of the compute stream cost ``event_ns`` and ``wait_ns``. The
+   host spends ``issue_ns`` per kernel or copy and blocks while ``queue_depth`` of them are pending on a stream.
+2. *Bytes* are real and are copied in the order of the calls, regardless of streams and events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simulator.machine import Machine
 
 @dataclass(eq=False)
 class _Queue:
-    """A stream: when it is idle, and the ends of the work that may be pending."""
+    """A stream: the time from which it is idle, and the end times of recent work."""
 
     ends: deque[int]
     idle_ns: int = 0
@@ -33,7 +33,7 @@ class _Event:
 
 
 class HostBackend(Backend):
-    """This computer as a machine's GPU: its memory sizes, its copy engines, its times."""
+    """Simulated GPU with the memory sizes, copy engines and times of a machine."""
 
     streams: dict[Stream, _Queue]
 
@@ -46,13 +46,13 @@ class HostBackend(Backend):
         self._log = np.zeros((3, 0), np.uint64)
         self._host_ns = 0
         self._nodes: list[Callable[[], None]] | None = None  # while a graph is captured
-        self._launched = False  # is a graph under way?
+        self._launched = False  # whether a graph is running
 
     # ---------------------------------------------------------------------------------- memory
 
     def allocate(self, device_bytes: int, host_bytes: int, slots: int = 0) -> None:
         if self._arena is not None:
-            raise BackendError("there is an arena already; free it first")
+            raise BackendError("an arena exists already; free it first")
         if device_bytes > self.memory_bytes:
             raise BackendError(f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}")
         if host_bytes > self.machine.host_bytes:
@@ -125,7 +125,7 @@ class HostBackend(Backend):
         self._log[:2], self._log[2] = NEVER, 0
 
     def _bytes(self, space: str, offset: int, nbytes: int) -> Bytes:
-        assert self._arena is not None, "there is no arena"
+        assert self._arena is not None, "no arena is allocated"
         memory = self._arena if space == "arena" else self.host
         self.check_range(offset, nbytes, len(memory), space)
         return memory[offset : offset + nbytes]
@@ -185,7 +185,7 @@ class HostBackend(Backend):
         return self._host_ns
 
     def _count(self, stream: Stream, lasts: int, pause: int = 0) -> tuple[int, int]:
-        """Gives the stream a piece of work; returns its begin and end."""
+        """Schedules work of ``lasts`` ns on a stream and returns its start and end in ns."""
         queue = self.streams[stream]
         if not self._launched:
             full = len(queue.ends) == queue.ends.maxlen

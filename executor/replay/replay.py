@@ -1,9 +1,9 @@
-"""Runs a program and a plan on a device and measures what the simulator predicted.
+"""Runs a program under a plan on a device and measures what the simulator predicts.
 
-Several rounds of the plan are captured as one graph: kernels are spins of their durations that write their begin and
-end to a log, copies are real, and edges are those of ``streams.py``. The arena is exactly as large as the footprint of
-the packing. The pause between two nodes (``Machine.graph_launch_ns``) is subtracted from the durations in advance, so
-a wait of the hardware is never hidden. Choices: executor/replay/README.md.
+Several rounds of the plan are captured as one graph: kernels are spins of their durations that log their start and end,
+copies are real, and edges come from ``streams.py``. The arena has exactly the footprint of the packing. The pause
+between two nodes (``Machine.graph_launch_ns``) is subtracted from the durations in advance, so it cannot hide a wait.
+Choices: executor/replay/README.md.
 
     with open_backend("cuda", machine) as backend:
         measured = replay(program, plan, machine, limit, backend)
@@ -26,11 +26,11 @@ from simulator.plan import Plan
 from simulator.program import Program
 from simulator.timeline import BlockEvent, Span, Timeline
 
-LAUNCHES = 3  # of the timed graph, of which the last counts: the first one uploads it
+LAUNCHES = 3  # launches of the timed graph; only the last counts, because the first uploads the graph
 
 Mode = Literal["time", "check"]
-# Order of the events of memory: time; whether their cause begins then (at one instant frees first, rule 9, except those
-# of work without duration); number of the job; whether it frees.
+# Sort key of memory events: time; whether the causing job starts then (at one instant, frees come first by rule 9,
+# except those of jobs without duration); number of the job; whether it frees.
 _Key = tuple[int, bool, int, bool]
 
 
@@ -39,14 +39,16 @@ class Measured:
     """Result of a replay.
 
     Attributes:
-        timeline: of the measured iterations, from a traced run in which copies have a stamp before and after.
-        iterations_ns: of each measured iteration of the timed run, which has no such nodes.
-        predicted: the simulated timeline whose order was replayed; ``predicted_ns`` is its time per iteration.
-        period: iterations after which everything repeats; ``predicted`` has that many as one.
-        limit, footprint: bytes; the arena had ``footprint`` bytes.
-        device_bytes: what the arena took by the device's own count, which a GPU rounds up to its pages (2 MiB).
+        timeline: timeline of the measured iterations, from a traced run with time stamps around each copy.
+        iterations_ns: duration of each measured iteration of the timed run, which has no such stamps.
+        predicted: simulated timeline whose order was replayed.
+        predicted_ns: predicted time per iteration.
+        period: number of iterations after which everything repeats; ``predicted`` has a whole period as one iteration.
+        limit: memory limit in bytes.
+        footprint: size of the arena in bytes.
+        device_bytes: memory of the arena as counted by the device, which a GPU rounds up to pages of 2 MiB.
         checks: number of comparisons, each of a whole block.
-        device: in words.
+        device: description of the device.
     """
 
     timeline: Timeline
@@ -62,13 +64,13 @@ class Measured:
 
     @property
     def iteration_ns(self) -> float:
-        """Median over the measured iterations; over the means of those that repeat as a group."""
+        """Median over the measured iterations, or over the means of periods of several iterations."""
         times, group = self.iterations_ns, self.period
         return median(sum(times[i : i + group]) / group for i in range(0, len(times), group))
 
     @property
     def error(self) -> float:
-        """Measured over predicted iteration time, minus 1."""
+        """Relative error: measured / predicted iteration time - 1."""
         return self.iteration_ns / self.predicted_ns - 1 if self.predicted_ns else 0.0
 
     @property
@@ -87,25 +89,27 @@ def replay(
     warmup: int = 2,
     mode: Mode = "time",
 ) -> Measured:
-    """Runs a plan on a backend. The arena is as large as the footprint of the packing, which may be over the limit
-    although the plan's bytes are not (``Measured.fits``).
+    """Runs a plan on a backend and measures it.
+
+    The arena has the size of the packing's footprint, which may exceed the limit because of fragmentation
+    (``Measured.fits``).
 
     Args:
-        machine: predicts the time, and gives the pause between two nodes of a graph. The host issues nothing while
-            the graph runs (no ``issue_ns``), and copies slow no spin down (no ``copy_contention``).
-        limit: bytes, persistent tensors included.
-        iterations: measured ones, at least 2; this and ``warmup`` are rounded up if iterations repeat in groups.
-        warmup: iterations before them in the graph. The first begins with no copy under way, unlike the others.
-        mode: "check": blocks are also filled with a pattern of their tensor and version and compared wherever they are
-            read. A wrong byte is a ReplayError that names tensor and kernel; times are not the plan's.
+        machine: predicts the time and has the pause between two graph nodes. ``issue_ns`` and ``copy_contention`` are
+            ignored: the host issues nothing while a graph runs, and copies do not slow down spins.
+        limit: memory limit in bytes, including persistent tensors.
+        iterations: measured iterations, at least 2. This and ``warmup`` are rounded up to whole periods.
+        warmup: earlier iterations of the graph, at least 1; the first starts with no copy in flight, unlike the others.
+        mode: "time"; or "check": fills blocks with a pattern of their tensor and version and compares them at each
+            read. Times are then not the plan's.
 
     Raises:
         PlanError, OutOfMemory: as ``simulate``.
-        ReplayError: the plan does not become steady, or a check failed.
-        BackendError: the device refused or failed; its memory is given back.
+        ReplayError: if the plan does not become steady, or a check fails; the message names tensor and kernel.
+        BackendError: if the device refused or failed; its memory is freed.
     """
     if iterations < 2 or warmup < 1:
-        raise ValueError(f"expected at least 2 iterations and 1 of warm-up, got {iterations} and {warmup}")
+        raise ValueError(f"expected iterations >= 2 and warmup >= 1, got {iterations} and {warmup}")
     if mode not in ("time", "check"):
         raise ValueError(f"mode: expected time or check, got {mode!r}")
     check, machine = mode == "check", replace(machine, issue_ns=0, copy_contention=0.0)
@@ -126,20 +130,20 @@ def replay(
 
 
 def slots(order: Circle, rounds: int, check: bool) -> int:
-    """Slots of the log: one for each job of each round, and one for each comparison."""
+    """Returns the number of log slots: one per job and round, and one per comparison."""
     compared = sum(2 * len(job.reads) + len(job.fresh) for job in order.jobs if job.span.stream == "compute")
     return rounds * (len(order.jobs) + check * compared) + check * len(order.start)
 
 
 class Run:
-    """Captures rounds of a circle of jobs, launches them and reads the log."""
+    """Captures rounds of a circle of jobs as a graph, launches it and reads the log."""
 
     def __init__(self, order: Circle, backend: Backend, rounds: int, pause_ns: int, check: bool):
         self.order, self.backend, self.rounds, self.pause_ns = order, backend, rounds, pause_ns
         self.check, self.program = check, order.program
         self.checks: list[tuple[Block, str]] = []
         self.awaited = {other for job in order.jobs for _, other in job.waits}
-        self.kernels = len(order.program.kernels) // order.iterations  # of an iteration
+        self.kernels = len(order.program.kernels) // order.iterations  # per iteration
         if check:
             backend.task = "filling the arena"
             for block in order.start:
@@ -151,10 +155,13 @@ class Run:
             backend.synchronize()
 
     def log(self, trace: bool) -> Log:
-        """Captures all rounds as one graph and launches it. ``trace``: with stamps before and after each copy.
+        """Captures all rounds as one graph, launches it and returns the log.
+
+        Args:
+            trace: whether to log time stamps around each copy.
 
         Raises:
-            ReplayError: in mode "check", naming tensor and kernel of what went wrong first.
+            ReplayError: if a check fails; the message names tensor and kernel of the first failure.
         """
         launch = self.backend.graph(lambda: self._issue(trace))
         for _ in range(1 if trace else LAUNCHES):
@@ -170,7 +177,7 @@ class Run:
 
     def _issue(self, trace: bool) -> None:
         backend, ends = self.backend, dict[tuple[int, int], object]()
-        left = 0  # ns by which spins were too short to take off the pause before them; at most 0
+        left = 0  # part of the pauses in ns (<= 0) that exceeded earlier spins and is subtracted from later ones
         for i in range(self.rounds):
             for j, job in enumerate(self.order.jobs):
                 stream, index, slot = job.span.stream, job.span.index, i * len(self.order.jobs) + j
@@ -192,7 +199,7 @@ class Run:
                     ends[i, j] = backend.record(stream)
 
     def _kernel(self, job: Job, i: int, ns: int, slot: int) -> None:
-        """Enqueues a kernel; in mode "check" one that really writes and reads."""
+        """Enqueues a spin; in mode "check" also comparisons of its reads and fills of its writes."""
         who = self.backend.task
         if self.check:
             self._compare(job.reads, i, f"before {who}")
@@ -231,7 +238,7 @@ class Run:
         raise ReplayError(f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong")
 
     def _seed(self, block: Block, i: int) -> int:
-        """Seed of a block's pattern in round i."""
+        """Returns the seed of a block's pattern in round i."""
         owner = block.owner
         return _seed(block, i * len(self.program.writes[owner]) if owner >= 0 else 0)
 
@@ -245,20 +252,20 @@ class Run:
         if job.span.stream != "compute":
             what = "swap-out" if job.span.kind == "swap_out" else "swap-in"
             return f"{what} of {self._owner(Block(index, 0, 0))}, iteration {i * self.order.iterations}"
-        again = " run again" if job.span.kind == "recompute" else ""
+        again = " (recomputed)" if job.span.kind == "recompute" else ""
         name = self.program.kernels[index].name
         return f"kernel {index % n} ({name!r}){again}, iteration {i * self.order.iterations + index // n}"
 
-    # ---------------------------------------------------------------------------------- what the log says
+    # ---------------------------------------------------------------------------------- reading the log
 
     def boundaries(self, log: Log) -> list[int]:
-        """End of each iteration, by the device's clock."""
+        """Returns the end of each iteration by the device's clock, in ns."""
         count, n = len(self.order.jobs), self.kernels
         last = [j for j, job in enumerate(self.order.jobs) if job.span.kind == "kernel" and job.span.index % n == n - 1]
         return [int(log.end[i * count + j]) for i in range(self.rounds) for j in last]
 
     def read(self, log: Log, program: Program, limit: int, skip: int) -> Timeline:
-        """Timeline from the end of iteration ``skip`` on, its time 0, in the given program's indices."""
+        """Returns the timeline that starts (time 0) at the end of iteration ``skip``, with indices of ``program``."""
         n, jobs = self.kernels, self.order.jobs
         count = len(jobs)
         boundaries = self.boundaries(log)
@@ -266,7 +273,7 @@ class Run:
         starts, over = (times.astype(np.int64).tolist() for times in (log.begin, log.end))
         spans: list[Span] = []
         stalls: list[tuple[int, int, str]] = []
-        marks: list[_Key] = []  # of the boundaries
+        marks: list[_Key] = []  # keys of the iteration boundaries
         before = starts[next(j for j, job in enumerate(jobs) if job.span.stream == "compute")]  # end of the last kernel
         for at in range(self.rounds * count):
             job, i = jobs[at % count], at // count
@@ -294,7 +301,7 @@ class Run:
         keys = [key for key, _ in memory]
         first = bisect_right(keys, marks[skip - 1])
         until = [bisect_right(keys, mark) for mark in marks[skip:]]
-        held: dict[int, BlockEvent] = {}  # at zero, by block
+        held: dict[int, BlockEvent] = {}  # blocks allocated at time 0
         for _, event in memory[:first]:
             held.pop(event.block, None)
             if event.nbytes > 0:
@@ -306,7 +313,7 @@ class Run:
         )  # fmt: skip
 
     def _events(self, starts: list[int], over: list[int]) -> list[tuple[_Key, BlockEvent]]:
-        """Allocations and frees of blocks, in order."""
+        """Returns allocations and frees of blocks in order."""
         events: list[tuple[_Key, BlockEvent]] = []
         count, n = len(self.order.jobs), self.kernels
         total = self.rounds * count
@@ -317,7 +324,7 @@ class Run:
                 ends = [(over[at], at) for later, j in stay.ends if 0 <= (at := (i + later) * count + j) < total]
                 if i < 0:
                     if stay.begin is not None and not ends:
-                        continue  # what frees it would have been under way before the run
+                        continue  # freed by a job that would have started before the run
                     key: _Key = (0, False, -1, False)
                 else:
                     assert stay.begin is not None
@@ -331,5 +338,5 @@ class Run:
 
 
 def _seed(block: Block, written: int = 0) -> int:
-    """32 bits that differ for every owner and version; ``written``: writes since."""
+    """Returns a 32-bit seed for the owner and version of a block; ``written`` is added to the version."""
     return (block.owner * 0x9E3779B1 + (block.version + written) * 0x85EBCA77 + 0x27D4EB2F) % 2**32

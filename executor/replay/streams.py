@@ -1,16 +1,16 @@
-"""Turns a plan into work on three streams: its order, its addresses, and what waits for what.
+"""Turns a plan into jobs on three streams with their order, addresses and dependencies.
 
-The order is that of one steady iteration of a simulated Timeline (simulator/RULES.md), a circle of **jobs**: its spans
-in the order of their starts. Each stream does its jobs in order; between streams a job waits for
-
-1. *data*: a step of the schedule for the swap-ins of what it uses (rules 2, 6, 7);
-2. *its kernel*: a swap-out for the end of ``copy``; a swap-in for that of ``prefetch`` or of the last compute (4, 5);
-3. *the host*: a swap-in for the swap-out before it; a swap-out for the swap-ins of what was in its place before;
-4. ``sync``: the next compute for the synchronous swap-outs that are then queued or under way (rule 4);
-5. *memory*: a job that puts a block at an address, for all that had to be over to free what was there (simulator.pool).
-
-Why this cannot lock up: executor/replay/README.md.
+A **circle** of jobs is one steady iteration of a simulated Timeline (simulator/RULES.md): its spans in order of their
+starts. Each stream runs its jobs in order; across streams, a job waits for other jobs (see the list below).
+executor/replay/README.md explains why this cannot deadlock.
 """
+
+# Waits across streams:
+# 1. data: a step of the schedule waits for the swap-ins of the tensors it uses (rules 2, 6, 7);
+# 2. kernel: a swap-out waits for the end of kernel ``copy``, a swap-in for ``prefetch`` or the last kernel (4, 5);
+# 3. host: a swap-in waits for the preceding swap-out, a swap-out for the swap-ins of earlier tensors at its host place;
+# 4. sync: the next compute waits for synchronous swap-outs that are queued or in flight (rule 4);
+# 5. memory: a job that places a block waits for all jobs that had to end to free that memory (simulator.pool).
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from simulator.program import Kernel, Program
 from simulator.schedule import Schedule, lower
 from simulator.timeline import Span, Timeline
 
-LONGEST = 512  # iterations to simulate before a plan counts as never steady
-MAX_PERIOD = 16  # iterations in a circle
+LONGEST = 512  # simulated iterations after which a plan counts as never steady
+MAX_PERIOD = 16  # maximum number of iterations in a circle
 
 
 class ReplayError(RuntimeError):
-    """A plan cannot be run as asked, or what ran was wrong; the message names the first reason."""
+    """Raised if a plan cannot be replayed or a replay produced wrong bytes; the message has the first reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes in the arena that hold a tensor (or, below 0, as -1 - k, the workspace of kernel k) at a version."""
+    """Arena memory of a version of a tensor or of a workspace."""
 
-    owner: int
+    owner: int  # tensor, or -1 - k for the workspace of kernel k
     offset: int
     nbytes: int
-    version: int = 0  # in the first iteration
+    version: int = 0  # version in the first iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """One stay of a block of the schedule in the arena.
+    """Interval in which a block of the schedule is in the arena.
 
     Attributes:
-        index: of the block in the schedule.
-        begin: the job that puts it there; None: it is there always.
-        ends: (rounds later, job) of the jobs that must be over until its memory is free.
-        crosses: it is there where the circle begins.
+        index: index of the block in the schedule.
+        begin: job that places it; None: always resident.
+        ends: (rounds later, job) of the jobs that must end before its memory is free.
+        crosses: whether the block is resident at the start of the circle.
     """
 
     block: Block
@@ -68,14 +68,14 @@ class Stay:
 
 @dataclass(slots=True)
 class Job:
-    """One span of the circle, as it is issued.
+    """One span of the circle, in order of issue.
 
     Attributes:
-        waits: (iterations back, position in the circle) of the jobs that must be over.
-        fresh: blocks that it writes first, its workspace among them.
-        reads: blocks whose content it needs.
-        writes: blocks that held something before, with the version that it leaves there.
-        block: of a copy: where the tensor is in the arena.
+        waits: (iterations back, position in the circle) of the jobs that must end before this one starts.
+        fresh: blocks that the job writes first, including its workspace.
+        reads: blocks that the job reads.
+        writes: blocks that the job overwrites, with their new version.
+        block: location of a copy's tensor in the arena.
     """
 
     span: Span
@@ -88,17 +88,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Circle:
-    """The jobs of a plan, and where they find memory.
+    """Jobs of a plan with their addresses.
 
     Attributes:
-        program: what the jobs' indices mean: under its variants, and unrolled over ``iterations`` of the given one.
-        original: the given program's index of each of its tensors.
-        predicted: the simulated timeline that the order comes from, of ``program``.
-        jobs: in the order of issue.
-        stays: of the blocks in the arena.
-        host: tensor -> offset in the host buffer of ``host_bytes``, of those that are swapped.
-        on_host: tensors whose places are theirs where the circle begins.
-        footprint: bytes of the packing, and of the arena.
+        program: program that the jobs' indices refer to: with the plan's variants, unrolled over ``iterations``.
+        original: index of each tensor of ``program`` in the given program.
+        predicted: simulated timeline of ``program`` that determines the order.
+        iterations: iterations of the given program in the circle.
+        jobs: jobs in order of issue.
+        stays: intervals of the blocks in the arena.
+        host: offset of each swapped tensor in the host buffer.
+        host_bytes: size of the host buffer.
+        on_host: tensors that occupy their host place at the start of the circle.
+        footprint: size of the arena in bytes.
     """
 
     program: Program
@@ -114,16 +116,19 @@ class Circle:
 
     @property
     def start(self) -> list[Block]:
-        """Blocks of persistent tensors that are in the arena where the circle begins."""
+        """Blocks of persistent tensors that are in the arena at the start of the circle."""
         return [s.block for s in self.stays if s.crosses]
 
 
 def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle:
     """Returns the jobs of a plan.
 
+    Args:
+        limit: memory limit in bytes.
+
     Raises:
-        PlanError, OutOfMemory: as ``simulate``; PlanError also for a kind of decision that is not replayed.
-        ReplayError: the plan does not become steady.
+        PlanError, OutOfMemory: as ``simulate``; PlanError also for kinds of decisions that cannot be replayed.
+        ReplayError: if the plan does not become steady.
     """
     plan.only("a replay", "swap", "recompute", "rerun")
     plan.check(program)
@@ -136,7 +141,7 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
         times = predicted.period
         if not 0 < times <= MAX_PERIOD:
             what = f"repeat only after {times}" if times else f"do not repeat within {LONGEST}"
-            raise ReplayError(f"the plan's iterations {what}; up to {MAX_PERIOD} can be replayed as a circle")
+            raise ReplayError(f"the plan's iterations {what}; a replay supports periods of up to {MAX_PERIOD}")
         program, plan, original = unrolled(schedule.program, plan, times)
         schedule = lower(program, plan)
         predicted = simulate(program, plan, replace(machine, host_bytes=2**62), limit, schedule=schedule)
@@ -154,10 +159,10 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
 
 
 def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, list[int]]:
-    """So many iterations as one: persistent tensors are the same in all, the others are born in each.
+    """Unrolls ``times`` iterations into one; they share persistent tensors and have their own other tensors.
 
     Returns:
-        The program, the plan, and the given index of each tensor.
+        The unrolled program, its plan, and the original index of each tensor.
     """
     n, tensors = len(program.kernels), list(program.tensors)
     original = list(range(len(tensors)))
@@ -177,14 +182,14 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
 
 
 class _Walk:
-    """The last iteration of a steady timeline as a circle.
+    """Builds the circle from the last iteration of a steady timeline.
 
-    A moment is the start or the end of a job; positions count moments from the iteration's begin.
+    A moment is the start or the end of a job; positions count moments from the start of the iteration.
 
     Attributes:
-        period: how many moments there are.
-        begins, ends: position of the start and of the end of each job.
-        late: of each job, whether it ends in the next iteration.
+        period: number of moments.
+        begins, ends: positions of the start and of the end of each job.
+        late: whether each job ends in the next iteration.
     """
 
     def __init__(self, schedule: Schedule, timeline: Timeline, lives: Lifetimes, packing: Packing, machine: Machine):
@@ -196,7 +201,7 @@ class _Walk:
         self.compute = [j for j, job in enumerate(self.jobs) if job.span.stream == "compute"]  # by step
         if len(self.compute) != len(schedule.steps):
             raise AssertionError(
-                f"{len(self.compute)} spans of compute are {len(schedule.steps)} steps of the schedule"
+                f"the timeline has {len(self.compute)} compute spans, the schedule {len(schedule.steps)} steps"
             )
         self.gap = {j: self._gap(j) for jobs in (*self.outs.values(), *self.ins.values()) for j in jobs}
         self._stays(lives, packing)
@@ -209,21 +214,21 @@ class _Walk:
         self._waits()
 
     def _moments(self, timeline: Timeline) -> None:
-        """Starts and ends in their order, as simulator.pool.intervals reads them (rule 9)."""
+        """Orders the starts and ends of jobs as simulator.pool.intervals does (rule 9)."""
         spans, end = timeline.spans, timeline.boundaries[-1]
         starts = [span.start_ns for span in spans]
-        # An end comes before the first span that starts later and not earlier than that; of several, compute's is last.
+        # An end precedes the first later span that starts at or after it; of several ends, compute's is last.
         following = [bisect_left(starts, span.end_ns, i + 1) for i, span in enumerate(spans)]
         over = {i for i, span in enumerate(spans) if following[i] < len(spans) or span.end_ns <= end}
         moments = [(i, True, 0, False, i) for i in range(len(spans))]
         moments += [(following[i], False, spans[i].end_ns, spans[i].stream == "compute", i) for i in over]
         moments.sort()
         ends = [m for m, (_, starts_now, *_, i) in enumerate(moments) if not starts_now and spans[i].kind == "kernel"]
-        boundary = ends[-len(self.program.kernels) - 1]  # the last iteration begins after it
+        boundary = ends[-len(self.program.kernels) - 1]  # the last iteration starts after it
         first = moments[boundary][0]
         moments = moments[boundary + 1 :]
 
-        # What was under way at the begin is what is under way at the end, an iteration later.
+        # Jobs in flight at the start equal those in flight at the end, one iteration later.
         under_way = {spans[i][2:]: i for i in range(len(spans)) if i not in over}
         self.jobs = [Job(span) for span in spans[first:]]
         self.begins, self.ends = [0] * len(self.jobs), [0] * len(self.jobs)
@@ -234,7 +239,7 @@ class _Walk:
         self.period = len(moments)
 
     def _jobs_of(self, kind: str) -> dict[int, list[int]]:
-        """Index of the span -> its jobs."""
+        """Returns the jobs of a kind by the index of their span."""
         out: dict[int, list[int]] = {}
         for j, job in enumerate(self.jobs):
             if job.span.kind == kind:
@@ -242,13 +247,13 @@ class _Walk:
         return out
 
     def _latest(self, jobs: Iterable[int], position: int) -> tuple[int, int] | None:
-        """(iterations back, at most 0; job) of the last job to start that is over at a position."""
+        """Returns (iteration offset <= 0, job) of the last-started job that has ended at a position, or None."""
         return max(((-(self.ends[j] > position) - self.late[j], j) for j in jobs), default=None)
 
     # ---------------------------------------------------------------------------------- memory
 
     def _gap(self, j: int) -> tuple[tuple[int, int], Swap]:
-        """The decision that a copy belongs to, and the kernel whose end issued it or opened its gap (``_latest``)."""
+        """Returns a copy's decision and the kernel (as ``_latest``) whose end issued it or opened its gap."""
         span, found = self.jobs[j].span, []
         for d in self.schedule.moved:
             if d.tensor == span.index:
@@ -259,10 +264,10 @@ class _Walk:
         return max(found, key=lambda x: x[0])
 
     def _stays(self, lives: Lifetimes, packing: Packing) -> None:
-        """Which blocks a job puts where, and the jobs that free what lies there before."""
+        """Finds the blocks that each job places and the jobs that free that memory before."""
         schedule, blocks, gaps = self.schedule, lives.intervals, self.schedule.gaps_of_blocks
         step_of = dict(zip(self.compute, schedule.steps, strict=True))
-        begun: dict[int, list[tuple[int, int]]] = {}  # block -> the jobs that put it there, and how many gaps before
+        begun: dict[int, list[tuple[int, int]]] = {}  # block -> (placing job, number of earlier gaps)
         for j, job in enumerate(self.jobs):
             if job.span.kind == "swap_in":
                 d = self.gap[j][1]
@@ -271,7 +276,7 @@ class _Walk:
                 begun.setdefault(b, []).append((j, 0))
 
         def ends(b: int, past: int) -> list[int]:
-            """The jobs that end the stay after so many gaps."""
+            """Returns the jobs that end a block's stay after ``past`` gaps."""
             mine = gaps.get(b, [])
             if past == len(mine) and schedule.blocks[b].first >= 0:
                 return [self.compute[schedule.blocks[b].last]]
@@ -280,7 +285,7 @@ class _Walk:
 
         self.stays: list[Stay] = []
         self.arrives: list[list[Stay]] = [[] for _ in self.jobs]
-        for i, b in enumerate(lives.block.tolist()):  # by ascending begin
+        for i, b in enumerate(lives.block.tolist()):  # in ascending order of begin
             block = Block(int(lives.owner[i]), int(packing.offsets[i]), int(blocks.nbytes[i]))
             crosses = bool(blocks.upper[i] >= blocks.period)
             if blocks.upper[i] - blocks.lower[i] == blocks.period:
@@ -289,7 +294,7 @@ class _Walk:
             j, past = begun[b].pop(0)
             self.stays.append(Stay(block, b, j, tuple((int(f < j), f) for f in ends(b, past)), crosses))
             self.arrives[j].append(self.stays[-1])
-        self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # by whom the memory of each job's blocks is freed
+        self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # jobs that free the memory of each job's blocks
         lower, upper = packing.offsets, packing.offsets + blocks.nbytes
         for i, stay in enumerate(self.stays):
             if stay.begin is not None:
@@ -299,7 +304,7 @@ class _Walk:
     # ---------------------------------------------------------------------------------- contents
 
     def _contents(self) -> None:
-        """What each job reads and writes, where, at which version."""
+        """Finds the blocks and versions that each job reads and writes."""
         writes = self.program.writes
         where = {s.index: s.block for s in self.stays if s.crosses}
         version = {b: 0 for b, block in enumerate(self.schedule.blocks) if block.first < 0}
@@ -326,11 +331,11 @@ class _Walk:
     # ---------------------------------------------------------------------------------- waits
 
     def _waits(self) -> None:
-        """Per job the last job of each other stream that must be over, unless a job before it waits for that."""
+        """Sets each job's waits: the last required job of each other stream, unless an earlier job waits for it."""
         count = len(self.jobs)
         sync = [j for jobs in self.outs.values() for j in jobs if self.gap[j][1].sync]
         waited: dict[tuple[str, str], int] = {}
-        for _ in range(2):  # the second time knows what was waited for an iteration before
+        for _ in range(2):  # the second pass knows the waits of the previous iteration
             waited = {key: last - count for key, last in waited.items()}
             for j, job in enumerate(self.jobs):
                 job.waits = []
@@ -341,7 +346,7 @@ class _Walk:
                         job.waits.append((-back, i))
 
     def _must_be_over(self, j: int, sync: list[int]) -> set[tuple[int, int]]:
-        """The jobs of the numbered list above (module), as ``_latest`` gives them."""
+        """Returns the jobs that job ``j`` waits for (list at the top of the module), as ``_latest``."""
         kind, at, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
         out = {self._latest([i], at) for i in self.freed_by[j]}
         if kind == "swap_out":

@@ -1,1 +1,1 @@
-"""Agents on named tasks; what `suite=speed` (`make bench`) times, and the peer it is timed against."""
+"""Benchmark of agents on named tasks, and the speed suite (`make bench`) with its SimPy baseline."""

@@ -1,14 +1,14 @@
-"""The benchmark: agents on named tasks, pinned by fingerprint, within equal simulator calls and equal seconds.
+"""Benchmarks agents on named tasks (pinned by fingerprint) with equal simulator calls and equal seconds.
 
-    python -m experiments.benchmark suite=core                              # a score per agent and budget, by split
-    python -m experiments.benchmark suite=core agents=mymodule:MyPlanner     # one's own, beside the results here
-    python -m experiments.benchmark suite=core agents=[annealing,lp_round]   # some again, on this computer
-    python -m experiments.benchmark suite=checkmate                         # beside published results: 12 budgets
-    python -m experiments.benchmark suite=speed > bench.json                # of the simulator and the rest (make bench)
+    python -m experiments.benchmark suite=core                              # score per agent, budget and split
+    python -m experiments.benchmark suite=core agents=mymodule:MyPlanner    # your planner, compared with our results
+    python -m experiments.benchmark suite=core agents=[annealing,lp_round]  # rerun some agents on this computer
+    python -m experiments.benchmark suite=checkmate                         # published results: 12 budgets
+    python -m experiments.benchmark suite=speed > bench.json                # timings of the code base (make bench)
 
-``speed`` prints one JSON object and nothing else. Any other suite is a figure of its own name
-(experiments/figures/README.md): ``python -m experiments.reproduce figure=core`` makes it with other settings, and draws
-it again. How others add an agent: experiments/README.md, The benchmark.
+``speed`` prints one JSON object. Every other suite is also a figure (experiments/figures/README.md):
+``python -m experiments.reproduce figure=core`` changes its settings and redraws it. How to add an agent:
+experiments/README.md, The benchmark.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def main(cfg: DictConfig) -> None:
 
 
 def speed(cfg: DictConfig) -> dict[str, Any]:
-    """What the suite finds, by its own settings; raises UsageError where one of the other suites' is given."""
+    """Runs the suite ``speed``; raises UsageError if a setting of the other suites is given."""
     for key in ("agents", "quick", "jobs", "out"):
         if cfg[key]:
-            raise cli.UsageError(f"{key}: the suite {SPEED} takes none; its settings are {SPEED}.KEY")
+            raise cli.UsageError(f"{key}: not a setting of suite={SPEED}; use {SPEED}.KEY")
     from experiments.benchmark.speed import measured
 
     return measured(cfg.speed)
 
 
 def agents_of(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The agents of ``agents=``, names of the suite's or "module:Class"; None: not asked for. Raises UsageError."""
+    """Returns the agents of ``agents=`` (names of the suite or "module:Class"), or None; raises UsageError."""
     if cfg.agents is None:
         return None
     if suite != CORE:
-        raise cli.UsageError(f"agents: the suite {CORE} takes one, {suite} does not")
+        raise cli.UsageError(f"agents: only suite={CORE} accepts agents, not suite={suite}")
     asked = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
     known = settings["agents"]
     for name in asked:
         if name not in known and ":" not in name:
             raise cli.UsageError(
-                f"agents: {name!r} is neither 'module:Class' nor of the suite{cli.nearest(name, set(known))}"
+                f"agents: {name!r} is neither 'module:Class' nor an agent of the suite{cli.nearest(name, set(known))}"
             )
     return {name: known.get(name, {"target": name}) for name in asked}
 

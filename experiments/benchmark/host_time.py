@@ -1,9 +1,9 @@
-"""Host time of steps whose kernels compute nothing: of planned and eager ones, and what a planned one costs by parts.
+"""Measures the host time of planned and eager steps with kernels that compute nothing.
 
-``host_times`` issues the same operators on networks with all layers of the real ones and as few elements as these
-allow. A step is run once to record what each operator returns; then CPU kernels that only allocate such results
-(no_kernels.cpp) take the place of PyTorch's. Views stay, and reads of numbers. Planned and eager steps have the same
-``foreach`` optimizer and take turns. ``step_overhead`` issues no operators.
+``host_times`` uses networks with all layers of the real ones and as few elements as possible. A step runs once to
+record the results of each operator; then CPU kernels that only allocate such results (no_kernels.cpp) replace
+PyTorch's. Views and reads of numbers are kept. Planned and eager steps use the same ``foreach`` optimizer and
+alternate. ``step_overhead`` splits a planned step's cost into parts and issues no operators.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from simulator.plan import Plan
 from simulator.schedule import lower
 
 Parts = tuple[nn.Module, Tensor, Tensor]  # model, input, label
-UNDEFINED, NEW, FIRST_ARGUMENT, LIST = range(4)  # what a result is; no_kernels.cpp has the same
+UNDEFINED, NEW, FIRST_ARGUMENT, LIST = range(4)  # kinds of results; the same values as in no_kernels.cpp
 
 
 def _resnet50() -> Parts:
@@ -63,9 +63,9 @@ NETWORKS: dict[str, Callable[[], Parts]] = {
 
 
 def host_times(machine: Machine, networks: Sequence[str], repeats: int) -> dict[str, dict[str, float]]:
-    """Returns the host time of a planned and of an eager step by network, in µs: the least CPU time of ``repeats``.
+    """Returns the host time of planned and eager steps by network, in µs (minimum CPU time of ``repeats``).
 
-    Without a C++ compiler, which no_kernels.cpp needs, nothing is measured.
+    The result is empty without a C++ compiler, which no_kernels.cpp needs.
     """
     planned: dict[str, float] = {}
     eager: dict[str, float] = {}
@@ -77,7 +77,7 @@ def host_times(machine: Machine, networks: Sequence[str], repeats: int) -> dict[
 
 
 def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[Callable[[], Tensor]]:
-    """Returns a planned step without moves, and the eager one; each has run once."""
+    """Returns a planned step without transfers and an eager step; each has run once."""
     twin, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss()
 
     def optimizer(m: nn.Module) -> torch.optim.Optimizer:
@@ -102,7 +102,7 @@ def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[C
 
 
 def least_s(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Least CPU time of each, in s, in turns; others may use this computer, too."""
+    """Returns the minimum CPU time of each alternating step, in s, which is robust against other load."""
     least = [float("inf")] * len(steps)
     gc.disable()
     try:
@@ -117,7 +117,7 @@ def least_s(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
 
 
 class _Recording(TorchDispatchMode):
-    """Records what operators return, for a tape."""
+    """Records the results of operators on a tape of no_kernels.cpp."""
 
     def __init__(self, tape: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Recording(TorchDispatchMode):
 
 @contextmanager
 def without_kernels(steps: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], object]]]:
-    """Yields the steps with operators that compute nothing; PyTorch's own are back afterwards."""
+    """Yields the steps with operators that compute nothing; restores PyTorch's operators on exit."""
     if not hasattr(torch.ops.headroom, "begin"):
         _compile()
     headroom, replaced = torch.ops.headroom, {"add_.Tensor"}
@@ -182,12 +182,15 @@ def _compile() -> None:
 
 
 def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) -> dict[str, float]:
-    """Of a ResNet for CIFAR at batch 1, SGD with momentum, on CPU tensors; µs, each the least of ``repeats``.
+    """Splits the host cost of a planned step into parts, in µs (minimum of ``repeats`` each).
 
-    ``step_kernel_us``: of a step without a plan, per kernel, with what it does for calls, the ledger and Ctrl-C.
-    ``step_move_us``: what a plan that swaps every gap of tensors of ``min_bytes`` takes in addition, per move.
-    ``step_binding_us``: per parameter, buffer and optimizer's tensor, to see whether the user has changed anything.
-    ``step_fixed_us``: a step without kernels and moves.
+    The step is a CIFAR ResNet at batch size 1 with SGD and momentum, on CPU tensors.
+
+    Returns:
+        ``step_kernel_us``: cost per kernel of a step without a plan (calls, ledger, Ctrl-C handling).
+        ``step_move_us``: additional cost per transfer of a plan that swaps every gap of tensors of ``min_bytes``.
+        ``step_binding_us``: cost per parameter, buffer and optimizer tensor of checking for changes by the user.
+        ``step_fixed_us``: cost of a step without kernels and transfers.
     """
     torch.manual_seed(0)
     model = resnet.ResNet(depth)
@@ -213,7 +216,7 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
 
 
 class NoCopies:
-    """Copy engines that do nothing."""
+    """Stand-in for copy engines that copies nothing."""
 
     def pinned(self, nbytes: int) -> Bytes:
         return HOST.take(nbytes)
@@ -225,7 +228,7 @@ class NoCopies:
 
 
 def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
-    """After one real step, the kernels return what they returned in it, and copies are not made."""
+    """Makes a planned step's kernels return their results of one real step and its copy engines copy nothing."""
     results: list[Any] = []
 
     def kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,10 +258,10 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
 
 
 def returning(result: Any) -> Callable[..., Any]:
-    """A function that returns ``result`` whatever it is given."""
+    """Returns a function that ignores its arguments and returns ``result``."""
     return lambda *args, **options: result
 
 
 def shortest_s(call: Callable[[], object], repeats: int) -> float:
-    """Shortest duration of a call, in seconds: others may use this computer, too."""
+    """Returns the shortest duration of a call in seconds, which is robust against other load."""
     return min(timeit.repeat(call, number=1, repeat=repeats))

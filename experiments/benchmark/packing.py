@@ -1,4 +1,4 @@
-"""What packing costs: the allocators on made-up instances of any size, one of them with a known optimum."""
+"""Times the allocators on synthetic instances of any size, one of them with a known optimum."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from simulator.pool import Intervals, optimal, portfolio, smartpool
 
 
 def packing(sizes: list[int], perfect_blocks: int, seconds: float, seed: int) -> dict[str, Any]:
-    """The allocators on instances of so many blocks: their seconds and ratios."""
-    optimal.pack(scattered(10, seed))  # compiles it, and the heuristics that it starts with
+    """Returns seconds and footprint ratios of the allocators.
+
+    Args:
+        sizes: numbers of blocks of the random instances.
+        perfect_blocks: number of blocks of the instance with a known optimum.
+        seconds: time limit of the portfolio and the exact allocator.
+    """
+    optimal.pack(scattered(10, seed))  # warm-up that compiles the allocator and its initial heuristics
     found: dict[str, Any] = {"smartpool_s": {}, "smartpool_ratio": {}, "portfolio_ratio": {}}
     for n in sizes:
         blocks = scattered(n, seed)
@@ -30,20 +36,20 @@ def packing(sizes: list[int], perfect_blocks: int, seconds: float, seed: int) ->
 
 
 def scattered(n: int, seed: int) -> Intervals:
-    """n blocks that come at any time, stay for up to a tenth of it, and have any size up to 100 MB."""
+    """Returns n random blocks with lifetimes of up to a tenth of the duration and sizes of up to 100 MB."""
     rng = np.random.default_rng(seed)
     lower = rng.integers(0, n, n)
     return Intervals(lower, lower + rng.integers(1, max(n // 10, 2), n), rng.integers(1, 10**8, n))
 
 
 def perfect(n: int, seed: int, width: int = 2**20, height: int = 2**20) -> Intervals:
-    """n blocks that fill ``height`` bytes over ``width`` instants: straight cuts of a rectangle, shuffled."""
+    """Returns n shuffled blocks that fill ``height`` bytes over ``width`` instants, by cutting a rectangle."""
     rng = np.random.default_rng(seed)
-    heap = [(0.0, 0, width, height)]  # of rectangles, large ones first: rank, start, duration, bytes
+    heap = [(0.0, 0, width, height)]  # (rank, start, duration, bytes) of rectangles, large ones first
     while len(heap) < n:
         _, start, duration, nbytes = heapq.heappop(heap)
         if max(duration, nbytes) < 2:
-            raise ValueError(f"a rectangle of {width} x {height} cannot be cut into {n}")
+            raise ValueError(f"n: a rectangle of {width} x {height} cannot be cut into {n} blocks")
         part = rng.uniform(0.2, 0.8)
         in_time = duration / width * rng.uniform(0.5, 1.5) > nbytes / height * rng.uniform(0.5, 1.5)
         if duration > 1 and (in_time or nbytes < 2):

@@ -1,9 +1,8 @@
-"""The simulator's clock (simulator/RULES.md) as a SimPy model: the peer that bench times.
+"""SimPy model of the simulator's rules (simulator/RULES.md), the baseline of the speed suite.
 
-Written as one would with SimPy: compute, the swap-outs and the swap-ins are processes; whoever completes
-something wakes those that wait. Events of one instant are ordered by their priority (rule 9): completions
-(SimPy's own timeouts), then starts of swap-outs, of swap-ins, of steps. What a plan means without a clock, the
-schedule, is given to it.
+Compute, swap-outs and swap-ins are SimPy processes; every completion wakes the waiting ones. Simultaneous events are
+ordered by priority (rule 9): completions (SimPy's timeouts), then starts of swap-outs, of swap-ins and of steps. The
+model takes a plan's schedule as input.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
 from simulator.schedule import MAX_ITERATIONS, Schedule
 
-# The first is SimPy's NORMAL; the last is that of work without duration, which completes when all else has started.
+# COMPLETED is SimPy's NORMAL. NEXT_ROUND is for work of zero duration, which completes after all other starts.
 COMPLETED, SETTLED, START_OUT, START_IN, START_STEP, NEXT_ROUND = 1, 2, 3, 4, 5, 6
 
 Events = Generator[simpy.Event, Any, None]
@@ -28,29 +27,29 @@ Events = Generator[simpy.Event, Any, None]
 
 @dataclass
 class Away:
-    """A tensor in one of its gaps. Positions count kernels from the start of the run."""
+    """A swapped-out tensor in one of its gaps. Positions count kernels from the start of the run."""
 
     tensor: int
     before: int  # position of the kernel that needs it
-    ready: int  # position from which it may come back
-    pinned: bool  # by the plan, not by rule 5
-    sync: bool  # no step starts until its bytes have left
-    out: bool = False  # its bytes have left
-    blocked: int = -1  # the kernel at this position leaves no room for it
+    ready: int  # earliest position of its swap-in
+    pinned: bool  # whether the plan, not rule 5, sets ``ready``
+    sync: bool  # no step starts before its swap-out completes
+    out: bool = False  # whether the swap-out is complete
+    blocked: int = -1  # position of a kernel that leaves no memory for it
 
 
 @dataclass
 class Copy:
-    """A copy under way."""
+    """A copy in flight."""
 
-    work: int  # ns alone on the link, in parts of ALONE, that were left at ``since``
+    work: int  # remaining ns at full speed when ``since`` was set, times ALONE
     since: int
     rate: int
-    disturbed: simpy.Event | None = None  # the other direction starts or ends; None: that is nothing to it
+    disturbed: simpy.Event | None = None  # fires when the other direction starts or ends; None: no effect on this copy
 
 
 class Model:
-    """One run of a program under a plan."""
+    """Simulation of a program under a plan."""
 
     def __init__(self, schedule: Schedule, machine: Machine, limit: int, iterations: int):
         schedule.plan.only("the SimPy model", "swap", "recompute", "rerun")
@@ -59,7 +58,9 @@ class Model:
         if schedule.required_bytes > limit:
             raise MemoryError(f"the plan needs {schedule.required_bytes:,} bytes, over the limit of {limit:,}")
         if max(schedule.on_host) > machine.host_bytes:
-            raise MemoryError(f"the plan has {max(schedule.on_host):,} bytes on the host, of {machine.host_bytes:,}")
+            raise MemoryError(
+                f"the plan needs {max(schedule.on_host):,} bytes of host memory, more than {machine.host_bytes:,}"
+            )
         self.program = program = schedule.program
         self.machine, self.limit, self.iterations = machine, limit, iterations
         self.n = len(program.kernels)
@@ -76,32 +77,32 @@ class Model:
             elif d.copy is None or d.copy <= d.after:
                 continue
             self.host_copy.add(d.tensor)
-        self.residency = np.array(schedule.residency)  # planned, per kernel
-        self.booked = self.residency.copy()  # with what comes back early, for the n kernels ahead
-        self.position = 0  # the kernel that runs, or else the next one
+        self.residency = np.array(schedule.residency)  # planned bytes per kernel
+        self.booked = self.residency.copy()  # the same including early swap-ins, for the next n kernels
+        self.position = 0  # current kernel, or the next one between kernels
         self.kernel_runs = False
-        self.queue: deque[tuple[int, int]] = deque()  # to the host: tensor, and the position from which it waits
-        self.copying: dict[int, Copy] = {}  # by START_OUT, START_IN
+        self.queue: deque[tuple[int, int]] = deque()  # pending swap-outs: tensor, position when enqueued
+        self.copying: dict[int, Copy] = {}  # by direction: START_OUT, START_IN
         self.asleep: dict[int, simpy.Event] = {}
         self.round: simpy.Event | None = None
-        self.lasts: list[int] = []  # what each iteration has lasted
-        self.states = [self.state()]  # before the first iteration and after each
+        self.lasts: list[int] = []  # duration of each iteration in ns
+        self.states = [self.state()]  # state before the first iteration and after each one
 
     def run(self) -> int:
-        """Duration of the last iteration in ns."""
+        """Runs the simulation and returns the duration of the last iteration in ns."""
         self.env.process(self.swap_outs())
         self.env.process(self.swap_ins())
         self.env.run(until=self.env.process(self.compute()))
         return self.lasts[-1]
 
     def state(self) -> object:
-        """What the iterations to come depend on, at a boundary and relative to it."""
+        """Returns the state at an iteration boundary that determines all later iterations."""
         copies = sorted((what, c.work - c.rate * (self.env.now - c.since)) for what, c in self.copying.items())
         away = sorted((t, a.before - self.position, a.out) for t, a in self.away.items())
         return copies, away, [t for t, _ in self.queue], sorted(self.host_copy), self.used
 
     def ends(self) -> bool:
-        """Rule 10: a state has come again, and the last iteration is the slowest in between."""
+        """Returns whether a state has repeated and the last iteration is the slowest of the period (rule 10)."""
         *before, present = self.states
         if len(self.lasts) < self.iterations:
             return False
@@ -111,11 +112,11 @@ class Model:
     # ------------------------------------------------------------------------------- taking turns
 
     def turn(self, priority: int) -> simpy.Event:
-        """Later in this instant."""
+        """Returns an event at the current time with the given priority."""
         return self._fire(simpy.Event(self.env), priority)
 
     def after(self, ns: int) -> simpy.Event:
-        """When so much time has passed; without any, when everything that can has started at this instant."""
+        """Returns an event after ``ns``; for 0, after all other starts at the current time."""
         if ns:
             return self.env.timeout(ns)
         if self.round is None or self.round.processed:
@@ -123,25 +124,25 @@ class Model:
         return self.round
 
     def sleep(self, priority: int) -> simpy.Event:
-        """Until something completes."""
+        """Returns an event that fires at the next completion."""
         event = self.asleep[priority] = simpy.Event(self.env)
         return event
 
     def completed(self) -> None:
-        """Wakes all who sleep."""
+        """Wakes all sleeping processes."""
         for priority, event in self.asleep.items():
             self._fire(event, priority)
         self.asleep.clear()
 
     def _fire(self, event: simpy.Event, priority: int) -> simpy.Event:
-        event._ok, event._value = True, None  # Event.succeed, at a priority of our own
+        event._ok, event._value = True, None  # Event.succeed with a custom priority
         self.env.schedule(event, priority)
         return event
 
     # ---------------------------------------------------------------------------------- processes
 
     def compute(self) -> Events:
-        """Rules 1 to 3 and 8: steps in order."""
+        """Runs the steps in order (rules 1 to 3 and 8)."""
         steps = self.schedule.steps
         begin = 0
         while True:
@@ -162,7 +163,7 @@ class Model:
                     self.kernel_ends(step.kernel, step.opens, step.copies)
                 self.completed()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:
-                self.host_copy.discard(t)  # it died; the next iteration writes another
+                self.host_copy.discard(t)  # freed; the next iteration writes a new one
             self.lasts.append(self.env.now - begin)
             begin = self.env.now
             yield self.turn(SETTLED)  # copies that complete at this instant
@@ -171,7 +172,7 @@ class Model:
                 return
 
     def swap_outs(self) -> Events:
-        """Rule 4: first in, first out."""
+        """Runs the swap-outs first in, first out (rule 4)."""
         while True:
             while not self.queue or (self.machine.copy_engines == 1 and (self.copying or self.return_goes_first())):
                 yield self.sleep(START_OUT)
@@ -184,7 +185,7 @@ class Model:
             yield self.turn(START_OUT)
 
     def swap_ins(self) -> Events:
-        """Rules 5 and 6: by next use, when there is room until then."""
+        """Runs the swap-ins in order of next use, once memory suffices until then (rules 5 and 6)."""
         while True:
             while (self.machine.copy_engines == 1 and self.copying) or (coming := self.next_in()) is None:
                 yield self.sleep(START_IN)
@@ -199,7 +200,7 @@ class Model:
             yield self.turn(START_IN)
 
     def copy(self, what: int, lasts: int) -> Events:
-        """One transfer. Where that slows it down, it is disturbed by what starts and ends in the other direction."""
+        """Runs one transfer; its rate changes when a slowing copy in the other direction starts or ends."""
         share = self.machine.d2h_share if what == START_OUT else self.machine.h2d_share
         mine = self.copying[what] = Copy(lasts * ALONE, self.env.now, ALONE)
         if lasts:
@@ -216,7 +217,7 @@ class Model:
         self.disturb(what)
 
     def disturb(self, what: int) -> None:
-        """The direction ``what`` has started or ended: the other has another rate."""
+        """Signals the other direction's copy that a copy in direction ``what`` has started or ended."""
         for other, copy in self.copying.items():
             if other != what and copy.disturbed is not None and not copy.disturbed.triggered:
                 copy.disturbed.succeed()
@@ -224,7 +225,7 @@ class Model:
     # -------------------------------------------------------------------------------------- rules
 
     def kernel_ends(self, k: int, opens: tuple[Swap, ...], copies: tuple[Swap, ...]) -> None:
-        """Gaps open, and copies to the host are enqueued."""
+        """Opens gaps and enqueues swap-outs at the end of kernel ``k``."""
         self.host_copy.difference_update(self.program.kernels[k].outputs)
         for d in opens:
             gone = self.away[d.tensor] = self.leave(d, self.position)
@@ -235,7 +236,7 @@ class Model:
         self.booked[k] = self.residency[k]
 
     def leave(self, d: Swap, position: int) -> Away:
-        """The tensor of ``d`` when its gap opens, at the end of the kernel at ``position``."""
+        """Returns the state of ``d``'s tensor when its gap opens, at the end of the kernel at ``position``."""
         ready = position + 1
         if d.prefetch is not None and d.prefetch != d.after:
             ready = position + (d.prefetch - d.after - 1) % self.n + 2
@@ -243,22 +244,22 @@ class Model:
         return Away(d.tensor, before, ready, d.prefetch is not None, d.sync)
 
     def left(self, gone: Away) -> None:
-        """Its bytes are free."""
+        """Frees the device memory of a tensor whose swap-out is complete."""
         gone.sync, gone.out = False, True
         self.used -= self.size[gone.tensor]
 
     def first_in(self) -> Away | None:
-        """Of what may come back, what is needed first."""
+        """Returns the tensor ready for swap-in that is needed first."""
         waiting = [a for a in self.away.values() if a.out and (self.position >= a.ready or self.position == a.before)]
         return min(waiting, key=lambda a: (a.before, a.tensor), default=None)
 
     def return_goes_first(self) -> bool:
-        """One engine serves in order of issue, but what cannot start yet lets the others go before it."""
+        """Returns whether a single copy engine serves a swap-in next: one issued earlier that can start now."""
         first = self.first_in()
         return first is not None and first.pinned and first.ready < self.queue[0][1] and self.next_in() is first
 
     def next_in(self) -> Away | None:
-        """The swap-in that can start now."""
+        """Returns the swap-in that can start now, or None."""
         first = self.first_in()
         if first is None:
             return None
@@ -268,13 +269,13 @@ class Model:
         for part in reversed(self.ahead(first)):
             full = np.flatnonzero(self.booked[part] > self.limit - nbytes)
             if full.size:
-                # Not before that kernel has ended; the position is the one in the iteration ahead.
+                # Blocked until that kernel ends; its position is in the next n kernels.
                 first.blocked = start + (part.start + int(full[-1]) - start) % self.n
                 return None
         return first
 
     def ahead(self, item: Away) -> list[slice]:
-        """The kernels from now until the item's use, in one or two parts of an iteration."""
+        """Returns the kernels from now until the tensor's use, as one or two slices of an iteration."""
         start, stop = self.position + self.kernel_runs, item.before
         if start >= stop:
             return []
@@ -283,9 +284,9 @@ class Model:
 
 
 def simulate(schedule: Schedule, machine: Machine, limit: int, iterations: int = 1) -> int:
-    """Duration of the steady iteration in ns, as ``Engine.score`` has it; raises MemoryError if infeasible.
+    """Returns the steady iteration's duration in ns, equal to ``Engine.score``; raises MemoryError if infeasible.
 
     Args:
-        iterations: how many are simulated at least.
+        iterations: minimum number of simulated iterations.
     """
     return Model(schedule, machine, limit, iterations).run()

@@ -1,4 +1,4 @@
-"""What a simulator call costs: the engine beside its peers, inside HOME's search, and under the environment."""
+"""Times simulator calls: the engine against SimPy and the reference, in HOME's search, and in the environment."""
 
 from __future__ import annotations
 
@@ -28,22 +28,26 @@ from simulator.schedule import lower
 
 
 def swap_all(program: Program, gaps: list[Gap]) -> Plan:
-    """The plan that swaps a tensor out in each of the gaps."""
+    """Returns the plan that swaps each gap's tensor out during the gap."""
     return Plan(tuple(Swap(*gap) for gap in gaps), program.fingerprint)
 
 
 def simulation(
     program: Program, plan: Plan, machine: Machine, calls: int, limit: int | None = None
 ) -> dict[str, float]:
-    """One plan in the engine, in SimPy and in the reference: the median call, and the ratios.
+    """Times one plan in the engine, in SimPy and in the reference simulator.
 
-    The engine and the reference lower the plan in every call; SimPy is given its schedule.
+    The engine and the reference lower the plan in every call; SimPy receives the lowered schedule.
 
     Args:
-        limit: bytes; None: 65 % of the peak, or what the plan needs.
+        calls: timed engine calls.
+        limit: memory limit in bytes; None: 65 % of the peak, or more if the plan needs more.
+
+    Returns:
+        Median engine call in µs and its speedup over the two others.
 
     Raises:
-        AssertionError: the three disagree.
+        AssertionError: if the three simulators disagree on the iteration time.
     """
     if limit is None:
         needed = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
@@ -70,12 +74,12 @@ def simulation(
 
 
 def planned(program: Program, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> Plan:
-    """The plan of ``calls`` steps of annealing."""
+    """Returns the plan found by ``calls`` steps of annealing."""
     return agents.make("annealing", mode=mode, calls=calls, seed=seed).plan(program, machine, limit)
 
 
 def searching(program: Program, plan: Plan, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> float:
-    """Simulator calls a second of annealing from a plan, all of its work included; the best of three."""
+    """Returns annealing's simulator calls per second, including all other work of the search (best of three)."""
     engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
     start_ns = engine.score(rows).iteration_ns
     rates = []
@@ -88,8 +92,10 @@ def searching(program: Program, plan: Plan, machine: Machine, limit: int, mode: 
 
 
 def batches(program: Program, plan: Plan, machine: Machine, limit: int, plans: int, seed: int) -> float:
-    """How many times as fast ``Engine.scores`` is on all cores as on one, for plans with most of the decisions of one;
-    the best of five."""
+    """Returns the speedup of ``Engine.score_batch`` on all cores over one core (best of five).
+
+    The batch has ``plans`` random subsets of the plan's decisions.
+    """
     engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
     kept = np.random.default_rng(seed).random((plans, len(rows))) < 0.97
     every, lengths = np.concatenate([rows[k] for k in kept]), kept.sum(axis=1)
@@ -103,13 +109,16 @@ def batches(program: Program, plan: Plan, machine: Machine, limit: int, plans: i
 def home_search(
     program: Program, machine: Machine, particles: int, iterations: int, seed: int, limit: float = 0.6
 ) -> dict[str, float]:
-    """One search of HOME in this process, in seconds, and that over its simulator calls.
+    """Times one search of HOME in this process: seconds in total and µs per simulator call.
+
+    Args:
+        limit: memory limit as a fraction of the peak.
 
     Raises:
-        Infeasible: HOME has no plan within ``limit`` (a fraction of the peak).
+        Infeasible: if HOME finds no plan within the limit.
     """
     limit_bytes = int(limit * program.peak_bytes)
-    with contextlib.suppress(Infeasible):  # two particles compile, and need not find a plan
+    with contextlib.suppress(Infeasible):  # warm-up that compiles the code; it may find no plan
         HOME(particles=2, iterations=1, jobs=1).plan(program, machine, limit_bytes)
     planner = HOME(particles, iterations, jobs=1, seed=seed)
     seconds = timeit.timeit(lambda: planner.plan(program, machine, limit_bytes), gc.enable, number=1)
@@ -118,7 +127,7 @@ def home_search(
 
 @jit
 def pick_valid(masks, draws, chosen):  # type: ignore[no-untyped-def]
-    """A random valid action of each mask, by a draw from [0, 1) each."""
+    """Chooses a random valid action per mask, from one draw in [0, 1) each; writes into ``chosen``."""
     for i in range(masks.shape[0]):
         left = int(draws[i] * masks[i].sum())
         for node in range(masks.shape[1]):
@@ -131,13 +140,15 @@ def pick_valid(masks, draws, chosen):  # type: ignore[no-untyped-def]
 def environment(
     program: Program, machine: Machine, limit: float, num_envs: int, steps: int, seed: int
 ) -> dict[str, dict[str, int]]:
-    """Steps a second of GpuMemory-v0 under random valid actions, resets included and drawing not; the best of five.
+    """Returns the steps per second of GpuMemory-v0 under random valid actions (best of five).
 
-    Beside it Gymnasium's CartPole: one, as many in a SyncVectorEnv, and as many in its vector environment in NumPy.
+    Resets count, drawing actions does not. For comparison, Gymnasium's CartPole is timed as a single environment, in a
+    SyncVectorEnv and as its NumPy vector environment.
 
     Args:
-        num_envs: walks in a batch.
-        steps: of each timing, in all.
+        limit: memory limit as a fraction of the peak.
+        num_envs: environments in a batch.
+        steps: total steps of each timing.
     """
     import gymnasium
 
@@ -163,7 +174,7 @@ def environment(
 
 
 def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:
-    """Of an environment, or a vector environment that begins episodes anew by itself."""
+    """Returns the steps per second of an environment or of a vector environment with autoreset."""
     vector, generator = hasattr(env, "num_envs"), np.random.default_rng(seed)
     _, info = env.reset(seed=seed)
     chosen, best = np.zeros(num_envs, np.int64), 0.0

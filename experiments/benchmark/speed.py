@@ -1,8 +1,8 @@
-"""The suite ``speed``: of simulator, capture, environment and allocators, on one core but for ``scores_speedup`` and
-batches of environments.
+"""Suite ``speed``: timings of the simulator, capture, environment and allocators.
 
-What it finds, and how each is measured: experiments/README.md. The engine, the SimPy model and the reference must agree
-on the iteration to the nanosecond, or there is no number.
+All timings use one core, except ``scores_speedup`` and batches of environments. Results and methods:
+experiments/README.md. The engine, the SimPy model and the reference must agree on the iteration time in ns, else the
+suite fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.program import Program
 
-# HOME, Table 3. Its ResNet does not say how deep it is.
+# Source: HOME, Table 3. The paper does not state the depth of its ResNet.
 HOME_PAPER = {
     "home_paper_search_s": {"vgg16": 25, "resnet50": 10},
     "home_paper_call_us": {"vgg16": 1400, "resnet50": 600, "average": 4700},
@@ -44,7 +44,7 @@ HOME_PAPER = {
 
 
 def measured(cfg: DictConfig) -> dict[str, Any]:
-    """All of it, by the settings ``speed``; raises UsageError, FormatError or WorkloadError where one is wrong."""
+    """Runs the suite with the settings ``speed``; raises UsageError, FormatError or WorkloadError if one is invalid."""
     os.environ["OMP_NUM_THREADS"] = "1"
     machine = Machine.load(str(cfg.machine))
     calls = cli.integer(cfg, "calls", 1)
@@ -90,7 +90,7 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
 
 
 def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: float) -> dict[str, float]:
-    """What is timed, in order, and about the seconds that each takes by default."""
+    """Returns the timed stages in order, with their approximate seconds under default settings."""
     return {
         **{f"simulating {name}": 12.0 for name in networks},
         **{f"timing plans of {name}": 10.0 for name in tasks},
@@ -103,7 +103,7 @@ def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: flo
 
 
 def first_command(workload: str) -> dict[str, float]:
-    """s of ``evaluate`` with one planner, with nothing compiled (``cold``) and once more (``warm``)."""
+    """Times ``evaluate`` with one planner in s: without a compilation cache (``cold``) and with it (``warm``)."""
     spent = {}
     with tempfile.TemporaryDirectory() as folder:
         for which in ("cold", "warm"):
@@ -119,12 +119,17 @@ def plans(
     tasks: dict[str, dict[str, Any]], programs: dict[str, Program], machine: Machine, calls: int, plan_calls: int,
     seed: int, begin: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Timings of plans that a planner made, by name.
+    """Times simulator calls and searches for plans of annealing.
 
     Args:
-        tasks: a program (a file in the repository, or a workload), limit and mode, by name.
-        programs: those that are there already, by workload.
-        begin: told of each.
+        tasks: program (a file in the repository or a workload), limit and mode, by task name.
+        programs: programs captured so far, by workload; missing ones are added.
+        calls: simulator calls of each timing.
+        plan_calls: simulator calls for making a plan.
+        begin: called with each stage's name.
+
+    Returns:
+        Timing -> task name -> value.
     """
     keys = ("plan_us", "plan_speedup_vs_simpy", "plan_speedup_vs_reference", "search_calls_per_s", "scores_speedup")
     found: dict[str, dict[str, float]] = {key: {} for key in keys}
@@ -148,7 +153,7 @@ def plans(
 
 
 def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program]:
-    """The best of some captures of a workload in seconds, and its program; raises as ``cli.workload``."""
+    """Returns the shortest capture time of a workload in seconds and its program; raises as ``cli.workload``."""
     from experiments import workloads
 
     config, programs = cli.workload(name), list[Program]()

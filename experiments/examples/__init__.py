@@ -1,1 +1,1 @@
-"""Programs to be read from top to bottom."""
+"""Single-file example programs."""

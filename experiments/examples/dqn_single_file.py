@@ -1,9 +1,9 @@
-"""A masked DQN with structure2vec on GpuMemory-v0 in one file, in the manner of CleanRL: PyTorch and NumPy only.
+"""Trains a masked DQN with structure2vec on GpuMemory-v0 in one file (CleanRL style, PyTorch and NumPy only).
 
     python -m experiments.examples.dqn_single_file --steps 20000 --seed 0
 
-After "GPU memory management for neural networks using deep Q-network" (2020), equations 1 to 5, with a target network.
-Shapes: N nodes, E edges, B states, F features, p embedding size.
+Source: "GPU memory management for neural networks using deep Q-network" (2020), equations 1 to 5, plus a target
+network. Shapes: N nodes, E edges, B states, F features, p embedding size.
 """
 
 import argparse
@@ -20,34 +20,34 @@ import envs  # noqa: F401  # registers GpuMemory-v0
 from experiments.common import report
 from experiments.common.curves import Curve
 
-MASKED = -1e8  # the value of an action that may not be taken; not -inf, because 0 * -inf is not a number
+MASKED = -1e8  # value of an invalid action; not -inf, because 0 * -inf is NaN
 
 
 @dataclass
 class Args:
-    steps: int = 20_000  # of all environments
+    steps: int = 20_000  # total over all environments
     seed: int = 0
-    limit: float = 0.7  # of the peak of the built-in task
+    limit: float = 0.7  # fraction of the peak of the built-in task
     num_envs: int = 8
-    size: int = 16  # p
-    rounds: int = 3  # of message passing
+    size: int = 16  # embedding size p
+    rounds: int = 3  # rounds of message passing
     learning_rate: float = 1e-3
     buffer: int = 10_000  # transitions
     batch: int = 32
     warm_up: int = 1_000  # steps before the first update
     target_every: int = 800  # steps
-    explore: float = 0.3  # share of the steps over which epsilon falls from 1 to 0.02
+    explore: float = 0.3  # fraction of the steps over which epsilon decays from 1 to 0.02
     reward_scale: float = 10.0
-    greedy_every: int = 2_000  # steps, each a simulator call, between two walks of the greedy policy
-    curve: str = ""  # a file for the scalars of these: curve.json, as figure=learning reads it
+    greedy_every: int = 2_000  # steps (one simulator call each) between evaluations of the greedy policy
+    curve: str = ""  # learning-curve file for figure=learning, e.g. curve.json
 
 
 class QNetwork(nn.Module):
-    """structure2vec: Q (B, N) of every node, MASKED where it may not be taken."""
+    """structure2vec network: Q (B, N) of every node, MASKED for invalid actions."""
 
     def __init__(self, edges: np.ndarray, weights: np.ndarray, features: int, p: int, rounds: int):
         super().__init__()
-        self.source, self.target = torch.from_numpy(edges)  # (E,) each; every node is its own neighbour, too
+        self.source, self.target = torch.from_numpy(edges)  # (E,) each; every node is also its own neighbor
         self.weights, self.rounds = torch.from_numpy(weights)[:, None], rounds
         self.own, self.neighbours = nn.Linear(features, p), nn.Linear(p, p, bias=False)
         self.edge, self.edges = nn.Linear(1, p, bias=False), nn.Linear(p, p, bias=False)
@@ -55,15 +55,15 @@ class QNetwork(nn.Module):
         self.mix, self.q = nn.Linear(3 * p, p), nn.Linear(p, 1)
 
     def gather(self, messages: Tensor, n: int) -> Tensor:
-        """The sum at every node of the messages on its edges: (B, E, p) -> (B, N, p)."""
+        """Sums the messages on each node's edges: (B, E, p) -> (B, N, p)."""
         return messages.new_zeros(len(messages), n, messages.shape[2]).index_add(1, self.target, messages)
 
     def forward(self, nodes: Tensor, current: Tensor, mask: Tensor) -> Tensor:
-        """nodes (B, N, F), current (B,), mask (B, N)."""
+        """Returns Q (B, N) from nodes (B, N, F), current (B,) and mask (B, N)."""
         n = nodes.shape[1]
         fixed = self.own(nodes) + self.edges(self.gather(self.edge(self.weights).relu()[None], n))
         s = fixed.relu()
-        for _ in range(self.rounds - 1):  # equation 1: a node's state, of its features, neighbours and edges
+        for _ in range(self.rounds - 1):  # equation 1: node embeddings from features, neighbors and edges
             s = (fixed + self.neighbours(self.gather(s[:, self.source], n))).relu()
         graph = torch.cat([self.all(s.mean(1)), self.here(s[torch.arange(len(s)), current])], 1)  # equation 2
         both = torch.cat([graph[:, None].expand(-1, n, -1), self.node(s)], 2)
@@ -71,13 +71,13 @@ class QNetwork(nn.Module):
 
 
 def state_of(observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the network reads: nodes, current, mask."""
+    """Returns the network's inputs: nodes, current, mask."""
     nodes, current, mask = (observation[key] for key in ("nodes", "current", "action_mask"))
     return torch.from_numpy(nodes.copy()), torch.from_numpy(current.copy()), torch.from_numpy(mask != 0)
 
 
 def main(args: Args) -> float:
-    """Trains, and returns the overhead of the greedy plan (infinite where it is a dead end)."""
+    """Trains and returns the overhead of the greedy plan (infinite if it is infeasible)."""
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
@@ -92,14 +92,14 @@ def main(args: Args) -> float:
     target.load_state_dict(q.state_dict())
     optimizer = torch.optim.Adam(q.parameters(), args.learning_rate)
 
-    # The buffer is a ring: a row of each tensor is a transition.
+    # The replay buffer is a ring: row i of each tensor belongs to transition i.
     size = args.buffer
     here, there = ([torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in state_of(observation)] for _ in range(2))
     taken, rewards, ends = torch.zeros(size, dtype=torch.long), torch.zeros(size), torch.zeros(size)
     stored, episodes, returns = 0, 0, np.zeros(args.num_envs)
 
     for step in range(0, args.steps, args.num_envs):
-        # Epsilon-greedy, both among what may be taken.
+        # Epsilon-greedy among the valid actions.
         epsilon = max(0.02, 1 - 0.98 * step / (args.explore * args.steps))
         state = state_of(observation)
         with torch.no_grad():
@@ -117,7 +117,7 @@ def main(args: Args) -> float:
         returns += reward
         for ended in np.flatnonzero(terminated):
             episodes += 1
-            curve.episode(info["overhead"][ended])  # NaN in a dead end
+            curve.episode(info["overhead"][ended])  # NaN if the plan is infeasible
             if episodes % 50 == 0:
                 print(f"step {step:,}, episode {episodes:,}: return {returns[ended]:.4f}, epsilon {epsilon:.2f}")
             returns[ended] = 0.0
@@ -148,7 +148,7 @@ def main(args: Args) -> float:
 
 
 def greedy_overhead(q: QNetwork, limit: float) -> float:
-    """Of the walk that takes the action of the highest value every time; NaN in a dead end."""
+    """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
     env = gymnasium.make_vec("GpuMemory-v0", 1, "vector_entry_point", limit=limit)
     observation, info = env.reset()
     over = False
@@ -160,7 +160,7 @@ def greedy_overhead(q: QNetwork, limit: float) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="masked DQN on GpuMemory-v0")
+    parser = argparse.ArgumentParser(description="Trains a masked DQN on GpuMemory-v0.")
     for f in fields(Args):
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     main(Args(**vars(parser.parse_args())))

@@ -1,8 +1,8 @@
-"""Training by the ``Trainer`` of Hugging Face under a memory limit.
+"""Trains with Hugging Face's ``Trainer`` under a memory limit.
 
     python -m experiments.examples.hf_trainer --memory 60% --steps 20
 
-A script for ``transformers.Trainer`` with two lines changed: the import, and the class with ``memory=``
+The script differs from one for ``transformers.Trainer`` in two lines: the import and the class with ``memory=``
 (executor/integrations/README.md).
 """
 
@@ -19,25 +19,25 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
 from executor.fit import FitError
-from executor.integrations import PlannedTrainer  # for: from transformers import Trainer
+from executor.integrations import PlannedTrainer  # instead of: from transformers import Trainer
 from simulator import FormatError
 
 
 def model_and_data(samples: int, lengths: Sequence[int] = (64,)) -> tuple[GPT2LMHeadModel, list[dict[str, Tensor]]]:
-    """A small GPT-2, nothing downloaded, and random tokens: texts of these lengths (at most 64) in turns."""
+    """Returns a small untrained GPT-2 and random token sequences, cycling through ``lengths`` (at most 64 each)."""
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     texts = [torch.randint(256, (lengths[i % len(lengths)],)) for i in range(samples)]
     return GPT2LMHeadModel(config), [{"input_ids": text, "labels": text.clone()} for text in texts]
 
 
 def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch as long as its longest text; what is padded counts for no loss."""
+    """Pads a batch to its longest sequence; padding does not contribute to the loss."""
     return {key: pad_sequence([sample[key] for sample in samples], True, value)
             for key, value in (("input_ids", 0), ("labels", -100))}  # fmt: skip
 
 
 def train(memory: int | float | str, steps: int, out: Path, accumulate: int, lengths: Sequence[int]) -> PlannedTrainer:
-    """Trains for so many steps."""
+    """Trains for ``steps`` steps of ``accumulate`` micro-batches under a memory limit and returns the trainer."""
     set_seed(0)
     model, data = model_and_data(steps * 8 * accumulate, lengths)
     arguments = TrainingArguments(
@@ -47,17 +47,17 @@ def train(memory: int | float | str, steps: int, out: Path, accumulate: int, len
     )  # fmt: skip
     trainer = PlannedTrainer(
         model, arguments, train_dataset=data, data_collator=padded, memory=memory
-    )  # for: Trainer(…)
+    )  # instead of: Trainer(…)
     trainer.train()
     return trainer
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--memory", default="60%", help="24GiB, or a part of what a step needs (60%%)")
+    parser.add_argument("--memory", default="60%", help="memory limit: 24GiB, or part of a step's need (60%%)")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64], help="of texts, at most 64")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64], help="sequence lengths in tokens, at most 64")
     chosen = parser.parse_args(arguments)
     try:
         with TemporaryDirectory() as out:

@@ -1,11 +1,11 @@
-"""A masked PPO with a flat MLP on a task of GpuMemory in one file, in the manner of CleanRL: PyTorch and NumPy only.
+"""Trains a masked PPO with an MLP on a GpuMemory task in one file (CleanRL style, PyTorch and NumPy only).
 
     python -m experiments.examples.ppo_single_file --task GpuMemory/vgg16-45-v0 --steps 400000 --seed 0
 
-After "Proximal policy optimization algorithms" (2017), equations 7 and 9, and generalised advantages (2015), equation
-16; "A closer look at invalid action masking in policy gradient algorithms" (2020): logits of what may not be taken are
-MASKED when an action is drawn and when it is learned from. It knows one program by heart and says nothing about others.
-Shapes: N nodes, M environments, T steps of each between updates, F features.
+Sources: "Proximal policy optimization algorithms" (2017), equations 7 and 9; generalized advantage estimation (2015),
+equation 16; "A closer look at invalid action masking in policy gradient algorithms" (2020): logits of invalid actions
+are MASKED in sampling and in the update. The policy fits one program and does not transfer to others.
+Shapes: N nodes, M environments, T steps per environment between updates, F features.
 """
 
 import argparse
@@ -23,37 +23,37 @@ import envs  # noqa: F401  # registers GpuMemory/…
 from envs.graph import ACTION, PRESSURE, STUCK, VALID
 from experiments.common.curves import Curve
 
-MASKED = -1e8  # a logit; not -inf, because 0 * -inf is not a number
+MASKED = -1e8  # logit of an invalid action; not -inf, because 0 * -inf is NaN
 
 
 @dataclass
 class Args:
     task: str = "GpuMemory/vgg16-45-v0"
-    steps: int = 400_000  # of all environments
+    steps: int = 400_000  # total over all environments
     seed: int = 0
-    reward: str = "paper"  # causal; or episodic: all of it with the last step
-    actions: str = "paper"  # copy, keep, at, full: with these forms
-    min_bytes: int = 2**20  # smaller tensors stay, and are no decisions
+    reward: str = "paper"  # or causal, or episodic (the whole reward at the last step)
+    actions: str = "paper"  # or copy, keep, at, full: action spaces with more forms
+    min_bytes: int = 2**20  # smaller tensors stay resident and offer no action
     num_envs: int = 64  # M
     num_steps: int = 64  # T
     hidden: int = 256
-    learning_rate: float = 1e-3  # falls to 0
+    learning_rate: float = 1e-3  # decays to 0
     epochs: int = 4
     minibatches: int = 8
-    gamma: float = 1.0  # an episode ends, and its returns are overheads
+    gamma: float = 1.0  # undiscounted: episodes are finite and returns are overheads
     gae_lambda: float = 0.95
     clip: float = 0.2
-    entropy: float = 0.01  # falls to 0
+    entropy: float = 0.01  # decays to 0
     value: float = 0.5
     max_grad_norm: float = 0.5
     reward_scale: float = 10.0
-    worst: float = -1.0  # rewards are cut there: a dead end's would drown all others
-    greedy_every: int = 10_000  # simulator calls between two walks of the greedy policy
-    curve: str = ""  # a file for the scalars of these: curve.json, as figure=learning reads it
+    worst: float = -1.0  # lower bound of rewards, because that of an infeasible plan would dominate
+    greedy_every: int = 10_000  # simulator calls between evaluations of the greedy policy
+    curve: str = ""  # learning-curve file for figure=learning, e.g. curve.json
 
 
 class Agent(nn.Module):
-    """Logits (B, N) and value (B,) of states (B, inputs)."""
+    """Actor with logits (B, N) and critic with value (B, 1) for states (B, inputs)."""
 
     def __init__(self, inputs: int, nodes: int, hidden: int):
         super().__init__()
@@ -67,13 +67,16 @@ class Agent(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def policy(self, states: Tensor, masks: Tensor) -> Categorical:
-        """Of what may be taken."""
+        """Returns the policy (B, N) over valid actions."""
         return Categorical(logits=torch.where(masks, self.actor(states), MASKED))
 
 
 class States:
-    """What the network reads of an observation: of every action whether it may be taken and has been, the planned
-    residency at every node, and where the walk is."""
+    """Converts observations to network inputs.
+
+    Inputs: validity of every action, planned memory pressure at every node, distance to the kernel at which the walk
+    gets stuck, and position of the walk.
+    """
 
     def __init__(self, observation: dict[str, np.ndarray]):
         self.acts = np.flatnonzero(observation["nodes"][0, :, ACTION] > 0)
@@ -86,14 +89,14 @@ class States:
 
 
 def environment(args: Args, count: int, **options: str) -> gymnasium.vector.VectorEnv:
-    """So many environments."""
+    """Returns a vector environment of ``count`` environments."""
     reward = "causal" if args.reward == "episodic" else args.reward
     return gymnasium.make_vec(args.task, count, "vector_entry_point", reward=reward, actions=args.actions,
                               min_bytes=args.min_bytes, **options)  # fmt: skip
 
 
 def main(args: Args) -> float:
-    """Trains, and returns the overhead of the greedy plan (NaN in a dead end)."""
+    """Trains and returns the overhead of the greedy plan (NaN if it is infeasible)."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     env = environment(args, args.num_envs, autoreset_mode="SameStep")
@@ -111,14 +114,14 @@ def main(args: Args) -> float:
     curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
                   args.greedy_every)  # fmt: skip
     updates, best, begin, calls = args.steps // (m * t), float("inf"), time.perf_counter(), 0
-    owed = np.zeros(m)  # of episodic rewards
+    owed = np.zeros(m)  # accumulated rewards with reward=episodic
 
     for update in range(updates):
         left = 1 - update / updates
         optimizer.param_groups[0]["lr"] = left * args.learning_rate
         found: list[float] = []
 
-        for k in range(t):  # a roll-out of T steps
+        for k in range(t):  # rollout of T steps
             with torch.no_grad():
                 policy = agent.policy(state, mask)
                 action = policy.sample()
@@ -129,9 +132,9 @@ def main(args: Args) -> float:
                 owed += reward
                 reward = np.where(terminated, owed, 0.0)
                 owed[terminated] = 0.0
-            calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one at the end of an episode
+            calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one call at the end of an episode
             if terminated.any():
-                for overhead in info["final_info"]["overhead"][terminated]:  # NaN in a dead end
+                for overhead in info["final_info"]["overhead"][terminated]:  # NaN if the plan is infeasible
                     curve.episode(overhead)
                 found += info["final_info"]["overhead"][terminated & info["final_info"]["feasible"]].tolist()
             rewards[k] = torch.from_numpy(args.reward_scale * np.maximum(reward, args.worst)).float()
@@ -166,7 +169,7 @@ def main(args: Args) -> float:
         curve.maybe(calls, lambda: greedy(args, agent, states_of))
         best = min([best, *found])
         if found and (update % max(1, updates // 10) == 0 or update == updates - 1):
-            print(f"step {(update + 1) * m * t:,}: overhead {np.mean(found):.2%} in the mean of {len(found)} episodes, "
+            print(f"step {(update + 1) * m * t:,}: mean overhead {np.mean(found):.2%} over {len(found)} episodes, "
                   f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
 
     overhead = greedy(args, agent, states_of)
@@ -176,7 +179,7 @@ def main(args: Args) -> float:
 
 
 def greedy(args: Args, agent: Agent, states_of: States) -> float:
-    """Overhead of the walk that takes the likeliest action every time; NaN in a dead end."""
+    """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
     env = environment(args, 1)
     observation, info = env.reset(seed=0)
     over = False
@@ -189,7 +192,7 @@ def greedy(args: Args, agent: Agent, states_of: States) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="masked PPO on GpuMemory")
+    parser = argparse.ArgumentParser(description="Trains a masked PPO on GpuMemory.")
     for f in fields(Args):
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     main(Args(**vars(parser.parse_args())))

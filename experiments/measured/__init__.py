@@ -1,1 +1,1 @@
-"""Published measurements of GPUs beside what the simulator says; the data and their sources: tests/data/measured."""
+"""Compares published GPU measurements with the simulator's predictions; data and sources: tests/data/measured."""

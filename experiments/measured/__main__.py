@@ -1,12 +1,12 @@
-"""Fits the model of kernel times, and measures a network's step on your GPU.
+"""Fits the kernel-time model and measures a network's training step on your GPU.
 
-    python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
-    python -m experiments.measured replays                    # plans that an H200 replayed: predicted and measured
+    python -m experiments.measured fit                        # coefficients of the kernel-time model and their errors
+    python -m experiments.measured replays                    # plans replayed on an H200: predicted and measured
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
     python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
 
-`profile` writes the device, the software, and each kernel's time with shapes and types; no names of modules, paths or
-hosts. figure=measured shows every such file in tests/data/measured.
+`profile` writes the device, software versions, and each kernel's time, shapes and types, but no module names, paths or
+host names. figure=measured plots all such files in tests/data/measured.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from simulator.files import FormatError, write_text
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the command line's parser."""
+    """Returns the command-line parser."""
     out = argparse.ArgumentParser(
         "experiments.measured", description=str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = out.add_subparsers(dest="command", required=True)
-    commands.add_parser("fit", help="the coefficients in configs/machine, fitted anew, and their errors")
-    commands.add_parser("replays", help="plans that an H200 replayed, predicted and measured")
-    one = commands.add_parser("profile", help="measures a network's step")
-    one.add_argument("network", help="of experiments/validate_gpu/networks.py, or pkg.mod:factory")
+    commands.add_parser("fit", help="refit the coefficients in configs/machine and print their errors")
+    commands.add_parser("replays", help="compare predicted and measured times of plans replayed on an H200")
+    one = commands.add_parser("profile", help="measure a network's training step")
+    one.add_argument("network", help="name in experiments/validate_gpu/networks.py, or pkg.mod:factory")
     one.add_argument("out", type=Path, help="JSON file to write")
-    one.add_argument("--machine", required=True, help="preset of configs/machine that it is compared with")
-    one.add_argument("--source", required=True, help="who measured it, or where it is published, in a line")
-    one.add_argument("--licence", required=True, help="under which it may be passed on, as in CC0-1.0")
-    one.add_argument("--name", default="", help="of the workload; the network's")
+    one.add_argument("--machine", required=True, help="preset of configs/machine to compare with")
+    one.add_argument("--source", required=True, help="author or publication of the measurement, in one line")
+    one.add_argument("--licence", required=True, help="license of the measurement, e.g. CC0-1.0")
+    one.add_argument("--name", default="", help="name of the workload (default: the network's)")
     one.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    one.add_argument("--rates", type=Path, help="YAML file of executor.calibrate")
-    one.add_argument("--cache", default="cold", help="cold, hot or step, what the kernels find in it")
+    one.add_argument("--rates", type=Path, help="YAML file written by executor.calibrate")
+    one.add_argument("--cache", default="cold", help="state of the L2 cache before each kernel: cold, hot or step")
     one.add_argument("--repeats", type=int, default=7, help="runs of each kernel")
-    one.add_argument("--steps", type=int, default=10, help="eager steps that are timed")
+    one.add_argument("--steps", type=int, default=10, help="timed eager steps")
     return out
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Runs the command and returns its exit status."""
     options = parser().parse_args(words)
     from executor import CaptureError
     from executor.capture.profile import ProfileError
     from executor.memory.context import ContextError
-    from experiments.workloads import WorkloadError  # PyTorch: not for --help
+    from experiments.workloads import WorkloadError  # imports PyTorch, which --help does not need
 
     try:
         {"fit": _fit, "replays": _replays, "profile": _profile}[options.command](options)
@@ -68,16 +68,16 @@ def _fit(options: argparse.Namespace) -> None:
     for found in (fit.h100(), fit.of_v100(), fit.h200()):
         _print_table(*fit.table(found), title=found.machine)
         (_, middle, spread, total), held = found.errors, found.held_out
-        print(f"{found.machine}: the step {total:+.1%}")
+        print(f"{found.machine}: error of the step {total:+.1%}")
         if spread is not None:
-            print(f"error: {spread:.3f}, the standard deviation of ln(measured / modelled)")
-            print(f"kernels of at least 20 us: median {middle:.1%}")
+            print(f"standard deviation of ln(measured / modelled): {spread:.3f}")
+            print(f"kernels of at least 20 us: median error {middle:.1%}")
         if held:
-            print(f"by coefficients not fitted to them: {held.spread:.3f}; median {held.middle:.1%}, "
+            print(f"held-out kernels: standard deviation {held.spread:.3f}, median {held.middle:.1%}, "
                   f"sum {held.total:+.1%}, {held.kernels} kernels")  # fmt: skip
         for one in found.networks:
-            print(f"{one.workload}: sum {one.fitted:+.1%}, left out {one.left_out:+.1%}; median {one.middle:.1%}, "
-                  f"left out {one.left_middle:.1%}")  # fmt: skip
+            print(f"{one.workload}: sum {one.fitted:+.1%}, held out {one.left_out:+.1%}; median {one.middle:.1%}, "
+                  f"held out {one.left_middle:.1%}")  # fmt: skip
 
 
 def _replays(options: argparse.Namespace) -> None:
@@ -86,12 +86,12 @@ def _replays(options: argparse.Namespace) -> None:
     rows = replays()
     heads = ("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
     _print_table(heads, [
-        (row.workload, f"{row.fraction:.0%}", row.planner + (" (remade)" if row.remade else ""),
+        (row.workload, f"{row.fraction:.0%}", row.planner + (" (recomputed)" if row.remade else ""),
          f"{row.predicted_ns / 1e6:.2f} ms", f"{row.measured_ns / 1e6:.2f}", f"{row.error:+.1%}",
          f"{row.before_ns / row.measured_ns - 1:+.1%}") for row in rows
     ])  # fmt: skip
     errors = [abs(row.error) for row in rows]
-    print(f"mean {sum(errors) / len(errors):.1%}, worst {max(errors):.1%} of {len(rows)} plans")
+    print(f"|error|: mean {sum(errors) / len(errors):.1%}, worst {max(errors):.1%} over {len(rows)} plans")
 
 
 def _print_table(heads: Sequence[str], lines: Iterable[Sequence[str]], title: str | None = None) -> None:

@@ -1,12 +1,12 @@
-"""Fits the coefficients of the model of kernel times (executor/capture/durations.py) to measurements.
+"""Fits the coefficients of the kernel-time model (executor/capture/durations.py) to measurements.
 
-1. *H100*: least squares of ln(modelled / measured) over the operators of a trace of at least LEAST_US, one group of
-   coefficients after the other, with a soft-l1 loss. The better of two fits, from each of STARTS.
-2. *V100*: only sums over kinds of kernels are published. Each coefficient makes the sum of its kinds exact.
-3. *H200*: the same residuals over all kernels of three profiled steps at once, each weighted by its part of its step.
-   Each network is also left out in turn. Coefficients on which no kernel depends stay as the H100's.
+1. *H100*: least squares of ln(modelled / measured) with a soft-l1 loss over a trace's operators of at least LEAST_US,
+   one group of coefficients after the other; the better fit of two initial values (STARTS).
+2. *V100*: only sums per kind of kernel are published. Each coefficient makes the sum of its kinds exact.
+3. *H200*: the same residuals over all kernels of three profiled steps, weighted by their share of the step's time.
+   Each network is also held out in turn. Coefficients that affect no kernel keep the H100's values.
 
-Coefficients that no measurement determines stay as in the machine's file, which names their source.
+Coefficients without a measurement keep the value in the machine's file, which names its source.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from simulator.files import load_json
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
 
-STARTS = (0.4, 8.0), (0.7, 20.0)  # of shares, and of the two counts of channels
+STARTS = (0.4, 8.0), (0.7, 20.0)  # initial values of shares and of the channel counts (CHANNELS)
 CHANNELS = ("norm_channels", "conv_channels")
-OUTLIER = 0.1  # of ln(modelled / measured): from here on an error counts less
-PLACES = 3  # decimals in a machine's file
-# Coefficients fitted to profiled steps of an H200, with their initial values; None: the H100's.
+OUTLIER = 0.1  # soft-l1 scale: larger |ln(modelled / measured)| count less
+PLACES = 3  # decimals of coefficients in a machine's file
+# Coefficients fitted to profiled steps of an H200, with their initial values; None: the H100's value.
 STEP_STARTS: dict[str, float | None] = {
     **dict.fromkeys((
         "launch_ns", "elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
@@ -39,7 +39,7 @@ STEP_STARTS: dict[str, float | None] = {
     )),
     "attention_backward": 0.4, "unaligned": 0.3, "columns": 0.5, "row_ns": 300.0, "element_flops": 150.0,
 }  # fmt: skip
-UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # no shares of a peak
+UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # not shares of a peak: may exceed 1
 Which = Callable[[Operator], bool]
 
 
@@ -47,7 +47,7 @@ def _named(*parts: str) -> Which:
     return lambda row: any(part in row.name for part in parts)
 
 
-# Groups of coefficients and the operators that they are fitted to, in this order: pooling needs the elementwise share.
+# Groups of coefficients with the operators they are fitted to; ordered, because pooling needs the elementwise share.
 GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     "elementwise": (
         ("elementwise",),
@@ -64,7 +64,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     ),
 }
 
-# Coefficient -> the kinds whose sum determines it.
+# Coefficient -> kinds of kernels whose total time determines it.
 KINDS = {
     "elementwise": ("relu fwd", "relu bwd", "residual add fwd", "gradient add"), "norm": ("bn fwd", "bn bwd"),
     "pool": ("maxpool fwd",), "pool_backward": ("maxpool bwd",), "conv_float32": ("conv fwd",),
@@ -73,12 +73,13 @@ KINDS = {
 
 
 class Errors(NamedTuple):
-    """Errors of modelled kernels.
+    """Errors of modelled kernel times.
 
     Attributes:
+        kernels: number of kernels.
         middle: median of |modelled / measured - 1|; None if only a sum is published.
-        spread: standard deviation of ln(modelled / measured); None likewise.
-        total: sum modelled over sum measured, less 1.
+        spread: standard deviation of ln(modelled / measured); None if only a sum is published.
+        total: modelled sum / measured sum - 1.
     """
 
     kernels: int
@@ -88,19 +89,24 @@ class Errors(NamedTuple):
 
     @classmethod
     def from_times(cls, modelled: Sequence[float], measured: Sequence[float]) -> Errors:
-        """Returns the errors of kernels with two times each."""
+        """Returns the errors of kernels from their modelled and measured times."""
         ours, us = np.array(modelled), np.array(measured)
         return cls.from_ratios(ours / us, float(ours.sum() / us.sum() - 1))
 
     @classmethod
     def from_ratios(cls, ratios: NDArray[np.float64], total: float) -> Errors:
-        """Returns the errors of kernels with these modelled over measured times."""
+        """Returns the errors of kernels from the ratios modelled / measured and the error of the sum."""
         return cls(len(ratios), _middle(ratios), float(np.std(np.log(ratios))), total)
 
 
 class Group(NamedTuple):
-    """Coefficients that were fitted together: their values by the fit and in the machine's file; errors of the kernels
-    that they were fitted to."""
+    """Coefficients that were fitted together.
+
+    Attributes:
+        found: fitted values.
+        written: values in the machine's file.
+        errors: errors of the kernels that the coefficients were fitted to.
+    """
 
     found: dict[str, float]
     written: dict[str, float]
@@ -108,11 +114,11 @@ class Group(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A profiled step: errors with it among the steps that are fitted to, and with it left out.
+    """Errors of a profiled step when it is part of the fit and when it is held out.
 
     Attributes:
         workload: the step's network.
-        fitted, left_out: sum modelled over sum measured, less 1.
+        fitted, left_out: modelled sum / measured sum - 1.
         middle, left_middle: median of |modelled / measured - 1| over kernels of at least LEAST_US.
     """
 
@@ -127,9 +133,11 @@ class Fit(NamedTuple):
     """Fit of one machine.
 
     Attributes:
-        errors: over all kernels of at least LEAST_US; its total is the whole step's.
-        held_out: of kernels that were not fitted to. H100: every second shape of each group with more shapes than
-            coefficients. H200: each network.
+        machine: name of the preset.
+        groups: fitted coefficients.
+        errors: errors of all kernels of at least LEAST_US; ``total`` is that of the whole step.
+        held_out: errors of held-out kernels. H100: every second shape of each group with more shapes than
+            coefficients. H200: each network in turn.
         networks: one entry per profiled step.
     """
 
@@ -144,7 +152,7 @@ Pair = tuple[Operator, list[int]]
 
 
 class _Model:
-    """Modelled times of a trace's operators as a function of the coefficients; computes equal kernels once."""
+    """Model of a trace's operator times as a function of the coefficients; computes equal kernels once."""
 
     def __init__(self, captured: Captured, machine: Machine):
         self.captured, self.machine = captured, machine
@@ -152,11 +160,11 @@ class _Model:
         self.keys = [str((n[0].target, [written(a) for a in n[0].args]) if n else ()) for n in nodes]
 
     def key(self, pair: Pair) -> str:
-        """Returns a key that is equal for operators which the model cannot tell apart."""
+        """Returns a key that is equal for operators with equal modelled times."""
         return str([self.keys[k] for k in pair[1]])
 
     def us(self, times: KernelTimes, rows: Sequence[Pair]) -> NDArray[np.float64]:
-        """Returns the operators' modelled microseconds, float64[n]."""
+        """Returns the operators' modelled times in microseconds, float64[n]."""
         on, known = replace(self.machine, kernel_times=times), dict[str, int]()
         for k in (k for _, mine in rows for k in mine):
             if self.keys[k] not in known:
@@ -173,14 +181,14 @@ class _Model:
 
 
 def h100() -> Fit:
-    """Fits to TrioSim's trace of ResNet-50."""
+    """Fits the H100's coefficients to TrioSim's trace of ResNet-50."""
     trace = Trace.load(DATA / "h100_resnet50.csv")
     captured, machine = trace.captured(), Machine.load("h100")
     pairs = paired(captured, trace.operators)
     model, in_file = _Model(captured, machine), _times(machine)
     times, groups = in_file, []
-    unseen: list[float] = []  # modelled us, and measured us
-    unseen_us: list[float] = []
+    unseen: list[float] = []  # modelled us of held-out operators
+    unseen_us: list[float] = []  # their measured us
     for name, (keys, chosen) in GROUPS.items():
         rows = [pair for pair in pairs if chosen(pair[0]) and pair[0].us >= LEAST_US]
         known = sorted({model.key(pair) for pair in rows})
@@ -214,11 +222,11 @@ def _fitted(
 
 
 class _Step:
-    """A profiled step, each operator once.
+    """A profiled step with each operator once.
 
     Attributes:
-        ns: measured mean per operator, float64[n].
-        counts: kernels per operator, float64[n].
+        ns: mean measured time per operator in ns, float64[n].
+        counts: number of kernels per operator, float64[n].
     """
 
     def __init__(self, measured: MeasuredStep, machine: Machine):
@@ -232,29 +240,29 @@ class _Step:
         self.counts = np.array([float(len(one)) for one in times.values()])
 
     def modelled(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Modelled ns per operator, float64[n]."""
+        """Returns the modelled ns per operator, float64[n]."""
         on = replace(self.machine, kernel_times=times)
         return np.array([float(call.ns(on, self.measured.precision)) for call in self.calls])
 
     def residuals(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Residuals whose squares are the soft-l1 loss of each operator, times its part of the step's time."""
+        """Returns residuals whose squares are each operator's soft-l1 loss times its share of the step's time."""
         here = self.ns > 0
         logs = np.log(self.modelled(times)[here] / self.ns[here])
         weights = (self.counts * self.ns / (self.counts @ self.ns))[here]
         return np.sign(logs) * OUTLIER * np.sqrt(2 * weights * (np.sqrt(1 + (logs / OUTLIER) ** 2) - 1))
 
     def sums(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Sums over the step's kernels in ns, float64[2]: modelled, measured."""
+        """Returns the modelled and the measured sum over the step's kernels in ns, float64[2]."""
         return np.array([self.counts @ self.modelled(times), self.counts @ self.ns])
 
     def ratios(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Modelled / measured of each kernel of at least LEAST_US."""
+        """Returns modelled / measured of each kernel of at least LEAST_US."""
         large = self.ns >= 1e3 * LEAST_US
         return np.repeat((self.modelled(times) / self.ns.clip(1))[large], self.counts[large].astype(int))
 
 
 def h200() -> Fit:
-    """Fits to the profiled steps of an H200, then to all but each in turn."""
+    """Fits the H200's coefficients to all of its profiled steps, then with each step held out in turn."""
     machine, files = Machine.load("h200"), sorted(DATA.glob("nvidia_h200-*.json"))
     steps = [_Step(load_json(path, MeasuredStep.from_dict), machine) for path in files]
     times = _fitted_to_steps(steps)
@@ -273,7 +281,7 @@ def h200() -> Fit:
 
 
 def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
-    """The H100's coefficients, with those that the steps' kernels depend on fitted to them."""
+    """Returns the H100's coefficients with those that affect the steps' kernels fitted to the steps."""
     base = _times(Machine.load("h100"))
     base = replace(base, **{key: value for key, value in STEP_STARTS.items() if value is not None})  # type: ignore[arg-type]
 
@@ -295,14 +303,14 @@ def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
 
 
 def of_v100() -> Fit:
-    """Fits to Kineto's sums by kind."""
+    """Fits the V100's coefficients to Kineto's sums per kind of kernel."""
     captured, kinds, measured = v100()
     machine = Machine.load("v100")
     in_file = times = _times(machine)
 
     def total(times: KernelTimes, chosen: Iterable[str]) -> Errors:
-        """Error of the sum over all kernels of some kinds; this PyTorch updated each parameter by itself."""
-        on = replace(machine, kernel_times=times)
+        """Returns the error of the sum over all kernels of some kinds."""
+        on = replace(machine, kernel_times=times)  # kernel_ns: that PyTorch had no fused optimizer
         mine = [k for kind in chosen for k in kinds.get(kind, ())]
         ns = sum(kernel_ns(captured.program.kernels[k], captured.nodes[k], on, captured.precision) for k in mine)
         return Errors(len(mine), None, None, ns / 1e3 / sum(measured[kind] for kind in chosen) - 1)
@@ -333,8 +341,8 @@ def _only(times: KernelTimes, keys: Sequence[str]) -> dict[str, float]:
 
 
 def table(found: Fit) -> tuple[list[str], list[list[str]]]:
-    """Returns the table's heads and a line per coefficient."""
-    heads = ["coefficient", "fitted", "in the file", "kernels", "median error", "sd of ln", "sum"]
+    """Returns the table's header and one line per coefficient."""
+    heads = ["coefficient", "fitted", "in file", "kernels", "median error", "sd of ln", "sum"]
     lines = []
     for group in found.groups:
         kernels, middle, spread, total = group.errors

@@ -1,9 +1,10 @@
-"""Published peaks of training steps on real GPUs beside ours and beside those of four estimators.
+"""Compares published peak memory of training on real GPUs with our predictions and four other estimators.
 
-The points are xMem's (tests/data/measured/README.md): NVML's peak during the run less what was there before it, which
-includes the context; so ours is what PyTorch reserves. A run that did not fit has no peak: only its verdict counts.
+The data points are xMem's (tests/data/measured/README.md): NVML's peak during the run minus its value before the run.
+This includes the CUDA context, so ours predicts PyTorch's reserved memory. Runs that did not fit have no peak, only a
+verdict.
 
-    python -m experiments.measured.peaks          # the table and the means
+    python -m experiments.measured.peaks          # prints the table and the mean errors
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from simulator.pool.card import CardPeak
 
 ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
 MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
-IMAGE, LENGTH = 86, 128  # px of CIFAR-10's images; tokens of a sequence of wikitext-2
+IMAGE, LENGTH = 86, 128  # image size in pixels (CIFAR-10); sequence length in tokens (wikitext-2)
 ITERATIONS = 4
-ZERO_GRADS: dict[int, ZeroGrad] = {0: "start", 1: "backward"}  # of an iteration, or before its backward pass
+ZERO_GRADS: dict[int, ZeroGrad] = {0: "start", 1: "backward"}  # zero_grad() at the start, or before backward()
 
-# Network as the points name it -> workload; xMem's MobileNetV3 and MnasNet have 10 classes, its others 1000.
+# Network name in the data -> workload; xMem's MobileNetV3 and MnasNet have 10 classes, its other networks 1000.
 NETWORKS: dict[str, dict[str, Any]] = {
     "ConvNeXtBase": {"family": "convnext", "size": "base"},
     "ConvNeXtTiny": {"family": "convnext", "size": "tiny"},
@@ -51,14 +52,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """A measured run.
+    """A measured training run.
 
     Attributes:
-        memory_bytes: of the GPU.
-        measured_bytes: NVML's peak; of a run that did not fit what it reached.
-        fits: it ran to its end.
-        estimates: bytes by estimator; None: it has no figure for the network.
-        verdicts: by estimator, whether it said that the run would fit.
+        memory_bytes: memory of the GPU.
+        measured_bytes: NVML's peak, or the memory reached by a run that did not fit.
+        fits: whether the run completed.
+        estimates: estimated bytes by estimator; None: no estimate for this network.
+        verdicts: predicted ``fits`` by estimator; None: no verdict.
     """
 
     network: str
@@ -74,27 +75,27 @@ class Point:
 
 
 def points(path: Path = DATA / "xmem_points.csv") -> list[Point]:
-    """Reads the runs of a file; raises FormatError as ``read_csv``."""
+    """Reads the runs of a CSV file; raises FormatError as ``read_csv``."""
     return read_csv(path, _point)
 
 
 def _point(row: dict[str, str]) -> Point:
     def number(key: str) -> int | None:
         if row[key] and not row[key].isdecimal():
-            raise ValueError(f"{key} is no number of at least 0: {row[key]!r}")
+            raise ValueError(f"{key}: expected an integer of at least 0, got {row[key]!r}")
         return int(row[key]) if row[key] else None
 
     def of_estimators(key: str) -> dict[str, int | None]:
         return {name: number(f"{name}_{key}") for name in ESTIMATORS}
 
     if row["gpu"] not in MACHINES:
-        raise ValueError(f"gpu is none of {', '.join(MACHINES)}: {row['gpu']!r}")
+        raise ValueError(f"gpu: expected one of {', '.join(MACHINES)}, got {row['gpu']!r}")
     if not isinstance(getattr(torch.optim, row["optimizer"], None), type):
-        raise ValueError(f"optimizer is none of torch.optim: {row['optimizer']!r}")
+        raise ValueError(f"optimizer: torch.optim has no {row['optimizer']!r}")
     batch, memory, peak, lost = (number(key) for key in ("batch", "gpu_bytes", "ground_bytes", "real_oom"))
     fits = {name: None if oom is None else not oom for name, oom in of_estimators("oom").items()}
     if not (row["model"] and batch and memory and peak):
-        raise ValueError("model, batch, gpu_bytes and ground_bytes are needed")
+        raise ValueError("model, batch, gpu_bytes and ground_bytes are required and must not be 0")
     return Point(
         row["model"], row["optimizer"], batch, row["gpu"], memory, ZERO_GRADS[number("zero_grad_mode") or 0], peak,
         not lost, of_estimators("bytes"), fits,
@@ -102,13 +103,13 @@ def _point(row: dict[str, str]) -> Point:
 
 
 def predicted(point: Point) -> CardPeak:
-    """Our peak of a run, and our verdict.
+    """Predicts a run's peak memory and whether it fits.
 
     Raises:
-        FormatError: we have no network of that name.
+        FormatError: if NETWORKS lacks the run's network.
     """
     if point.network not in NETWORKS:
-        raise FormatError(f"model: there is no network for {point.network!r}; there are {', '.join(NETWORKS)}")
+        raise FormatError(f"model: unknown network {point.network!r}; expected one of {', '.join(NETWORKS)}")
     workload = NETWORKS[point.network]
     size = {
         "batch_size": point.batch,
@@ -122,10 +123,13 @@ def predicted(point: Point) -> CardPeak:
 
 
 def rows(wanted: Iterable[Point] | None = None, tell: Callable[[dict[str, Any]], object] = str) -> list[dict[str, Any]]:
-    """For each run what was measured, what we say, in parts, and the estimators; without an error if it did not fit.
+    """Returns a row per run with the measurement, our prediction by parts, and the estimators' predictions.
+
+    Runs that did not fit have no error.
 
     Args:
-        tell: is told each row as it is known; a capture takes seconds.
+        wanted: runs; default: all published points.
+        tell: called with each finished row, because a capture takes seconds.
     """
     found = []
     for point in points() if wanted is None else wanted:
@@ -149,7 +153,7 @@ def _error(nbytes: int | None, point: Point) -> float | None:
 
 
 def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By estimator, ours first: mean |error|, over how many, and of how many verdicts how many were wrong."""
+    """Returns mean |error|, number of errors, wrong verdicts and number of verdicts by estimator, ours first."""
     out = {}
     for name in ("ours", *ESTIMATORS):
         key = "error" if name == "ours" else f"{name}_error"
@@ -174,5 +178,5 @@ def _line(row: dict[str, Any]) -> None:
 if __name__ == "__main__":
     table = rows([p for p in points() if len(sys.argv) < 2 or p.network in sys.argv[1:]], _line)
     for name, mean in means(table).items():
-        shown = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} of {mean['of']}"
+        shown = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} over {mean['of']} runs"
         print(f"{name}: {shown}; {mean['wrong']} of {mean['verdicts']} verdicts wrong")

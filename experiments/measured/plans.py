@@ -1,12 +1,12 @@
-"""What plans cost under measured times, beside what they were said to cost.
+"""Compares the predicted overhead of plans with their overhead under measured kernel times.
 
-For each limit and each belief about the times (``BELIEFS``) plans are made as ``experiments.plan`` makes them, by
-searches of so many simulator calls, so that nothing depends on the clock; the recommended one is then simulated under
-the measured times. Beside it stand the plan made for the measured times by the same searches, and the floor under all.
+For each limit and each assumption about the times (``BELIEFS``), plans are made as by ``experiments.plan``, with a
+fixed number of simulator calls. The recommended plan is simulated under the measured times and compared with the plan
+that the same searches find for the measured times, and with the certified lower bound.
 
-- ``model``: the model of kernel times, planned for with its error (agents/search/other_times.py);
-- ``model, believed exact``: the control, the same without the error: the cheapest plan as said;
-- ``roofline``: one roofline in float32, as before there was a model (steps.py, the control).
+- ``model``: the kernel-time model with its error (agents/search/other_times.py);
+- ``model, believed exact``: control, the model without its error;
+- ``roofline``: control, a single float32 roofline (steps.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-LIMITS = (0.7, 0.5, 0.4)  # of the peak
-CALLS = 5_000  # of each search
-SEARCHES = ("tensile", "annealing", "policy_search")  # lp_round takes longest, and found nothing cheaper
+LIMITS = (0.7, 0.5, 0.4)  # fractions of the peak
+CALLS = 5_000  # simulator calls of each search
+SEARCHES = ("tensile", "annealing", "policy_search")  # without lp_round: the slowest, and it found no cheaper plan
 MODEL, EXACT, ROOFLINE = "model", "model, believed exact", "roofline"
 BELIEFS = (MODEL, EXACT, ROOFLINE)
 
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 def rows(
     limits: Sequence[float] = LIMITS, calls: int = CALLS, seed: int = 0, searches: Sequence[str] = SEARCHES
 ) -> list[Row]:
-    """``compared`` for the trace of ResNet-50 on an H100."""
+    """Returns the rows of ``compared`` for the trace of ResNet-50 on an H100."""
     trace = steps.Trace.load(steps.DATA / f"{steps.RESNET50}.csv")
     captured = trace.captured()
     measured = steps.with_trace_times(captured, trace.operators)
@@ -51,27 +51,29 @@ def compared(
     modelled: Program, measured: Program, machine: Machine, limits: Sequence[float] = LIMITS, calls: int = CALLS,
     seed: int = 0, searches: Sequence[str] = SEARCHES,
 ) -> list[Row]:  # fmt: skip
-    """A row for each limit and belief.
+    """Compares predicted and measured overheads for each limit and each of BELIEFS.
 
     Args:
-        modelled, measured: one program with two kinds of times.
-        limits: fractions of its peak.
+        modelled, measured: the same program with modelled and with measured durations.
+        machine: machine with a kernel-time model.
+        limits: fractions of the program's peak.
         calls: simulator calls of each search that counts them.
-        searches: names of planners; the plans for faster kernels begin from theirs.
+        seed: seed of the searches.
+        searches: names of planners; the search for faster kernels starts from their plans.
 
     Returns:
-        ``limit_fraction``, ``limit_bytes``, ``times`` (of BELIEFS), ``planner`` and the overheads, of the ideal time
-        under the times in question: ``said``, ``low`` and ``high`` (within the error; None where none is believed),
-        ``measured`` (the plan's under the measured times), ``own`` (of the plan made for these), ``floor`` (no plan has
-        less under these).
+        Rows with ``limit_fraction``, ``limit_bytes``, ``times`` (one of BELIEFS), ``planner``, and overheads relative
+        to the ideal time under the same durations: ``said`` (predicted), ``low`` and ``high`` (range within the error;
+        None without an error), ``measured`` (under measured times), ``own`` (of the plan made for measured times) and
+        ``floor`` (certified lower bound under measured times).
 
     Raises:
-        Infeasible: no search has a plan.
-        PlanError: the programs differ in more than times.
-        ValueError: the machine has no model of kernel times.
+        Infeasible: if no search finds a plan.
+        PlanError: if the programs differ in more than durations.
+        ValueError: if the machine has no kernel-time model.
     """
     if machine.kernel_times is None:
-        raise ValueError(f"machine: {machine.name} has no model of kernel times")
+        raise ValueError(f"machine: {machine.name} has no kernel-time model (kernel_times)")
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
     before = with_roofline(modelled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
@@ -98,13 +100,15 @@ def planned(
     program: Program, machine: Machine, limit: int, calls: int, seed: int, error: TimesError | None,
     searches: Sequence[str] = SEARCHES,
 ) -> tuple[Plan, Spread | None]:  # fmt: skip
-    """The plan that is recommended, and its spread (agents/search/other_times.py) where the times have an error.
+    """Returns the recommended plan and, if ``error`` is given, its spread (agents/search/other_times.py).
 
     Args:
-        limit: bytes.
+        limit: memory limit in bytes.
+        calls: simulator calls of each search.
+        error: error of the program's durations.
 
     Raises:
-        Infeasible: no search has a plan.
+        Infeasible: if no search finds a plan.
     """
     task = (program, machine, limit)
     planners: list[agents.Planner] = [

@@ -1,7 +1,7 @@
-"""Measures a network's step on one's own GPU (``measured/1``, experiments/common/measured_step.py).
+"""Measures a network's training step on your GPU (format ``measured/1``, experiments/common/measured_step.py).
 
-In this order, so that each finds what it has to: the context; eager steps from a cold allocator, for their peaks and
-their time; every kernel (executor/capture/profile.py). On the CPU the same without context and peaks.
+The order matters: first the CUDA context, then eager steps with an empty allocator for their peaks and times, then
+every kernel (executor/capture/profile.py). On the CPU, context and peaks are omitted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as own
 from simulator.machine import Machine
 
-WARM = 3  # steps before those that are timed; the peaks are of these, too
+WARM = 3  # untimed steps before the timed ones; peaks include them
 
 
 def profiled(
@@ -28,26 +28,28 @@ def profiled(
     name: str = "", cache: Cache = "cold", repeats: int = 7, steps: int = 10,
     log: Callable[[str], None] = lambda text: None,
 ) -> MeasuredStep:  # fmt: skip
-    """A measured step.
+    """Measures a network's training step.
 
     Args:
-        network: of experiments/validate_gpu/networks.py, or "pkg.mod:factory", which returns (model, loss_fn,
+        network: key of experiments/validate_gpu/networks.py, or "pkg.mod:factory" that returns (model, loss_fn,
             optimizer, (x, y)) on the device.
-        machine: the preset that it is compared with.
-        rates: the YAML file that ``executor.calibrate`` wrote.
-        name: of the workload, for people; "" for the network's.
-        cache, repeats: as of ``measure``.
-        steps: eager ones that are timed.
-        log: is called with what is done next.
+        machine: preset to compare with.
+        source: author or publication of the measurement.
+        licence: license of the measurement.
+        rates: YAML file written by ``executor.calibrate``.
+        name: display name of the workload; default: the network's name.
+        cache, repeats: see ``executor.capture.profile.measure``.
+        steps: number of timed eager steps.
+        log: called with the next activity.
 
     Raises:
-        FormatError, WorkloadError, ProfileError, CaptureError, ContextError: a file or the network is wrong, or
-            it cannot be measured; one sentence.
+        FormatError, WorkloadError, ProfileError, CaptureError, ContextError: if a file or the network is invalid, or
+            the step cannot be measured.
     """
     preset = Machine.load(machine)
     measured_rates = None if rates is None else Machine.load(rates)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ProfileError("there is no CUDA GPU to profile on; --device cpu does the same without one")
+        raise ProfileError("no CUDA GPU found; --device cpu profiles on the CPU")
     cuda, context = device == "cuda", None
     if cuda:
         log("the CUDA context")
@@ -70,16 +72,16 @@ def profiled(
 
 
 def built(network: str, device: str) -> Network:
-    """A network that is really trained, its optimizer as PyTorch chooses; see ``profiled``."""
+    """Builds the network on the device with PyTorch's default optimizer settings; see ``profiled``."""
     if network in NETWORKS:
         return build(network, device)
     if ":" not in network:
         raise WorkloadError(f"network: expected one of {', '.join(NETWORKS)}, or 'pkg.mod:factory', got {network!r}")
     model, loss_fn, optimizer, batch = own(target=network)
     if optimizer is None:
-        raise WorkloadError(f"target: {network} has no optimizer; a whole training step is measured")
+        raise WorkloadError(f"target: {network} returns no optimizer, which the measurement of a training step needs")
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type != device:
-        where = "nowhere" if parameter is None else f"on {parameter.device.type}"
-        raise WorkloadError(f"target: {network} has its parameters {where}, not on {device}")
+        where = "no parameters" if parameter is None else f"its parameters on {parameter.device.type}"
+        raise WorkloadError(f"target: {network} has {where}; expected parameters on {device}")
     return Network(network.rpartition(":")[2], model, loss_fn, optimizer, batch, ())

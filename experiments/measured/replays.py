@@ -1,13 +1,12 @@
-"""Plans that were replayed on an H200, predicted by the simulator's rules and the costs of that executor.
+"""Predicts plans that were replayed on an H200, with the simulator's rules and the costs of that executor.
 
-The replays of the first GPU run issued every kernel and copy from Python, with a timed event behind each. Such an
-executor has costs that a training step has not: ``KERNEL_NS`` for each kernel and ``COPY_NS`` for each copy, fitted to
-the rows of ResNet-50 alone (least mean error, to 250 and 2,500 ns), so that those of GPT-2 and Llama test them. The
-host's time and the queue were measured.
+The replays of the first GPU run issued every kernel and copy from Python with a timed event after each. This adds
+costs that a training step does not have: ``KERNEL_NS`` per kernel and ``COPY_NS`` per copy. Both are fitted to the
+ResNet-50 rows only, so GPT-2 and Llama test them. The host's issue time and the queue depth were measured.
 
-1. The program has its measured durations; each grows by KERNEL_NS.
-2. Plans of ``lp_round`` and ``annealing`` were made again (``remade``), and the others are equal to those that ran: the
-   rules of that time give the row's prediction to the nanosecond. The difference of the two is added.
+1. The program has measured durations, each increased by KERNEL_NS.
+2. Plans of ``lp_round`` and ``annealing`` are recomputed (``remade``); the others are the replayed plans. The
+   difference between the earlier prediction and today's prediction under the old rules is added.
 """
 
 from __future__ import annotations
@@ -21,17 +20,19 @@ from simulator.compiled.encoding import rows_of
 from simulator.files import load_json
 
 FOLDER = Path(__file__).parent.parent / "results" / "gpu_h200"
-FITTED = "resnet50_imagenet_bf16"  # whose rows the two costs are fitted to
+FITTED = "resnet50_imagenet_bf16"  # network whose rows the two costs are fitted to
 KERNEL_NS, COPY_NS = 5_000, 37_500
-QUEUE_DEPTH = 510  # kernels, each with its event, before the host waits (probe.json, "queue")
+QUEUE_DEPTH = 510  # pending kernels, each with its event, until the host blocks (probe.json, "queue")
 
 
 class Replay(NamedTuple):
     """One replayed plan.
 
     Attributes:
-        remade: the plan is not the one that ran, but one of the same planner.
-        before_ns, predicted_ns, measured_ns: of an iteration: predicted then, predicted now, measured.
+        remade: whether the plan was recomputed by the same planner instead of being the replayed one.
+        before_ns: iteration time predicted at the time of the replay.
+        predicted_ns: iteration time predicted with the executor's costs.
+        measured_ns: measured iteration time.
     """
 
     workload: str
@@ -44,7 +45,7 @@ class Replay(NamedTuple):
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured."""
+        """Relative error: (predicted - measured) / measured."""
         return self.predicted_ns / self.measured_ns - 1
 
 

@@ -1,12 +1,12 @@
-"""Measured steps beside what we say of them: an operator, or a kind of operators, a row.
+"""Compares measured training steps with the kernel-time model, one row per operator or kind of operators.
 
-1. *Traces*: NAME.csv, the microseconds of every outermost operator of a step (tests/data/measured/README.md), with
-   NAME.yaml, its network, device and source. An operator may be several kernels of ours, and a kernel many operators.
-2. *Profiled*: NAME.json (experiments/common/measured_step.py), as ``python -m experiments.measured profile`` writes it.
-3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
-4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
+1. *Traces*: NAME.csv has the time of every outermost operator of a step (tests/data/measured/README.md), NAME.yaml its
+   network, device and source. An operator may correspond to several kernels and a kernel to several operators.
+2. *Profiles*: NAME.json (experiments/common/measured_step.py), written by ``python -m experiments.measured profile``.
+3. *By kind*: a V100's step, for which only sums per kind of kernel are published.
+4. *Whole steps*: steps.csv, for which only the step time or the throughput is published.
 
-``control`` is one roofline for all: float32's rate for every kernel, 5 us for a launch.
+``control`` is a single roofline: the float32 rate for every kernel and a fixed launch time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from simulator.program import Kernel, Program
 T = TypeVar("T")
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured"
 STAGES = ("forward", "backward", "optimizer")
-SMALL = 4096  # bytes: an add that only counts (batch norm's batches, Adam's steps)
+SMALL = 4096  # bytes; a smaller add only increments a counter (batch norm's batches, Adam's steps)
 
-# Operator as traced -> the packets of ours that do it, in order; several where captures differ.
+# Traced operator -> ATen packets of the capture that implement it, in order; several alternatives if captures differ.
 KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
     "aten::conv2d": (("convolution",),), "aten::batch_norm": (("native_batch_norm",),),
     "aten::relu_": (("relu_",), ("threshold",)), "aten::relu": (("relu",), ("threshold",)),
@@ -52,12 +52,12 @@ KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ConvolutionBackward0": (("convolution_backward",),),
     "MaxPool2DWithIndicesBackward0": (("max_pool2d_with_indices_backward",),),
 }  # fmt: skip
-ADDS = ("aten::add", "aten::add_")  # of tensors, or of a count
+ADDS = ("aten::add", "aten::add_")  # add tensors or increment a counter
 FORMAT = "trace/1"
 BY_KIND = "v100_resnet50_by_kind"
-OLD_LAUNCH_NS = 5000  # of the control
-RESNET50 = "h100_resnet50"  # the trace
-LEAST_US = 20.0  # of a kernel that is compared by itself
+OLD_LAUNCH_NS = 5000  # launch time of the control
+RESNET50 = "h100_resnet50"  # name of the trace
+LEAST_US = 20.0  # minimum time of a kernel that is compared individually
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
 }  # fmt: skip
@@ -69,16 +69,16 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of a trace."""
+    """One row of a trace: an operator and its time in microseconds."""
 
     stage: str
     name: str
     us: float
-    elements: int  # of its largest input; 0: not known
+    elements: int  # elements of the largest input; 0: unknown
 
 
 class Beside(NamedTuple):
-    """Microseconds of an operator, or of the operators of a kind."""
+    """Measured, modelled and control microseconds of an operator or of a kind of operators."""
 
     name: str
     kind: str
@@ -89,11 +89,14 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A published trace and what it is of.
+    """A published trace with its network, device and source.
 
     Attributes:
-        network: what ``workloads.build`` takes; ``optimizer``: one of OPTIMIZERS.
-        torch: the version that was measured.
+        machine: name of the preset.
+        torch: measured PyTorch version.
+        network: settings for ``workloads.build``.
+        optimizer: key of OPTIMIZERS.
+        operators: rows of the trace.
     """
 
     name: str
@@ -109,10 +112,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Reads NAME.csv and, beside it, NAME.yaml.
+        """Reads NAME.csv and NAME.yaml from the same folder.
 
         Raises:
-            FormatError: naming the file and its line or entry.
+            FormatError: if a file is invalid; the message names the file and its line or entry.
         """
         operators, about = tuple(read_operators(path)), path.with_suffix(".yaml")
         words = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
@@ -127,7 +130,7 @@ class Trace:
         return cls(path.stem, operators=operators, **top)
 
     def captured(self) -> Captured:
-        """Its step, with durations for its machine."""
+        """Returns the captured step with durations for the trace's machine."""
         return captured_step(self.network, self.optimizer, Machine.load(self.machine), self.precision)
 
 
@@ -152,10 +155,10 @@ def _captured(network: tuple[tuple[str, Any], ...], optimizer: str, half: bool, 
 
 
 def read_csv(path: Path, make: Callable[[dict[str, str]], T]) -> list[T]:
-    """Reads a file with a line of names; returns what ``make`` makes of each other line.
+    """Reads a CSV file with a header and returns ``make(row)`` of each row.
 
     Raises:
-        FormatError: naming the file and the line.
+        FormatError: if ``make`` fails; the message names the file and the line.
     """
     found = []
     with path.open(newline="") as file:
@@ -168,7 +171,7 @@ def read_csv(path: Path, make: Callable[[dict[str, str]], T]) -> list[T]:
 
 
 def read_operators(path: Path) -> list[Operator]:
-    """Reads a trace; raises FormatError as ``read_csv``."""
+    """Reads the rows of a trace; raises FormatError as ``read_csv``."""
 
     def operator(row: dict[str, str]) -> Operator:
         stage, us = row["stage"], float(row["us"])
@@ -181,10 +184,10 @@ def read_operators(path: Path) -> list[Operator]:
 
 
 def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator, list[int]]]:
-    """Each operator of the trace with the kernels that it is the time of.
+    """Returns each operator of the trace with the indices of the captured kernels that it timed.
 
     Raises:
-        ValueError: the trace has an operator that is not known, or more of one than the capture; it names the line.
+        ValueError: if an operator is unknown or occurs more often than in the capture; the message names the line.
     """
     left: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
@@ -203,7 +206,7 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
         elif row.name in KERNELS:
             ways = KERNELS[row.name]
         elif row.us:
-            raise ValueError(f"line {line}: operator {row.name!r} is not known")
+            raise ValueError(f"line {line}: operator {row.name!r} is unknown")
         else:  # a view
             ways = ((),)
         stage = "backward" if row.name == "aten::ones_like" else row.stage
@@ -225,7 +228,7 @@ def _class(kernel: Kernel) -> str:
 
 
 def with_trace_times(captured: Captured, trace: Sequence[Operator]) -> Program:
-    """The captured program with the trace's times; raises ValueError as ``paired`` does."""
+    """Returns the captured program with the trace's times; raises ValueError as ``paired``."""
     durations = [k.duration_ns for k in captured.program.kernels]
     for row, kernels in paired(captured, trace):
         total = sum(durations[k] for k in kernels)
@@ -236,7 +239,7 @@ def with_trace_times(captured: Captured, trace: Sequence[Operator]) -> Program:
 
 
 def of_trace(trace: Trace) -> list[Beside]:
-    """Its operators; raises FormatError where it is of another step than it says."""
+    """Compares each operator of a trace with the model; raises FormatError if trace and network do not match."""
     captured = trace.captured()
     try:
         pairs = paired(captured, trace.operators)
@@ -252,7 +255,7 @@ def of_trace(trace: Trace) -> list[Beside]:
 
 
 def of_profile(measured: MeasuredStep) -> list[Beside]:
-    """Its kernels, as far as this PyTorch has their operators."""
+    """Compares each kernel of a profile with the model; skips operators unknown to this PyTorch."""
     machine = Machine.load(measured.machine)
     said, old = modelled(measured, machine), one_roofline(machine)
     found = []
@@ -265,21 +268,21 @@ def of_profile(measured: MeasuredStep) -> list[Beside]:
 
 
 def load(path: Path) -> Trace | MeasuredStep:
-    """Reads a file of either form, by its ending.
+    """Reads a trace (.csv) or a profile (.json).
 
     Raises:
-        FormatError: naming the file, and its line or entry.
+        FormatError: if a file is invalid; the message names the file and its line or entry.
     """
     return Trace.load(path) if path.suffix == ".csv" else load_json(path, MeasuredStep.from_dict)
 
 
 def one_roofline(machine: Machine) -> Machine:
-    """The machine as the control sees it."""
+    """Returns the control's machine: without a kernel-time model, with the old launch time."""
     return replace(machine, launch_ns=OLD_LAUNCH_NS, kernel_times=None)
 
 
 def before(captured: Captured, machine: Machine) -> list[int]:
-    """The control's ns per kernel."""
+    """Returns the control's ns per kernel."""
     return [k.duration_ns for k in with_roofline(captured.program, one_roofline(machine), "float32").kernels]
 
 
@@ -297,7 +300,7 @@ _KINDS = {
 
 
 def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
-    """The step that was profiled on a V100, its kernels by kind, and the measured microseconds of each kind."""
+    """Returns the step profiled on a V100, its kernel indices by kind, and the measured microseconds by kind."""
     network = {**NETWORKS["resnet50"], "batch_size": 32}
     captured = captured_step(network, "SGD", Machine.load("v100"), Precision(False, False))
     kinds: dict[str, list[int]] = defaultdict(list)
@@ -309,7 +312,7 @@ def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
 
 
 def by_kind() -> list[Beside]:
-    """The V100's step, a row for each kind."""
+    """Compares the V100's step with the model, one row per kind of kernel."""
     captured, kinds, measured = v100()
     kernels, old = captured.program.kernels, before(captured, Machine.load("v100"))
     return [
@@ -323,10 +326,10 @@ def by_kind() -> list[Beside]:
 
 
 class Published(NamedTuple):
-    """A step of which only its time is published, in milliseconds.
+    """A step with only a published time, in milliseconds.
 
     Attributes:
-        what: "sum of kernels", or "iteration": with what the host and the loader add.
+        what: "sum of kernels", or "iteration", which includes time of the host and the data loader.
     """
 
     name: str
@@ -338,7 +341,7 @@ class Published(NamedTuple):
 
 
 def published() -> list[Published]:
-    """The steps of steps.csv; float16 is autocast."""
+    """Compares the steps of steps.csv with the model; float16 means autocast."""
     return read_csv(DATA / "steps.csv", _published)
 
 

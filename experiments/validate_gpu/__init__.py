@@ -1,1 +1,1 @@
-"""Does the simulator say what a GPU does? The networks, the rivals, the largest batch, the clock, the pictures."""
+"""Validation of the simulator on a GPU: networks, PyTorch baselines, largest batch, measurement conditions, plots."""

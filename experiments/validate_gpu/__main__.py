@@ -1,16 +1,13 @@
-"""Does the simulator say what a GPU does?
+"""Validates the simulator's predictions of time and memory on a GPU.
 
     python -m experiments.validate_gpu [backend=cuda|host] [stages=…] [out=DIR] [key=value …]
 
-It calibrates the machine, captures and profiles each workload, plans it by every planner that needs no training,
-replays each plan, and trains real steps under some of them; of stages, ``compare`` adds what PyTorch offers
-(pytorch_baselines.py), ``largest`` the largest batch of each (largest_batch.py). Each stage is a process of its own,
-and reads in ``out`` what those before it, or other commands, have left there (stages.py); nothing is measured twice.
-Only ``plan`` needs no GPU: it may be done elsewhere. Every measurement is a line of ``measurements.jsonl`` at once; all
-are gathered in results.json, table.md and PNGs, and the directory in one file beside it, DIR.tar.gz.
-
-What there is no time for has a row that says so, and is tried again by the next command. ``backend=host`` does the same
-in small without a GPU. Needed: PyTorch, CuPy, NumPy, SciPy, Numba, PyYAML. Results: executor/README.md.
+Stages: calibrate the machine, profile each workload, plan with every planner that needs no training, replay the plans
+and train under some of them. Optional: ``compare`` (PyTorch's methods, pytorch_baselines.py) and ``largest`` (largest
+batch, largest_batch.py). Each stage is a process that reuses the files in ``out`` (stages.py); only ``plan`` runs
+without a GPU. Every measurement is appended to ``measurements.jsonl``; a later command retries rows that ran out of
+time. Outputs: results.json, table.md, PNGs, and DIR.tar.gz with the whole directory. ``backend=host`` runs tiny
+networks without a GPU. Requires PyTorch, CuPy, NumPy, SciPy, Numba, PyYAML. Results: executor/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-# Before PyTorch is imported: experiments/validate_gpu/conditions.py says why.
+# Must be set before PyTorch is imported (reason: ENVIRONMENT in conditions.py).
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -48,7 +45,7 @@ FAILED, BROKEN, STOPPED = 2, 3, 130  # exit statuses
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command and returns its exit status."""
     keys = help.attributes(Settings)
     parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__), epilog=f"keys:\n{keys}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -57,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         settings = parse(words)
         if settings.backend == "cuda" and settings.stages != ("plan",) and not torch.cuda.is_available():
-            raise UsageError("there is no CUDA GPU here; backend=host runs the same in small without one")
+            raise UsageError("no CUDA GPU found; backend=host runs tiny networks without one")
         if settings.machine:
             Machine.load(settings.machine)
     except (UsageError, FormatError) as error:
@@ -73,13 +70,15 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return FAILED
     status = in_turn(settings, words, out)
-    print(f"results are in {out}, all of them in {results.pack(out)}")
+    print(f"results are in {out}, packed in {results.pack(out)}")
     return status
 
 
 def in_turn(settings: Settings, words: Sequence[str], out: Path) -> int:
-    """Each stage in a process of its own, with its share of the time: what breaks CUDA, or a process, ends one stage,
-    which begins anew without what broke it."""
+    """Runs each stage in its own process with a share of the time and returns the last exit status.
+
+    A stage whose process dies or loses CUDA is restarted and skips the measurement that broke it.
+    """
     end, status = time.monotonic() + settings.seconds, 0
     given = [word for word in words if word.partition("=")[0] not in ("stages", "out", "seconds")]
     for i, stage in enumerate(settings.stages):
@@ -90,7 +89,7 @@ def in_turn(settings: Settings, words: Sequence[str], out: Path) -> int:
             with subprocess.Popen([*command, f"stages={stage}", f"out={out}", f"seconds={seconds:.0f}"]) as process:
                 try:
                     status = process.wait()
-                except KeyboardInterrupt:  # the process has heard it, too
+                except KeyboardInterrupt:  # the child received the signal as well
                     return process.wait()
             if status >= 0 and status != BROKEN:
                 break
@@ -100,7 +99,7 @@ def in_turn(settings: Settings, words: Sequence[str], out: Path) -> int:
 
 
 def one(settings: Settings, out: Path) -> int:
-    """A stage in this process; returns the exit status."""
+    """Runs one stage in this process and returns the exit status."""
     settings = replace(settings, out=str(out))
     record, machine = Record(out, settings.seconds, settings.device), None
     run = Run(settings, record)
@@ -110,7 +109,7 @@ def one(settings: Settings, out: Path) -> int:
             machine = run.machine
         getattr(stages, stage)(run)
     except TimeUp:
-        pass  # what was under way has its row
+        pass  # the interrupted measurement has its row already
     except (BackendError, CaptureError, FitError, FormatError, UsageError) as error:
         print(error, file=sys.stderr)
         return FAILED
@@ -118,11 +117,11 @@ def one(settings: Settings, out: Path) -> int:
         print(error, file=sys.stderr)
         return BROKEN
     except KeyboardInterrupt:
-        print("stopped; what was measured until now is kept", file=sys.stderr)
+        print("stopped; completed measurements are kept", file=sys.stderr)
         return STOPPED
     finally:
         results.write(settings, machine, record)
-    print(f"results of {stage} are in {out}, all of them in {results.pack(out)}")
+    print(f"results of {stage} are in {out}, packed in {results.pack(out)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Conditions of a measurement: a GPU's clocks, power and temperature by NVML; how PyTorch is set."""
+"""Measurement conditions: GPU clocks, power and temperature (NVML), and PyTorch's settings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from torch.utils import deterministic as memory
 
 PERIOD_S = 0.2
-# Why a GPU runs slower than it could, by the bits of nvmlClocksEventReasons*.
+# Reasons for reduced clocks, by bit of nvmlClocksEventReasons*.
 REASONS = {0x2: "application clocks", 0x4: "power cap", 0x8: "hardware", 0x10: "sync boost", 0x20: "software thermal",
            0x40: "hardware thermal", 0x80: "hardware power brake", 0x100: "display clocks"}  # fmt: skip
 
 Sample = tuple[float | None, ...]  # clocks of the SMs and of the memory in MHz, W, °C, bits of REASONS
-NO_FORM = "does not have a deterministic implementation"  # PyTorch's words
-# Set before PyTorch is imported (__main__.py): memory in segments that grow, so that a cap counts bytes and not
-# fragments (the second name is that of 2.9 and later); a fixed workspace, without which cuBLAS may differ in bits.
+NO_FORM = "does not have a deterministic implementation"  # in PyTorch's warning
+# Set before PyTorch is imported (__main__.py): expandable segments, so that fragmentation does not count toward a cap
+# (the second name is for PyTorch 2.9 and later), and a fixed workspace, which cuBLAS needs for deterministic results.
 ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @contextmanager
 def watched(device: str) -> Iterator[dict[str, Any]]:
-    """Samples PyTorch's first GPU while the block runs; yields a dictionary that is filled at the end (``summary``)."""
+    """Samples PyTorch's first GPU while the block runs; yields a dictionary that is filled on exit (``summary``)."""
     seen: dict[str, Any] = {}
     sample = _sampler(device)
     if isinstance(sample, str):
@@ -51,7 +51,7 @@ def watched(device: str) -> Iterator[dict[str, Any]]:
 
 
 def _sampler(device: str) -> Callable[[], Sample] | str:
-    """A function that reads one sample, or the reason why there is none."""
+    """Returns a function that reads one sample, or the reason why sampling is impossible."""
     if device != "cuda":
         return "no GPU is used"
     try:
@@ -63,7 +63,7 @@ def _sampler(device: str) -> Callable[[], Sample] | str:
         uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
         gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:
-        return f"NVML does not know the GPU: {error}"
+        return f"NVML cannot open the GPU: {error}"
 
     def read(name: str, *arguments: int, unit: float = 1.0) -> float | None:
         try:
@@ -81,8 +81,12 @@ def _sampler(device: str) -> Callable[[], Sample] | str:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Mean and least clock, least memory clock, mean power, highest temperature, and the fraction of samples with each
-    of REASONS. What a GPU does not report is left out."""
+    """Summarizes samples; omits quantities that the GPU does not report.
+
+    Returns:
+        Mean and minimum SM clock and minimum memory clock in MHz, mean power in W, maximum temperature in °C, and the
+        fraction of samples with each of REASONS.
+    """
     sm, memory, watt, celsius, reasons = ([value for value in column if value is not None]
                                           for column in zip(*samples, strict=True))  # fmt: skip
     slowed = {name: sum(bool(int(bits) & bit) for bits in reasons) / len(samples) for bit, name in REASONS.items()}
@@ -96,10 +100,10 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
 
 @contextmanager
 def deterministic() -> Iterator[list[str]]:
-    """Operators take their deterministic form, where they have one: for comparing bits, not for times.
+    """Makes PyTorch use deterministic operators where they exist, for bit-by-bit comparisons, not for timings.
 
     Yields:
-        A list that is filled at the end: what operators said that have none.
+        A list that is filled on exit with the operators that have no deterministic implementation.
     """
     found: list[str] = []
     cudnn = torch.backends.cudnn
@@ -109,7 +113,7 @@ def deterministic() -> Iterator[list[str]]:
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True, warn_only=True)
-        memory.fill_uninitialized_memory = False  # type: ignore[assignment]  # nobody reads what he has not written
+        memory.fill_uninitialized_memory = False  # type: ignore[assignment]  # the compared code reads no uninitialized memory
         torch.set_warn_always(True)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -123,7 +127,7 @@ def deterministic() -> Iterator[list[str]]:
 
 
 def report() -> dict[str, Any]:
-    """What is set now, and on CUDA whether the allocator's segments really grow."""
+    """Returns the current PyTorch settings and, on CUDA, how many allocator segments are expandable."""
     out: dict[str, Any] = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     out |= {
         "matmul_precision": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32,

@@ -1,15 +1,15 @@
-"""The largest batch that each method of pytorch_baselines.py trains under a cap on memory.
+"""Finds the largest batch that each method of pytorch_baselines.py trains under a memory cap.
 
-The cap is what eager needs for the network's own batch. Each method has its strongest setting: all blocks; of
-torch.compile a budget of 0; ours has any of OURS' plans for the cap. A batch is trained if two steps run, the first of
-which makes the optimizer's state. The search doubles the batch and then bisects (common/bisection.py). Choices
-(reasons in experiments/README.md):
-
-(a) On CUDA the cap is torch.cuda.set_per_process_memory_fraction, on what PyTorch reserves and libraries hold.
-(b) Ours is planned for the cap over each of CAPS, the largest first, at its own batch's measured profile.
-(c) On the CPU the storages seen by a dispatch mode are compared with the cap; for ours its ledger never exceeds it.
-(d) Between two tries all memory goes back. What the time does not allow is said, with the best batch until then.
+The cap is the memory that eager training needs for the network's own batch. Each method uses its strongest setting
+(all blocks, or an activation budget of 0). A batch fits if two steps run; the first creates the optimizer state. The
+search doubles the batch and then bisects (common/bisection.py).
 """
+
+# Choices (reasons in experiments/README.md):
+# (a) On CUDA, torch.cuda.set_per_process_memory_fraction caps what PyTorch reserves and libraries hold.
+# (b) Ours plans for the cap divided by each of CAPS, smallest divisor first, with a profile measured at that batch.
+# (c) On the CPU, the storages that a dispatch mode sees are compared with the cap; for ours, its ledger enforces it.
+# (d) All memory is freed between two tries. If the time ends, the row says so and has the best batch so far.
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ from simulator.plan import PlanError
 
 CAPS = (1.02, 1.1, 1.25)
 STEPS = 2
-MOST = 64  # times the network's own batch
-PART = 32  # the answer is exact to this part of it
+MOST = 64  # largest batch of the search, in multiples of the network's own batch
+PART = 32  # relative resolution of the answer: 1 / PART
 
 
 def search(settings: Settings, machine: Machine, record: Record) -> None:
-    """Adds a row per workload and method: ``batch``, the largest; ``own_batch``, the network's; ``cap`` in bytes;
-    ``too_large``, the smallest batch that was tried in vain, and ``reason``; or ``failed``. Each gets an equal share of
-    the time that is left, and so of what those before it leave."""
+    """Adds a row per workload and method with the largest batch.
+
+    A row has ``batch`` (the largest), ``own_batch`` (the network's), ``cap`` in bytes, ``too_large`` (smallest batch
+    that failed) and ``reason``; or ``failed``. Each search gets an equal share of the remaining time.
+    """
     todo = [(name, method) for name in settings.workloads for method in settings.methods
             if not record.has("largest", workload=name, method=method)]  # fmt: skip
     caps: dict[str, int] = {}
@@ -54,14 +56,14 @@ def search(settings: Settings, machine: Machine, record: Record) -> None:
 
 
 class Tries:
-    """Batches of one method that were tried, with why they did not fit; "" for those that did."""
+    """Batches of one method that were tried, with the reason why each did not fit ("" if it did)."""
 
     def __init__(self, name: str, method: str, device: str, machine: Machine, cap: int = 0):
         self.name, self.method, self.device, self.machine, self.cap = name, method, device, machine, cap
         self.tried: dict[int, str] = {}
 
     def row(self, seconds: float, caps: dict[str, int]) -> dict[str, Any]:
-        """Searches for as many seconds; ``caps`` of networks, by name, are added to."""
+        """Searches for at most ``seconds`` and returns the row; adds the network's cap in bytes to ``caps``."""
         own, over = own_batch(self.name), False
         try:
             with within(seconds):
@@ -80,12 +82,12 @@ class Tries:
         return row | ({"batch": best} if best else {"failed": LATE if over else self.tried[min(self.tried)]})
 
     def fits(self, batch: int) -> bool:
-        """Does it train at this batch?"""
+        """Returns whether the method trains at this batch within the cap."""
         give_back()
-        if self.method in ("offload", "save_on_cpu") and self.device == "cuda":  # a host out of memory ends the process
-            need = 2 * self.cap * batch // own_batch(self.name)  # PyTorch pins powers of two
+        if self.method in ("offload", "save_on_cpu") and self.device == "cuda":  # running out of host memory is fatal
+            need = 2 * self.cap * batch // own_batch(self.name)  # PyTorch rounds pinned sizes up to powers of two
             if need > host_bytes():
-                self.tried[batch] = f"it may pin {need:,} bytes of the host's {host_bytes():,}"
+                self.tried[batch] = f"it may pin {need:,} bytes, but the host has {host_bytes():,}"
                 return False
         if self.device == "cuda":
             cap_memory(self.cap + torch.cuda.memory_reserved(), self.device)
@@ -105,7 +107,7 @@ class Tries:
         return f"its peak is {peak:,} bytes" if peak > self.cap else ""
 
     def _ours(self, network: Network) -> str:
-        """Any planner's plan will do."""
+        """Trains under the first plan of OURS that fits; returns the reasons if none does."""
         captured = network.captured(self.machine)
         profile = measure(captured, self.device, self.machine.name, 1, cache=CACHE[self.device])
         captured = replace(captured, program=with_profile(captured.program, profile))
@@ -130,7 +132,7 @@ class Tries:
 
 
 def lack_of_memory(function: Callable[[], str]) -> str:
-    """What a function returns, or the lack of memory that it ended with; other exceptions are raised."""
+    """Returns the function's result, or the message of its out-of-memory error; re-raises other exceptions."""
     try:
         return function()
     except Exception as error:
@@ -140,7 +142,7 @@ def lack_of_memory(function: Callable[[], str]) -> str:
 
 
 def lacks_memory(error: BaseException | None) -> bool:
-    """Is it, or what caused it, a lack of memory on the device or on the host?"""
+    """Returns whether the error, or a cause of it, is a lack of device or host memory."""
     while error:
         words = str(error)
         if isinstance(error, (torch.OutOfMemoryError, agents.Infeasible, OutOfMemory)):
@@ -156,7 +158,7 @@ def lacks_memory(error: BaseException | None) -> bool:
 
 
 def _train(step: Callable[[], object], device: str) -> int:
-    """Two steps; the peak where it is counted (CPU)."""
+    """Runs STEPS steps and returns their peak in bytes (CPU; 0 on CUDA)."""
     counter = Counter()
     with counter if device != "cuda" else nullcontext():
         for _ in range(STEPS):
@@ -167,7 +169,7 @@ def _train(step: Callable[[], object], device: str) -> int:
 
 
 def _need(name: str, device: str) -> int:
-    """Bytes that eager takes at the network's own batch: reserved by PyTorch's allocator, or counted (CPU)."""
+    """Returns the bytes that eager training reserves (CUDA) or uses (CPU) at the network's own batch."""
     peak = _train(build(name, device).step, device)
     if device != "cuda":
         return peak

@@ -1,4 +1,4 @@
-"""Networks that are really trained: built on a device, with content, ready to step; their steps timed."""
+"""Real networks for measurements: builds them with random weights and times their training steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 MIB = 2**20
-TURNS = 4  # of two steps that are measured side by side, each
-WARM = 1  # steps at the begin of a turn
+TURNS = 4  # turns of each of two alternating steps
+WARM = 1  # unmeasured steps at the start of a turn
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A model, what trains it, one batch, and the blocks that checkpointing would take as units."""
+    """A model with its loss, optimizer, one batch, and its blocks (the units of checkpointing)."""
 
     name: str
     model: nn.Module
@@ -35,11 +35,11 @@ class Network:
     blocks: tuple[nn.Module, ...]
 
     def captured(self, machine: Machine) -> Captured:
-        """Its step as a program, with durations for a machine; raises CaptureError."""
+        """Returns the captured step with durations for ``machine``; raises CaptureError."""
         return capture(self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name)
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
-        """One eager training step; returns the loss. ``forward`` in the place of the model, if given."""
+        """Runs one eager training step, with ``forward`` instead of the model if given, and returns the loss."""
         x, y = self.batch
         loss: Tensor = self.loss_fn((forward or self.model)(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -69,20 +69,20 @@ def _images(model: nn.Module, batch: int, size: int = 32, classes: int = 10) -> 
 
 
 def _channels_last(model: nn.Module, batch: int, size: int, classes: int, half: bool) -> Parts:
-    """As images are trained on tensor cores; ``half``: under bfloat16 autocast, the loss in float32."""
+    """Returns an image model and batch in channels-last format; ``half``: bfloat16 autocast with a float32 loss."""
     model, (x, y), loss = _images(model.to(memory_format=torch.channels_last), batch, size, classes)
     x = x.contiguous(memory_format=torch.channels_last)
     return (Autocast(model), (x, y), llama.Loss()) if half else (model, (x, y), loss)
 
 
 def _text(model: nn.Module, batch: int, length: int, words: int, half: bool = False) -> Parts:
-    """``half``: all in bfloat16, the loss in float32."""
+    """Returns a text model and batch; ``half``: everything in bfloat16 except the float32 loss."""
     data = torch.randint(words, (batch, length)), torch.randint(words, (batch * length,))
     return (model.to(torch.bfloat16), data, llama.Loss()) if half else (model, data, nn.CrossEntropyLoss())
 
 
 def _llama(layers: int, width: int, heads: int, hidden: int, words: int, length: int) -> nn.Module:
-    """Llama's blocks, with PyTorch's own RMSNorm: what it compiles and fuses is then what it can."""
+    """Returns a Llama with PyTorch's RMSNorm, so that torch.compile can fuse it as usual."""
     model = llama.Llama(layers, width, heads, max(1, heads // 8), words, length, lambda: llama.SwiGLU(width, hidden))
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -104,7 +104,7 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2(*transformers.GPT2_SIZES["medium"])
 
 
-# Name -> the batch that it is trained with, and the model, one batch of any size, and the loss. The Llama is twelve
+# Name -> (default batch size, function of the batch size that returns model, batch and loss). The Llama has twelve
 # blocks of TinyLlama 1.1B.
 NETWORKS: dict[str, tuple[int, Callable[[int], Parts]]] = {
     "vgg16": (100, lambda n: _images(vgg.VGG(16), n)),
@@ -123,30 +123,35 @@ BLOCKS = (resnet.Block, resnet.Bottleneck, transformers.Block, llama.Block)
 
 
 def own_batch(name: str) -> int:
-    """The batch that a network is trained with."""
+    """Returns the default batch size of a network."""
     return NETWORKS[name][0]
 
 
 def on_meta(name: str) -> Parts:
-    """A network without content, for a batch of 1."""
+    """Returns a network on the meta device with a batch of 1."""
     with torch.device("meta"):
         return NETWORKS[name][1](1)
 
 
 def reads_numbers(name: str) -> bool:
-    """Does its optimizer read numbers on the host, so that a graph needs another one?"""
+    """Returns whether the optimizer reads numbers on the host, so that a CUDA graph needs a capturable one."""
     return on_meta(name)[1][0].dtype == torch.int64
 
 
 def block_count(name: str) -> int:
-    """Blocks that checkpointing would take as units."""
+    """Returns the number of blocks (the units of checkpointing)."""
     return sum(isinstance(module, BLOCKS) for module in on_meta(name)[0].modules())
 
 
 def build(name: str, device: str, seed: int = 0, batch: int | None = None, capturable: bool = False) -> Network:
-    """A network with random content, in the memory of those before it; the same seed gives the same on one device.
+    """Builds a network with random weights after freeing the memory of unused ones.
 
-    ``capturable``: an AdamW that reads no number on the host, as a graph needs it; SGD reads none.
+    Args:
+        name: key of NETWORKS.
+        device: "cuda" or "cpu".
+        seed: seed of weights and batch, reproducible on one device.
+        batch: batch size; default: the network's own.
+        capturable: whether AdamW keeps its state on the device, as CUDA graphs require; SGD needs no such option.
     """
     give_back()
     torch.manual_seed(seed)
@@ -164,8 +169,10 @@ def build(name: str, device: str, seed: int = 0, batch: int | None = None, captu
 
 
 def timed(step: Callable[[], Any], count: int, device: str) -> tuple[list[Any], list[int]]:
-    """So many steps: what they return, and ns of each. On CUDA they follow each other without a wait in between, as in
-    training, and events on the current stream tell when each was over."""
+    """Runs ``count`` steps and returns their results and durations in ns.
+
+    On CUDA the steps follow each other without synchronization, as in training, and events measure each step.
+    """
     results: list[Any] = []
     times: list[int] = []
     if device != "cuda":
@@ -188,17 +195,19 @@ def in_turns(
     step: Callable[[], Any], other: Callable[[], Any], count: int, device: str, held: int = 0,
     turn: Callable[[bool], object] = bool,
 ) -> tuple[list[Any], list[int], list[int], int]:  # fmt: skip
-    """``timed`` of two steps that take turns, so that a GPU that slows down does so under both.
+    """Times two alternating steps, so that changes of the GPU's clock affect both.
 
     Args:
-        count: steps of each that are measured, at least 1, in up to TURNS turns.
-        held: bytes of the device that are not ``step``'s.
-        turn: called when one of the two is about to have its turn, before the WARM steps that are not measured; with
-            whether it is ``step``.
+        step: first step function.
+        other: second step function.
+        count: measured steps of each, at least 1, in up to TURNS turns.
+        device: "cuda" or "cpu".
+        held: device memory in bytes that does not belong to ``step``.
+        turn: called before each turn (before its WARM unmeasured steps) with True for ``step``, False for ``other``.
 
     Returns:
-        What the measured ``step`` returns; its times, and those of ``other``, in ns; the bytes that it has at its peak
-        (CUDA; else 0).
+        Results of the measured ``step`` calls, times of ``step`` in ns, times of ``other`` in ns, and the peak memory
+        of ``step`` in bytes (0 on the CPU).
     """
     results: list[Any] = []
     times: tuple[list[int], list[int]] = ([], [])
@@ -219,39 +228,39 @@ def in_turns(
 
 
 def limit_of(program: Program, fraction: float) -> int:
-    """Persistent tensors, and a fraction of what the peak has above them, in bytes."""
+    """Returns the limit in bytes: persistent tensors plus a fraction of the activation peak."""
     persistent = sum(t.nbytes for t in program.tensors if t.persistent)
     return persistent + round(fraction * (program.peak_bytes - persistent))
 
 
 def give_back() -> None:
-    """Memory of what is not used any more goes back to the device and to the host."""
+    """Frees unused memory of PyTorch's device and pinned-memory caches."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        if hasattr(torch._C, "_host_emptyCache"):  # of PyTorch 2.6 and later: pinned memory
+        if hasattr(torch._C, "_host_emptyCache"):  # pinned memory, PyTorch 2.6 and later
             torch._C._host_emptyCache()
 
 
 def cap_memory(nbytes: float | None, device: str) -> None:
-    """A cap on the memory that PyTorch reserves, in bytes; None: none."""
+    """Caps the device memory that PyTorch may reserve at ``nbytes``; None removes the cap."""
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total))
 
 
 def made(planner: str, program: Program, **wanted: Any) -> agents.Planner:
-    """A planner with those of the options that it has, which moves what is worth moving."""
+    """Returns a planner with those options of ``wanted`` that it accepts; it ignores tensors below smallest_block()."""
     options = {**wanted, "min_bytes": smallest_block(program)}
     return agents.make(planner, **{key: options[key] for key in options.keys() & agents.options(planner)})
 
 
 def smallest_block(program: Program) -> int:
-    """Bytes from which on a tensor is worth moving."""
+    """Returns the smallest tensor size in bytes that planners consider for eviction."""
     return max(1, min(MIB, program.peak_bytes // 500))
 
 
 def host_bytes() -> int:
-    """Memory of this computer that may be pinned: three quarters of what is left, with what is pinned and free."""
+    """Returns the host memory in bytes that may be pinned: three quarters of the available memory."""
     CUDA.drop()
     return available()[0] * 3 // 4

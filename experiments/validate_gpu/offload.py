@@ -1,10 +1,10 @@
-"""Activation offloading as torchtune and TRL do it (their OffloadActivations): pinned memory, streams of their own.
+"""Activation offloading on side streams, as in OffloadActivations of torchtune and TRL.
 
-What a block saves for its backward pass (``saved_tensors_hooks``) is copied to pinned memory on a side stream while the
-next blocks run, and comes back on another while the backward pass is still at the block after it. So the device holds
-what DEPTH blocks saved, and no copy is waited for that is over in time: unlike ``torch.autograd.graph.save_on_cpu``,
-which waits for each. A storage that is saved several times is copied once. Memory of the device is allocated and freed
-in the order of the compute stream's work, which waits for a copy before it frees what was copied.
+Tensors that a block saves for its backward pass (``saved_tensors_hooks``) are copied to pinned memory on a side stream
+while the next blocks run. They return on another stream while the backward pass is at the following block, so the
+device holds the saved tensors of DEPTH blocks. ``torch.autograd.graph.save_on_cpu``, in contrast, waits for every copy.
+A storage that is saved several times is copied once. Device memory is allocated and freed in compute-stream order; the
+compute stream waits for a copy before it frees the source.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DEPTH = 2  # blocks whose saved tensors are on the device at once
-MIN_BYTES = 2**16  # smaller ones stay
+DEPTH = 2  # number of blocks whose saved tensors are on the device at once
+MIN_BYTES = 2**16  # smaller storages are not offloaded
 
 
 @dataclass(eq=False)
 class _Item:
-    """A storage that was saved: where its bytes are, and how often it will be asked for."""
+    """A saved storage: its device and host copies, its block, and the number of pending unpacks."""
 
     device: Tensor | None
     host: Tensor | None
@@ -32,18 +32,18 @@ class _Item:
 
 @dataclass(eq=False)
 class _Block:
-    """What one block saved."""
+    """Saved storages of one block, with events for its copies."""
 
-    items: dict[tuple[int, int], _Item] = field(default_factory=dict)  # by storage and version
-    left: Any = None  # when the last copy to the host is over
-    back: Any = None  # likewise, of those to the device
+    items: dict[tuple[int, int], _Item] = field(default_factory=dict)  # by storage pointer and version
+    left: Any = None  # event after the last copy to the host
+    back: Any = None  # event after the last copy to the device
 
 
 class Offload:
-    """Wraps blocks, in the order in which they run; each runs once a step.
+    """Wraps blocks in the order in which they run; each must run once per step.
 
     Attributes:
-        copied: bytes that have gone to the host.
+        copied: bytes copied to the host so far.
     """
 
     def __init__(self, model: nn.Module, device: str):
@@ -54,7 +54,7 @@ class Offload:
         self.out, self.back = (torch.cuda.Stream(), torch.cuda.Stream()) if self.cuda else (None, None)
 
     def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the next block."""
+        """Returns the forward function of the next block, wrapped with offloading."""
         number = self.count
         self.count += 1
 
@@ -72,7 +72,7 @@ class Offload:
         return forward
 
     def _retire(self, number: int) -> None:
-        """What this block saved has gone: its memory on the device is given back."""
+        """Frees the device memory of a block's saved storages after their copies to the host."""
         if number >= 0:
             block = self.blocks[number]
             if block.left:
@@ -100,7 +100,7 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         item, dtype, size, stride, offset = packed
-        for number in (item.block, item.block - 1):  # the one before is needed next
+        for number in (item.block, item.block - 1):  # prefetch the block that the backward pass needs next
             self._fetch(number)
         back = self.blocks[item.block].back
         if back:
@@ -112,7 +112,7 @@ class Offload:
         return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), offset, size, stride)  # type: ignore[call-overload, no-any-return]
 
     def _fetch(self, number: int) -> None:
-        """Begins to bring back what is not on the device of what a block saved."""
+        """Starts copying a block's offloaded storages back to the device."""
         block = self.blocks[number] if number >= 0 else _Block()
         for item in block.items.values():
             if item.device is None and item.host is not None:

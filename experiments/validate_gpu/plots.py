@@ -1,4 +1,4 @@
-"""Figures of a validation: predicted against measured, and a predicted timeline above the measured one."""
+"""Plots of a validation: predicted against measured values, timelines and largest batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from simulator.timeline import STREAMS, Timeline
 
 
 def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any]]) -> None:
-    """Iteration time and peak, predicted (across) and measured (up); the diagonal is a perfect prediction.
+    """Plots predicted (x) against measured (y) iteration time and peak; the diagonal is a perfect prediction.
 
     Args:
-        replays, trained: rows with ``planner``, ``predicted_ns``, ``measured_ns``, ``predicted_peak``,
-            ``measured_peak``; replays are filled markers, training hollow ones.
+        path: image file.
+        replays, trained: rows with ``planner``, ``predicted_ns``, ``measured_ns``, ``predicted_peak`` and
+            ``measured_peak``; replays have filled markers, training steps hollow ones.
     """
     panels = []
     for predicted, measured, unit, title in (
@@ -46,7 +47,7 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
 
 
 def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
-    """One steady iteration as predicted, above it as measured, and the memory of both, on one time axis."""
+    """Plots one steady-state iteration as predicted and as measured, with the memory of both, on one time axis."""
     begin = max(len(found.timeline.boundaries) - found.period - 1, 0)
     shown = [("Predicted", found.predicted, found.predicted.last_start_ns, PREDICTED),
              ("Measured", found.timeline, found.timeline.boundaries[begin], MEASURED)]  # fmt: skip
@@ -67,7 +68,7 @@ def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
 
 
 def _streams(timeline: Timeline, start: int) -> list[Mark]:
-    """Bars of each kind in a row per stream."""
+    """Returns bars for the spans of each kind, one row per stream."""
     spans = [s for s in timeline.spans if s.end_ns > start]
     marks: list[Mark] = []
     for kind, colour in SPANS.items():
@@ -79,10 +80,11 @@ def _streams(timeline: Timeline, start: int) -> list[Mark]:
 
 
 def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The largest batch of each method, a panel per workload, the largest on top.
+    """Plots the largest batch of each method, one panel per workload, in descending order.
 
     Args:
-        rows: with ``workload``, ``method``, ``batch``, ``own_batch``, ``cap`` (bytes) and ``time_over``.
+        path: image file.
+        rows: rows with ``workload``, ``method``, ``batch``, ``own_batch``, ``cap`` (bytes) and ``time_over``.
     """
     panels = []
     for name in dict.fromkeys(r["workload"] for r in rows):
@@ -94,4 +96,4 @@ def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         ]
         names, title = [r["method"] for r in shown], f"{name}, {shown[0]['cap'] / MIB:,.1f} MiB"
         panels.append(Panel(title, marks, Axis("largest batch", room=1.45), Axis(names=names)))
-    draw(path, Chart("Largest batch in the memory that eager needs for its own (dashed)", panels, len(panels)))
+    draw(path, Chart("Largest batch in the memory of eager's default batch (dashed)", panels, len(panels)))

@@ -1,11 +1,10 @@
-"""Decides in 15 minutes on a GPU whether costs, replays, planned steps and rivals are as predicted.
+"""Compares machine costs, replays, planned steps and baselines with their predictions in 15 minutes on a GPU.
 
     python -m experiments.validate_gpu.probe [out=DIR] [backend=cuda|host] [step=1|2] [section …]    (make gpu STEP=1)
 
-It prints the sections with their questions and predictions, then runs them in order, each in a process of its own
-with its share of the time: a section that fails, or breaks CUDA, leaves a row that says so and the next one follows.
-Every measurement is printed beside its prediction and is a line of DIR/probe.jsonl at once; all are gathered in
-DIR/probe.json. ``backend=host`` rehearses all of it in small without a GPU.
+Each section runs in its own process with a share of the time, so a section that fails or breaks CUDA does not stop the
+next one. Every measurement is printed next to its prediction and appended to DIR/probe.jsonl immediately;
+DIR/probe.json collects all rows. ``backend=host`` runs all sections on small networks without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Before PyTorch is imported: experiments/validate_gpu/conditions.py says why.
+# Must be set before PyTorch is imported (reason: ENVIRONMENT in conditions.py).
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -44,28 +43,28 @@ from simulator.files import read_json, write_json
 from simulator.schedule import lower
 
 FORMAT = "probe/1"
-COMMITTED = Path(__file__).resolve().parents[1] / "results" / "gpu_h200"  # of the runs that the predictions are from
+COMMITTED = Path(__file__).resolve().parents[1] / "results" / "gpu_h200"  # the run that the predictions come from
 RESNET, LLAMA, GPT2 = "resnet50_imagenet_bf16", "llama_bf16", "gpt2_medium_bf16"
-TINY = {RESNET: "tiny_resnet", LLAMA: "tiny_gpt2", GPT2: "tiny_gpt2"}  # in a rehearsal
-# On an H200: the second run's figures.
+TINY = {RESNET: "tiny_resnet", LLAMA: "tiny_gpt2", GPT2: "tiny_gpt2"}  # with backend=host
+# Predicted machine figures: measured on an H200 in the second run.
 COSTS = {"launch_ns": 1400, "graph_launch_ns": 520, "event_ns": 0, "wait_ns": 100, "queue_depth": 1022,
          "h2d_bytes_per_s": 55_500_000_000, "d2h_bytes_per_s": 55_400_000_000, "h2d_latency_ns": 7600,
          "d2h_latency_ns": 7600, "issue_ns": 12_000}  # fmt: skip
-ROUND_TRIP_NS = 10_000  # that a graph adds to a copy between two kernels; traces had gaps of 17 us with its latency
+ROUND_TRIP_NS = 10_000  # overhead of a copy between two kernels of a graph; traces showed gaps of 17 us with latency
 COUNT, LONG_NS = 200, 20_000
-REHEARSAL = 4  # times the seconds of a section, on a CPU that others use, too
-AIMS = (1.0, 0.97, 0.94, 0.88)  # of a limit: what is planned for until the graph's memory is within it
+REHEARSAL = 4  # factor on a section's seconds with backend=host, on a shared CPU
+AIMS = (1.0, 0.97, 0.94, 0.88)  # fractions of the limit to plan for, tried until the graph's memory fits the limit
 STEPS = {"cuda": 16, "cpu": 4}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A run of one section.
+    """One run of one section.
 
     Attributes:
-        out: folder of the results.
-        backend: "cuda", or "host" for a rehearsal.
-        until: when the section's time is over, by ``time.monotonic``.
+        out: results folder.
+        backend: "cuda", or "host" for a small run without a GPU.
+        until: end of the section's time, in ``time.monotonic`` seconds.
     """
 
     section: str
@@ -75,26 +74,26 @@ class Probe:
 
     @property
     def device(self) -> str:
-        """PyTorch's name of the device."""
+        """PyTorch device type: "cuda" or "cpu"."""
         return "cuda" if self.backend == "cuda" else "cpu"
 
     @property
     def machine(self) -> Machine:
-        """What section ``costs`` measured, else the preset (CUDA) or the machine that the host plays."""
+        """Machine measured by section ``costs``, or ``base`` before that section has run."""
         own = self.out / "machine.yaml"
         return Machine.load(own) if own.exists() else self.base
 
     @property
     def base(self) -> Machine:
-        """Figures that are not measured."""
+        """Preset of the GPU (CUDA) or the simulated machine of the host backend."""
         return base_machine(self.device)
 
     def network(self, name: str) -> str:
-        """The network, or a tiny one in a rehearsal."""
+        """Returns the network's name, or its tiny stand-in with backend=host."""
         return name if self.backend == "cuda" else TINY[name]
 
     def row(self, what: str, predicted: object, measured: object, **more: Any) -> None:
-        """Prints a measurement beside its prediction, and keeps it."""
+        """Prints a measurement next to its prediction and appends the row to probe.jsonl."""
         row = {"section": self.section, "what": what, "predicted": predicted, "measured": measured, **more}
         keep(self.out, row)
         rest = ", ".join(f"{key} {_short(value)}" for key, value in more.items() if not isinstance(value, (dict, list)))
@@ -102,12 +101,12 @@ class Probe:
         print(f"{self.section:10} {what}: {numbers}{'; ' if rest else ''}{rest}", flush=True)
 
     def failed(self, what: str, error: object) -> None:
-        """Says in a row why there is no measurement."""
+        """Records a failed measurement with its reason."""
         keep(self.out, {"section": self.section, "what": what, "failed": str(error)[:400]})
         print(f"{self.section:10} {what}: failed: {error}", flush=True)
 
     def left(self) -> float:
-        """Seconds that the section still has."""
+        """Returns the seconds left for this section."""
         return self.until - time.monotonic()
 
 
@@ -125,7 +124,7 @@ def _short(value: object) -> str:
 
 
 def costs(probe: Probe) -> None:
-    """Calibrates the machine, and measures what a graph adds to a copy between two kernels."""
+    """Calibrates the machine and measures the overhead of a copy between two kernels of a CUDA graph."""
     base = probe.base
     with open_backend(probe.backend, base) as backend:
         found = calibrate(backend, base, 2**28 if probe.backend == "cuda" else 2**20, seconds=probe.left() / 3)
@@ -139,8 +138,11 @@ def costs(probe: Probe) -> None:
 
 
 def round_trip_ns(backend: Backend, machine: Machine, direction: Stream) -> float:
-    """ns that pass in a graph between two kernels, of which the second waits for a copy of 1 MiB that waits for the
-    first, beyond what the copy takes."""
+    """Returns the overhead of a copy between two dependent kernels of a graph, in ns.
+
+    Kernel, 1 MiB copy and kernel depend on each other. The overhead is the median gap between the kernels minus the
+    predicted copy time.
+    """
     backend.task = f"round trips by {direction}"
 
     def trips() -> None:
@@ -161,7 +163,7 @@ def round_trip_ns(backend: Backend, machine: Machine, direction: Stream) -> floa
 
 
 def pools(probe: Probe) -> None:
-    """A memory pool for each operator of a capture, nested in it; then a small planned step as a graph."""
+    """Captures a graph with one nested memory pool per operator, then runs a small planned step as a graph."""
     if probe.backend == "cuda":
         x = torch.randn(2**20, device="cuda")
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -174,13 +176,13 @@ def pools(probe: Probe) -> None:
         graph.replay()
         torch.cuda.synchronize()
         right = sum(torch.equal(result, x * (i + 2)) for i, result in enumerate(results))
-        probe.row("operators whose pool of their own holds what a replay computes", 12, right)
-        del graph, results  # before the pools
+        probe.row("operators whose private pool holds the correct result after a replay", 12, right)
+        del graph, results  # must be freed before the pools
     planned(probe, "tiny_resnet", 0.8, True, {})
 
 
 def replays(probe: Probe) -> None:
-    """Replays plans as graphs: those committed with the second run, and those that planners make in seconds."""
+    """Replays plans as graphs: the committed plans of the second run and plans from fast planners."""
     machine = probe.machine
     with open_backend(probe.backend, machine) as backend:
         for i, (what, program, plan, limit) in enumerate(_plans(probe, machine)):
@@ -192,12 +194,12 @@ def replays(probe: Probe) -> None:
                 checks = replay(program, plan, machine, limit, backend, 2, mode="check").checks if not i else 0
                 probe.row(what, found.predicted_ns, found.iteration_ns, error=found.error, checks=checks,
                           footprint=found.footprint, limit=limit)  # fmt: skip
-            except Exception as error:  # the next plan may do
+            except Exception as error:  # continue with the next plan
                 probe.failed(what, line(error))
 
 
 def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan, int]]:
-    """(name, program, plan, limit) of what is replayed."""
+    """Yields (name, program, plan, limit in bytes) of each replay."""
     folder = COMMITTED / "graphs"
     if probe.backend == "host":
         net = build(TINY[RESNET], "cpu")
@@ -207,7 +209,7 @@ def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan,
         programs = {name: Program.load(folder / f"program-{name}.json.gz") for name in names}
         for file in sorted(folder.glob("plan-*.json")):
             program = programs[file.stem.split("-")[1]]
-            plan = Plan.load(file).retimed(program)  # of a network, one profile is kept
+            plan = Plan.load(file).retimed(program)  # only one profile per network is committed
             yield file.stem, program, plan, max(plan.limit, lower(program, plan).required_bytes)
     for name, program in list(programs.items())[:1]:
         for fraction in (0.7, 0.5):
@@ -222,7 +224,7 @@ def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan,
 
 
 def steps(name: str) -> Callable[[Probe], None]:
-    """Section: planned steps of a network, kernel by kernel and as a graph, in turns with eager steps."""
+    """Returns the section that times a network's planned steps (per kernel and as a graph) against eager steps."""
 
     def section(probe: Probe) -> None:
         profiles: dict[bool, Profile] = {}
@@ -240,10 +242,15 @@ def _what(name: str, fraction: float, graph: bool) -> str:
 
 
 def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[bool, Profile]) -> None:
-    """A planned step beside eager steps. Where the graph's memory is over the limit, it is planned for less.
+    """Times a planned step against eager steps and records the row.
+
+    If the graph's memory exceeds the limit, the step is planned again for the next fraction in AIMS.
 
     Args:
-        profiles: of the network as it is, and with an optimizer that a graph can hold; what is missing is measured.
+        name: network name.
+        fraction: limit as a fraction of the activation peak.
+        graph: whether the step runs as a CUDA graph.
+        profiles: cache of measured profiles by "uses a capturable optimizer"; missing profiles are measured and added.
     """
     what, device, machine = _what(name, fraction, graph), probe.device, probe.machine
     try:
@@ -276,12 +283,12 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
                       **({"allocated": found["device_peak"]} if device == "cuda" else {}))  # fmt: skip
             return
         probe.failed(what, "; ".join(reasons))
-    except Exception as error:  # the next row may do
+    except Exception as error:  # continue with the next row
         probe.failed(what, line(error))
 
 
 def rivals(probe: Probe) -> None:
-    """What PyTorch offers, at the same peak as a planned step."""
+    """Compares PyTorch's memory-saving methods with a planned step at equal peak memory."""
     methods = ["ours", "checkpoint", "offload", *(["compile"] if probe.backend == "cuda" else []), "save_on_cpu"]
     words = "limits=0.7", f"methods={','.join(methods)}", "planners=", "train=", "graph="
     for what, r in validated(probe, LLAMA, "profile,plan,compare", *words):
@@ -290,15 +297,17 @@ def rivals(probe: Probe) -> None:
 
 
 def largest(probe: Probe) -> None:
-    """The largest batch within the memory that eager needs for its own."""
+    """Finds the largest batch of each method within the memory that eager training needs for its own batch."""
     for what, r in validated(probe, RESNET, "largest", "methods=eager,ours,checkpoint"):
         predicted = {"ours": ">= 2 x eager", "eager": r["own_batch"]}.get(r["method"], "less than ours")
         probe.row(what, predicted, r["batch"], time_over=r["time_over"], cap=r["cap"])
 
 
 def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs experiments.validate_gpu on one network, with the section's time; yields what each row of the last stage is
-    of, and the row. Rows that failed are kept."""
+    """Runs experiments.validate_gpu on one network and yields (label, row) of the last stage.
+
+    Failed rows are recorded, not yielded. The command gets the section's remaining time.
+    """
     name, machine = probe.network(network), probe.out / "machine.yaml"
     out, kind = probe.out / probe.section, stages.rpartition(",")[2]
     preset = probe.base.name if probe.backend == "cuda" else "h200"
@@ -321,7 +330,7 @@ def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the run: which of the two commands does it, its share of seconds, what it asks and expects."""
+    """One part of the probe: its command (step 1 or 2), its time in seconds, its question and its prediction."""
 
     step: int
     seconds: int
@@ -332,12 +341,12 @@ class Section:
 
 FASTER = "<= 1.02 x prediction, <= eager as a graph, peak <= limit"
 SECTIONS = {
-    "costs": Section(1, 55, costs, "pauses, events, waits, queue, link", "as in COSTS; a round trip adds 10 us"),
-    "pools": Section(1, 25, pools, "a memory pool per operator of a capture", "12 of 12; peak <= limit"),
-    "replays": Section(1, 80, replays, "replays as one CUDA graph", "error <= 2 % in the mean, <= 5 % worst"),
-    "resnet": Section(1, 120, steps(RESNET), "planned steps of ResNet-50 beside eager", FASTER),
-    "llama": Section(1, 120, steps(LLAMA), "planned steps of Llama beside eager", FASTER),
-    "gpt2": Section(2, 95, steps(GPT2), "planned steps of GPT-2 beside eager", FASTER),
+    "costs": Section(1, 55, costs, "launches, events, waits, queue, link", "COSTS; a round trip adds 10 us"),
+    "pools": Section(1, 25, pools, "one memory pool per captured operator", "12 of 12; peak <= limit"),
+    "replays": Section(1, 80, replays, "replays as one CUDA graph", "error <= 2 % on average, <= 5 % at worst"),
+    "resnet": Section(1, 120, steps(RESNET), "planned against eager steps of ResNet-50", FASTER),
+    "llama": Section(1, 120, steps(LLAMA), "planned against eager steps of Llama", FASTER),
+    "gpt2": Section(2, 95, steps(GPT2), "planned against eager steps of GPT-2", FASTER),
     "rivals": Section(2, 210, rivals, "PyTorch's methods at equal peak (Llama, 70 %)", "ours is the fastest"),
     "largest": Section(2, 95, largest, "the largest batch of ResNet-50", "ours >= 2 x eager"),
 }
@@ -345,7 +354,14 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """Keys of the command line; ``seconds``: of the one section that is run in this process, not in one of its own."""
+    """Command-line keys.
+
+    Attributes:
+        out: results folder.
+        backend: "cuda" or "host".
+        step: run only the sections of command 1 or 2; 0: of both.
+        seconds: if positive, run the one named section in this process for at most this time.
+    """
 
     out: str = "runs/gpu"
     backend: str = "cuda"
@@ -354,7 +370,7 @@ class Asked:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 0 if every section has ended by itself."""
+    """Runs the command and returns its exit status: 0 if every section ended normally."""
     words = sys.argv[1:] if words is None else words
     names = [word for word in words if "=" not in word]
     try:
@@ -363,7 +379,7 @@ def main(words: Sequence[str] | None = None) -> int:
                                   ("section", tuple(names), SECTIONS)):  # fmt: skip
             check_known(key, value, known)
         if asked.backend == "cuda" and not torch.cuda.is_available():
-            raise UsageError("there is no CUDA GPU here; backend=host rehearses the probe without one")
+            raise UsageError("no CUDA GPU found; backend=host runs a small probe without one")
     except UsageError as error:
         print(error, str(__doc__).splitlines()[2].strip(), sep="\nusage: ", file=sys.stderr)
         return 2
@@ -378,7 +394,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def in_order(names: Sequence[str], out: Path, backend: str) -> int:
-    """Prints the sections, runs each in a process of its own, gathers probe.json. The next gets time that is left."""
+    """Runs each section in its own process and updates probe.json; unused time carries over to the next section."""
     for name in names:
         section = SECTIONS[name]
         print(f"{name:10}{section.seconds:4} s  {section.question}: {section.prediction}")
@@ -394,7 +410,7 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
                 done = process.wait(seconds)
                 failed = f"its process ended with status {done}" if done else ""
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # including its child processes
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 failed = f"stopped after {seconds:.0f} s"
@@ -409,7 +425,7 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
 
 
 def gather(out: Path, backend: str) -> None:
-    """Writes probe.json from the rows until now."""
+    """Writes probe.json from the rows of probe.jsonl."""
     device = torch.cuda.get_device_name() if backend == "cuda" else "host"
     rows = [json.loads(text) for text in (out / "probe.jsonl").read_text().splitlines()]
     found = {"format": FORMAT, "device": device, "torch": torch.__version__, "rows": rows}

@@ -1,23 +1,23 @@
-"""What PyTorch offers against memory, beside a planned step, each at the same measured peak.
+"""Compares PyTorch's memory-saving methods with a planned step, each at the same measured peak.
 
-    eager        nothing; its peak and its time are what the others are compared with
-    ours         the fastest of OURS' plans on the measured profile, run by PlannedStep
+    eager        no method: the reference for peak and time
+    ours         fastest plan of OURS on the measured profile, executed by PlannedStep
     checkpoint   torch.utils.checkpoint around each of the first n blocks
-    selective    checkpoints that keep what products and convolutions return, around the first n blocks
-    offload      what the first n blocks save goes to pinned memory on streams of its own (offload.py)
+    selective    selective checkpointing of the first n blocks that keeps the results of products and convolutions
+    offload      activation offloading of the first n blocks to pinned memory (offload.py)
     compile      torch.compile with activation_memory_budget
-    save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around the first n blocks: a straw man, since it
-                 waits for every copy
+    save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around the first n blocks: waits for every copy
 
-A limit f is what eager holds between steps and f of what its peak has above it, by the device's own count. A method's
-setting is the mildest whose measured peak is within the limit, by bisection. Choices:
-
-(a) Each trial starts with a new model of the same seed and batch; for ours the limit is lowered up to TRIES times.
-(b) To find the setting, STEPS steps are run. It is then timed over ``steps`` steps that take turns with eager's.
-(c) The peak is that of the measured steps, PyTorch's allocator's ``allocated``.
-(d) On the CPU storages seen by a dispatch mode are counted, for ours its ledger; offloading needs a GPU to gain.
-(e) Optimizers are as PyTorch chooses (``foreach``); ours updates in buckets of 64 MiB.
+The limit for a fraction f is eager's memory between steps plus f times the rise to its peak.
 """
+
+# Choices:
+# (a) A method's setting is the mildest whose measured peak is within the limit (bisection).
+# (b) Each trial starts with a new model of the same seed and batch; ours lowers its limit up to TRIES times.
+# (c) The search for a setting runs STEPS steps. The final timing alternates ``steps`` steps with eager steps.
+# (d) The peak is PyTorch's ``allocated`` over the measured steps. On the CPU it counts the storages that a dispatch
+#     mode sees (ours: its ledger). Offloading saves device memory only on a GPU.
+# (e) Baselines use PyTorch's default optimizers (``foreach``); ours updates in buckets of 64 MiB.
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from experiments.validate_gpu.settings import Settings
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
-CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU's is too large to be emptied quickly
+CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # profile mode; flushing a CPU's cache takes too long
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
-BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
+BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # activation_memory_budget of torch.compile
 
 KEPT = [
     getattr(torch.ops.aten, name).default for name in (
@@ -61,13 +61,20 @@ KEPT = [
 
 
 class Unreachable(Exception):
-    """The method does not come down to the limit; the message says how far."""
+    """Raised if a method cannot reach the limit; the message has its smallest peak."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of one method, measured: ns per step, bytes at the peak and between steps; ns of eager's steps that
-    took turns with them, where some did."""
+    """Measurement of one setting of one method.
+
+    Attributes:
+        ns: median step time.
+        peak: peak memory in bytes.
+        between: memory between steps in bytes.
+        setting: the setting, in words.
+        eager_ns: median time of the eager steps that alternated with these, if any.
+    """
 
     ns: float
     peak: int
@@ -77,8 +84,13 @@ class Trial:
 
 
 class Ready(NamedTuple):
-    """What is known of a network before it is compared: eager steps, the program with its measured profile, and plans
-    by limit, those for most bytes first."""
+    """Earlier results of a network, so that ``compare`` need not measure or plan it again.
+
+    Attributes:
+        eager: eager steps.
+        program: program with measured durations.
+        plans: plans by limit (a fraction), in descending order of planned bytes.
+    """
 
     eager: Trial
     program: Program
@@ -86,14 +98,19 @@ class Ready(NamedTuple):
 
 
 def limit_at(f: float, eager: Trial) -> int:
-    """Bytes of a limit."""
+    """Returns the limit in bytes for the fraction ``f`` of eager's activation peak."""
     return eager.between + round(f * (eager.peak - eager.between))
 
 
 def compare(settings: Settings, machine: Machine, record: Record, ready: Mapping[str, Ready]) -> None:
-    """Adds a row per workload, limit and method: ``measured_ns``, ``measured_peak``, ``limit``, ``setting``,
-    ``eager_ns`` of the eager steps in between, ``overhead`` against them, ``clocks``; or ``failed``. A workload without
-    blocks has one row, which says so. ``ready``: what need not be measured or planned again, by workload."""
+    """Measures every method at every limit and adds one row each.
+
+    A row has ``measured_ns``, ``measured_peak``, ``limit``, ``setting``, ``eager_ns`` of the alternating eager steps,
+    ``overhead`` relative to them and ``clocks``; or ``failed``. A workload without blocks gets one failed row.
+
+    Args:
+        ready: earlier results by workload, which are reused.
+    """
     device = settings.device
     for name in settings.workloads:
         known = ready.get(name)
@@ -111,7 +128,7 @@ def compare(settings: Settings, machine: Machine, record: Record, ready: Mapping
 
 
 def _eager_row(name: str, device: str, known: Ready | None) -> dict[str, Any]:
-    """Raises Unreachable if the network has no blocks."""
+    """Measures eager steps and returns their row; raises Unreachable if the network has no blocks."""
     if not block_count(name):
         raise Unreachable("the network has no blocks to checkpoint")
     warm_up(name, device)
@@ -121,7 +138,7 @@ def _eager_row(name: str, device: str, known: Ready | None) -> dict[str, Any]:
 
 
 def _row(search: Levels | _Ours, f: float, limit: int, steps: int) -> dict[str, Any]:
-    """Measures a method's mildest setting within a limit; raises Unreachable."""
+    """Measures a method's mildest setting within a limit and returns the row; raises Unreachable."""
     warm_up(search.name, search.device)
     chosen = search.within(limit, f)
     with watched(search.device) as clocks:
@@ -133,7 +150,7 @@ def _row(search: Levels | _Ours, f: float, limit: int, steps: int) -> dict[str, 
 
 @cache
 def warm_up(name: str, device: str) -> None:
-    """Lets libraries take the memory that they keep, once in a process (CUDA)."""
+    """Runs one trial per process so that libraries allocate their persistent CUDA memory before measurements."""
     if device == "cuda":
         trial(name, device)
 
@@ -142,8 +159,13 @@ def trial(
     name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None] = lambda network: None,
     setting: str = "", steps: int = 0,
 ) -> Trial:  # fmt: skip
-    """Trains a new network as ``prepare`` leaves it; what it returns is run in the place of the model. ``steps``: so
-    many, in turns with eager's; 0: STEPS alone."""
+    """Trains a new network under a method and measures it.
+
+    Args:
+        prepare: applies the method to the network; may return a function to call instead of the model.
+        setting: label of the setting.
+        steps: measured steps that alternate with eager steps; 0: STEPS steps without eager ones.
+    """
     give_back()
     beside = eager_beside(name, device) if steps else None
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -155,11 +177,10 @@ def trial(
 def _measured(
     device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any] | None = None, steps: int = 0
 ) -> Trial:
-    """Time and peak of a step; ``beside``: an eager one that takes turns with it, ``steps`` times, then without bytes
-    on the CPU."""
+    """Measures time and peak of a step; with ``beside``, ``steps`` steps alternate with it (no peak on the CPU)."""
     torch.manual_seed(1)
     cuda, counter = device == "cuda", Counter()
-    step()  # compilers and optimizers make what they keep
+    step()  # compiles the model and creates the optimizer state
     if beside:
         _, times, eager, peak = in_turns(step, beside, steps, device, before)
         return Trial(median(times), peak, eager_ns=median(eager))
@@ -177,7 +198,7 @@ def _measured(
 
 
 def eager_beside(name: str, device: str) -> Callable[[], Any]:
-    """An eager step that has made all that it keeps."""
+    """Returns an eager step function of a new network whose optimizer state exists already."""
     network = build(name, device)
     network.step()
     if device == "cuda":
@@ -186,12 +207,12 @@ def eager_beside(name: str, device: str) -> Callable[[], Any]:
 
 
 class Counter(TorchDispatchMode):
-    """Bytes of the storages that operators have met and that are still there."""
+    """Counts the bytes of live CPU storages that operators have used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[StorageWeakRef, int] = {}
-        self.bytes = self.peak = 0  # of all known, some of which may be gone; of those that were there at once
+        self.bytes = self.peak = 0  # ``bytes`` may include freed storages; ``peak`` does not
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -200,12 +221,12 @@ class Counter(TorchDispatchMode):
                 ref, nbytes = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
                 self.bytes += nbytes - self.known.get(ref, 0)
                 self.known[ref] = nbytes
-        if self.bytes > self.peak:  # only then it matters what is gone
+        if self.bytes > self.peak:  # drop freed storages only when they could change the peak
             self.peak = max(self.peak, self.count())
         return out
 
     def count(self) -> int:
-        """Bytes now."""
+        """Returns the bytes of the storages that are live now."""
         self.known = {s: n for s, n in self.known.items() if not s.expired()}
         self.bytes = sum(self.known.values())
         return self.bytes
@@ -215,7 +236,7 @@ class Counter(TorchDispatchMode):
 
 
 class Levels:
-    """A method with settings from mild to strong; each is measured once."""
+    """Settings of one method, from mild to strong, each measured at most once."""
 
     def __init__(self, name: str, device: str, method: str):
         self.name, self.device, self.method = name, device, method
@@ -223,7 +244,7 @@ class Levels:
         self.known: dict[int, Trial] = {}
 
     def within(self, limit: int, f: float = 0.0) -> Trial:
-        """The mildest setting within the limit, which is ``f`` of the activations; raises Unreachable."""
+        """Returns the mildest setting whose peak is within ``limit`` bytes; raises Unreachable."""
         most = self.count - 1
         if self.at(most).peak > limit:
             raise Unreachable(f"at its strongest it needs {self.at(most).peak:,} bytes, over the limit of {limit:,}")
@@ -231,19 +252,19 @@ class Levels:
         return self.at(most - milder)
 
     def at(self, level: int) -> Trial:
-        """One setting."""
+        """Returns the measurement of one setting."""
         if level not in self.known:
             setting = f"budget {BUDGETS[level]}" if self.method == "compile" else f"{level} of {self.count - 1} blocks"
             self.known[level] = trial(self.name, self.device, lambda network: self.prepare(network, level), setting)
         return self.known[level]
 
     def timed(self, chosen: Trial, steps: int) -> Trial:
-        """One of the known settings, in turns with eager."""
+        """Times a measured setting again, in ``steps`` steps that alternate with eager steps."""
         level = next(i for i, known in self.known.items() if known is chosen)
         return trial(self.name, self.device, lambda network: self.prepare(network, level), chosen.setting, steps)
 
     def prepare(self, network: Network, level: int) -> Callable[[Tensor], Any] | None:
-        """Puts the method around the first ``level`` blocks."""
+        """Applies the method to the first ``level`` blocks; returns the compiled model for ``compile``."""
         if self.method == "compile":
             from torch._functorch import config
 
@@ -251,7 +272,7 @@ class Levels:
             config.activation_memory_budget = BUDGETS[level]
             return torch.compile(network.model)
         if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
-            CUDA.drop()  # they pin memory of their own
+            CUDA.drop()  # these methods pin their own memory
         selected = partial(create_selective_checkpoint_contexts, KEPT)
         wrap: Callable[[Any], Any] = {
             "offload": Offload(network.model, self.device).wrap,
@@ -276,16 +297,16 @@ def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Ours:
-    """Plans on the measured profile: those that are there, then others, as long as what they really take is over."""
+    """Planned steps on the measured profile: tries saved plans first, then plans for lower limits."""
 
     def __init__(self, name: str, device: str, machine: Machine, ready: Ready | None = None):
         self.name, self.device, self.machine, self.ready = name, device, machine, ready
         self.program = ready.program if ready else None
-        self.aim = 0  # of the last ``at``
-        self.plans: dict[int, Plan] = {}  # by aim
+        self.aim = 0  # planned bytes of the last call of ``at``
+        self.plans: dict[int, Plan] = {}  # by planned bytes
 
     def within(self, limit: int, f: float = 0.0) -> Trial:
-        """A planned step within the limit; raises Unreachable."""
+        """Returns a planned step whose measured peak is within ``limit`` bytes; raises Unreachable."""
         plans = self.ready.plans.get(f, []) if self.ready else []
         self.plans |= {plan.limit: plan for plan in plans}
         aim, aims = limit, [plan.limit for plan in plans]
@@ -298,11 +319,11 @@ class _Ours:
         raise Unreachable(f"{found.setting}: its measured peak is {found.peak:,} bytes, over the limit of {limit:,}")
 
     def timed(self, chosen: Trial, steps: int) -> Trial:
-        """The last step, in turns with eager."""
+        """Times the last planned step in ``steps`` steps that alternate with eager steps."""
         return self.at(self.aim, steps)
 
     def at(self, aim: int, steps: int = 0) -> Trial:
-        """A step planned for ``aim`` bytes; ``steps``: so many, in turns with eager's."""
+        """Measures a step planned for ``aim`` bytes; with ``steps``, alternating with as many eager steps."""
         give_back()
         self.aim, beside = aim, eager_beside(self.name, self.device) if steps else None
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
@@ -323,7 +344,7 @@ class _Ours:
 
 
 def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
-    """The fastest of OURS' plans, simulated; raises Unreachable where none has one."""
+    """Returns the plan of OURS with the shortest simulated step; raises Unreachable if no planner finds one."""
     plans, reasons = [], []
     for planner, options in OURS.items():
         try:
@@ -331,7 +352,7 @@ def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
         except agents.Infeasible as error:
             reasons.append(str(error))
         except ImportError as error:
-            reasons.append(f"{planner} needs {error.name}, which is not here")
+            reasons.append(f"{planner} needs {error.name}, which is not installed")
     if not plans:
         raise Unreachable("; ".join(reasons))
     return min(plans, key=lambda plan: simulate(program, plan, machine, limit).iteration_ns)

@@ -1,4 +1,4 @@
-"""What was measured: rows, each of which is a line of a file at once, and is there again when a command goes on."""
+"""Record of measurements: rows appended to a JSONL file, so that a later command can continue."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ import torch
 from agents.deadline import TimeUp, within
 from executor.memory.engines import line
 
-LATE, STOPPED = "no time left", "stopped: the time was over"  # why nothing was measured; the next command tries again
+LATE, STOPPED = "no time left", "stopped: the time was over"  # reasons after which a later command retries
 OF_FAILURE = ("failed", "again", "seconds")
-GRACE = 5.0  # seconds that what has begun may take longer than there are
-DEATHS = 2  # so often a process may end while it measures something; then that has failed
+GRACE = 5.0  # seconds that a running measurement may exceed the remaining time
+DEATHS = 2  # a measurement has failed after this many processes died in it
 
 
 class Broken(RuntimeError):
-    """CUDA has failed in this process, so that nothing more can be measured in it; the message is one sentence."""
+    """Raised if CUDA has failed in this process, so that no further measurement is possible in it."""
 
 
 class Record:
-    """Rows of a directory, those of earlier commands included, and the time that is left.
+    """Rows of a results folder, including those of earlier commands, and the time budget.
 
     Args:
-        device: PyTorch's name; of "cuda" it is looked after each failure whether CUDA still works.
+        out: results folder.
+        seconds: time budget.
+        device: PyTorch device type; with "cuda", each failure is followed by a check that CUDA still works.
     """
 
     def __init__(self, out: Path, seconds: float, device: str = "cpu"):
@@ -36,11 +38,11 @@ class Record:
         self.out, self.device, self.begin, self.seconds = out, device, time.monotonic(), seconds
         self._path, self._under_way = out / "measurements.jsonl", out / "under_way.json"
         self.rows = _lines(self._path)
-        # What an earlier command had no time for, or no library, which another computer may have.
+        # Rows to retry: an earlier command ran out of time or lacked a library that this host may have.
         self._late = [row for row in self.rows if row.get("failed") in (LATE, STOPPED) or "again" in row]
-        for row in _lines(self._under_way):  # the process before this one ended there
+        for row in _lines(self._under_way):  # the previous process died in this measurement
             if row["deaths"] >= DEATHS:
-                self.rows.append({**row, "failed": f"the process ended in it, {DEATHS} times"})
+                self.rows.append({**row, "failed": f"the process died in this measurement {DEATHS} times"})
                 self._under_way.unlink()
         self._write()
 
@@ -48,10 +50,10 @@ class Record:
         self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def add(self, kind: str, **row: Any) -> None:
-        """One row.
+        """Adds one row, replacing a row of an earlier command that was to be retried.
 
         Raises:
-            Broken: it is a failure, and CUDA does not work any more.
+            Broken: if the row is a failure and CUDA no longer works.
         """
         self._under_way.unlink(missing_ok=True)
         new = {"kind": kind, **row}
@@ -72,35 +74,38 @@ class Record:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                raise Broken(f"CUDA works no more in this process: {line(error)}") from error
+                raise Broken(f"CUDA no longer works in this process: {line(error)}") from error
 
     def trying(self, kind: str, **row: Any) -> None:
-        """What is measured next; should the process end in it, the next one knows."""
+        """Notes the measurement that starts now, so that the next process detects that this one died in it."""
         same = [r["deaths"] for r in _lines(self._under_way) if r.items() >= {"kind": kind, **row}.items()]
         self._under_way.write_text(json.dumps({"kind": kind, **row, "deaths": 1 + sum(same)}) + "\n")
 
     def has(self, kind: str, **key: Any) -> bool:
-        """Is there a row with these entries, measured or failed; one of an earlier command not for want of time?"""
+        """Returns whether a measured or failed row with these entries exists; rows to be retried do not count."""
         mine = (r for r in self.rows if r["kind"] == kind and all(r.get(k) == v for k, v in key.items()))
         return any(not any(r is late for late in self._late) for r in mine)
 
     def of(self, kind: str, **key: Any) -> list[dict[str, Any]]:
-        """The rows of a kind, with these entries, that did not fail."""
+        """Returns the successful rows of a kind with these entries."""
         mine = (r for r in self.rows if r["kind"] == kind and "failed" not in r)
         return [r for r in mine if all(r.get(k) == v for k, v in key.items())]
 
     def left(self) -> float:
-        """Seconds until the budget is spent."""
+        """Returns the remaining seconds of the budget."""
         return self.begin + self.seconds - time.monotonic()
 
     def measure(
         self, kind: str, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **more: Any
     ) -> None:
-        """Adds the row ``key | more | function()``, or one with the reason why it failed, unless there is a row.
+        """Adds the row ``key | more | function()``, or a failed row, unless a row with this key exists.
 
         Args:
-            key: entries by which a row is known.
-            seconds: limit on the time, beside that of the record.
+            kind: kind of the row.
+            key: entries that identify the row.
+            function: the measurement; returns entries of the row.
+            seconds: time limit in addition to the record's budget.
+            more: further entries.
         """
         if self.has(kind, **key):
             return
@@ -115,13 +120,13 @@ class Record:
                 found = function()
         except TimeUp:
             found = {"failed": STOPPED}
-        except Exception as error:  # what breaks must not end the run
+        except Exception as error:  # a failed measurement must not stop the run
             found = {"failed": line(error)}
         self.add(kind, **row, **found)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file that may not be there, or end within a line."""
+    """Returns the rows of a JSONL file that may be missing or truncated."""
     rows = []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -1,4 +1,4 @@
-"""results.json, table.md and the pictures of a directory, of what there is in it; and all of it as one file."""
+"""Writes results.json, table.md and the plots of a results folder, and packs the folder into one file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from simulator import Machine
 from simulator.files import write_json, write_text
 
 FORMAT = "validation/1"
-PAGE = 2**21  # a GPU gives memory in pages
+PAGE = 2**21  # page size of GPU allocations in bytes
 NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
 KINDS = ("replay", "train", "graph")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the time and of the peak, mean absolute and worst; how many took more than their limit, and how many
-    replays' arenas did by the device's own count, which is of whole pages."""
+    """Summarizes prediction errors of rows.
+
+    Returns:
+        Mean absolute and worst relative errors of time and peak, the number of peaks over their limit, and the number
+        of replay arenas over their limit in whole pages, by the device's count.
+    """
     time_errors = [abs(r["error"]) for r in rows if r.get("error") is not None]
     peaks = [abs(r["measured_peak"] / r["predicted_peak"] - 1) for r in rows]
     out: dict[str, Any] = {"count": len(rows)}
@@ -42,7 +46,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(settings: Settings, machine: Machine | None, record: Record) -> None:
-    """The files; pictures where there is Matplotlib."""
+    """Writes results.json and table.md, and the plots if Matplotlib is installed."""
     out, gpu = record.out, torch.cuda.is_available()
     sums = {kind: summary(record.of(kind)) for kind in KINDS}
     write_json(out / "results.json", {
@@ -55,7 +59,7 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
     try:
         from experiments.validate_gpu import plots
     except ImportError:
-        return  # the next command on a computer with Matplotlib draws
+        return  # a later command on a host with Matplotlib draws the plots
     if record.of("replay"):
         plots.scatter(out / "predicted_vs_measured.png", record.of("replay"), record.of("train"))
     if record.of("largest"):
@@ -63,7 +67,7 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
 
 
 def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """Lines of table.md."""
+    """Yields the lines of table.md."""
     units = {"predicted_ns": 1e6, "measured_ns": 1e6, "eager_ns": 1e6, "host_ns": 1e6, "predicted_peak": MIB,
              "measured_peak": MIB, "limit": MIB, "footprint": MIB}  # fmt: skip
     names = [f"{key.removesuffix('_ns')} {'MiB' if unit == MIB else 'ms'}" for key, unit in units.items()]
@@ -81,13 +85,13 @@ def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
                        f"over {found['count']} plans.\n")  # fmt: skip
     if rows := sorted(record.of("compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
         yield from _table(
-            ("workload", "limit", "method", "setting", "ms", "against eager", "peak MiB", "limit MiB"),
+            ("workload", "limit", "method", "setting", "ms", "overhead", "peak MiB", "limit MiB"),
             [(r["workload"], _percent(r), NAMES.get(r["method"], r["method"]), r["setting"], _of(r, "measured_ns", 1e6),
               f"{r['overhead']:+.1%}", _of(r, "measured_peak", MIB), _of(r, "limit", MIB)) for r in rows],
         )  # fmt: skip
     if rows := sorted(record.of("largest"), key=lambda r: (r["workload"], -r["batch"])):
         yield from _table(
-            ("workload", "cap MiB", "method", "largest batch", "of its own", "too large"),
+            ("workload", "cap MiB", "method", "largest batch", "× default batch", "too large"),
             [(r["workload"], _of(r, "cap", MIB), r["method"], f"{'at least ' * r['time_over']}{r['batch']}",
               f"{r['batch'] / r['own_batch']:.2f}", r.get("too_large", "")) for r in rows],
         )  # fmt: skip
@@ -112,14 +116,14 @@ def _percent(row: dict[str, Any]) -> str:
 
 
 def _bits(row: dict[str, Any]) -> str:
-    """Are a step's losses those of eager steps?"""
+    """Returns whether a step's losses equal those of eager steps, as a table cell."""
     if "equal" not in row:
         return ""
-    return "equal" if row["equal"] else "differ" if row["eager_equal"] else "differ, as those of two eager steps"
+    return "equal" if row["equal"] else "differ" if row["eager_equal"] else "differ, also between two eager runs"
 
 
 def pack(out: Path) -> Path:
-    """All of a directory as one file beside it."""
+    """Packs a folder into FOLDER.tar.gz next to it and returns the file."""
     packed = out.with_name(out.name + ".tar.gz")
     with tarfile.open(packed, "w:gz") as tar:
         tar.add(out, out.name, filter=lambda member: None if member.name.endswith(LOCK) else member)

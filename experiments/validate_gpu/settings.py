@@ -1,4 +1,4 @@
-"""Settings of experiments.validate_gpu: ``key=value`` words, without Hydra, which a GPU machine may not have."""
+"""Settings of experiments.validate_gpu from ``key=value`` words, without Hydra, which a GPU host may lack."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from executor.capture.profile import Cache
 from experiments.common.endings import UsageError
 from experiments.validate_gpu.networks import NETWORKS
 
-# Stage -> its part of the time that is left, beside those that come after it.
+# Stage -> weight of its share of the remaining time, relative to the later stages.
 STAGES = {"calibrate": 0.3, "profile": 1.5, "plan": 1.5, "replay": 1.5, "train": 3.0, "compare": 3.0, "largest": 3.0}
 METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
-LEAST = {"calibrate": 30.0}  # seconds of a stage that all others need
+LEAST = {"calibrate": 30.0}  # minimum seconds of a stage that all others depend on
 BACKENDS = ("cuda", "host")
 CASTS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run does; each field is a key of the command line, lists with commas.
+    """Settings of a run; each field is a command-line key, with commas between list entries.
 
     Attributes:
-        backend: "cuda"; or "host", which does the same in small without a GPU.
-        stages: what is done, of calibrate, profile, plan, replay, train, compare (pytorch_baselines.py) and largest
-            (largest_batch.py), in this order.
-        out: folder of the results; by default runs/validate_gpu-<time>. One that has some is gone on with.
-        machine: what calibration has measured, else the preset that gives the rest; out/machine.yaml where there is
-            one, else the preset of the GPU's name.
-        profiles: folder of programs with what was measured of them; out/profiles.
-        plans: folder of plans; out/plans.
-        workloads: of experiments.validate_gpu.networks, those that matter most first.
-        limits: fractions of the activation peak.
-        cache: of the profiles, as executor.capture.profile.measure; where a step does not fit, "cold".
-        planners: which plan and replay.
-        train: whose plans are trained under.
-        graph: of these, whose are also trained under as a CUDA graph.
-        steps: measured training steps, in turns with as many eager ones.
-        methods: of compare and largest.
-        seconds: for all stages.
-        workers: processes that plan, at least 1; 0: as many as there are processors.
-        source: who measured, in measured/ (experiments/measured).
-        licence: under which these profiles may be passed on.
+        backend: "cuda"; or "host", which runs tiny networks without a GPU.
+        stages: stages to run, of calibrate, profile, plan, replay, train, compare (pytorch_baselines.py) and largest
+            (largest_batch.py); always in this order.
+        out: results folder (default: runs/validate_gpu-<time>); a folder with results is continued.
+        machine: machine file or preset; default: out/machine.yaml, else the preset of the GPU's name. For calibrate:
+            the preset for figures that are not measured.
+        profiles: folder of profiles and profiled programs (default: out/profiles).
+        plans: folder of plans (default: out/plans).
+        workloads: networks of experiments.validate_gpu.networks, most important first.
+        limits: limits as fractions of the activation peak.
+        cache: cache mode of executor.capture.profile.measure; falls back to "cold" if a step does not fit.
+        planners: planners of stages plan and replay.
+        train: planners whose plans are used for training.
+        graph: planners of these whose plans also train as a CUDA graph.
+        steps: measured training steps, alternating with as many eager steps.
+        methods: methods of stages compare and largest.
+        seconds: time budget of all stages.
+        workers: planning processes; 0: one per processor.
+        source: author of the measurements, in measured/ (experiments/measured).
+        licence: license of the published profiles.
     """
 
     backend: str = "cuda"
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def device(self) -> str:
-        """PyTorch's name of the device."""
+        """PyTorch device type: "cuda" or "cpu"."""
         return "cuda" if self.backend == "cuda" else "cpu"
 
 
@@ -78,10 +78,10 @@ ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,)
 
 
 def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
-    """Returns values for the fields of a dataclass from ``key=value`` words.
+    """Returns values for the fields of dataclass ``kind`` from ``key=value`` words.
 
     Raises:
-        UsageError: naming the word.
+        UsageError: if a word is invalid; the message names it.
     """
     kinds = {f.name: str(f.type) for f in fields(kind)}
     chosen: dict[str, Any] = {}
@@ -100,14 +100,14 @@ def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
 
 
 def check_known(key: str, value: Any, known: Iterable[Any]) -> None:
-    """Raises UsageError if a value, or one of a tuple, is none of ``known``."""
+    """Raises UsageError if a value, or an entry of a tuple, is not in ``known``."""
     for one in value if isinstance(value, tuple) else (value,):
         if one not in known:
-            raise UsageError(f"{key}: there is no {one!r}; there are {', '.join(map(str, known))}")
+            raise UsageError(f"{key}: unknown value {one!r}; expected one of {', '.join(map(str, known))}")
 
 
 def parse(words: Sequence[str]) -> Settings:
-    """Returns settings from ``key=value`` words; raises UsageError naming the word."""
+    """Returns settings from ``key=value`` words; raises UsageError with the invalid word."""
     chosen = values_of(Settings, words)
     settings = replace(ON_HOST if chosen.get("backend") == "host" else Settings(), **chosen)
     plans = agents.PLANNERS
@@ -118,9 +118,9 @@ def parse(words: Sequence[str]) -> Settings:
         check_known(key, getattr(settings, key), known)
     for key in ("workloads", "limits", "stages"):
         if not getattr(settings, key):
-            raise UsageError(f"{key}: expected at least one")
+            raise UsageError(f"{key}: expected at least one value")
     if not all(0 < f <= 1 for f in settings.limits):
         raise UsageError("limits: expected numbers above 0 and at most 1")
     if settings.steps < 1 or settings.workers < 0 or settings.seconds <= 0:
-        raise UsageError("steps and seconds: expected more than 0; workers: at least 0")
+        raise UsageError("expected steps >= 1, seconds > 0 and workers >= 0")
     return replace(settings, stages=tuple(stage for stage in STAGES if stage in settings.stages))

@@ -1,12 +1,12 @@
-"""What a validation does, stage by stage; what each leaves in the directory is what the next ones read.
+"""Stages of a validation run; later stages read the files that earlier stages wrote.
 
     machine.yaml                              calibrate
-    profiles/NAME.json, NAME.program.json.gz  profile: the times, the program with them; NAME-graph: of the optimizer
-                                              that a graph needs, where that is another
-    measured/NAME.json                        profile: for others (experiments/measured)
-    plans/NAME-LIMIT-PLANNER.json             plan, the one stage that needs no GPU
+    profiles/NAME.json, NAME.program.json.gz  profile: durations, and the program with them; NAME-graph: with the
+                                              capturable optimizer, if a CUDA graph needs one
+    measured/NAME.json                        profile: for publication (experiments/measured)
+    plans/NAME-LIMIT-PLANNER.json             plan: the only stage without a GPU
 
-What is there is not measured again. A limit of 0.7 is persistent tensors and 70 % of what the peak has above them.
+Existing files are not measured again. A limit of 0.7 means persistent bytes plus 70 % of the activation peak.
 """
 
 from __future__ import annotations
@@ -52,54 +52,54 @@ from simulator.files import write_text
 from simulator.plan import PlanError
 from simulator.schedule import lower
 
-# Less work for planners that search, so that all have their turn.
+# Reduced search budgets, so that every planner finishes within the stage's time.
 LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
         "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3}}
-# The GPU that the host plays: transfers about as slow as kernels of a CPU.
+# Simulated GPU of the host backend: transfers about as slow as CPU kernels.
 HOST = Machine("host", 2**30, 500_000_000, 500_000_000, host_bytes=2**30, flops_per_s={"float32": 10**10},
                memory_bytes_per_s=10**10, launch_ns=1400, graph_launch_ns=600, issue_ns=5000)  # fmt: skip
-AIMS = (1.0, 0.985, 0.97)  # of a limit: what the plans of ``compare`` are made for; what is measured may be above it
-MISSING = "is left out"  # for want of a library
-OURS = "ours"  # in the place of a planner: the fastest of pytorch_baselines.OURS' plans
+AIMS = (1.0, 0.985, 0.97)  # fractions of a limit to plan for in ``compare``; the measured peak may exceed a plan
+MISSING = "is left out"  # marks planners skipped because a library is missing
+OURS = "ours"  # pseudo-planner: the fastest plan of pytorch_baselines.OURS
 
-Answer = tuple[Plan | str, float]  # a plan or why there is none, and seconds
+Answer = tuple[Plan | str, float]  # (plan or reason for its absence, planning time in seconds)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A stage at work in a directory."""
+    """One run of a stage: its settings and the record of its results folder."""
 
     settings: Settings
     record: Record
 
     @property
     def machine(self) -> Machine:
-        """What was calibrated, else what is named; raises UsageError."""
+        """Calibrated machine, or the one named in the settings; raises UsageError if neither exists."""
         own = self.record.out / "machine.yaml"
         if own.exists():
             return Machine.load(own)
         if self.settings.machine:
             return Machine.load(self.settings.machine)
-        raise UsageError(f"machine: there is no {own}: calibrate first (stages=calibrate), or name one")
+        raise UsageError(f"machine: {own} does not exist; calibrate first (stages=calibrate) or set machine=")
 
     def profile(self, name: str, graph: bool = False) -> Path:
-        """Where the profile of a network is."""
+        """Returns the path of a network's profile."""
         folder = Path(self.settings.profiles or self.record.out / "profiles")
         return folder / f"{name}{'-graph' * graph}.json"
 
     def program(self, name: str, graph: bool = False) -> Path:
-        """Where its program with the measured durations is."""
+        """Returns the path of a network's program with measured durations."""
         return self.profile(name, graph).with_suffix(".program.json.gz")
 
     def plan(self, case: Case, planner: str, aim: int = 0) -> Path:
-        """Where a plan is; ``aim``: of OURS, which of AIMS."""
+        """Returns the path of a plan; ``aim`` is the index into AIMS for planner OURS."""
         folder = Path(self.settings.plans or self.record.out / "plans")
         last = f"-{aim}" if planner == OURS else ""
         return folder / f"{case.workload}{'-graph' * case.graph}-{case.fraction}-{planner}{last}.json"
 
     def cases(self, graph: bool = False) -> list[Case]:
-        """The workloads that were profiled at each limit, those that matter most first."""
+        """Returns every profiled workload at every limit, in the order of the settings."""
         out = []
         for name in self.settings.workloads:
             if (file := self.program(name, graph)).exists():
@@ -109,19 +109,19 @@ class Run:
 
 
 def base_machine(device: str) -> Machine:
-    """Figures that are not measured: of the GPU's preset, or of the machine that the host plays."""
+    """Returns the preset of the GPU, or the simulated machine of the host backend."""
     return machine_of(torch.cuda.get_device_name()) if device == "cuda" else HOST
 
 
 def with_host(found: Calibration, base: Machine, device: str) -> Calibration:
-    """Adds the memory of this host that may be pinned, and what needs PyTorch."""
+    """Returns the calibration with the host's pinnable memory and the figures of this PyTorch process."""
     if device == "cuda":
         found = replace(found, machine=replace(found.machine, host_bytes=min(base.host_bytes, host_bytes())))
     return of_process(found, device)
 
 
 def calibrate(run: Run) -> None:
-    """Transfers and launches of the machine, the context, the memory that may be pinned."""
+    """Measures transfers, launches, the CUDA context and the pinnable host memory."""
     settings, cuda = run.settings, run.settings.backend == "cuda"
     base = Machine.load(settings.machine) if settings.machine else base_machine(settings.device)
 
@@ -140,7 +140,7 @@ def calibrate(run: Run) -> None:
 
 
 def profile(run: Run) -> None:
-    """Times of kernels, of eager steps and their peak, for each network; of its form as a graph, too."""
+    """Measures kernel times, eager step times and peaks of each network and its graph form."""
     for name in run.settings.workloads:
         for graph in (False, True)[: 1 + (bool(run.settings.graph) and reads_numbers(name))]:
             if not run.program(name, graph).exists():
@@ -149,7 +149,7 @@ def profile(run: Run) -> None:
 
 
 def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
-    """Writes the files of a network; the row."""
+    """Profiles one network, writes its files and returns the row."""
     settings, machine = run.settings, run.machine
     row: dict[str, Any] = {}
     if not graph:
@@ -163,7 +163,7 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
     except ProfileError:
         if settings.cache != "step":
             raise
-        give_back()  # all of a step does not fit, one kernel may
+        give_back()  # the whole step does not fit into memory; single kernels may
         found = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
     found.save(run.profile(name, graph))
     program = with_profile(captured.program, found)
@@ -180,7 +180,7 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
 
 
 def plan_one(planner: str, file: Path, machine: Machine, limit: int, less: dict[str, float]) -> Answer:
-    """Plans a program's file, by those of the options ``less`` that the planner has."""
+    """Plans a saved program with those options of ``less`` that the planner accepts; returns an Answer."""
     begin = time.monotonic()
     program = Program.load(file)
     try:
@@ -193,16 +193,16 @@ def plan_one(planner: str, file: Path, machine: Machine, limit: int, less: dict[
         found = str(error)
     except ImportError as error:
         found = f"{planner} {MISSING}: {error}"
-    except Exception as error:  # a planner that breaks must not end the run; the row says so
+    except Exception as error:  # a failing planner must not stop the run
         found = f"{planner} raised {type(error).__name__}: {error}"
     return found, time.monotonic() - begin
 
 
 @contextmanager
 def planning(workers: int) -> Iterator[Pool]:
-    """Yields spawned worker processes; those that are still at work at the end are killed.
+    """Yields a pool of spawned workers and kills the busy ones on exit.
 
-    They are given files, not programs: a thread that writes a large argument to a killed worker would block the end.
+    Workers receive file paths, not programs: a thread writing a large argument to a killed worker would block the exit.
     """
     with Pool(workers) as pool:
         try:
@@ -213,12 +213,12 @@ def planning(workers: int) -> Iterator[Pool]:
 
 
 def first_those_trained(settings: Settings) -> list[str]:
-    """The planners, those whose plans are trained under first; the exact one, which takes all its time, stays last."""
+    """Returns the planners, those used for training first; the slow exact planner stays last."""
     return sorted(settings.planners, key=lambda planner: planner not in settings.train)
 
 
 def plan(run: Run) -> None:
-    """Plans of all planners for all cases, of those for graphs, and the best of OURS at ``compare``'s limits."""
+    """Plans all cases with all planners, the graph cases, and OURS at the limits of ``compare``."""
     settings, machine = run.settings, run.machine
     jobs = [(planner, case, 0) for planner in first_those_trained(settings) for case in run.cases()]
     jobs += [(planner, case, 0) for planner in settings.graph for case in run.cases(graph=True)]
@@ -232,7 +232,7 @@ def plan(run: Run) -> None:
 
 
 def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Executor) -> None:
-    """Saves the plans that the pool makes in time."""
+    """Computes the missing plans in the pool and saves those that finish in time."""
     record, less = run.record, LESS[run.settings.backend]
     asked = []
     for planner, case, aim in jobs:
@@ -262,13 +262,13 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
 
 
 def planned(run: Run, planners: Sequence[str], graph: bool = False) -> list[tuple[Case, Plan]]:
-    """The plans that there are, network by network."""
+    """Returns every saved plan with its case, grouped by network."""
     found = [(case, planner, run.plan(case, planner)) for case in run.cases(graph) for planner in planners]
     return [(case, Plan.load(file)) for case, _, file in found if file.exists()]
 
 
 def eager_steps(run: Run) -> dict[str, Trial]:
-    """Eager steps, by network, as they were measured when it was profiled."""
+    """Returns the eager measurement of each profiled network."""
     rows = run.record.of("profile", graph=False)
     return {r["workload"]: Trial(r["eager_ns"], r["eager_peak"], r["eager_between"]) for r in rows}
 
@@ -277,15 +277,14 @@ def eager_steps(run: Run) -> dict[str, Trial]:
 
 
 def pin_the_most(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
-    """Pinned memory for the plan that needs most of it: then it is pinned once. Where the host has not so much, those
-    plans say so that need it."""
+    """Pins host memory once for the plan that needs most; if the host has too little, that plan fails later."""
     if run.settings.device == "cuda" and plans:
         with suppress(MemoryError, PlanError, OutOfMemory):
             CUDA.take(max(max(lower(case.program, plan).on_host, default=0) for case, plan in plans) * 17 // 16)
 
 
 def replay(run: Run) -> None:
-    """Replays every plan; draws the one that moves most."""
+    """Replays every plan and plots the one with most transfers."""
     settings, machine, record = run.settings, run.machine, run.record
     plans = planned(run, first_those_trained(settings))
     most: tuple[int, tuple[Any, ...]] = (0, ())
@@ -315,23 +314,25 @@ def replay(run: Run) -> None:
             record.measure("replay", key_of(case, plan), partial(measured, case, plan), limit=case.limit)
     if most[0]:
         record.add("clocks", stage="replay", clocks=clocks)
-        with suppress(ImportError):  # without Matplotlib there are no pictures
+        with suppress(ImportError):  # Matplotlib is optional
             from experiments.validate_gpu.plots import timelines
 
             timelines(record.out / "timeline.png", *most[1])
 
 
 def key_of(case: Case, plan: Plan) -> dict[str, Any]:
-    """What a measurement of a plan is known by."""
+    """Returns the row entries that identify a plan's measurement."""
     return {"workload": case.workload, "fraction": case.fraction, "planner": plan.planner}
 
 
 def train(run: Run) -> None:
-    """Real steps under the plans of ``settings.train``, and of ``settings.graph`` as graphs, each twice: for time, in
-    turns with eager steps, as PyTorch does them by default; and for bits, where operators take their deterministic
-    form, beside eager steps that do."""
+    """Trains real steps under plans of ``settings.train``, and as CUDA graphs for ``settings.graph``.
+
+    Each plan runs twice: alternating with eager steps under PyTorch's defaults for time, and with deterministic
+    operators to compare losses with eager ones bit by bit.
+    """
     settings, machine, device = run.settings, run.machine, run.settings.device
-    bits_of = cache(eager_bits)  # each twice: the second tells whether eager is equal to itself
+    bits_of = cache(eager_bits)
     plans = planned(run, settings.train)
     own = {tuple(key_of(case, plan).values()): (case, plan) for case, plan in planned(run, settings.graph, graph=True)}
     pin_the_most(run, plans)
@@ -361,14 +362,14 @@ def train(run: Run) -> None:
             continue
         if reads_numbers(case.workload) and tuple(key.values()) not in own:
             if not run.record.has("graph", **key):
-                run.record.add("graph", **key, failed="there is no plan of its form as a graph")
+                run.record.add("graph", **key, failed="no plan exists for the graph form of this workload")
             continue
         graph, plan = batch_stays(*own.get(tuple(key.values()), (case, plan)))
         run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
 
 
 def compare(run: Run) -> None:
-    """What PyTorch offers, beside planned steps at the same peak; plans are those that were made before."""
+    """Measures PyTorch's methods and planned steps at equal peak, with the saved plans."""
     settings, ready = run.settings, {}
     for name, eager in eager_steps(run).items():
         if (file := run.program(name)).exists():
@@ -381,5 +382,5 @@ def compare(run: Run) -> None:
 
 
 def largest(run: Run) -> None:
-    """The largest batch of each method."""
+    """Finds the largest batch of each method."""
     largest_batch.search(run.settings, run.machine, run.record)

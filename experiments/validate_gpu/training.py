@@ -1,4 +1,4 @@
-"""Real training steps under a plan, capped: their time beside eager steps, and their losses against eager ones."""
+"""Trains real steps under a plan and a memory cap; compares their times and losses with eager steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BITS = 3  # steps whose losses are compared
 
 @dataclass(frozen=True)
 class Case:
-    """A workload at a limit; ``graph``: in the form that a graph needs."""
+    """A workload at a limit in bytes; ``graph``: with the capturable optimizer that a CUDA graph needs."""
 
     workload: str
     program: Program
@@ -37,8 +37,10 @@ class Case:
 
 
 def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
-    """The same without what the plan swaps of the batch, of which a graph has its own copy; the limit is raised where
-    that needs it."""
+    """Returns the case and plan without swaps of the batch, because a graph has its own copy of the batch.
+
+    The limit is raised if the reduced plan needs more memory.
+    """
     tensors = case.program.tensors
     kept = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
     plan = replace(plan, decisions=kept)
@@ -46,7 +48,7 @@ def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
 
 
 def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:
-    """Losses of eager steps, whether they are the same a second time, and what has no deterministic form."""
+    """Returns losses of eager steps, whether they repeat bit by bit, and the non-deterministic operators."""
     with deterministic() as loose, capturable(graph):
         first, again = (losses(build(name, device, capturable=graph).step) for _ in range(2))
     return {"losses": again, "equal": first == again, "loose": loose}
@@ -55,20 +57,23 @@ def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:
 def train_capped(
     device: str, case: Case, plan: Plan, machine: Machine, run: Callable[..., dict[str, Any]], **options: Any
 ) -> dict[str, Any]:
-    """``run`` within the smallest of CAPS with which its steps run, or why there is none."""
+    """Calls ``run`` with the smallest of CAPS under which its steps run; returns its row or the reason of failure."""
     failed = ""
     for cap in CAPS if device == "cuda" else (1.0,):
         try:
             return {**run(device, case, plan, machine, cap, **options), "cap": cap}
-        except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
+        except (RuntimeError, PlanError) as error:  # includes StepError and torch.OutOfMemoryError
             failed = f"within {cap} times the limit: {error}"
     return {"failed": failed}
 
 
 @contextmanager
 def capped(nbytes: float, device: str, graph: bool) -> Iterator[Callable[[bool], None]]:
-    """A cap on PyTorch's memory, above what it has reserved now; yields what sets it and lifts it. A graph has none:
-    its memory is one allocation of the driver's, of which PyTorch counts whole segments for each tensor."""
+    """Yields a function that sets (True) or lifts (False) a cap on PyTorch's memory.
+
+    The cap is ``nbytes`` above the memory reserved on entry. A graph gets no cap, because its memory is one driver
+    allocation of which PyTorch counts whole segments per tensor.
+    """
     held = torch.cuda.memory_reserved() if device == "cuda" else 0
 
     try:
@@ -78,17 +83,17 @@ def capped(nbytes: float, device: str, graph: bool) -> Iterator[Callable[[bool],
 
 
 def profiled_as(case: Case, network: Network, machine: Machine) -> Captured:
-    """The network's step with the program that was profiled; raises CaptureError where it is another one."""
+    """Captures the network's step with the profiled program; raises CaptureError if the captured step differs."""
     captured = network.captured(machine)
     if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
-        raise CaptureError(f"{case.workload} is another step here than it was where it was profiled: profile it here")
+        raise CaptureError(f"{case.workload}: the captured step differs from the profiled one; profile it on this host")
     return replace(captured, program=case.program)
 
 
 def losses_only(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
 ) -> dict[str, Any]:
-    """The losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
+    """Returns the losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
     give_back()
     as_graph = graph and device == "cuda"
     with capped(cap * case.limit, device, as_graph) as limit:
@@ -102,8 +107,13 @@ def losses_only(
 def timed_beside(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int, graph: bool = False
 ) -> dict[str, Any]:
-    """Times steps under a plan, capped likewise, in turns with eager steps (``beside_eager``). ``graph``: the planned
-    steps are replays of one; with the bytes of its memory. (On the CPU they run kernel by kernel.)"""
+    """Times capped steps under a plan that alternate with eager steps (see ``beside_eager``).
+
+    Args:
+        cap: memory cap as a multiple of the limit.
+        count: measured steps of each kind.
+        graph: replay the planned step as a CUDA graph and report its memory; on the CPU it runs kernel by kernel.
+    """
     cuda = device == "cuda"
     eager = eager_beside(case.workload, device)
     give_back()
@@ -125,10 +135,13 @@ def beside_eager(
     step: PlannedStep, batch: tuple[Any, ...], eager: Callable[[], Any], count: int, device: str, held: int,
     turn: Callable[[bool], object] = bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns median ns of planned and of eager steps in turns, of what the host took to issue a planned one (on the
-    CPU that is all of it), peaks in bytes by the ledger and by PyTorch (CUDA), and the GPU's clocks.
+    """Times planned steps that alternate with eager steps.
 
-    Arguments are as of ``in_turns``.
+    Arguments as in ``in_turns``.
+
+    Returns:
+        Median ns of planned and eager steps and of the host's issue time per planned step (on the CPU: the whole
+        step), peaks in bytes by the ledger and by PyTorch (CUDA), and the GPU's clocks.
     """
     hosts: list[int] = []
 
@@ -138,7 +151,7 @@ def beside_eager(
         hosts.append(time.perf_counter_ns() - begin)
         return loss
 
-    losses(planned)  # the optimizer makes its state, a graph is captured
+    losses(planned)  # creates the optimizer state and captures the graph
     with watched(device) as clocks:
         _, times, others, peak = in_turns(planned, eager, count, device, held, turn)
     ledger = step.graph.peak_bytes if step.graph and step.graph.graph else step.peak_bytes
@@ -148,6 +161,6 @@ def beside_eager(
 
 
 def losses(step: Callable[[], Any]) -> list[float]:
-    """Of the first BITS steps, with the same random numbers each time."""
+    """Returns the losses of the first BITS steps, always with the same random numbers."""
     torch.manual_seed(1)
     return [float(step()) for _ in range(BITS)]

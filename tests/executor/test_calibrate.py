@@ -1,4 +1,4 @@
-"""Calibration finds back what the host backend was told, and writes what Machine.load reads."""
+"""Tests that calibration recovers the host backend's figures and writes a file for Machine.load."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_the_figures_are_found_back(tmp_path):
     path = tmp_path / "machine.yaml"
     found.save(path)
     assert Machine.load(path) == machine
-    # What is not measured is given.
+    # Figures that are not measured are copied from the base machine.
     assert (machine.name, machine.alignment, machine.efficiency) == ("found", 256, {"default": 0.75})
     text = path.read_text()
     sources = {line.split(":")[0]: line.partition("# ")[2] for line in text.splitlines() if not line.startswith("#")}
@@ -52,14 +52,14 @@ def test_the_figures_are_found_back(tmp_path):
         == sources["copy_contention"]
         == "not measured"
     )
-    assert "worst error" in text and "up to 4.00 MiB" in text
+    assert "largest error" in text and "to 4.00 MiB" in text
     data = read_json(tmp_path / "machine.json")
     assert data["format"] == "calibration/3" and data["duplex"] == found.duplex
     assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]
 
 
 def test_events_are_pending_when_waits_for_them_are_issued(monkeypatch):
-    """A device whose waits cost something only then, as a GPU's do."""
+    """Waits cost time only for pending events, as on a GPU."""
 
     class Gpu(HostBackend):
         def wait(self, stream, event):
@@ -94,7 +94,7 @@ def test_one_copy_engine_is_noticed():
     [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)],
 )
 def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
-    """1 ns a byte in, 2 ns a byte out, at these shares while both are busy; less than DUPLEX_ERROR below 1 is 1."""
+    """Copies take 1 ns per byte in and 2 ns out, slowed to these shares; shares within DUPLEX_ERROR of 1 count as 1."""
     alone, share = {"h2d": 1, "d2h": 2}, {"h2d": h2d, "d2h": d2h}
 
     def copies(backend, directions, nbytes):
@@ -116,7 +116,7 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
 
 def test_no_larger_copy_is_begun_when_the_time_is_over():
     found = calibrate(HostBackend(MACHINE), MACHINE, 2**22, seconds=0.0)
-    assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest are always there
+    assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest sizes are always measured
 
 
 def test_the_command(tmp_path, capsys):

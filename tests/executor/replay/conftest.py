@@ -1,4 +1,4 @@
-"""What the tests of replays share: the host in a device's place."""
+"""Shared fixtures of the replay tests, which run on the host backend."""
 
 import pytest
 
@@ -18,5 +18,5 @@ def host():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Packs without a search for less bytes, which random plans need not have."""
+    """Packs without searching for a smaller footprint, which random plans do not need."""
     monkeypatch.setattr(streams, "pack_within", lambda blocks, limit, alignment: smartpool.pack(blocks, alignment))

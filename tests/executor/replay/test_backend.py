@@ -1,4 +1,4 @@
-"""The device seam: the same tests for the host, a double of CuPy and, if any, a GPU; then what only the host shows."""
+"""Tests of the backends: shared ones for the host, a fake CuPy and, if present, a GPU; then host-only ones."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_a_pattern_by_hand():
     assert first_difference(whole, 4) == 0
     whole[500_003] ^= 1
     assert first_difference(whole, 3) == 500_003
-    assert first_difference(pattern(1000, 3)[4:], 3) == 0  # it lies a word too far
+    assert first_difference(pattern(1000, 3)[4:], 3) == 0  # shifted by one word
 
 
 @pytest.mark.parametrize("as_graph", [False, True])
@@ -58,7 +58,7 @@ def test_bytes_go_to_the_host_and_back(backend, offset, nbytes, as_graph):
     with backend.arena(400_000, 400_000, 3):
         if as_graph:
             launch = backend.graph(there_and_back)
-            backend.fill(offset, nbytes, 9)  # before the graph, whatever it was captured after
+            backend.fill(offset, nbytes, 9)  # runs before the graph, although captured later
             launch()
             launch()
         else:
@@ -72,7 +72,7 @@ def test_a_check_finds_the_first_wrong_byte(backend):
     with backend.arena(4096, 4096, 3):
         backend.fill(0, 4096, 1)
         backend.fill(1003, 2, 2)
-        backend.verify(4, 2000, 1, 0)  # a word too far: its low byte differs by that of STEP, 0xB1
+        backend.verify(4, 2000, 1, 0)  # shifted by one word: the low byte differs by that of STEP, 0xB1
         backend.verify(0, 4096, 1, 1)
         backend.verify(0, 1003, 1, 2)
         backend.synchronize()
@@ -116,7 +116,7 @@ def test_kernels_of_a_graph_log_their_begin_and_end_and_a_launch_clears_what_was
 
 
 def test_memory_is_taken_once_and_given_back(backend):
-    large = 2**25  # CUDA takes memory of the card in parts of 2 MiB, and smaller arenas from one that it has
+    large = 2**25  # CUDA allocates device memory in pages of 2 MiB and places smaller arenas in existing ones
     with backend.arena(large, 2**20):
         assert backend.allocated_bytes >= large and len(backend.host) == 2**20
         with pytest.raises(BackendError, match="free it first"):
@@ -132,7 +132,7 @@ def test_memory_is_taken_once_and_given_back(backend):
         backend.allocate(2**62, 0)
     with pytest.raises(BackendError, match="pinned"):
         backend.allocate(16, 2**62)
-    with backend.arena(16, 16):  # what was refused left nothing behind
+    with backend.arena(16, 16):  # refused allocations left nothing behind
         pass
 
 
@@ -141,7 +141,7 @@ def test_memory_is_taken_once_and_given_back(backend):
 
 @pytest.mark.parametrize(("engines", "ms"), [(2, 21), (1, 32)])
 def test_copies_run_at_once_on_two_engines_and_one_after_the_other_on_one(engines, ms):
-    """1 MB takes 1 + 10 ms out and 1 + 20 ms in."""
+    """A copy of 1 MB takes 1 + 10 ms out and 1 + 20 ms in."""
     with HostBackend(replace(MACHINE, copy_engines=engines)) as backend, backend.arena(2 * 10**6, 2 * 10**6):
         begin = backend.record("compute", timed=True)
         for i, stream in enumerate(("d2h", "h2d")):
@@ -151,15 +151,17 @@ def test_copies_run_at_once_on_two_engines_and_one_after_the_other_on_one(engine
 
 
 def test_the_host_takes_the_times_of_the_machine():
-    """Kernels of 100 and 10 ns: 5 ns before each, 2 in a graph; an event takes 30 ns, a wait for it 40, and the host 7
-    for each launch, of which two may be pending."""
+    """Kernels take 100 and 10 ns, with a pause of 5 ns before each (2 ns in a graph).
+
+    An event costs 30 ns, a wait 40 ns, and the host 7 ns per launch; two launches may be pending.
+    """
     machine = replace(MACHINE, launch_ns=5, graph_launch_ns=2, event_ns=30, wait_ns=40, issue_ns=7, queue_depth=2)
     with HostBackend(machine) as backend, backend.arena(16, 16, 3):
         for slot, ns in enumerate((100, 10, 0)):
             backend.spin(ns, slot=slot)
         assert backend.log().begin.tolist() == [7, 112, 127] and backend.host_ns() == 107 + 7
         event = backend.record("compute")
-        backend.wait("d2h", event)  # of another stream, costs nothing
+        backend.wait("d2h", event)  # free on a copy stream
         backend.wait("compute", backend.record("d2h"))
         assert backend.elapsed_ns(event, backend.record("compute", timed=True)) == 40
         backend.synchronize()
@@ -171,7 +173,7 @@ def test_the_host_takes_the_times_of_the_machine():
 
 @pytest.mark.parametrize(("device", "host", "match"), [(2**26 + 1, 0, "too few"), (0, 2**26 + 1, "cannot be pinned")])
 def test_the_host_has_the_memory_of_the_machine(device, host, match):
-    with pytest.raises(BackendError, match="there are cuda, host"):
+    with pytest.raises(BackendError, match="expected cuda or host"):
         open_backend("tpu", MACHINE)
     with HostBackend(MACHINE) as backend, pytest.raises(BackendError, match=match):
         backend.allocate(device, host)

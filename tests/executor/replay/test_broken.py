@@ -1,4 +1,4 @@
-"""Replay broken on purpose is noticed, and a fault is named and leaves nothing behind."""
+"""Tests that replays detect injected faults, and that a fault names its task and leaves no memory allocated."""
 
 import re
 from dataclasses import replace
@@ -20,14 +20,14 @@ NO_ORDER = "neither waits for the other"
 
 
 def broken(program, plan, limit, method, tasks, change):
-    """A replay on the double in which the first call of ``method`` in each of some tasks is left out or changed.
+    """Replays on the fake device with the first call of ``method`` in each matching task skipped or changed.
 
     Args:
-        tasks: how their names begin.
-        change: from the arguments of the call to others; None: it is left out.
+        tasks: prefix of the names of matching tasks.
+        change: maps the call's arguments to changed ones; None: skip the call.
 
     Returns:
-        How many calls that were, and what was wrong.
+        Number of broken calls, and the errors found.
     """
     with opened(LINK) as (backend, device):
         does, changed = getattr(backend, method), list[str]()
@@ -64,7 +64,7 @@ def shorter(stream, device, host, nbytes):
     ("method", "tasks", "change", "match"),
     [
         *(("wait", tasks, None, NO_ORDER) for tasks in (
-            "swap-out of tensor 1", "kernel 3", "swap-in of tensor 1", "kernel 6")),  # kernel 3: a4 lies where a1 was
+            "swap-out of tensor 1", "kernel 3", "swap-in of tensor 1", "kernel 6")),  # kernel 3: a4 reuses a1's memory
         ("copy", "swap-out of tensor 1", None, BEFORE_B2),
         ("copy", "swap-in of tensor 1", None, BEFORE_B2),
         ("copy", "swap-out of tensor 1", shifted, f"{BEFORE_B2}|in the arena|{NO_ORDER}"),
@@ -78,7 +78,7 @@ def test_every_wait_and_every_byte_counts(method, tasks, change, match):
 
 
 def in_order(order):
-    """Of each job of three rounds, how many jobs of each stream come before it by streams and waits alone."""
+    """Returns how many jobs of each stream precede each job of three rounds by stream order and waits."""
     over, streams_over = {}, {}
     for i in range(3):
         for j, job in enumerate(order.jobs):
@@ -92,8 +92,10 @@ def in_order(order):
 
 
 def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
-    """Some waits say when, not what (RULES.md, rules 4 and 5): those of copies for kernels that only read, and those of
-    compute for a synchronous swap-out. Others are implied by the rest. Any other that is left out is found."""
+    """Removing a wait is detected unless it only affects timing (RULES.md, rules 4 and 5) or other waits imply it.
+
+    Timing-only waits are those of copies for kernels that only read, and of compute for a synchronous swap-out.
+    """
     found = 0
     for seed in range(40):
         program, plan, machine, limit = cases(seed)
@@ -119,7 +121,7 @@ def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
 
 
 def test_what_is_on_the_host_in_the_end_is_looked_at():
-    """p, updated by f2 only, is on the host from f2 until it is fetched when f1 ends."""
+    """p, which only f2 updates, is on the host from f2 until its swap-in at f1's end."""
     p, f2 = len(LARGE.tensors), LARGE.kernels[1]
     kernels = list(LARGE.kernels)
     kernels[1] = replace(f2, inputs=(*f2.inputs, p), outputs=(*f2.outputs, p))
@@ -131,7 +133,7 @@ def test_what_is_on_the_host_in_the_end_is_looked_at():
 
 
 def test_a_wrong_address_is_found(monkeypatch):
-    """a4 lies 4 bytes behind the begin of a2, which is in use."""
+    """a4 overlaps a2, which is in use, from its byte 4 on."""
     right, lifetimes = streams.pack_within, streams.timeline_lifetimes
     lives = []
     monkeypatch.setattr(streams, "timeline_lifetimes", lambda timeline: lives.append(lifetimes(timeline)) or lives[-1])

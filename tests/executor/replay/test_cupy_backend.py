@@ -1,4 +1,4 @@
-"""The CuPy backend on a double of CuPy: its kernels against NumPy, its order by vector clocks."""
+"""Tests of the CuPy backend on a fake CuPy: kernels against NumPy, order by vector clocks."""
 
 import ctypes
 from dataclasses import replace
@@ -31,7 +31,7 @@ def run(kernels, name, blocks, threads, *args, start=0):
 
 
 def test_fill_and_verify_are_numpys(kernels):
-    """At every alignment; of several wrong bytes the first."""
+    """Works at every alignment, and reports the first of several wrong bytes."""
     rng = Random(0)
     memory = np.zeros(6000, np.uint8)
     base = -(-memory.ctypes.data // 16) * 16 - memory.ctypes.data
@@ -75,14 +75,14 @@ def test_the_timed_graph_has_kernels_copies_and_the_events_that_another_stream_w
         replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=3, warmup=1)
     timed, *_, traced = device.launched
     assert device.launched == [timed] * 3 + [traced]
-    # Four iterations of a swap-out and a swap-in; each of the four waits of one has an event, of which that of the
-    # swap-out is waited for twice; three events fork and join the streams.
+    # Four iterations of a swap-out and a swap-in with four events each, of which the swap-out's is waited for twice;
+    # three more events fork and join the streams.
     assert timed.nodes == {"spin": 32, "copy": 8, "record": 4 * 4 + 3, "wait": 4 * 5 + 4}
     assert traced.nodes == {**timed.nodes, "spin": 32 + 2 * 8}
 
 
 def test_calibration_finds_what_the_double_plays(monkeypatch):
-    """Its copies take what the machine says, a kernel's clock goes on by 1 us at each look, its queue is endless."""
+    """Copies take the machine's times, the kernels' clock advances by 1 us per read, and the queue is unlimited."""
     machine = replace(LINK, memory_bytes=2**28, d2h_bytes_per_s=4 * 10**9, h2d_bytes_per_s=5 * 10**9,
                       d2h_latency_ns=9 * US, h2d_latency_ns=7 * US)  # fmt: skip
     monkeypatch.setattr(calibrate, "MOST_LAUNCHES", 5)

@@ -1,4 +1,4 @@
-"""Replay: the order of issue on a clock without noise, then real bytes on the host backend, and broken on purpose."""
+"""Tests of replays: order of issue in virtual time, then real bytes on the host backend."""
 
 from dataclasses import replace
 from random import Random
@@ -24,24 +24,24 @@ BYTES = replace(
 
 
 def names(jobs):
-    """Of each job that waits: what it is, and what it waits for."""
+    """Returns the waits of each waiting job, by names."""
     name = [(job.span.kind, job.span.index) for job in jobs]
     return {name[j]: {(back, *name[i]) for back, i in job.waits} for j, job in enumerate(jobs) if job.waits}
 
 
 def test_the_swap_plan_of_the_picture_by_hand():
-    """tests/tiny.py draws it: f4 waits for a1 to leave, b2 for it to return. 170 ns, 30 for memory and 20 for data."""
+    """f4 waits for a1's swap-out, b2 for its swap-in (drawn in tests/tiny.py): 30 ns for memory and 20 ns for data."""
     measured = replay(PROGRAM, SWAP_PLAN, BYTES, LIMIT, HostBackend(BYTES), iterations=3)
     assert measured.iterations_ns == (170, 170, 170)
     assert measured.timeline.breakdown == measured.predicted.breakdown
     assert (measured.timeline.breakdown.stall_memory_ns, measured.timeline.breakdown.stall_data_ns) == (30, 20)
     assert (measured.footprint, measured.device_bytes, measured.timeline.peak_bytes) == (150, 150, 150)
     assert (measured.error, measured.fits, measured.checks, measured.period) == (0, True, 0, 1)
-    # Iteration for iteration the spans are those of the simulation.
+    # Spans of every iteration equal those of the simulation.
     simulated = simulate(PROGRAM, SWAP_PLAN, BYTES, LIMIT, iterations=3)
     assert measured.timeline.spans == simulated.spans and measured.timeline.boundaries == simulated.boundaries
     assert measured.timeline.memory[-10:] == simulated.memory[-10:]
-    # Besides the order of each stream: f4 waits for an address, the swap-in for the last kernel that had ended then.
+    # Across streams, f4 waits for an address and the swap-in for the last kernel that had ended.
     assert names(circle(PROGRAM, SWAP_PLAN, BYTES, LIMIT).jobs) == {
         ("swap_out", A1): {(0, "kernel", 1)},
         ("kernel", 3): {(0, "swap_out", A1)},
@@ -51,8 +51,8 @@ def test_the_swap_plan_of_the_picture_by_hand():
 
 
 def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_holds_compute():
-    # a1 leaves [20, 60) and f3 waits for it: 40 ns more. Pinned to f4's end, 80, it is back at 120, when b3 ends.
-    # w (10 bytes) is away around the boundary: used by b1, it comes back for f1.
+    # a1 is swapped out in [20, 60) while f3 waits 40 ns; its swap-in, pinned to f4's end at 80, ends at 120 with b3.
+    # w (10 bytes) is swapped out across the boundary: after b1, until f1.
     plan = Plan((Swap(A1, 1, 6, prefetch=3, sync=True), Swap(W, 7, 0)))
     measured = replay(PROGRAM, plan, BYTES, 300, HostBackend(BYTES))
     waits = names(circle(PROGRAM, plan, BYTES, 300).jobs)
@@ -61,22 +61,26 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
 
 
 def test_the_pause_between_nodes_is_taken_off_in_advance_and_waits_stay_visible():
-    """6 ns a node: kernels of 10 ns spin for 4. A node of 3 ns is 3 too long, which the next one makes up for. What the
-    device waits for a copy, it waits on top."""
-    paused = replace(BYTES, graph_launch_ns=6, issue_ns=50)  # the host issues the graph alone
+    """With a pause of 6 ns per node, kernels of 10 ns spin for 4 ns; waits for copies add to that.
+
+    A node of 3 ns takes 3 ns too long, which the next one makes up for.
+    """
+    paused = replace(BYTES, graph_launch_ns=6, issue_ns=50)  # issue_ns has no effect on a graph
     assert replay(PROGRAM, SWAP_PLAN, paused, LIMIT, HostBackend(paused)).iterations_ns == (170,) * 5
     short = PROGRAM.with_durations([3, 10, 10, 10, 20, 20, 20, 20])
     measured = replay(short, Plan(), paused, 1000, HostBackend(paused))
     assert measured.iteration_ns == measured.predicted_ns == 113
     slower = replay(short, Plan(), paused, 1000, HostBackend(replace(paused, graph_launch_ns=9)))
-    assert slower.iteration_ns == 113 + 8 * 3  # what was not calibrated is seen
+    assert slower.iteration_ns == 113 + 8 * 3  # a pause that exceeds the calibrated one stays visible
     late = replay(PROGRAM, SWAP_PLAN, BYTES, LIMIT, HostBackend(replace(BYTES, d2h_bytes_per_s=10**9 // 2)))
-    assert late.iteration_ns == 170 + 40  # a copy out that takes twice as long
+    assert late.iteration_ns == 170 + 40  # the swap-out takes twice as long
 
 
 def test_an_early_copy_by_hand():
-    """a1 leaves when f1 ends, 10 to 50, beside f2; f4 puts a4 where it was and needs both halves: its copy complete
-    and f2 over. f2 is on f4's own stream."""
+    """The swap-out of a1 runs from f1's end (10 to 50) during f2; f4 reuses its memory and waits for both to end.
+
+    f2 precedes f4 on the same stream, so only the swap-out needs a wait.
+    """
     plan = Plan((Swap(A1, 1, 6, copy=0),))
     measured = replay(PROGRAM, plan, BYTES, LIMIT, HostBackend(BYTES))
     assert measured.iteration_ns == measured.predicted_ns == 160  # 10 less than with a copy at 20
@@ -92,7 +96,7 @@ def test_an_early_copy_by_hand():
 
 
 def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
-    """a1's copy is complete at 50; its gap opens when b4 ends, at 60."""
+    """The copy of a1 completes at 50, but its gap opens at b4's end, at 60."""
     plan = Plan((Swap(A1, 4, 6, copy=0),))
     measured = replay(PROGRAM, plan, BYTES, 180, HostBackend(BYTES), iterations=2, warmup=1)
     left = [e.time_ns for e in measured.timeline.events if e.owner == A1 and e.nbytes < 0]
@@ -119,7 +123,7 @@ def test_what_runs_again_by_hand(plan, again):
 
 
 def test_a_place_on_the_host_is_used_twice():
-    """a1 is away from f2 to b2, w from b1 to the next f1: 40 bytes do, and a1's copy waits for w's return."""
+    """a1 (f2 to b2) and w (b1 to the next f1) share 40 host bytes, so a1's swap-out waits for w's swap-in."""
     plan = Plan((Swap(A1, 1, 6), Swap(W, 7, 0)))
     order = circle(PROGRAM, plan, BYTES, 300)
     assert order.host_bytes == 40 and order.host == {A1: 0, W: 0}
@@ -139,7 +143,7 @@ ALTERNATING_PLAN = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
 
 
 def test_iterations_that_repeat_in_turn_are_one_circle():
-    """As in tests/simulator/test_steady.py: 60 and 80 ns in turn, 70 on average."""
+    """Iterations alternate between 60 and 80 ns, 70 ns on average (as in tests/simulator/test_steady.py)."""
     measured = replay(ALTERNATING, ALTERNATING_PLAN, BYTES, 1000, HostBackend(BYTES), iterations=5)
     assert measured.period == 2 and len(measured.iterations_ns) == 6
     assert set(measured.iterations_ns) == {60, 80}
@@ -167,7 +171,7 @@ def test_a_plan_that_never_becomes_steady_is_refused(monkeypatch):
 
 
 def cases(seed):
-    """A program, a plan of the whole language that fits it, a machine and a limit at which it runs."""
+    """Returns a random program, a plan with all kinds of decisions, a machine and a feasible limit."""
     rng = Random(seed)
     program, plan, machine, *_ = random_case(seed)
     kernels = [replace(k, variants=tuple((rng.randint(0, 30), rng.randint(0, 30)) for _ in range(rng.randint(0, 2))))
@@ -217,7 +221,7 @@ def test_a_plan_that_does_not_fit_by_bytes_is_out_of_memory():
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"iterations": 1}, "at least 2"), ({"warmup": 0}, "at least 2"), ({"mode": "fast"}, "time or check"),
+    [({"iterations": 1}, "iterations >= 2"), ({"warmup": 0}, "warmup >= 1"), ({"mode": "fast"}, "time or check"),
 ],
 )  # fmt: skip
 def test_bad_options(options, match):
@@ -239,11 +243,11 @@ LARGE_SWAP, LARGE_RECOMPUTE = Plan(SWAP_PLAN.decisions), Plan(RECOMPUTE_PLAN.dec
 @pytest.mark.parametrize(
     ("plan", "checks"),
     [
-        # In each of 3 iterations 15 reads, before and during their kernels, and 7 results after them; w in the end.
+        # 3 iterations of 15 reads, checked before and during their kernels, and 7 results after them; then w.
         (LARGE_SWAP, 3 * 37 + 1),
         (Plan((Swap(A2, 2, 5), Swap(W, 0, 7))), 3 * 37 + 1),
         (Plan((Swap(W, 7, 0),)), 3 * 37 + 1),
-        (LARGE_RECOMPUTE, 3 * 40 + 1),  # f1 again: it reads w, twice, and writes a1
+        (LARGE_RECOMPUTE, 3 * 40 + 1),  # recomputed f1 reads w (two checks) and writes a1
         (Plan((Swap(A1, 1, 6, copy=0), Swap(W, 0, 7, copy=7))), 3 * 37 + 1),
         (Plan((Recompute(A1, 1, 6, at=5),)), 3 * 40 + 1),
         (Plan((Rerun(0, 5), Rerun(1, 5), Swap(A3, 3, 4, copy=2))), 3 * 43 + 1),
@@ -291,7 +295,7 @@ def test_patterns_are_right_on_a_gpu():
 
 
 def test_copies_take_nothing_from_kernels_that_spin():
-    """The prediction of a replay is that of kernels that move no bytes of their own."""
+    """The prediction of a replay ignores contention between copies and kernels, because spins move no bytes."""
     machine = replace(BYTES, copy_contention=0.25, memory_bytes_per_s=10**9)
     program = replace(PROGRAM, kernels=tuple(replace(k, bytes=10**6) for k in PROGRAM.kernels))
     plan = replace(SWAP_PLAN, fingerprint=program.fingerprint)

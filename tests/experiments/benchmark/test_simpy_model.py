@@ -1,4 +1,4 @@
-"""The SimPy model that bench times obeys the same rules: equal to the nanosecond, whatever the plan."""
+"""Tests that the SimPy model of the speed suite equals the simulator to the nanosecond for any plan."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -28,7 +28,9 @@ def test_equal_on_random_programs(data: st.DataObject) -> None:
     expected = simulate(program, plan, on, limit, iterations)
     model = simpy_model.Model(lower(program, plan), on, limit, iterations)
     assert model.run() == expected.iteration_ns
-    assert model.lasts == [end - begin for begin, end in pairwise((0, *expected.boundaries))]  # as many iterations
+    assert model.lasts == [
+        end - begin for begin, end in pairwise((0, *expected.boundaries))
+    ]  # the same number of iterations
 
 
 def test_equal_with_other_algorithms() -> None:

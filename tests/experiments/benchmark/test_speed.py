@@ -1,4 +1,4 @@
-"""What `suite=speed` times is what it says."""
+"""Tests that `suite=speed` times what it documents."""
 
 import shutil
 
@@ -33,7 +33,7 @@ def test_a_search_of_home_is_timed_per_simulator_call(monkeypatch: pytest.Monkey
 def test_packings() -> None:
     blocks = packing.perfect(40, seed=3, width=60, height=50)
     held = [int(blocks.nbytes[(blocks.lower <= t) & (t < blocks.upper)].sum()) for t in range(60)]
-    assert len(blocks) == 40 and held == [50] * 60  # it fills its rectangle
+    assert len(blocks) == 40 and held == [50] * 60  # fills its rectangle
     with pytest.raises(ValueError, match="2 x 3"):
         packing.perfect(7, seed=0, width=2, height=3)
     one, same, other = (packing.scattered(30, seed) for seed in (1, 1, 2))
@@ -52,7 +52,7 @@ def test_a_planned_step_without_kernels_and_copies() -> None:
     plan = swap_all(captured.program, captured.program.gaps(512))
     step = host_time.idle(PlannedStep(captured, plan, machine, lower(captured.program, plan).required_bytes), batch)
     before = [p.clone() for p in model.parameters()]
-    assert torch.equal(step(*batch), step(*batch))  # no kernel runs: nothing is learned
+    assert torch.equal(step(*batch), step(*batch))  # no kernel runs, so weights do not change
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -68,12 +68,12 @@ def test_steps_without_kernels_issue_their_operators_and_compute_nothing() -> No
             step()
         with pytest.raises(RuntimeError, match="convolution was not recorded"):
             model(x)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # nothing was learned
-    assert torch.equal(steps[0](), steps[1]())  # kernels compute again, and both steps have trained as often
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # weights did not change
+    assert torch.equal(steps[0](), steps[1]())  # kernels are restored; both steps trained equally often
 
 
 def test_the_cost_of_a_step_is_per_kernel_and_per_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 10.0, 4.0, 16.0])  # looking, a step, one without kernels, one under a plan
+    times = iter([1.0, 10.0, 4.0, 16.0])  # checking bindings, a step, one without kernels, one with a plan
     monkeypatch.setattr(host_time, "shortest_s", lambda call, repeats: (call(), next(times))[1])
     seen: list[PlannedStep] = []
     monkeypatch.setattr(host_time, "idle", lambda step, batch: seen.append(step) or step)

@@ -1,4 +1,4 @@
-"""Published peaks: the points, what is refused, and ours beside one of them."""
+"""Tests of published peaks: the data points, invalid points, and our prediction of one point."""
 
 from __future__ import annotations
 

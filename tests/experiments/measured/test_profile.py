@@ -1,4 +1,4 @@
-"""A network's step, measured on this computer: what is written, and what the model of time says of it."""
+"""Tests of measuring a network's step on this host: the written file and the model's prediction of it."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ WORDS_OF = {"source": "a test", "licence": "CC0-1.0", "workload": "net"}
 
 
 def captured_step(foreach: bool = False):
-    """A step with convolution, batch norm, pooling and a buffer that is masked with -inf."""
+    """Captures a step with convolution, batch norm, pooling and masking with -inf."""
 
     class Network(nn.Module):
         def __init__(self):
@@ -34,7 +34,7 @@ def captured_step(foreach: bool = False):
             return self.head(x.masked_fill(x > 9, -float("inf")).softmax(1))
 
     model = Network()
-    if foreach:  # updates of many parameters are one kernel
+    if foreach:  # one kernel updates many parameters
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, foreach=True)
     else:
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
@@ -43,7 +43,7 @@ def captured_step(foreach: bool = False):
 
 
 def profile_of(captured, times: int = 2) -> Profile:
-    """Of kernels that take ``times`` as long as the model says."""
+    """Returns a profile whose kernels take ``times`` as long as modelled."""
     durations = tuple(times * kernel.duration_ns for kernel in captured.program.kernels)
     return Profile("secret", "0", "h100", "NVIDIA H100 80GB HBM3", "2.9.0", durations)
 
@@ -73,7 +73,9 @@ def test_a_step_is_written_without_names_and_read_again(tmp_path):
     text = step.to_json().lower()
     assert not any(word in text for word in ("secret", "private", "head", ".py", "weight", "infinity"))
     conv = next(i for i, o in enumerate(step.operators) if o.name == "aten.convolution.default")
-    step.operators[conv] = replace(step.operators[conv], name="nolib.convolution.default")  # this PyTorch has none
+    step.operators[conv] = replace(
+        step.operators[conv], name="nolib.convolution.default"
+    )  # an operator that PyTorch lacks
     assert [ns is None for ns in modelled(step, H100)] == [which == conv for which, *_ in step.kernels]
 
 
@@ -103,7 +105,7 @@ def test_the_command_measures_a_step(tmp_path, monkeypatch, network, cache):
     step = load_json(tmp_path / "step.json", MeasuredStep.from_dict)
     assert (step.torch, step.cache, step.cuda) == (torch.__version__, cache, "") and "own_net" not in step.to_json()
     assert step.step_ns > 0 and sum(ns for _, _, ns, _ in step.kernels) > 0
-    assert step.reserved_bytes is None and step.context_bytes is None  # of a GPU
+    assert step.reserved_bytes is None and step.context_bytes is None  # measured on GPUs only
 
 
 @pytest.mark.parametrize(

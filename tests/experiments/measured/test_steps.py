@@ -1,4 +1,4 @@
-"""Published steps beside ours, and the coefficients of the model of time that are fitted to them."""
+"""Tests of published steps against the kernel-time model, and of the coefficients fitted to them."""
 
 import shutil
 from statistics import median
@@ -21,13 +21,13 @@ def test_the_published_trace():
     trace = steps.Trace.load(steps.DATA / "h100_resnet50.csv")
     rows = steps.of_trace(trace)
     measured, ours, control = (sum(getattr(row, key) for row in rows) / 1e3 for key in ("measured", "ours", "control"))
-    assert measured == pytest.approx(70.723, abs=0.001)  # ms, as the file's lines add up to
+    assert measured == pytest.approx(70.723, abs=0.001)  # ms, the sum of the file's lines
     assert ours == pytest.approx(measured, rel=0.1) and control > 1.3 * measured
     large = [row for row in rows if row.measured >= steps.LEAST_US]
     assert len(large) == 313 and {row.kind for row in large} >= {"conv", "norm", "activation", "pool", "optimizer"}
     off, old = (median(abs(getattr(row, key) / row.measured - 1) for row in large) for key in ("ours", "control"))
     assert off < 0.15 < 0.35 < old
-    captured, machine = trace.captured(), Machine.load("h100")  # the control is one roofline and 5 us for a launch
+    captured, machine = trace.captured(), Machine.load("h100")  # control: one roofline and 5 us per launch
     k, kernel = next((k, kernel) for k, kernel in enumerate(captured.program.kernels) if kernel.kind == "conv")
     by_hand = max(kernel.flops / (0.7 * machine.flops_per_s["float32"]),
                   kernel.bytes / (0.7 * machine.memory_bytes_per_s))  # fmt: skip
@@ -38,7 +38,7 @@ def test_sums_by_kind():
     rows = {row.name: row for row in steps.by_kind()}
     assert sum(row.measured for row in rows.values()) / 1e3 == pytest.approx(99.1447)
     assert rows["conv fwd"].ours == pytest.approx(rows["conv fwd"].measured, rel=0.1)
-    assert rows["accumulate"].ours == 0  # autograd's, which a capture does not make
+    assert rows["accumulate"].ours == 0  # autograd's accumulation, which a capture does not have
 
 
 @pytest.mark.nightly
@@ -112,7 +112,7 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
     for key, fitted, written, steps_of_h200 in values:
         if key in BETWEEN:
             assert fitted < written < 1.15 * fitted, key
-        else:  # the optimum of the H200's is flatter
+        else:  # the H200's optimum is flatter
             tolerance = 0.02 if steps_of_h200 else 0.01 if key in fit.CHANNELS else 0.003
             assert written == pytest.approx(fitted, rel=tolerance), key
     errors, held = h100.errors, h100.held_out
@@ -125,7 +125,7 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
 
     times = Machine.load("h200").kernel_times
     assert [step.workload for step in h200.networks] == ["gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16"]
-    for step in h200.networks:  # the bars; without the H200's own coefficients 34, 1 and 19 %, medians of 24 to 28 %
+    for step in h200.networks:  # the H100's coefficients give 34, 1 and 19 %, medians of 24 to 28 %
         assert abs(step.fitted) < 0.05 and abs(step.left_out) < 0.12, step
         assert step.middle < 0.12 and step.left_middle < 0.2, step
     assert times.step_error == pytest.approx(max(abs(step.left_out) for step in h200.networks), abs=0.005)

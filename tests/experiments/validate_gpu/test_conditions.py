@@ -1,4 +1,4 @@
-"""Clocks by hand, with a double of NVML, and without NVML; determinism is set for a while and put back."""
+"""Tests of clock summaries with a fake NVML and without NVML, and of restoring determinism settings."""
 
 import sys
 import time
@@ -50,7 +50,7 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
     nvml.nvmlInit = missing
     with watched("cuda") as seen:
         pass
-    assert seen == {"absent": "NVML does not know the GPU: not supported"}
+    assert seen == {"absent": "NVML cannot open the GPU: not supported"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for device, word in (("cuda", "nvidia-ml-py"), ("cpu", "no GPU")):
         with watched(device) as seen:
@@ -91,7 +91,9 @@ def test_what_has_no_deterministic_form_is_named_each_time():
     for _ in range(2):
         with deterministic() as loose:
             for _ in range(3):
-                x.put_(torch.tensor([0, 0]), torch.ones(2, dtype=torch.float64))  # in any order, on the CPU, too
+                x.put_(
+                    torch.tensor([0, 0]), torch.ones(2, dtype=torch.float64)
+                )  # has no deterministic form on the CPU either
         assert loose == ["put_"]
 
 

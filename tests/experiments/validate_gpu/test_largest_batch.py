@@ -1,4 +1,4 @@
-"""The search for the largest batch, by hand and in small on the CPU."""
+"""Tests of the largest-batch search, by hand and with tiny networks on the CPU."""
 
 import signal
 from dataclasses import replace
@@ -44,16 +44,18 @@ def test_a_lack_of_memory_is_told_from_other_failures(error, lack):
 
 @pytest.mark.nightly
 def test_batches_in_small(tmp_path, monkeypatch):
-    """What costs less memory trains more; ours is within the cap by its own ledger."""
+    """A method that needs less memory trains larger batches; ours stays within the cap by its ledger."""
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
     record = Record(tmp_path / "out", 600.0)
     search(replace(RESNET, methods=("eager", "checkpoint", "ours")), H200, record)
     eager, checkpoint, ours = record.rows
-    assert eager["batch"] == eager["own_batch"] == 8  # the cap is what it needs there
+    assert eager["batch"] == eager["own_batch"] == 8  # the cap equals its need at this batch
     assert 8 < checkpoint["batch"] < checkpoint["too_large"] and "its peak is" in checkpoint["reason"]
-    assert checkpoint["batch"] < ours["batch"] == 32 and "too_large" not in ours  # the most that is tried here
+    assert (
+        checkpoint["batch"] < ours["batch"] == 32 and "too_large" not in ours
+    )  # largest batch of the search in this test
     assert {r["cap"] for r in record.rows} == {eager["cap"]} and not any(r["time_over"] for r in record.rows)
 
 

@@ -1,4 +1,4 @@
-"""Offloading copies each storage once, and holds what two blocks saved; its bits are in test_validate_gpu.py."""
+"""Tests that offloading copies each storage once and keeps two blocks on the device (losses: test_validate_gpu.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The probe in small: each section alone, and what the command makes of sections that fail."""
+"""Tests of the probe on tiny networks: each section alone, and a command whose sections fail."""
 
 import subprocess
 import time
@@ -19,7 +19,7 @@ from simulator.schedule import lower
 
 
 def run(tmp_path, section):
-    """Rows of a section in this process."""
+    """Runs a section in this process and returns its rows."""
     SECTIONS[section].run(Probe(section, tmp_path, "host", time.monotonic() + 600))
     probe.gather(tmp_path, "host")
     found = read_json(tmp_path / "probe.json")
@@ -29,7 +29,7 @@ def run(tmp_path, section):
 
 
 def test_a_round_trip_by_hand():
-    """Between two kernels of a graph: the event, the copy, the wait, and the pause before the second."""
+    """The gap between two kernels of a graph has the event, the copy, the wait and the launch of the second."""
     machine = replace(HOST, graph_launch_ns=600, event_ns=30, wait_ns=110)
     with HostBackend(machine) as backend:
         assert round_trip_ns(backend, machine, "d2h") == round_trip_ns(backend, machine, "h2d") == 740
@@ -82,7 +82,7 @@ def test_where_no_plan_fits_a_row_says_so(tmp_path):
 
 
 def test_a_section_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path, monkeypatch, capsys):
-    """The first dies, the second does not end, the third is right; time that is left goes to the next."""
+    """The first dies, the second times out, the third succeeds; unused time goes to the next section."""
     answers, given, killed = iter([-11, None, 0]), [], []
 
     class Process(SimpleNamespace):
