@@ -95,9 +95,11 @@ class Named(dict[str, Any]):
         return self._table[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
         self._table[name] = value
 
     def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
         self._table.update(*args, **kwargs)
 
 
