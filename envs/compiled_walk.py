@@ -354,7 +354,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             no_room = result[STATUS] == MORE_STEPS
             again = not known and not no_room and result[REQUIRED] <= limit
-            if again:  # it is the last step
+            if again:  # last step of the episode
                 known = fits = True
             for k in range(n):
                 need[k] = by_kernel[PLANNED, k]

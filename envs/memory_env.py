@@ -67,7 +67,7 @@ def make_tasks(
         if nbytes < least:
             raise ValueError(
                 f"limit: no plan of mode {mode!r} brings {built.name!r} below {least:,} bytes while tensors "
-                f"smaller than {min_bytes:,} bytes stay; got {nbytes:,}"
+                f"smaller than {min_bytes:,} bytes stay resident; got {nbytes:,}"
             )
         tasks.append(Task(built, where, nbytes, min_bytes, mode))
     return tasks

@@ -14,7 +14,7 @@ from envs.batch import Batch
 from simulator.compiled import encoding
 
 GIB = 2**30
-COLUMNS, ROWS = 72, 12  # of the text
+COLUMNS, ROWS = 72, 12  # size of the text
 LEFT, NOW, OVER, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
 
 

@@ -29,7 +29,7 @@ from simulator.program import Program
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
 SOLVER = 3.0  # seconds from which the LP solution is accurate enough to guide a search
 HUGE = 50_000  # kernels from which the network and restarted searches take too long
-ROUND, ROUNDS = 2e-3, 16  # seconds per kernel (at least one) between restarts; maximum number of rounds
+ROUND, ROUNDS = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
 HOT = (3e-3, 3e-2, 1e-2)  # initial temperatures of successive restarts
 KICKS, LONG, MOST = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; practically unlimited seconds and kicks
 TURN = 1_000  # difference between the seeds of two methods

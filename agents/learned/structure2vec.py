@@ -105,7 +105,7 @@ class Structure2Vec(nn.Module):
     def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
         """Returns Q-values (B, A * forms) and the graph state (B, 2p)."""
         n, batch, _ = x.shape
-        # Equation 1. S^0 is zero, so the first round has no neighbour term.
+        # Equation 1. S^0 is zero, so the first round has no neighbor term.
         edge = self.w3(
             torch.zeros(n, self.w3.in_features).index_add_(0, self.target, self.w4(self.weights).relu())
         )  # W3 Σ_u ReLU(W4 w(u, v)), the same for all states
