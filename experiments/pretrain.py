@@ -1,12 +1,13 @@
-"""Captures programs and trains the shipped weights.
+"""Captures programs and trains the shipped weights of the policy (expert_iteration.py) or the DQN (pretrain_edits.py).
 
     python -m experiments.pretrain out=runs/pretrain
     python -m experiments.pretrain out=runs/pretrain seed=1 training.width=32
     python -m experiments.pretrain out=runs/pretrain agent=dqn dqn.message_passing=false
 
-Trains the policy by expert iteration (expert_iteration.py), or with ``agent=dqn`` the DQN on edits (pretrain_edits.py),
-whose start plans come from the policy. Files already in ``out`` are reused: an interrupted run continues, and several
-trainings share programs and plans. See agents/learned/README.md.
+Files already in ``out`` are reused, so an interrupted run continues: programs/ and times/ (kernel times of each
+program's tasks); edits.jsonl (tasks of the DQN); lessons-0.jsonl (annealing's plans, a line per task); lessons-1.jsonl
+(with the plans of the first network's search); structure2vec-<seed>/ and dqn-<seed>/ (training state, log.jsonl,
+weights). See agents/learned/README.md.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ from simulator.machine import Machine
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
 
-# Files in ``out``: programs/0000.json.gz, …; times/0000.json, … (kernel times of the program's tasks); edits.jsonl
-# (tasks of the DQN); lessons-0.jsonl (annealing's plans, a line per task); lessons-1.jsonl (with the plans that the
-# first network found); structure2vec-<seed>/ and dqn-<seed>/ (training state, log.jsonl, weights).
 JOINT = 0.8  # fraction of tasks in mode joint; the rest swap or recompute
 VALIDATED = 48  # maximum validation tasks from held-out families
 
