@@ -103,7 +103,6 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
     """Gymnasium environment over a batch of one walk.
 
     Args:
-        batch: a batch of one walk.
         copy: if False, observations and masks are views of the batch's buffers.
     """
 
@@ -166,8 +165,6 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
     """Gymnasium vector environment over all walks of a batch.
 
     Args:
-        num_envs: number of walks.
-        batch: the batch.
         copy: if False, observations and masks are views of the batch's buffers.
         mode: Gymnasium's ``autoreset_mode``. NEXT_STEP: the step after the end of an episode resets it and ignores the
             action. SAME_STEP: the step that ends an episode resets it and returns ``final_obs`` and ``final_info``.
@@ -190,9 +187,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Starts new episodes in all environments or in those of ``options["reset_mask"]``.
-
-        ``options["task"]`` selects their task.
+        """Starts new episodes, all or those of ``options["reset_mask"]``; ``options["task"]`` selects the task.
 
         Raises:
             ValueError: if the mask or the list of seeds has the wrong length, or an option or task is unknown.

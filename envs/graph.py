@@ -60,8 +60,6 @@ def build_graph(
     """Returns the operation graph of a program.
 
     Args:
-        program: the program.
-        machine: the machine, which determines transfer times.
         limit: memory limit in bytes.
         min_bytes: size in bytes below which tensors are left out.
         mode: available eviction kinds: "swap", "recompute" or "joint".

@@ -123,10 +123,7 @@ def first_over(need, limit):  # type: ignore[no-untyped-def]
 
 @stage
 def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
-    """Updates the relief column of action nodes (Walk.relief of the reference).
-
-    Sums run only from the first to the last block of kernels with one over the limit.
-    """
+    """Updates the relief column of action nodes (Walk.relief), summing only over blocks around the excess."""
     gaps, begins, limit = task.gaps, task.begins, task.limit
     product, bits, shares = scratch.product, scratch.bits, scratch.shares
     n = last = need.size - 1

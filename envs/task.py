@@ -24,8 +24,6 @@ class Task:
     """One program on one machine under one limit, shared by any number of walks of one thread.
 
     Args:
-        program: the program.
-        machine: the machine.
         limit: memory limit in bytes.
         min_bytes: size in bytes below which tensors stay resident.
         mode: "swap", "recompute" or "joint".

@@ -34,7 +34,6 @@ class Walk:
     """One episode at a time of one task: a compiled batch of one walk.
 
     Args:
-        task: the task.
         reward: "paper": change in the simulated time of the partial plan, with the limit enforced up to the position;
             "causal": stall and recomputation time since the last step.
         actions: "paper"; "full": each in several forms (task.py); "copy", "keep" or "at": with that form only.

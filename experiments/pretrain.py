@@ -152,12 +152,7 @@ def run(
 ) -> None:
     """Calls ``done`` with the result of each task, in order, with a progress bar.
 
-    Args:
-        work: function that computes a task.
-        tasks: arguments of ``work``.
-        at: launcher and number of parallel workers (common/workers.py); ("processes", 1) runs in this process.
-        what: label of the progress bar.
-        done: called with each result.
+    ``at``: launcher and number of parallel workers (common/workers.py); ("processes", 1) runs in this process.
     """
     if not tasks:
         return

@@ -44,10 +44,7 @@ def timed(out: Path, i: int) -> int:
 
 
 def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
-    """Captures a random network of acceptable size, and writes its program and kernel times.
-
-    The kernel times are those on the random machine of each task.
-    """
+    """Captures a random network of acceptable size; writes its program and its kernel times on each task's machine."""
     from experiments import workloads
 
     out, networks, seed, i, each = task

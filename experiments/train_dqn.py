@@ -142,17 +142,12 @@ def compared(
     task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
     controls: Mapping[str, agents.Planner], plans: Mapping[str, tuple[Plan | None, int]], spent: float, bound: Floor,
 ) -> list[report.Row]:  # fmt: skip
-    """Returns the certified rows of the comparison.
+    """Returns the certified rows of the planners ``names``, of ``controls`` and of the agent's own ``plans``.
 
     Args:
-        task: program, machine and limit in bytes.
-        seed: random seed.
-        mode: eviction mode; None: each planner's own.
-        names: planners to run.
-        controls: further planners to run, by row name.
-        plans: the agent's plan (None: infeasible) and simulator calls, by row name.
-        spent: training time in seconds.
-        bound: certified lower bound.
+        task: program, machine and limit in bytes. mode: eviction mode; None: each planner's own.
+        controls: planners by row name. plans: plan (None: infeasible) and simulator calls by row name.
+        spent: training time in seconds. bound: certified lower bound.
     """
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
     rows += [report.score_with(controls[named], *task, seed, mode, named=named)[0]

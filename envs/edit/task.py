@@ -36,8 +36,6 @@ class EditTask:
     """One program on one machine under one limit, shared by any number of walkers of one thread.
 
     Args:
-        program: the program.
-        machine: the machine.
         limit: memory limit in bytes.
         mode: "swap", "recompute" or "joint".
         min_bytes: size in bytes below which tensors stay resident.
