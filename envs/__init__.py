@@ -1,7 +1,8 @@
-"""Gymnasium environments over the simulator; importing this package registers them.
+"""Gymnasium environments over the simulator. Importing this package registers them.
 
-``GpuMemory-v0`` walks through an iteration, ``GpuMemoryEdit-v0`` edits whole plans. Both have named tasks
-(``GpuMemory/vgg16-45-v0``, ``GpuMemoryEdit/vgg16-45-v0``, …: tasks.py).
+In an episode of ``GpuMemory-v0`` the agent walks through one training iteration. In ``GpuMemoryEdit-v0`` it edits
+complete plans. Both exist for every named task of tasks.py (``GpuMemory/vgg16-45-v0``,
+``GpuMemoryEdit/vgg16-45-v0``, …).
 """
 
 import gymnasium

@@ -1,7 +1,7 @@
-"""Many walks over many tasks: the arrays of compiled_walk.py, and the threads that step them.
+"""Batch of walks over several tasks, stepped by compiled code on several threads.
 
-What compiled code does not settle is settled here: more room for what runs again, and what a plan needs of a host that
-is short. Both are rare.
+This module allocates the arrays of compiled_walk.py. It also handles the two rare cases that compiled code cannot:
+enlarging the buffer of recomputation steps, and checking a plan's host memory when host memory is limited.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from simulator.compiled.engine import cores, side_by_side
 from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
-SHARE = 8  # walks that are worth handing to another thread
+SHARE = 8  # minimum walks per thread
 _NONE = np.empty(0, np.int64)
-_ENGINES = Lock()  # a task's engine is for one thread at a time
+_ENGINES = Lock()  # engines are not thread-safe
 
 
 def _references(arrays: list[Any], i: int) -> int:
-    """How many references there are to arrays[i], those made here included."""
+    """Returns the reference count of arrays[i], including temporary references made here."""
     return sys.getrefcount(arrays[i])
 
 
-_UNUSED = _references([np.empty(0)], 0)  # where nobody has it but the list
+_UNUSED = _references([np.empty(0)], 0)  # count of an array that only the list references
 
 
 def one_of(name: str, value: str, known: Collection[str]) -> str:
-    """The value; raises ValueError unless it is one of ``known``."""
+    """Returns ``value``; raises ValueError unless it is one of ``known``."""
     if value not in known:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
     return value
 
 
 class Parts:
-    """Arrays one after the other in one; what is the same object is put there once."""
+    """Concatenates arrays into one buffer and stores each keyed array only once."""
 
     def __init__(self) -> None:
         self.parts: list[NDArray[Any]] = []
@@ -56,7 +56,7 @@ class Parts:
         self._known: dict[Any, int] = {}
 
     def put(self, array: NDArray[Any], key: Any = None) -> int:
-        """Where it begins. key: the same one, the same array."""
+        """Appends an array and returns its offset; a known ``key`` returns the offset of the stored array."""
         key = len(self.parts) if key is None else key
         if key not in self._known:
             self._known[key], self.size = self.size, self.size + array.size
@@ -78,7 +78,7 @@ def _gap_table(task: Task) -> NDArray[Any]:
 
 
 class _Work:
-    """What one thread works on."""
+    """Work arrays of one thread."""
 
     def __init__(self, ints: int, most: int, gaps: int):
         self.ints = np.zeros(ints, np.int64)
@@ -87,29 +87,32 @@ class _Work:
         self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """As ``step_walks`` takes them."""
+        """Returns the arrays in the order of the ``work`` argument of ``step_walks``."""
         return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
 
     def make_steps(self) -> None:
-        """More of them."""
+        """Replaces the buffer of recomputation steps by one four times as large."""
         self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
 class Batch(EnvBatch):
-    """Walks, stepped in one call.
+    """Batch of walks that are stepped in one call.
 
     Attributes, for M walks, N nodes and F forms of an action:
-        nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
-        rewards (M,), terminated, truncated (never), invalid: of the last step. overhead (NaN in a dead end), feasible:
-        of the plans so far.
+        nodes: float32 (M, OBSERVED, N), mask: int8 (M, F N), current and task: int64 (M,). The observation.
+        rewards, terminated, truncated (always False), invalid: (M,) of the last step.
+        overhead: (M,) of the partial plans; NaN in a dead end.
+        feasible: (M,) whether the episode ended with a feasible plan.
 
     Args:
-        tasks: what walks are drawn from.
+        tasks: tasks from which episodes are drawn.
+        walks: number of walks, M.
         reward, invalid, actions: see memory_env.py.
-        threads: at most; None: one a core.
+        autoreset: whether ``step`` resets a walk whose episode has ended.
+        threads: maximum number of threads; None: one per core.
 
     Raises:
-        ValueError: an unknown reward, or the like.
+        ValueError: if ``reward``, ``invalid`` or ``actions`` is unknown.
     """
 
     INFOS = "overhead", "iteration_ns", "feasible", "invalid"
@@ -143,9 +146,9 @@ class Batch(EnvBatch):
         self.current = np.zeros(walks, np.int64)
         self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
-        self._given = self.options, self.where, self.gaps, self.ints, self.floats  # as ``step_walks`` takes them
+        self._given = self.options, self.where, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
         self._state = self.walks, self.arrays, self.rows, self.touched
-        self._best: dict[int, tuple[float, Plan]] = {}  # by task: overhead and plan
+        self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
                        self.current)  # fmt: skip
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
@@ -157,7 +160,7 @@ class Batch(EnvBatch):
         self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
-        """The tables of compiled_walk.py. shared: of work, what does not depend on a task."""
+        """Builds the tables of compiled_walk.py. ``shared``: size of the work array's task-independent part."""
         gaps, ints, floats, work = Parts(), Parts(), Parts(), Parts()
         work.size = shared
         self.where = np.zeros(len(self.tasks), columns.TASK)
@@ -188,17 +191,17 @@ class Batch(EnvBatch):
         self._work_size = work.size
 
     def seed(self, i: int, seed: int) -> None:
-        """Seeds the tasks that walk i draws."""
+        """Seeds the task sampling of walk i."""
         self.walks["seed"][i] = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1)
 
     def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
-        """Begins walks anew, all of them or some; their tasks are drawn, or the given one."""
+        """Starts new episodes in all walks or in those of the mask ``which``, on a given or a drawn task."""
         resets = ~self._nobody if which is None else which
         chosen = self._drawn if task is None else np.full(self.count, range(len(self.tasks))[task], np.int64)
         self._run(_NONE, resets, chosen)
 
     def step(self, actions: NDArray[np.int64]) -> None:
-        """Takes an action in every walk: node + ``size`` * form."""
+        """Steps every walk. ``actions``: (M,) node + ``size`` * form."""
         if actions.shape != (self.count,):
             raise ValueError(f"actions: expected {self.count}, got shape {actions.shape}")
         self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
@@ -215,7 +218,7 @@ class Batch(EnvBatch):
         self._by_pieces(run)
 
     def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
-        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        """Calls ``run`` for each piece of the walks; idle threads take the next piece."""
         todo = iter(self._bounds)
 
         def take(work: _Work) -> None:
@@ -225,7 +228,7 @@ class Batch(EnvBatch):
         side_by_side([partial(take, work) for work in self._works])
 
     def _settle(self, begin: int, end: int, work: _Work) -> None:
-        """Does what the walks ``begin`` to ``end`` - 1 wait for."""
+        """Resolves the pending requests of walks ``begin`` to ``end`` - 1."""
         pending = self.walks["pending"][begin:end]
         if (pending == columns.WANTS_STEPS).any():
             work.make_steps()
@@ -236,29 +239,29 @@ class Batch(EnvBatch):
             self.walks["host_left"][i] = task.machine.host_bytes - on_host
 
     def task(self, i: int) -> Task:
-        """The task of walk i."""
+        """Returns the task of walk i."""
         task: Task = self.tasks[int(self.walks["task"][i])]
         return task
 
     def plan_rows(self, i: int) -> NDArray[np.int64]:
-        """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
+        """Returns the partial plan of walk i as a view (simulator.compiled.engine.rows_of)."""
         rows: NDArray[np.int64] = self.rows[i, : self.walks["count"][i]]
         return rows
 
     def plan(self, i: int, planner: str = "") -> Plan:
-        """The plan so far of walk i."""
+        """Returns the partial plan of walk i."""
         task, decisions = self.task(i), encoding.decisions_of(self.plan_rows(i))
         return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
 
-    # What envs of either kind ask of a batch (batch_env.py).
+    # Interface of EnvBatch (batch_env.py).
 
     def ended(self) -> NDArray[Any]:
-        """(M,) whether the episode has ended: a view."""
+        """Returns whether each episode has ended, (M,), as a view."""
         over: NDArray[Any] = self.walks["over"]
         return over
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Spaces of the actions and observations of one walk (memory_env.py)."""
+        """Returns the action and observation spaces of one walk (memory_env.py)."""
         return spaces.Discrete(self.mask.shape[1]), spaces.Dict({
             "nodes": spaces.Box(-np.inf, np.inf, (self.size, OBSERVED), np.float32),
             "action_mask": spaces.Box(0, 1, (self.mask.shape[1],), np.int8),
@@ -267,19 +270,22 @@ class Batch(EnvBatch):
         })  # fmt: skip
 
     def views(self) -> Observation:
-        """Observations of all walks, as views."""
+        """Returns the observations of all walks as views."""
         return {"nodes": self.nodes.transpose(0, 2, 1), "action_mask": self.mask, "current": self.current,
                 "program": self.walks["task"]}  # fmt: skip
 
     @property
     def iteration_ns(self) -> NDArray[np.int64]:
-        """(M,) simulated times of the plans so far: a view."""
+        """Simulated iteration times of the partial plans, (M,), as a view."""
         times: NDArray[np.int64] = self.walks["iteration"]
         return times
 
     def copies(self, views: Observation) -> Observation:
-        """Copies of ``views``, which are this batch's; ``nodes`` in memory that is used again once nobody has it any
-        more, because new memory costs as much as the copy."""
+        """Returns copies of ``views``, which must be views of this batch.
+
+        The copy of ``nodes`` reuses an earlier copy that is no longer referenced, because allocation costs as much as
+        copying.
+        """
         spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
         if spare:
             out = self._copies[spare[0]]
@@ -295,11 +301,11 @@ class Batch(EnvBatch):
         return {**found, "nodes": out.transpose(0, 2, 1)}
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
-        """Steps every walk; with ``autoreset``, one whose episode is ``over`` begins anew."""
+        """Steps every walk. With ``autoreset``, walks whose episode has ended start a new one."""
         self.step(actions)
 
     def final_plan(self, i: int) -> Plan | None:
-        """The plan with which the episode of walk i has just ended; None if it ended without one."""
+        """Returns the plan of walk i if its last step ended the episode with a feasible plan, else None."""
         if not (self.terminated[i] and self.feasible[i]):
             return None
         plan, task, overhead = self.plan(i), int(self.walks["task"][i]), float(self.overhead[i])
@@ -309,5 +315,5 @@ class Batch(EnvBatch):
 
     @property
     def best_plans(self) -> tuple[Plan | None, ...]:
-        """The plan of least overhead with which an episode of each task has ended (``final_plan``), or None."""
+        """Fastest plan with which an episode of each task has ended (``final_plan``), or None."""
         return tuple(self._best[t][1] if t in self._best else None for t in range(len(self.tasks)))

@@ -1,4 +1,4 @@
-"""Gymnasium environments over a batch: one walk of it (BatchEnv), or all of them (BatchVectorEnv)."""
+"""Gymnasium environments over a batch of walks: BatchEnv (one walk) and BatchVectorEnv (all walks)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Observation = dict[str, NDArray[Any]]
 
 
 class EnvBatch:
-    """Walks over tasks that are stepped together, and what the environments read of them.
+    """Batch of episodes that are stepped together: the interface that the environments need.
 
     Attributes, for M walks:
-        rewards (M,), terminated, truncated, feasible: of the last step. overhead: of the plans so far.
+        rewards, terminated, truncated, feasible: (M,) of the last step.
+        overhead: (M,) of the current plans.
         mask: int8 (M, actions).
     """
 
@@ -33,11 +34,11 @@ class EnvBatch:
         self.terminated, self.truncated, self.feasible = np.zeros((3, count), np.bool_)
 
     def ended(self) -> NDArray[Any]:
-        """(M,) whether the episode has ended: a view."""
+        """Returns whether each episode has ended, (M,), as a view."""
         raise NotImplementedError
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Spaces of the actions and observations of one walk."""
+        """Returns the action and observation spaces of one walk."""
         raise NotImplementedError
 
     def seed(self, i: int, seed: int) -> None:
@@ -45,67 +46,67 @@ class EnvBatch:
         raise NotImplementedError
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
-        """Steps every walk, or begins it anew if its episode is ``over``."""
+        """Steps every walk; resets a walk instead if its episode is ``over``."""
         raise NotImplementedError
 
     def final_plan(self, i: int) -> Plan | None:
-        """The plan with which the episode of walk i has just ended, if it has one."""
+        """Returns the plan with which the episode of walk i has just ended, or None."""
         raise NotImplementedError
 
     def views(self) -> Observation:
-        """Observations of all walks, as views."""
+        """Returns the observations of all walks as views."""
         raise NotImplementedError
 
     def copies(self, views: Observation) -> Observation:
-        """Copies of ``views``, which are this batch's."""
+        """Returns copies of ``views``, which must be views of this batch."""
         return {key: view.copy() for key, view in views.items()}
 
     def infos(self) -> Observation:
-        """Infos of all walks but their masks, as views."""
+        """Returns the info arrays of all walks as views, without the action masks."""
         return {key: getattr(self, key) for key in self.INFOS}
 
 
 def chosen_task(options: dict[str, Any] | None, tasks: int, known: Sequence[str]) -> int | None:
-    """The task that a reset asks for; raises ValueError if an option or the task is unknown."""
+    """Returns the task index of reset options, or None; raises ValueError if an option or the task is unknown."""
     options = options or {}
     if wrong := [key for key in options if key not in known]:
         raise ValueError(f"options: expected {' or '.join(map(repr, known))}, got {wrong[0]!r}")
     task = options.get("task")
     if task is not None and not -tasks <= int(task) < tasks:
-        raise ValueError(f"options: there is no task {task}; there are {tasks}")
+        raise ValueError(f"options: expected a task from {-tasks} to {tasks - 1}, got {task}")
     return None if task is None else int(task)
 
 
 class _OverBatch:
-    """A batch, and views of its buffers."""
+    """Base class of the environments: a batch and views of its buffers."""
 
     _batch: Any  # an EnvBatch
     _copy: bool
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has views of its own buffers."""
+        """Recreates the views after copying or unpickling."""
         self.__dict__ |= state
         self._look()
 
     def _look(self) -> None:
-        """Makes the views."""
+        """Creates the views of the batch's buffers."""
         self._views, self._infos = self._batch.views(), self._batch.infos()
 
     @property
     def tasks(self) -> tuple[Any, ...]:
-        """The tasks that episodes are drawn from."""
+        """Tasks from which episodes are drawn."""
         tasks: tuple[Any, ...] = self._batch.tasks
         return tasks
 
 
 class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
-    """The only walk of a batch.
+    """Gymnasium environment over a batch of one walk.
 
     Args:
-        copy: False: observations and masks are views of the batch's buffers.
+        copy: if False, observations and masks are views of the batch's buffers.
     """
 
-    _options: ClassVar[tuple[str, ...]] = ("task",)  # of reset
+    _options: ClassVar[tuple[str, ...]] = ("task",)  # options of ``reset``
 
     def __init__(self, batch: EnvBatch, copy: bool):
         self._batch, self._copy = batch, copy
@@ -122,10 +123,10 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Starts an episode; ``options={"task": i}`` chooses its task.
+        """Starts an episode; ``options={"task": i}`` selects its task.
 
         Raises:
-            ValueError: an option or its value is unknown.
+            ValueError: if an option or its value is unknown.
         """
         task = chosen_task(options, len(self.tasks), self._options)
         super().reset(seed=seed)
@@ -135,7 +136,7 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         return self._observation(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Takes an action."""
+        """Takes one action and returns observation, reward, terminated, truncated and info."""
         batch = self._batch
         self._action[0] = action
         batch.step(self._action)
@@ -145,7 +146,7 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         return self._observation(), float(batch.rewards[0]), terminated, truncated, info
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """(actions,) which actions are valid now (the name that sb3-contrib's MaskablePPO looks for)."""
+        """Returns the valid actions, bool (actions,); sb3-contrib's MaskablePPO calls this method."""
         return self._mask.copy()
 
     def _observation(self) -> Observation:
@@ -161,14 +162,14 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
 
 
 class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
-    """All walks of a batch.
+    """Gymnasium vector environment over all walks of a batch.
 
     Args:
-        copy: False: observations and masks are views of the batch's buffers.
-        mode: Gymnasium's ``autoreset_mode``: an episode that ends is begun anew by the next step, whose action is
-            ignored (NEXT_STEP); by the step that ends it, with what it ended in as ``final_obs`` and ``final_info``
-            (SAME_STEP); or by ``reset(options={"reset_mask": ...})`` (DISABLED).
-        most: steps after which episodes are truncated; None: they are not.
+        copy: if False, observations and masks are views of the batch's buffers.
+        mode: Gymnasium's ``autoreset_mode``. NEXT_STEP: the step after the end of an episode resets it and ignores the
+            action. SAME_STEP: the step that ends an episode resets it and returns ``final_obs`` and ``final_info``.
+            DISABLED: call ``reset(options={"reset_mask": ...})``.
+        most: steps after which an episode is truncated; None: never.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
@@ -186,10 +187,10 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begins all episodes anew, or those of ``options["reset_mask"]``; ``options["task"]`` chooses their task.
+        """Starts new episodes, all or those of ``options["reset_mask"]``; ``options["task"]`` selects the task.
 
         Raises:
-            ValueError: a mask or a list of seeds does not fit, or there is no such option or task.
+            ValueError: if the mask or the list of seeds has the wrong length, or an option or task is unknown.
         """
         task = chosen_task(options, len(self.tasks), ("task", "reset_mask"))
         seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
@@ -202,7 +203,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
                     self._batch.seed(i, one)
         which = (options or {}).get("reset_mask")
         if which is not None and (which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any()):
-            raise ValueError(f"reset_mask: expected {self.num_envs} booleans, one of them true")
+            raise ValueError(f"reset_mask: expected {self.num_envs} booleans, at least one of them true")
         self._batch.reset(np.ones(self.num_envs, np.bool_) if which is None else which, task)
         self._steps[slice(None) if which is None else which] = 0
         return self._observations(), self._copied_infos()
@@ -210,14 +211,14 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Steps every walk: actions (num_envs,).
+        """Steps every walk. ``actions``: (num_envs,).
 
         Raises:
-            ValueError: not so many actions; or an episode has ended that nothing resets.
+            ValueError: if the number of actions is wrong, or an episode has ended and ``autoreset_mode`` is DISABLED.
         """
         batch, over = self._batch, self._batch.ended() != 0
         if self.autoreset_mode == AutoresetMode.DISABLED and over.any():
-            raise ValueError(f"episodes that have ended: {np.flatnonzero(over).tolist()}")
+            raise ValueError(f"reset episodes that have ended before the next step: {np.flatnonzero(over).tolist()}")
         batch.advance(np.asarray(actions), over)
         rewards, terminated, truncated = batch.rewards.copy(), batch.terminated.copy(), batch.truncated.copy()
         if self._most is not None:
@@ -236,7 +237,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         return self._observations(), rewards, terminated, truncated, infos
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """(num_envs, actions) which actions are valid now."""
+        """Returns the valid actions, bool (num_envs, actions)."""
         mask: NDArray[np.bool_] = self._batch.mask.astype(np.bool_)
         return mask
 
@@ -249,7 +250,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         return {**infos, "action_mask": self._batch.mask.copy() if self._copy else self._batch.mask}
 
     def _final_plans(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
-        """The plans with which episodes have ended."""
+        """Returns the plans of the episodes that have just ended, as Gymnasium infos."""
         plans = np.full(self.num_envs, None, object)
         for i in np.flatnonzero(ended).tolist():
             plans[i] = self._batch.final_plan(i)
@@ -257,7 +258,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         return {"plan": plans, "_plan": found} if found.any() else {}
 
     def _final(self, ended: NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
-        """Observations and infos of the episodes that have ended, as Gymnasium has them."""
+        """Returns the last observations and infos of ended episodes in Gymnasium's format."""
         observations = np.full(self.num_envs, None, object)
         for i in np.flatnonzero(ended):
             observations[i] = {key: view[i].copy("K") for key, view in self._views.items()}

@@ -1,8 +1,8 @@
-"""The rules of a walk, compiled, for many walks at once: equal to tests/oracle/walk.py step by step.
+"""Compiled transition rules of many walks, equal to the reference tests/oracle/walk.py in every step.
 
-``step_walks`` is called by batch.py, which makes the arrays; columns.py has their fields. What compiled code cannot
-settle (room on a short host, more room for steps) leaves a walk pending: batch.py does so, and calls again with
-``resume``.
+batch.py allocates the arrays (fields: columns.py) and calls ``step_walks``. Two cases need Python: host memory that
+is limited, and a full buffer of recomputation steps. Then the walk is marked pending, batch.py handles the request
+and calls ``step_walks`` again with ``resume``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ shapes_of = stage(work_shapes, inline=True)
 
 @stage(inline=True)
 def _part(array, at, shape):  # type: ignore[no-untyped-def]
-    """The view of this shape that begins at ``at``, and where it ends."""
+    """Returns a view of the given shape that begins at ``at``, and the offset after it."""
     to = at + shape[0] * shape[1]
     return array[at:to].reshape(shape), to
 
 
 @stage
 def draw(walk, tasks):  # type: ignore[no-untyped-def]
-    """The next task of a walk: SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Returns the next random task of a walk.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014).
+    """
     state = np.uint64(walk.seed) + np.uint64(0x9E3779B97F4A7C15)
     walk.seed = np.int64(state)
     z = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -61,7 +64,7 @@ def draw(walk, tasks):  # type: ignore[no-untyped-def]
 
 @stage
 def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
-    """Clock.offload."""
+    """Queues a copy to the host (Clock.offload of the reference)."""
     walk = state.row
     walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[g].tensor]
     state.out_end[g] = walk.out_free
@@ -72,7 +75,7 @@ def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
 
 @stage
 def _run_clock(task, state):  # type: ignore[no-untyped-def]
-    """Clock.run, from CAME_FROM to POSITION."""
+    """Advances the clock from the previous position to the current one (Clock.run of the reference)."""
     gaps, begins, limit = task.gaps, task.begins, task.limit
     walk, need, ended, out_end, queue, taken = state
     ideal = begins[begins.size - 1]
@@ -108,7 +111,7 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
 
 @stage
 def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-untyped-def]
-    """Walk._offload and _remove, or nothing: the new row, and where the agent goes."""
+    """Appends the action's row to the plan and moves the agent (Walk._offload and Walk._remove of the reference)."""
     walk, gaps, begins, opening, ended = state.row, task.gaps, task.begins, task.opening, state.ended
     p, stuck, ideal = walk.position, walk.stuck_at, begins[begins.size - 1]
     onward = min(opening[p], stuck) if p < opening.size else p
@@ -156,7 +159,7 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
 
 @stage
 def swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
-    """The planned residency of a plan of swaps with one more, from the end of kernel ``after`` to ``before``."""
+    """Subtracts a swapped tensor from the planned residency, from the end of kernel ``after`` to ``before``."""
     n = need.size - 1
     part, more = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
     for k in range(part.size):
@@ -167,7 +170,7 @@ def swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
 
 @stage
 def _touch(graph, n, steps, n_steps, touched):  # type: ignore[no-untyped-def]
-    """Notes what runs again, or is read by it: to swap anything else out changes nothing of it."""
+    """Marks tensors that recomputation writes or reads; swapping others does not change the recomputation."""
     for t in range(touched.size):
         touched[t] = False
     for j in range(n_steps):
@@ -179,7 +182,7 @@ def _touch(graph, n, steps, n_steps, touched):  # type: ignore[no-untyped-def]
 
 @stage
 def _begin(task, state):  # type: ignore[no-untyped-def]
-    """Walk.reset."""
+    """Resets a walk (Walk.reset of the reference)."""
     walk, need, n = state.row, state.need, task.begins.size - 1
     ideal, most = task.begins[n], 0
     for k in range(n):
@@ -198,10 +201,10 @@ def _begin(task, state):  # type: ignore[no-untyped-def]
 
 @stage
 def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, causal):  # type: ignore[no-untyped-def]
-    """The planned residency with what the step has changed, as far as it is known without a simulation.
+    """Updates the planned residency after a step as far as no simulation is needed.
 
     Returns:
-        Whether it is known; whether there was too little room for what runs again.
+        Whether the residency is up to date, and whether the buffer of recomputation steps was too small.
     """
     walk, need, gaps = state.row, state.need, task.gaps
     g, n = walk.changed, need.size - 1
@@ -232,23 +235,23 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
 def step_walks(  # type: ignore[no-untyped-def]
     begin, end, resume, resets, actions, chosen, tables, arrays, work, shown
 ):  # fmt: skip
-    """Steps walks ``begin`` to ``end`` - 1, or begins those in ``resets`` anew.
+    """Steps walks ``begin`` to ``end`` - 1, or resets those in ``resets``.
 
     Args:
-        resume: only those that are pending.
+        resume: continue pending walks only.
         resets: bool (walks,).
-        actions: (walks,) node + N * form; none: only ``resets`` counts.
-        chosen: (walks,) the task of those that begin, or -1: drawn.
-        tables: options, where, gaps, ints, floats: see columns.py.
-        arrays: walks: see columns.py; int64 (walks, 2 (kernels + 1) + 3 gaps), the arrays of a WalkView one after the
-            other; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks, tensors), what the plan's
-            recomputation uses.
-        work: what one thread works on (batch.py).
-        shown: rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes, current:
-            of the walks, which are written where they change.
+        actions: (walks,) node + N * form; empty: resets only.
+        chosen: (walks,) task of walks that are reset; -1: draw one.
+        tables: options, where, gaps, ints, floats (columns.py).
+        arrays: walks: records of columns.py; int64 (walks, 2 (kernels + 1) + 3 gaps): the arrays of each WalkView,
+            concatenated; rows: int64 (walks, gaps, COLUMNS), the partial plans; touched: bool (walks, tensors), tensors
+            that the plan's recomputation writes or reads.
+        work: work arrays of one thread (batch.py).
+        shown: outputs. rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes,
+            current: of the walks, written only where they change.
 
     Returns:
-        How many walks are pending.
+        The number of pending walks.
     """
     (settings_of_all, where, gap_table, ints, floats), (walks, arrays_of_walks, rows, touched) = tables, arrays
     options = settings_of_all[0]
@@ -267,7 +270,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         if starts:
             walk.task = chosen[i] if chosen[i] >= 0 else draw(walk, options.tasks)
 
-        # The tables of the task and what to work on, if it is another one than before; the arrays of the walk.
+        # Views of the task's tables and work arrays, if the task differs from the previous walk's; arrays of the walk.
         if walk.task != number:
             number = walk.task
             w = where[number]
@@ -317,7 +320,7 @@ def step_walks(  # type: ignore[no-untyped-def]
                 if options.ignore == 0:
                     rewards[i], terminated[i], walk.over = DEAD_END_REWARD, True, 1
                 continue
-            if walk.ended:  # nothing need leave
+            if walk.ended:  # no further action is needed
                 terminated[i], walk.over = True, 1
                 continue
             node, form, early = actions[i] % size, actions[i] // size, -1
@@ -331,7 +334,7 @@ def step_walks(  # type: ignore[no-untyped-def]
                 pending += 1
                 continue
 
-        # What the plan needs, and how long it takes: by the clock, or simulated.
+        # Planned residency and iteration time, from the clock or from a simulation.
         plan, g, p = rows[i][: walk.count], walk.changed, walk.position
         known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
         fits, feasibly, ns = known and first_over(need, limit) == n, True, 0
@@ -342,7 +345,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         while again:
             for c in range(SETTINGS):
                 settings[c] = ints[w.settings_at + c]
-            if w.short:  # what the plan needs of it is known
+            if w.short:  # host_left already has the plan's host memory
                 settings[HOST_BYTES] = NEVER
             ends[0], ends[1] = 0, walk.count
             score_plans(
@@ -351,7 +354,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             no_room = result[STATUS] == MORE_STEPS
             again = not known and not no_room and result[REQUIRED] <= limit
-            if again:  # it is the last step
+            if again:  # last step of the episode
                 known = fits = True
             for k in range(n):
                 need[k] = by_kernel[PLANNED, k]

@@ -1,14 +1,12 @@
-"""The graph that the agent sees: the operations of one iteration (DQN paper, sections 4.2 and 4.4).
+"""Operation graph that the agent observes (DQN paper, sections 4.2 and 4.4).
 
-Nodes are the operations (malloc, write, read, free) of tensors above a threshold, in time order, after a node 0 that
-stands for the iteration itself and for "do nothing". A gap in which the load never exceeds the limit need not be
-emptied and is no action; tensors without an action are left out, because their nodes would never change. Edges join
+Node 0 stands for the iteration and for "do nothing". The other nodes are the malloc, write, read and free operations
+of tensors with an action, in time order. A gap in which the load never exceeds the limit has no action. Edges join
 consecutive operations, and consecutive operations on one tensor; an edge's weight is the time between the two.
 
-No node stands for more than one action (section 4.9). Offloading a tensor in a gap is the operation that opens the
-gap, because there the copy may begin. Removing it is the operation that closes the gap, because there it is
-recomputed. Where that operation also opens a gap of its own, the tensor's malloc or free stands for the removal;
-where those are taken too, the gap has no removal.
+A node represents at most one action (section 4.9). Offloading is at the operation that opens the gap, where the copy
+may begin. Removing is at the operation that closes the gap, where the tensor is recomputed. If that operation also
+opens a gap, the tensor's malloc or free represents the removal; if those are taken, the gap has no removal.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from simulator.compiled.encoding import columns_of
 from simulator.compiled.engine import rerun_ns
 from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
-NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # what an action does with a gap, in the paper's words
+NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # kinds of action, under the paper's names
 
-# Columns of the node features: five of the graph, then those of the moment (observation.py).
+# Columns of the node features: five static ones, then the dynamic ones (observation.py).
 SIZE, TRANSFER, RECOMPUTE_TIME, REVISIT, ACTION, VALID, RELIEF, AHEAD, PRESSURE, QUEUE, STUCK = range(11)
-# How many are the graph's; with the first three of the moment, which agents/learned reads; all that are observed.
+# Number of static columns; with the first three dynamic ones (read by agents/learned); all observed columns.
 STATIC, FEATURES, OBSERVED = VALID, AHEAD + 1, STUCK + 1
 
 
@@ -36,15 +34,15 @@ STATIC, FEATURES, OBSERVED = VALID, AHEAD + 1, STUCK + 1
 class OperationGraph:
     """Static structure and features of one program on one machine.
 
-    Shapes: N nodes, E directed edges (both directions and self-loops), G gaps, K kernels.
+    Shapes: N nodes, E directed edges (both directions and self-loops), G gaps.
     """
 
     gaps: tuple[Gap, ...]
-    features: NDArray[np.float32]  # (N, STATIC): the columns of the graph
+    features: NDArray[np.float32]  # (N, STATIC): static columns
     kernel: NDArray[np.int64]  # (N,) kernel of the operation; node 0 has 0
     edges: NDArray[np.int64]  # (2, E)
     weights: NDArray[np.float32]  # (E,) time between the two nodes / ideal time
-    action_kind: NDArray[np.int64]  # (N,) NOTHING, OFFLOAD, REMOVE; -1: the node is no action
+    action_kind: NDArray[np.int64]  # (N,) NOTHING, OFFLOAD, REMOVE; -1: not an action
     action_gap: NDArray[np.int64]  # (N,) gap of the action, or -1
 
     def __len__(self) -> int:
@@ -52,25 +50,25 @@ class OperationGraph:
 
     @cached_property
     def gap_columns(self) -> NDArray[np.int64]:
-        """(3, G): tensor, after and before of the gaps."""
+        """Tensor, after and before of the gaps, int64 (3, G)."""
         return columns_of(self.gaps).T
 
 
 def build_graph(
     program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
 ) -> OperationGraph:
-    """The graph of a program.
+    """Returns the operation graph of a program.
 
     Args:
-        limit: bytes.
-        min_bytes: tensors below this size are left out.
-        mode: which actions there are: "swap", "recompute" or "joint".
+        limit: memory limit in bytes.
+        min_bytes: size in bytes below which tensors are left out.
+        mode: available eviction kinds: "swap", "recompute" or "joint".
 
     Raises:
-        ValueError: unknown mode.
+        ValueError: if the mode is unknown.
     """
     check_mode(mode)
-    over = np.concatenate([[0], np.cumsum(np.array(program.live_bytes) > limit)]).tolist()  # kernels before each
+    over = np.concatenate([[0], np.cumsum(np.array(program.live_bytes) > limit)]).tolist()  # count before each kernel
     gaps = tuple(g for g in program.gaps(min_bytes) if _passes(over, g))
     concerned = {g.tensor for g in gaps}
     operations = [op for op in program.operations() if op.tensor in concerned]
@@ -133,6 +131,6 @@ def build_graph(
 
 
 def _passes(over: list[int], gap: Gap) -> bool:
-    """Does the load pass the limit while the tensor could be away? ``over``: at how many kernels before each."""
+    """Returns whether the load exceeds the limit inside the gap. ``over``: such kernels before each kernel."""
     found = over[gap.before] - over[gap.after + 1]
     return (found if gap.after < gap.before else found + over[-1]) > 0

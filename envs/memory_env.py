@@ -1,15 +1,13 @@
-"""``GpuMemory-v0``: the walk of walk.py as a Gymnasium environment, and a vector environment; both are batches of
-compiled walks (batch.py). The observation is a dictionary (N nodes; programs are padded to the largest).
+"""``GpuMemory-v0`` as a Gymnasium environment and a vector environment, over batches of compiled walks (batch.py).
 
-- ``nodes`` (N, 11) float32: the paper's six features (section 4.4.1): size, transfer time, recompute time, time to the
-  next use, kind of action, validity (1 valid, 0 not, −1 taken already); and five of the moment: relief, how far ahead
-  the node is, planned residency over the limit, copy queue, where the walk gets stuck. README.md says what they are.
-- ``action_mask`` (N,) int8: which nodes are actions that may be taken now; never wrong.
-- ``current`` int64: the node under execution.
+Observation (N nodes; programs are padded to the largest):
+
+- ``nodes`` (N, 11) float32: the paper's six features (section 4.4.1) and five dynamic ones (README.md).
+- ``action_mask`` (N,) int8: valid actions. ``current`` int64: the current node.
 - ``program`` int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
 
-The action is the number of a node; node 0 is "do nothing". With ``actions="full"`` it is node + N * form, and the mask
-is as long. The buffers are by column, and ``nodes`` is a view of them: what is static is written once.
+An action is a node number; node 0 is "do nothing". With ``actions="full"`` an action is node + N * form, and the mask
+has N * F entries.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from simulator.modes import check_mode, least_residency
 __all__ = ["MemoryEnv", "MemoryVectorEnv", "make_tasks", "small_task"]
 
 T = TypeVar("T")
-Limit = float | str  # as simulator.limits.limit_bytes takes it
+Limit = float | str  # argument of simulator.limits.limit_bytes
 ProgramLike = Program | str  # or a name (tasks.py), or the path of a .json or .json.gz
 MachineLike = Machine | str  # or a preset, or the path of a YAML
 OneOrMore: TypeAlias = T | Sequence[T]
 
 
 def small_task() -> tuple[Program, Machine]:
-    """A forward and backward pass over eight layers, which any agent learns in seconds."""
+    """Returns a forward and backward pass over eight layers and its machine, for tests and first runs."""
     sizes = [6, 12, 4, 10, 3, 8, 5, 7]  # MiB
     layers, mib = len(sizes), 2**20
     tensors = [Tensor("batch", mib, "input", True)]
@@ -58,10 +56,10 @@ def make_tasks(
     program: OneOrMore[ProgramLike] | None, machine: OneOrMore[MachineLike] | None, limit: OneOrMore[Limit],
     min_bytes: int, mode: str,
 ) -> list[Task]:  # fmt: skip
-    """One task per program, machine and limit.
+    """Returns one task per program, machine and limit.
 
     Raises:
-        ValueError: a limit is wrong or below what any plan can reach, or there is a program and no machine.
+        ValueError: if a limit is invalid or unreachable, or a program has no machine.
     """
     tasks: list[Task] = []
     for built, where, nbytes in each_task(program, machine, limit):
@@ -69,7 +67,7 @@ def make_tasks(
         if nbytes < least:
             raise ValueError(
                 f"limit: no plan of mode {mode!r} brings {built.name!r} below {least:,} bytes while tensors "
-                f"smaller than {min_bytes:,} bytes stay; got {nbytes:,}"
+                f"smaller than {min_bytes:,} bytes stay resident; got {nbytes:,}"
             )
         tasks.append(Task(built, where, nbytes, min_bytes, mode))
     return tasks
@@ -78,7 +76,7 @@ def make_tasks(
 def each_task(
     program: OneOrMore[ProgramLike] | None, machine: OneOrMore[MachineLike] | None, limit: OneOrMore[Limit]
 ) -> Iterator[tuple[Program, Machine, int]]:
-    """Every program on every machine under every limit (bytes); raises ValueError for one that is wrong."""
+    """Yields each combination of program, machine and limit (bytes); raises ValueError if one is invalid."""
     if program is None:
         program, small_machine = small_task()
         machine = machine or small_machine
@@ -94,24 +92,24 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 class MemoryEnv(BatchEnv):
-    """One episode at a time over one or more tasks, drawn by the environment's seed.
+    """Walks through one training iteration per episode; the task is drawn with the environment's seed.
 
     Args:
-        program: one or several, each a Program, a name (tasks.py) or a path; None: a small built-in task.
-        machine: the machine they run on, or its preset or path; or several. None: that of the named program.
-        limit: fraction of the peak (up to 1), bytes, or a size such as "24GiB"; or several. Tasks are every program on
-            every machine under every limit.
-        min_bytes: tensors below this size are left out.
+        program: one or several programs, names (tasks.py) or paths; None: a small built-in task.
+        machine: one or several machines, presets or paths; None: the named program's machine.
+        limit: fraction of the peak (up to 1), bytes, or a size such as "24GiB"; or several. Tasks are all combinations
+            of program, machine and limit.
+        min_bytes: size in bytes below which tensors are left out.
         mode: "swap", "recompute" or "joint".
-        reward: "paper": the change in simulated time of the plan so far; "causal": the stall as the clock advances.
+        reward: "paper": change in the simulated time of the partial plan; "causal": stall time as the clock advances.
             Both sum to −overhead.
-        invalid: what an action does that may not be taken: "end" the episode as a dead end does, or "ignore": nothing.
-        actions: "paper"; "full": each in several forms (task.py); or with one of them, "copy", "keep" or "at".
-        copy: False: observations and masks are views of the environment's buffers, which the next call changes.
-        render_mode: "ansi": text; "rgb_array": a picture, uint8 (450, 800, 3); None: neither (render.py).
+        invalid: effect of an invalid action: "end" ends the episode as a dead end, "ignore" leaves the state unchanged.
+        actions: "paper"; "full": each in several forms (task.py); "copy", "keep" or "at": with that form only.
+        copy: if False, observations and masks are views of buffers that the next call overwrites.
+        render_mode: "ansi" (text), "rgb_array" (uint8 (450, 800, 3)) or None (render.py).
 
     Raises:
-        ValueError: of any of these.
+        ValueError: if an argument is invalid.
     """
 
     _batch: Batch
@@ -128,34 +126,34 @@ class MemoryEnv(BatchEnv):
         super().__init__(Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions), copy)
 
     def render(self) -> Any:
-        """The memory against the limit, what is on the way, what has left; see render.py."""
+        """Renders memory use against the limit, copies in flight and evicted tensors (render.py)."""
         if self.render_mode is None:
-            gymnasium.logger.warn('There is nothing to render: make the environment with render_mode="rgb_array"')
+            gymnasium.logger.warn('render_mode is None: make the environment with render_mode="rgb_array" to render it')
             return None
         scene = Scene.of(self._batch, 0)
         return scene.text() if self.render_mode == "ansi" else scene.picture()
 
     def plan(self, planner: str = "") -> Plan:
-        """The plan so far."""
+        """Returns the partial plan."""
         return self._batch.plan(0, planner)
 
     @property
     def best_plans(self) -> tuple[Plan | None, ...]:
-        """The plan of least overhead with which an episode of each task has ended, or None."""
+        """Fastest plan with which an episode of each task has ended, or None."""
         return self._batch.best_plans
 
     @property
     def best_plan(self) -> Plan | None:
-        """That of the first task, which is the only one unless several were asked for."""
+        """Fastest plan of the first task, or None."""
         return self.best_plans[0]
 
 
 class MemoryVectorEnv(BatchVectorEnv):
-    """Many walks stepped in one compiled call by all cores, without processes.
+    """Vector form of MemoryEnv: all walks are stepped in one compiled call on several threads, without subprocesses.
 
-    The arguments are those of MemoryEnv, with ``num_envs``, Gymnasium's ``autoreset_mode`` (batch_env.py) and
-    ``max_episode_steps``, after which episodes are truncated. With a ``seed``, environment i draws as a MemoryEnv with
-    ``seed + i``.
+    The arguments are those of MemoryEnv, and in addition ``num_envs``, Gymnasium's ``autoreset_mode`` (batch_env.py)
+    and ``max_episode_steps``, after which episodes are truncated. With a ``seed``, environment i draws the same tasks
+    as a MemoryEnv with ``seed + i``.
     """
 
     _batch: Batch
@@ -175,5 +173,5 @@ class MemoryVectorEnv(BatchVectorEnv):
     best_plans, best_plan = MemoryEnv.best_plans, MemoryEnv.best_plan
 
     def plan(self, i: int, planner: str = "") -> Plan:
-        """The plan so far of environment i."""
+        """Returns the partial plan of environment i."""
         return self._batch.plan(i, planner)

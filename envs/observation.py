@@ -1,7 +1,7 @@
-"""What is shown of a walk, compiled: Walk._refresh, Walk.form_masks and dynamic_features of tests/oracle/walk.py.
+"""Compiled observation of a walk: Walk._refresh, Walk.form_masks and dynamic_features of tests/oracle/walk.py.
 
-Only what has changed is written: gaps that have opened or ended, or the one that was emptied; what depends on the
-planned residency after an action; times when the agent has moved.
+Only entries that have changed are written: gaps that have opened, closed or been emptied; columns that depend on the
+planned residency, after an action; times, after the agent has moved.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
 from envs.task import COPIES, COPY, EARLIES, EARLY, KEEP, KEEPS
 from simulator.compiled.jit import stage
 
-BLOCK = 32  # kernels that are looked at together
+BLOCK = 32  # kernels that are checked together
 
 
 @stage
 def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
-    """Walk._early."""
+    """Returns the kernel at which early recomputation fits, or -1 (Walk._early of the reference)."""
     k = before - 1
     while k >= position and need[k] <= limit:
         k -= 1
@@ -27,7 +27,7 @@ def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
 
 @stage
 def _copies(task, walk, g):  # type: ignore[no-untyped-def]
-    """May the copy of gap g be made after the last write? Walk.form_masks."""
+    """Returns whether gap g can be copied right after its last write (Walk.form_masks of the reference)."""
     gaps, first = task.gaps, task.gaps[g].first_since
     if gaps[g].copy_at < 0 or (gaps[g].wraps and (walk.row.position != 0 or first != g)):
         return False
@@ -39,14 +39,14 @@ def _copies(task, walk, g):  # type: ignore[no-untyped-def]
 
 @stage
 def _is_open(task, walk, g):  # type: ignore[no-untyped-def]
-    """Walk.open."""
+    """Returns whether gap g is open (Walk.open of the reference)."""
     gaps, p = task.gaps, walk.row.position
     return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.taken[g] < 0
 
 
 @stage
 def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
-    """The mask and validity of the nodes of a gap."""
+    """Updates mask and validity of the nodes of a gap."""
     gaps, row = task.gaps, walk.row
     is_open = row.ended == 0 and _is_open(task, walk, g)
     for way in range(2):
@@ -60,7 +60,7 @@ def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
 
 @stage
 def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-untyped-def]
-    """The masks of the other forms of all actions, of which ``language`` has some."""
+    """Updates the masks of the additional forms that ``language`` allows."""
     gaps = task.gaps
     for g in range(gaps.size):
         node = gaps[g].offload_node
@@ -79,8 +79,11 @@ def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-unt
 
 @stage
 def _divide(values, less, by, product, bits, out):  # type: ignore[no-untyped-def]
-    """out[:] = (values - less) / by as float32, by a product where that rounds to the same for certain: it is off by 2
-    units of float64 at most, and its ``bits`` say whether it is as near as that to where float32 turns."""
+    """Writes (values - less) / by as float32 to ``out``, bit-identical to the division.
+
+    The product with the reciprocal is off by at most 2 float64 units. ``bits`` shows whether a product is that close
+    to a float32 rounding boundary; if one is, all values are divided.
+    """
     per, least = 1.0 / by, 2**29
     for i in range(values.size):
         product[i] = (values[i] - less) * per
@@ -95,15 +98,15 @@ def _divide(values, less, by, product, bits, out):  # type: ignore[no-untyped-de
 
 @stage
 def _fill(values, value):  # type: ignore[no-untyped-def]
-    """values[:] = value."""
+    """Sets every entry of ``values``."""
     for i in range(values.size):
         values[i] = value
 
 
 @stage
 def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
-    """Is one of need[begin:end] over the limit?"""
-    part, over = need[begin:end], 0  # a slice, and no way out: a vector loop
+    """Returns whether an entry of need[begin:end] exceeds the limit."""
+    part, over = need[begin:end], 0  # a slice and no early exit, so that the loop vectorizes
     for k in range(part.size):
         over |= part[k] > limit
     return over != 0
@@ -111,7 +114,7 @@ def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
 
 @stage
 def first_over(need, limit):  # type: ignore[no-untyped-def]
-    """The first kernel of the first block of kernels that do not all fit; how many kernels there are, where they do."""
+    """Returns the start of the first block of kernels with one over the limit, or the number of kernels."""
     n, first = need.size - 1, 0
     while first < n and not _any_over(need, limit, first, min(first + BLOCK, n)):
         first = min(first + BLOCK, n)
@@ -120,8 +123,7 @@ def first_over(need, limit):  # type: ignore[no-untyped-def]
 
 @stage
 def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
-    """Walk.relief, of the nodes of actions. The sums are added up only from the first block of kernels that do not all
-    fit to the last."""
+    """Updates the relief column of action nodes (Walk.relief), summing only over blocks around the excess."""
     gaps, begins, limit = task.gaps, task.begins, task.limit
     product, bits, shares = scratch.product, scratch.bits, scratch.shares
     n = last = need.size - 1
@@ -135,11 +137,11 @@ def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
         total += np.float64(max(0, need[k] - limit)) * np.float64(begins[k + 1] - begins[k])
         until[k + 1] = total
     _fill(until[last:], total)
-    for j in range(gaps.size):  # in an order, because LLVM would make gathers of float64, which are slow
+    for j in range(gaps.size):  # indirect order: otherwise LLVM emits slow float64 gathers
         g = np.uintp(gaps[j].by_after)
         inside[g] = until[np.uintp(gaps[g].before)] - until[np.uintp(gaps[g].after + 1)]
     j = gaps.size - 1
-    while j >= 0 and gaps[gaps[j].by_after].wraps:  # the last ones
+    while j >= 0 and gaps[gaps[j].by_after].wraps:  # wrapping gaps are last
         inside[gaps[j].by_after] += total
         j -= 1
     _divide(inside[: gaps.size], 0.0, max(total, 1.0), product, bits, shares)
@@ -150,7 +152,7 @@ def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
 
 @stage
 def _show_pressure(task, need, first, last, shares, nodes):  # type: ignore[no-untyped-def]
-    """Planned residency less the limit, over the limit, of the nodes of kernels ``first`` to ``last`` - 1."""
+    """Updates (planned residency - limit) / limit at the nodes of kernels ``first`` to ``last`` - 1."""
     limit, node_at, fresh, part = task.limit, task.node_at, need[first:last], shares[first:last]
     per_byte = 1.0 / limit
     for k in range(fresh.size):
@@ -163,7 +165,7 @@ def _show_pressure(task, need, first, last, shares, nodes):  # type: ignore[no-u
 
 @stage
 def _show_time(task, walk, scratch, nodes, moved):  # type: ignore[no-untyped-def]
-    """How far ahead the nodes are, the copy queue, where the walk gets stuck."""
+    """Updates the distance to the nodes, the copy queue and the time until the walk is stuck."""
     starts, begins, ideal = task.times, task.begins, task.row.ideal_ns
     n = begins.size - 1
     now = begins[min(walk.position, n - 1)]
@@ -179,13 +181,16 @@ def _show_time(task, walk, scratch, nodes, moved):  # type: ignore[no-untyped-de
 
 @stage
 def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: ignore[no-untyped-def]
-    """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
+    """Updates the walk (Walk._refresh of the reference) and its observation; returns the current node.
 
     Args:
-        task, state, scratch: a TaskView, a WalkView, a Scratch (columns.py).
+        task, state, scratch: TaskView, WalkView and Scratch (columns.py).
+        options: record of OPTIONS (columns.py).
+        mask: int8 (F N,) to update.
+        nodes: float32 (OBSERVED, N) to update.
         g: the gap that was emptied, or -1.
         moved: whether the position has changed.
-        fresh: whether nothing is known of what is shown.
+        fresh: whether to rewrite the whole observation.
     """
     walk, need, gaps, limit = state.row, state.need, task.gaps, task.limit
     n, p = need.size - 1, walk.position

@@ -1,5 +1,7 @@
-"""What an episode looks like: the memory of the iteration under the plan so far against the limit, where the agent is,
-what is on its way to the host, and what has left. As text, or as a picture for ``gymnasium.wrappers.RecordVideo``."""
+"""Renders an episode as text or as a picture (for ``gymnasium.wrappers.RecordVideo``).
+
+Both show memory use under the partial plan against the limit, the agent's position, and evicted tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,27 @@ from envs.batch import Batch
 from simulator.compiled import encoding
 
 GIB = 2**30
-COLUMNS, ROWS = 72, 12  # of the text
+COLUMNS, ROWS = 72, 12  # size of the text
 LEFT, NOW, OVER, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
 
 
 class Scene(NamedTuple):
-    """One walk as it is now, for n kernels."""
+    """Snapshot of one walk over n kernels."""
 
     title: str
-    start_ns: NDArray[np.int64]  # (n + 1,) when kernels start and the iteration ends, without stalls
-    without: NDArray[np.int64]  # (n,) bytes at each kernel without a plan
-    need: NDArray[np.int64]  # (n,) the same by the planned residency
+    start_ns: NDArray[np.int64]  # (n + 1,) ideal start time of each kernel and end of the iteration
+    without: NDArray[np.int64]  # (n,) live bytes at each kernel without a plan
+    need: NDArray[np.int64]  # (n,) planned residency, bytes
     limit: int
-    position: int  # kernels that have ended
-    host: tuple[str, ...]  # tensors that are on the host now
-    moving: tuple[str, ...]  # those of them whose copies are not complete
-    dropped: tuple[str, ...]  # tensors that will be recomputed
-    overhead: float  # of the plan so far
+    position: int  # completed kernels
+    host: tuple[str, ...]  # tensors swapped out now
+    moving: tuple[str, ...]  # tensors of ``host`` with copies in flight
+    dropped: tuple[str, ...]  # tensors removed now, to be recomputed
+    overhead: float  # of the partial plan
 
     @classmethod
     def of(cls, batch: Batch, i: int) -> Scene:
-        """Walk i of a batch."""
+        """Creates the snapshot of walk i of a batch."""
         task, walk, rows = batch.task(i), batch.walks[i], batch.plan_rows(i)
         n, position = len(task.program.kernels), int(walk["position"])
         host, moving, dropped = [], [], []
@@ -45,7 +47,7 @@ class Scene(NamedTuple):
             if kind == encoding.RECOMPUTE:
                 dropped += [name] if away else []
                 continue
-            if until > now:  # copies of one direction are made one after the other, the last one ends then
+            if until > now:  # D2H copies are sequential, and the last one ends at ``free_ns``
                 moving.append(name)
             until -= task.machine.d2h_ns(task.program.tensors[tensor].nbytes)
             host += [name] if away else []
@@ -55,15 +57,15 @@ class Scene(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Where the agent is and what has left, in a line."""
-        overhead = "no plan fits from here" if np.isnan(self.overhead) else f"{self.overhead:+.2%} time"
+        """One-line summary of the agent's position and the evicted tensors."""
+        overhead = "dead end" if np.isnan(self.overhead) else f"overhead {self.overhead:.2%}"
         return (
-            f"kernel {self.position:,} of {len(self.need):,}, {overhead}; on the host {len(self.host)}, on the way "
+            f"kernel {self.position:,} of {len(self.need):,}, {overhead}; swapped out {len(self.host)}, in flight "
             f"{len(self.moving)}, to be recomputed {len(self.dropped)}"
         )
 
     def text(self) -> str:
-        """A bar for each of COLUMNS parts of the iteration; #: the plan so far, .: what it has emptied."""
+        """Draws COLUMNS bars over the iteration; "#": memory under the partial plan, ".": memory that it has freed."""
         part = np.linspace(0, len(self.need), COLUMNS + 1).astype(int)
         most = max(int(self.without.max()), self.limit)
         pairs = [(a, max(b, a + 1)) for a, b in zip(part, part[1:], strict=False)]
@@ -77,8 +79,8 @@ class Scene(NamedTuple):
         return "\n".join([*out, " " * here + "^"])
 
     def picture(self) -> NDArray[np.uint8]:
-        """uint8 (450, 800, 3)."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes long to import
+        """Draws the snapshot as uint8 (450, 800, 3)."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")

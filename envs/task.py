@@ -1,4 +1,4 @@
-"""What an episode is about: one program on one machine under one limit, and the arrays that every walk reads."""
+"""Task of ``GpuMemory-v0``: one program on one machine under one limit, and arrays that all its walks share."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from envs.graph import OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Program
 from simulator.files import no_collections
 
-DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
+DEAD_END_REWARD = -10.0  # costs as much as ten iterations, more than any useful plan
 REWARDS = ("paper", "causal")
-# Ways to take an action. An offload: the copy is issued as the gap opens, or at once after the last write. A removal:
-# recomputed at the next use, or so and its chain stays (``keep``), or as early as it fits (``at``).
+# Forms of an action. PLAIN offload: the copy is issued when the gap opens. COPY: right after the last write. PLAIN
+# removal: recomputed at the next use. KEEP: the recomputed chain stays resident. EARLY: as early as memory allows.
 PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
-COPIES, KEEPS, EARLIES = 1, 2, 4  # which of the other forms may be taken, as bits
+COPIES, KEEPS, EARLIES = 1, 2, 4  # allowed additional forms, as bits
 ACTIONS = {"paper": 0, "copy": COPIES, "keep": KEEPS, "at": EARLIES, "full": COPIES | KEEPS | EARLIES}
 
 
 class Task:
-    """One program on one machine under one limit, shared by any number of walks (one thread).
+    """One program on one machine under one limit, shared by any number of walks of one thread.
 
     Args:
-        limit: bytes.
-        min_bytes: tensors below this size are not considered.
+        limit: memory limit in bytes.
+        min_bytes: size in bytes below which tensors stay resident.
         mode: "swap", "recompute" or "joint".
 
     Raises:
-        ValueError: unknown mode, or nothing to decide.
+        ValueError: if the mode is unknown.
     """
 
     @no_collections()
@@ -39,7 +39,7 @@ class Task:
         self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
         self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
         self.engine = Engine(program, machine, self.limit)
-        self.forms = 2 if mode == "swap" else 3  # ways to take an action
+        self.forms = 2 if mode == "swap" else 3  # forms of an action
         self.ideal_ns = max(1, program.ideal_ns)
         self.tensor, self.after, self.before = self.graph.gap_columns
         self.wraps = self.after >= self.before
@@ -58,8 +58,7 @@ class Task:
         self.host_is_short = sum(program.tensors[t].nbytes for t in set(self.tensor.tolist())) > machine.host_bytes
 
     def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(G,) the last write before the kernel that opens the gap, in this iteration, or -1; and the first of the gaps
-        since then, which are the tensor's before this one."""
+        """Returns the last write before each gap opens, or -1, and the tensor's first gap since it; (G,) each."""
         copy_at = np.full(len(self.tensor), -1, np.int64)
         first_since = np.arange(len(self.tensor))
         for g, (t, after) in enumerate(zip(self.tensor.tolist(), self.after.tolist(), strict=True)):

@@ -1,8 +1,8 @@
-"""Tasks with names: programs and their machines, as files that come with the package.
+"""Named tasks: programs and their machines, stored as files of the package.
 
-``gymnasium.make("GpuMemory/vgg16-45-v0")`` is ``GpuMemory-v0`` with ``program="vgg16", limit=0.45``, on the machine
-that the file has. They are files because a capture depends on the PyTorch that made it, and each is frozen by a
-fingerprint: a file that is another one is refused. README.md says when ``v0`` becomes ``v1``.
+``gymnasium.make("GpuMemory/vgg16-45-v0")`` is ``GpuMemory-v0`` with ``program="vgg16", limit=0.45`` on the machine
+stored in the file. A capture depends on the PyTorch version, so programs are files, and loading checks each file's
+fingerprint. README.md says when ``v0`` becomes ``v1``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simulator.files import fields, load_json, write_json
 
 PROGRAMS = Path(__file__).with_name("programs")
 
-# Of the program and the machine in programs/NAME.json.gz.
+# Fingerprints of the program and machine in programs/NAME.json.gz.
 FINGERPRINTS = {
     "vgg16": "2c125fe6b7a3",
     "resnet50": "d15bbc45bce8",
@@ -33,15 +33,15 @@ FINGERPRINTS = {
 
 
 class Named(NamedTuple):
-    """What ``GpuMemory/NAME-v0`` is made of."""
+    """Definition of ``GpuMemory/NAME-v0``."""
 
     program: str  # a key of FINGERPRINTS
-    limit: float  # of the program's peak
+    limit: float  # fraction of the program's peak
     split: str  # "train" or "test": no network of a test task's family is in a train task
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The arguments of GpuMemory-v0 that it stands for."""
+        """Keyword arguments of the task for GpuMemory-v0."""
         return {"program": self.program, "limit": self.limit}
 
 
@@ -63,25 +63,25 @@ SUITES = {
 
 
 def fingerprint(program: Program, machine: Machine) -> str:
-    """Of all that a task's returns depend on but the limit."""
-    figures = {key: value for key, value in machine.to_dict().items() if value}  # a figure that is new here is 0 there
+    """Returns a fingerprint of everything that a task's returns depend on, except the limit."""
+    figures = {key: value for key, value in machine.to_dict().items() if value}  # fields added later are 0 in old files
     if machine.kernel_times is not None:
         figures["kernel_times"] = {key: value for key, value in vars(machine.kernel_times).items() if value}
     return sha256(json.dumps([program.fingerprint, figures], sort_keys=True).encode()).hexdigest()[:12]
 
 
 def save(name: str, program: Program, machine: Machine) -> str:
-    """Writes the file of a named program; returns its fingerprint."""
+    """Writes the file of a named program and returns its fingerprint."""
     write_json(PROGRAMS / f"{name}.json.gz", {"program": program.to_dict(), "machine": machine.to_dict()})
     return fingerprint(program, machine)
 
 
 @cache
 def load(name: str) -> tuple[Program, Machine]:
-    """A named program and its machine.
+    """Returns a named program and its machine.
 
     Raises:
-        FormatError: there is none of this name, or its file is not the one that was frozen.
+        FormatError: if the name is unknown or the file's fingerprint differs from FINGERPRINTS.
     """
     if name not in FINGERPRINTS:
         near = get_close_matches(name, FINGERPRINTS, 1)
@@ -95,17 +95,20 @@ def load(name: str) -> tuple[Program, Machine]:
 
     program, machine = load_json(path, both)
     if (found := fingerprint(program, machine)) != FINGERPRINTS[name]:
-        raise FormatError(f"{path}: expected the program {FINGERPRINTS[name]}, got {found}")
+        raise FormatError(f"{path}: expected fingerprint {FINGERPRINTS[name]}, got {found}")
     return program, machine
 
 
 def program_and_machine(program: Program | str | Path, machine: Machine | str | Path | None) -> tuple[Program, Machine]:
-    """What is meant by a program, a name or a path of one; and by a machine, a preset, a path, or None: the named
-    program's own.
+    """Resolves a program and a machine that may be given by name, preset or path.
+
+    Args:
+        program: a Program, a name or the path of a .json or .json.gz.
+        machine: a Machine, a preset or a path; None: the named program's machine.
 
     Raises:
-        FormatError: there is no such program or machine.
-        ValueError: a program that is not named needs a machine.
+        FormatError: if the program or machine does not exist.
+        ValueError: if no machine is given and the program is not named.
     """
     own = None
     if not isinstance(program, Program):
@@ -114,7 +117,7 @@ def program_and_machine(program: Program | str | Path, machine: Machine | str | 
         else:
             program, own = load(str(program))
     if machine is None and own is None:
-        raise ValueError("machine: needed with a program that is not named")
+        raise ValueError("machine: required, because the program is not a named one")
     on = own if machine is None else machine if isinstance(machine, Machine) else Machine.load(machine)
     assert on is not None
     return program, on

@@ -1,12 +1,13 @@
-"""An episode without Gymnasium: the agent walks through one iteration and decides what leaves.
+"""Episode of ``GpuMemory-v0`` without Gymnasium: the agent walks through one iteration and decides evictions.
 
-Actions, transitions and rewards of "GPU memory management for neural networks using deep Q-network", sections 4.5 to
-4.8. The position p is the number of kernels that have ended. "Do nothing" goes to the next position at which another
-gap opens or a kernel cannot start. "Offload" swaps out a tensor whose gap is open, and holds the agent until the
-transfer ends, rounded up to the next kernel. "Remove" drops one, to be recomputed. While kernel p cannot start for
-lack of memory, the agent stays. The episode ends when nothing more need leave, or in a dead end: kernel p cannot start
-and nothing can leave. README.md says why, what the rewards are, and what is chosen where the paper is silent.
-compiled_walk.py has the rules; tests/oracle/walk.py states them to be read, and the two are tested equal.
+The position p is the number of completed kernels. "Do nothing" moves to the next position at which a gap opens or a
+kernel cannot start. "Offload" swaps out a tensor whose gap is open; the agent waits for the transfer, rounded up to a
+kernel. "Remove" drops a tensor, which is recomputed later. After both the agent stays at p while kernel p cannot
+start. The episode ends when the rest of the iteration fits, or in a dead end: kernel p cannot start and no action is
+valid. The rules are in compiled_walk.py, their readable reference in tests/oracle/walk.py, and rewards and deviations
+from the paper in README.md.
+
+Source: "GPU memory management for neural networks using deep Q-network" (2020), sections 4.5 to 4.8.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from simulator.plan import Plan
 
 
 class Step(NamedTuple):
-    """The result of one action."""
+    """Result of one action."""
 
     reward: float
     terminated: bool
@@ -30,86 +31,88 @@ class Step(NamedTuple):
 
 
 class Walk:
-    """One episode at a time of one task: a compiled batch of one.
+    """One episode at a time of one task: a compiled batch of one walk.
 
     Args:
-        reward: "paper": the change in simulated time of the plan so far, with the limit enforced up to the position;
-            "causal": what the present iteration has waited so far, and what runs again.
-        actions: "paper"; "full": each in several forms (task.py); or with one of them, "copy", "keep" or "at".
+        reward: "paper": change in the simulated time of the partial plan, with the limit enforced up to the position;
+            "causal": stall and recomputation time since the last step.
+        actions: "paper"; "full": each in several forms (task.py); "copy", "keep" or "at": with that form only.
 
     Raises:
-        ValueError: unknown reward or actions.
+        ValueError: if ``reward`` or ``actions`` is unknown.
     """
 
     def __init__(self, task: Task, reward: str = "paper", actions: str = "paper"):
         self.task, self._causal = task, reward == "causal"
         self._batch = Batch((task,), 1, reward, actions=actions, threads=1)
         self._action = np.zeros(1, np.int64)
-        walks = self._batch.walks  # a field of the record itself takes four times as long to read
+        walks = self._batch.walks  # reading a field through the record is four times slower
         self._position, self._iteration = walks["position"], walks["iteration"]
         self._ended, self._dead_end = walks["ended"], walks["dead_end"]
         self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
         self.reset()
 
     def reset(self) -> None:
-        """Back to position 0 with an empty plan."""
+        """Resets the walk to position 0 with an empty plan."""
         self._batch.reset()
 
     @property
     def position(self) -> int:
-        """How many kernels have ended."""
+        """Number of completed kernels."""
         return int(self._position[0])
 
     @property
     def done(self) -> bool:
-        """Has the episode ended?"""
+        """Whether the episode has ended."""
         return bool(self._ended[0])
 
     @property
     def dead_end(self) -> bool:
-        """Has it ended without a plan that fits?"""
+        """Whether the episode has ended without a feasible plan."""
         return bool(self._dead_end[0])
 
     @property
     def iteration_ns(self) -> int:
-        """Simulated time of the plan so far."""
+        """Simulated iteration time of the partial plan."""
         return int(self._iteration[0])
 
     @property
     def overhead(self) -> float:
-        """Simulated time of the plan so far over the ideal time, less 1; NaN in a dead end."""
+        """Simulated time of the partial plan / ideal time - 1; NaN in a dead end."""
         return float(self._batch.overhead[0])
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The plan so far (simulator.compiled.engine.rows_of), until the next action."""
+        """Partial plan (simulator.compiled.engine.rows_of), valid until the next action."""
         return self._batch.plan_rows(0)
 
     @property
     def features(self) -> NDArray[np.float32]:
-        """(N, OBSERVED) node features (graph.py), until the next action."""
+        """Node features (graph.py), float32 (N, OBSERVED), valid until the next action."""
         features: NDArray[np.float32] = self._batch.nodes[0].T
         return features
 
     @property
     def current(self) -> int:
-        """The node under execution: the last operation that has begun."""
+        """Current node: the last operation that has begun."""
         return int(self._batch.current[0])
 
     def plan(self, planner: str = "") -> Plan:
-        """The plan so far."""
+        """Returns the partial plan."""
         return self._batch.plan(0, planner)
 
     def mask(self) -> NDArray[np.bool_]:
-        """(N F,) which actions may be taken now, until the next one; after the end, only do nothing. Node n in form f
-        is at n + N * f."""
+        """Returns the valid actions, bool (N F,), as a view that the next action changes.
+
+        Node n in form f is at n + N * f. After the end only node 0 is valid.
+        """
         return self._mask
 
     def step(self, node: int, form: int = PLAIN) -> Step:
-        """Takes the action that a node represents, in one of its forms; ``node`` may be node + N * form itself.
+        """Takes the action of a node in one of its forms; ``node`` may also be node + N * form.
 
         Raises:
-            ValueError: the action is not valid now.
+            ValueError: if the action is not valid now.
         """
         code = node + self._batch.size * form
         if self.done or code >= len(self._mask) or not self._mask[code]:

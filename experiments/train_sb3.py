@@ -1,12 +1,12 @@
-"""Train an agent of Stable-Baselines3 to plan one step, and compare the planners.
+"""Trains an agent of Stable-Baselines3 to plan one training step, and compares the planners.
 
     python -m experiments.train_sb3 algo=maskable_ppo steps=6000 seed=1                  # the small built-in task
     python -m experiments.train_sb3 task=GpuMemory/vgg16-45-v0 reward=causal actions=full
     python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
 
-The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
-(by Stable-Baselines3), tb/ (TensorBoard; ``tracker=`` has others), learning_curve.png, memory_curve.png and
-timeline.json (for Perfetto). Its path is the last line printed.
+The run directory contains summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
+(by Stable-Baselines3), tb/ (TensorBoard; see ``tracker=``), learning_curve.png, memory_curve.png and timeline.json (for
+Perfetto). The last line printed is its path.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from simulator.modes import MODES
 @cli.entry("train_sb3")
 def main(cfg: DictConfig) -> Path:
     try:
-        from agents.learned import sb3  # PyTorch takes seconds to import, too
+        from agents.learned import sb3  # slow to import
     except ModuleNotFoundError as error:
-        raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
+        raise cli.UsageError(f"{error.name} is not installed: install the extra `sb3`") from None
     from agents.learned.dqn_paper import Variant
     from agents.learned.structure2vec import CustomNetworkError
     from agents.learned.training import Episode, check_reachable
@@ -48,12 +48,12 @@ def main(cfg: DictConfig) -> Path:
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
     program, machine, limit = task_of(cfg)
-    if cfg.get("machine") is None:  # what the summary says, and so a run that repeats this one
+    if cfg.get("machine") is None:  # recorded in the summary, so that the run can be repeated
         with open_dict(cfg):
             cfg.machine = machine.to_dict()
     reward, actions, own = variant_of(cfg)
     if program.peak_bytes <= limit:
-        raise cli.UsageError(f"limit: {program.name} fits without a plan, its peak is {program.peak_bytes:,} bytes")
+        raise cli.UsageError(f"limit: {program.name} fits without a plan (peak {program.peak_bytes:,} bytes); lower it")
     check_reachable(program, limit, min_bytes, mode)
     label = f"{program.name}-{limit / program.peak_bytes:.3g}-{algorithm}-seed{seed}"
     directory = report.RunDirectory(cli.path(cfg, "out"), label, finished="summary.json")
@@ -99,7 +99,7 @@ def main(cfg: DictConfig) -> Path:
             curve.point(record.calls, sb3.greedy_overhead(model, alone))
         model.save(out / "model.zip")
         if record.best is None:
-            raise agents.Infeasible(f"none of {len(record.history)} episodes found a plan that fits {limit:,} bytes")
+            raise agents.Infeasible(f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes")
 
         rows = compared(
             (program, machine, limit), seed, mode, names,
@@ -108,7 +108,7 @@ def main(cfg: DictConfig) -> Path:
              f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
             spent, curve.bound,
         )  # fmt: skip
-        from experiments.plotting.training import write_training  # Matplotlib takes long to import
+        from experiments.plotting.training import write_training  # Matplotlib is slow to import
 
         write_training(out, program, machine, record.best, agent, record.history, rows)
         episodes = len(record.history)
@@ -119,15 +119,17 @@ def main(cfg: DictConfig) -> Path:
 
 
 def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]:
-    """The program, the machine and the limit in bytes; the small task where neither a task, a workload nor a program is
-    given."""
+    """Returns program, machine and limit in bytes.
+
+    The small built-in task is the default if no task, workload or program is given.
+    """
     if cfg.task is not None:
         known = {f"GpuMemory/{name}-v0": task for name, task in TASKS.items()}
         if str(cfg.task) not in known:
-            raise cli.UsageError(f"task: there is no {cfg.task!r}{cli.nearest(str(cfg.task), set(known))}")
+            raise cli.UsageError(f"task: unknown task {cfg.task!r}{cli.nearest(str(cfg.task), set(known))}")
         typed = [word.partition("=")[0] for word in HydraConfig.get().overrides.task]
         if both := {"workload", "program", "machine", "limit"} & set(typed):
-            raise cli.UsageError(f"task: {cfg.task} says itself what {min(both)}= is; leave one of them out")
+            raise cli.UsageError(f"task: {cfg.task} already sets {min(both)}=; remove one of the two")
         found = known[str(cfg.task)]
         program, machine = load(found.program)
         cfg.limit = found.limit

@@ -1,1 +1,1 @@
-"""Learned planners: the policy, the DQN over edits of whole plans, the paper's DQN, structure2vec."""
+"""Learned planners: the policy, the DQN over edits of complete plans, the paper's DQN, and structure2vec."""

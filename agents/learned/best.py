@@ -1,8 +1,8 @@
-"""The planner for who does not want to choose: what the methods of a table find together.
+"""Portfolio planner: runs several methods within a time budget and returns the best plan.
 
-Which methods, and how much of the time each has, is a table by mode, size and time (``shares``), made from certified
-gaps. Searches that stay where they have come begin anew; LP rounding goes on from the best plan so far, when
-it has explored by itself. The best plan of all is returned. Reasons, and what each part is worth: README.md.
+``shares`` is the table of methods and their shares of the time, by mode, program size and time budget. Searches that
+converge early are restarted. LP rounding continues from the best plan so far, after a search of its own. README.md
+shows the table.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
 
-LOADING = 6.0  # seconds: with fewer PyTorch, which takes some to load, is not loaded for the network alone
-SOLVER = 3.0  # seconds from which a floor is fine enough to lead
-HUGE = 50_000  # kernels: of more, the network and searches that begin anew take too long
-ROUND, ROUNDS = 2e-3, 16  # seconds for each kernel (one, at least) after which a search begins anew; how often, at most
-HOT = (3e-3, 3e-2, 1e-2)  # first temperatures, in turn
-KICKS, LONG, MOST = 60, 1e6, 10**6  # of rerun_search: kicks, where there are no seconds; else as good as without an end
-TURN = 1_000  # between the seeds of two methods
+LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
+SOLVER = 3.0  # seconds from which the LP solution is accurate enough to guide a search
+HUGE = 50_000  # kernels from which the network and restarted searches take too long
+ROUND, ROUNDS = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
+HOT = (3e-3, 3e-2, 1e-2)  # initial temperatures of successive restarts
+KICKS, LONG, MOST = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; practically unlimited seconds and kicks
+TURN = 1_000  # difference between the seeds of two methods
 
 
 class Share(NamedTuple):
-    """A method, its part of the time (or of the calls), and the temperature that it begins with, if it has one."""
+    """Method, its share of the time (or of the calls), and the initial temperature of searches that have one."""
 
     method: str
     part: float
@@ -44,7 +44,7 @@ class Share(NamedTuple):
 
 
 def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> list[Share]:
-    """The table; the parts are 1 together. ``network``: PyTorch is there, or there is time to load it."""
+    """Returns the methods and their shares, which sum to 1. ``network``: PyTorch is loaded, or the time allows it."""
     search = "policy_search" if network else "annealing"
     if kernels >= HUGE:
         return [Share("annealing", 0.25), Share("lp_round", 0.75)]
@@ -59,19 +59,20 @@ def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> lis
 
 
 class Best:
-    """The methods of the table one after the other.
+    """Portfolio of the methods of ``shares``, run one after the other.
 
     Args:
-        seconds: of wall-clock time, kept within a tenth and a second. With them the plan depends on the computer.
-        calls: simulator calls in their place, about; with neither, each method has its own number of them, and the plan
-            is the same on any computer.
-        mode: swap, recompute or joint.
-        min_bytes: tensors below this size stay; None: ``planner.small``.
-        jobs: runs side by side, each on a core; None: all.
+        seconds: wall-clock budget, exceeded by at most a tenth plus one second. The plan then depends on the computer.
+        calls: approximate simulator budget instead of ``seconds``. If both are None, each method uses its own default,
+            and the plan is the same on any computer.
+        mode: "swap", "recompute" or "joint".
+        min_bytes: size in bytes below which tensors stay resident; None: ``planner.small``.
+        seed: random seed.
+        jobs: parallel runs, one per core; None: all cores.
 
     Attributes:
-        floor: under all plans of the mode, where ``lp_round`` was among the methods; else None.
-        found: of each method the iteration time (ns) of the best plan when its turn was over; None: there was none.
+        floor: certified lower bound of the mode, if ``lp_round`` was among the methods; else None.
+        found: method -> iteration time (ns) of the best plan after its turn, or None without a plan.
     """
 
     facts = PlannerInfo("best", "best", family="search", slot=7, place=300, moves="joint", slow=2)
@@ -88,7 +89,7 @@ class Best:
         self.found: dict[str, int | None] = {}
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
+        """Returns the best plan found; raises Infeasible if the floor proves it or no method finds a plan."""
         began, share_end = time.monotonic(), 0.0
         engine = Engine(program, machine, limit)
         self.floor, self.found = None, {}
@@ -113,7 +114,7 @@ class Best:
             except Infeasible as error:
                 why = str(error).removeprefix(f"{planner.name}: ")
             except TimeUp:
-                why = why or f"found no plan of {program.name!r} within {self.seconds} s"
+                why = why or f"found no plan for {program.name!r} within {self.seconds} s"
             engine.calls += planner.simulator_calls
             self.floor = getattr(planner, "floor", self.floor)
             self.found[share.method] = None if best is None else best_ns
@@ -127,7 +128,7 @@ class Best:
     def _made(
         self, share: Share, turn: int, program: Program, left: float | None
     ) -> Annealing | LPRound | PolicySearch | RerunSearch:
-        """The method, with its share of the calls, or with the seconds that are ``left`` of its share."""
+        """Returns the planner of a method, with its share of the calls or the seconds ``left``."""
         seconds = None if left is None else max(left, 1e-2)
         min_bytes = small(program) if self.min_bytes is None else self.min_bytes
         if share.method == "rerun_search":

@@ -1,4 +1,4 @@
-"""Files of training states and of weights. They are written whole or not at all, and nothing in them is executed."""
+"""Files of training states and weights, written atomically and read without executing any content."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 class TrainingStateError(ValueError):
-    """A checkpoint cannot be used; the message is one sentence."""
+    """Raised if a checkpoint cannot be used."""
 
 
 def write_training_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes tensors, numbers, strings, lists and dictionaries: to a temporary name beside ``path``, then renamed."""
+    """Writes tensors, numbers, strings, lists and dictionaries atomically (temporary file, then rename)."""
     write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
 
 
 def read_training_state(path: Path) -> dict[str, Any]:
-    """The dictionary in a checkpoint file (weights_only: nothing in it is executed).
+    """Returns the dictionary of a checkpoint file (``weights_only``).
 
     Raises:
-        TrainingStateError: it cannot be read or is no checkpoint.
+        TrainingStateError: if the file cannot be read or is not a checkpoint.
     """
     try:
         state = _load(path)
     except FormatError as error:
         raise TrainingStateError(str(error)) from None
-    except Exception:  # torch.load raises half a dozen types, by what is damaged
+    except Exception:  # torch.load raises many types for damaged files
         raise TrainingStateError(f"{path}: not a checkpoint, or a damaged one") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise TrainingStateError(f"{path}: not a checkpoint of this program")
@@ -45,7 +45,7 @@ def read_training_state(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    """What ``torch.load`` makes of a file whose checksums are right."""
+    """Checks the file's checksums and loads it with ``torch.load``."""
     raw = read_bytes(path)
     with zipfile.ZipFile(io.BytesIO(raw)) as parts:
         if damaged := parts.testzip():
@@ -54,19 +54,19 @@ def _load(path: Path) -> Any:
 
 
 def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raises TrainingStateError naming the first entry of ``identity`` that the checkpoint has otherwise."""
+    """Raises TrainingStateError naming the first entry of ``identity`` that differs in the checkpoint."""
     for key, value in identity.items():
         theirs = state.get(key)
         if theirs == value:
             continue
         if key == "config" and isinstance(theirs, dict):
             key = next((f"agent.{k}" for k in value if theirs.get(k) != value[k]), key)
-        raise TrainingStateError(f"{path}: the checkpoint is of a run with another {key}")
+        raise TrainingStateError(f"{path}: the checkpoint belongs to a run with a different {key}")
 
 
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """What goes wrong while a state is taken over means that it is damaged: raises TrainingStateError."""
+    """Converts errors while a state is restored into TrainingStateError, because they mean a damaged file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -75,16 +75,16 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 def save_weights(net: nn.Module, path: Path) -> None:
-    """Writes ``net.settings``, the keyword arguments of its class, and its weights, for ``read_weights``."""
+    """Writes a network's weights and ``net.settings``, the keyword arguments of its class, for ``read_weights``."""
     state = {"settings": net.settings, "weights": net.state_dict()}
     write_whole(path, lambda file: torch.save(state, file))
 
 
 def read_weights(path: Path, kind: type[Net], what: str) -> Net:
-    """A network of class ``kind`` from a file of weights; nothing in it is executed.
+    """Returns a network of class ``kind`` from a file of weights, without executing any content.
 
     Raises:
-        FormatError: it cannot be read, or holds no weights of ``what``.
+        FormatError: if the file cannot be read or does not contain weights of ``what``.
     """
     try:
         state = _load(path)
@@ -92,6 +92,6 @@ def read_weights(path: Path, kind: type[Net], what: str) -> Net:
         net.load_state_dict(state["weights"])
     except FormatError as error:
         raise FormatError(f"weights: {error}") from None
-    except Exception:  # torch.load raises half a dozen types, by what is damaged
-        raise FormatError(f"weights: {path} holds no weights of {what}, or damaged ones") from None
+    except Exception:  # torch.load raises many types for damaged files
+        raise FormatError(f"weights: {path} does not contain weights of {what}, or is damaged") from None
     return net.eval()

@@ -1,15 +1,13 @@
-"""Deep Q-learning over edits of whole plans, across the tasks of many programs (``GpuMemoryEdit-v0``).
+"""Deep Q-learning over edits of complete plans (``GpuMemoryEdit-v0``), trained on the tasks of many programs.
 
-The state is a plan with its simulated timeline, an action one of M drawn edits, the transition a simulator call and
-Metropolis acceptance, the reward the logarithm by which the overhead falls. DQN (Mnih et al., 2015) with double
-Q-learning (van Hasselt et al., 2016), dueling heads (Wang et al., 2016), n-step returns and prioritised replay (Schaul
-et al., 2016), as in Rainbow (Hessel et al., 2018). Deviations:
+DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016), dueling heads (Wang et al., 2016), n-step
+returns and prioritized replay (Schaul et al., 2016), as in Rainbow (Hessel et al., 2018). Differences from DQN:
 
-1. A rejected edit leaves the plan as it is, so up to ``tries`` edits are ranked by one pass of the network and tried in
-   this order until one is accepted. Each of them is a transition; n counts passes.
-2. A batch is of one task, since programs differ in size; tasks take turns.
-3. Two auxiliary losses on tried edits: the effect, and whether it improves the plan. The second lifts Q (edit_net.py).
-4. Exploration: Boltzmann and epsilon-greedy, with other parameters for each walker; some walkers choose at random.
+1. A rejected edit leaves the state unchanged, so one forward pass ranks up to ``tries`` edits, which are tried in this
+   order until one is accepted. Each is a transition; n counts forward passes.
+2. A batch is of one task, because programs differ in size; tasks alternate.
+3. Two auxiliary losses on tried edits: the effect, and whether the plan improves. The second enters Q (edit_net.py).
+4. Exploration is Boltzmann and ε-greedy with other parameters per walker; some walkers act randomly.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 Floats = NDArray[np.float32]
-ROUNDS = 2  # of structure2vec
-CURVE_CALLS = 200  # simulator calls of the greedy policy at a point of a curve
+ROUNDS = 2  # rounds of structure2vec
+CURVE_CALLS = 200  # simulator calls of the greedy policy per point of the learning curve
 
 
 class Observed(NamedTuple):
@@ -56,13 +54,13 @@ class Observed(NamedTuple):
     edits: NDArray[Any]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The network's input."""
+        """Returns the network's inputs."""
         gaps, bins, plan = (torch.from_numpy(np.asarray(x, np.float32)) for x in self[:3])
         return gaps, bins, plan, torch.from_numpy(self.edits.astype(np.int64))
 
 
 class Walk:
-    """Walkers of one task that go on from iteration to iteration."""
+    """Walkers of one task, kept across training iterations."""
 
     def __init__(self, task: EditTask, args: Args, reference: float, rng: np.random.Generator) -> None:
         self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
@@ -82,20 +80,20 @@ class Walk:
         self.remember()
 
     def begin(self, which: NDArray[np.bool_]) -> None:
-        """Starts episodes from start plans that are drawn."""
+        """Starts episodes of the walkers in the mask ``which`` from randomly drawn start plans."""
         for i in np.flatnonzero(which):
             one = np.zeros_like(which)
             one[i] = True
             self.batch.reset(one, 0, int(self.rng.integers(len(self.task.starts))))
 
     def remember(self) -> None:
-        """Keeps the best plan so far."""
+        """Updates the best plan so far."""
         i = int(self.batch.best_overhead.argmin())
         if self.batch.best_overhead[i] < self.best_overhead:
             self.best, self.best_overhead = self.batch.best_plan(i, "dqn"), float(self.batch.best_overhead[i])
 
     def observe(self) -> Observed:
-        """Copies what the walkers see now."""
+        """Returns a copy of the current observations."""
         batch = self.batch
         return Observed(
             batch.gaps.astype(np.float16), batch.bins[:, :, -BIN_COLUMNS:].astype(np.float16), batch.plan.copy(),
@@ -103,7 +101,7 @@ class Walk:
         )  # fmt: skip
 
     def order(self, q: Floats) -> NDArray[np.int64]:
-        """(W, tries) edits in the order in which they are to be tried, by exploring policies."""
+        """Returns the edits in the order in which the exploring policies try them, (W, tries). ``q``: (W, M)."""
         z = q / self.temperature[:, None] + self.rng.gumbel(size=q.shape)
         random = self.rng.random(len(q)) < self.epsilon
         z[random] = self.rng.gumbel(size=q.shape)[random]
@@ -113,10 +111,11 @@ class Walk:
 
 
 class Rollout:
-    """``passes`` + n - 1 states of the walkers of a task, the edits that were tried in each, and their returns.
+    """``passes`` + n - 1 states of the walkers of a task, with the tried edits and their returns.
 
-    Attributes, of T = ``passes`` states, W walkers and K tries: order, returns, discount, effects (T, W, K), tried
-    (T, W, K) bool; observed: T + n states; priority (T * W,).
+    Attributes, for T = ``passes`` states, W walkers and K tries:
+        order, returns, discount, effects: (T, W, K). tried: bool (T, W, K).
+        observed: T + n states. priority: (T * W,).
     """
 
     def __init__(
@@ -144,7 +143,11 @@ class Rollout:
         self.priority = (np.abs(self.returns) * self.tried).max(2).ravel() + 0.02
 
     def sample(self, rng: np.random.Generator) -> tuple[NDArray[np.int64], Observed, Observed, dict[str, Tensor]]:
-        """Draws states by priority: their positions, what was seen there and n passes later, and the tries."""
+        """Draws a batch of states by priority.
+
+        Returns:
+            Positions of the states, the states, the states n passes later, and tensors of the tried edits.
+        """
         p = self.priority**self.args.priority_exponent
         p /= p.sum()
         at = rng.choice(len(p), self.args.batch_size, p=p)
@@ -158,13 +161,17 @@ class Rollout:
 
 
 class DQN:
-    """Learns Q-values of edits.
+    """Trainer of a Q-network over edits on several tasks.
 
     Args:
-        tasks: with start plans. references: overhead (points) above which each task's reward is logarithmic.
+        tasks: tasks with start plans.
+        references: overhead in points of each task, above which the logarithmic reward is measured.
+        args: hyperparameters.
+        seed: random seed.
 
     Attributes:
-        net: the Q-network. history: a row per iteration, see ``iterate``.
+        net: the Q-network.
+        history: one row per iteration, see ``iterate``.
     """
 
     def __init__(self, tasks: Sequence[EditTask], references: Sequence[float], args: Args, seed: int = 0) -> None:
@@ -192,7 +199,7 @@ class DQN:
         return net
 
     def collect(self, walk: Walk) -> tuple[Rollout, dict[str, float]]:
-        """Walks ``passes`` passes by the exploring policy."""
+        """Collects a rollout of ``passes`` forward passes with the exploring policies, and its statistics."""
         args, batch = self.args, walk.batch
         length, count = args.passes + args.n_step - 1, args.walkers
         shape = length, count, args.tries
@@ -237,7 +244,7 @@ class DQN:
         return Rollout(walk.graph, observed, order, rewards, effects, counts, ends, args), row
 
     def update(self, rollout: Rollout) -> dict[str, float]:
-        """One step of gradient descent on a batch of a rollout; sets its priorities."""
+        """Performs one gradient step on a batch of a rollout and updates its priorities; returns the losses."""
         at, now, then, tries = rollout.sample(self.rng)
         with torch.no_grad():
             goal = tries["return"]
@@ -262,7 +269,11 @@ class DQN:
         return {"loss": float(loss.detach()), "side": float(side.detach()), "td": float(error.sum() / used.sum())}
 
     def iterate(self) -> dict[str, float]:
-        """Collects from one task and updates; returns hit rates, reward and gain per call, losses, calls."""
+        """Collects a rollout of one task and updates the network.
+
+        Returns:
+            Hit rates, reward and gain per call, losses, and calls.
+        """
         args, rng = self.args, self.rng
         share = len(self.history) / args.iterations
         for group in self.optimizer.param_groups:
@@ -286,21 +297,21 @@ class DQN:
         return self.history[-1]
 
     def train(self, on_iteration: Callable[[DQN], None] = lambda _: None) -> EditNet:
-        """Iterates to the end; returns the network."""
+        """Runs the remaining iterations and returns the network."""
         while len(self.history) < self.args.iterations:
             self.iterate()
             on_iteration(self)
         return self.net.eval()
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` continues from; the replay buffer and the walkers begin anew then."""
+        """Returns the state for ``restore``, without the replay buffer and the walkers, which start empty after it."""
         return {
             "net": self.net.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
             "history": self.history, "updates": self.updates, "calls": self.calls,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a ``state``."""
+        """Restores a ``state``."""
         self.net.load_state_dict(state["net"])
         self.target.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -308,11 +319,11 @@ class DQN:
         self.rng = np.random.default_rng([self.seed, len(self.history)])
 
     def save(self, path: Path) -> None:
-        """Writes the state of the training, for ``load``."""
+        """Writes the training state to a file for ``load``."""
         write_training_state(path, {"args": asdict(self.args), "seed": self.seed, **self.state()})
 
     def load(self, path: Path) -> None:
-        """Continues where ``save`` was called; raises TrainingStateError if the file is of another run."""
+        """Restores the training state of a file; raises TrainingStateError if it belongs to another run."""
         state = read_training_state(path)
         must_match(path, state, {"args": asdict(self.args), "seed": self.seed})
         with restoring(path):
@@ -320,11 +331,11 @@ class DQN:
 
 
 class FineTuning(Trainer):
-    """Learns on one task. Rewards are above the ideal time, since the floor is not known.
+    """Trains on one task. The reward's reference is the ideal time, because the floor is unknown.
 
     Raises:
-        Infeasible: no start plan fits the limit.
-        FormatError: the pretrained weights cannot be read.
+        Infeasible: if no start plan fits the limit.
+        FormatError: if the pretrained weights cannot be read.
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, args: Args, seed: int) -> None:
@@ -339,16 +350,16 @@ class FineTuning(Trainer):
 
     @property
     def simulator_calls(self) -> int:
-        """Those of the start plans and of all walks."""
+        """Simulator calls of start plans and walks."""
         return self.task.start_calls + self.dqn.calls
 
     @property
     def done(self) -> bool:
-        """Have there been enough iterations, or can no plan be better?"""
+        """Whether all iterations are done or the best plan has no overhead."""
         return self.episodes >= self.config.iterations or self.best_overhead <= 0
 
     def step(self) -> list[Episode]:
-        """One iteration."""
+        """Runs one iteration."""
         before = self.dqn.calls
         row = self.dqn.iterate()
         walk = self.dqn.walks[0]
@@ -371,18 +382,18 @@ class FineTuning(Trainer):
         return self._plan_of(rows)
 
     def greedy(self) -> Plan:
-        """The plan of the greedy policy in ``greedy_calls`` simulator calls, those of the start plans included."""
+        """Returns the greedy policy's plan with ``greedy_calls`` simulator calls, including the start plans'."""
         return self._greedy(self.config.greedy_calls)
 
     def greedy_overhead(self) -> float:
-        """The greedy policy's overhead after CURVE_CALLS calls."""
+        """Returns the greedy policy's overhead after CURVE_CALLS calls."""
         plan = self._greedy(self.task.start_calls + 1 + CURVE_CALLS)
         return simulate(self.program, plan, self.machine, self.limit).overhead
 
     def state(self) -> dict[str, Any]:
-        """The replay buffer and the walkers are not kept."""
+        """Returns the training state without the replay buffer and the walkers."""
         return self.dqn.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See ``DQN.restore``."""
+        """Restores a ``state``, see ``DQN.restore``."""
         self.dqn.restore(state)

@@ -1,4 +1,4 @@
-"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py), and how they are read and checked."""
+"""Hyperparameters of both DQNs (dqn.py, dqn_paper.py) and their validation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from agents.planner import LEAST
 from simulator.modes import MODES
 
-POOLS = ("sum", "mean")  # of the graph state
+POOLS = ("sum", "mean")  # pooling of node states into the graph state
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
 }  # fmt: skip
@@ -17,8 +17,10 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """Hyperparameters of dqn_paper.py; the names are the keys of configs/agent/dqn_paper.yaml. Defaults with a section
-    are the paper's, which does not say the others."""
+    """Hyperparameters of dqn_paper.py; the names are the keys of configs/agent/dqn_paper.yaml.
+
+    Defaults marked with a section are the paper's; the paper does not give the others.
+    """
 
     episodes: int = 300  # l
     mode: str = "joint"  # section 4.5: offload, remove
@@ -29,7 +31,7 @@ class PaperConfig:
     message_passing_steps: int = 4  # T, section 4.4
     pool: str = "sum"  # equation 2
     mixing: bool = False  # equation 3 as printed
-    gamma: float = 1.0  # equation 5, which does not say its value; an undiscounted return is the overhead
+    gamma: float = 1.0  # equation 5, without a value; the undiscounted return is −overhead
     n_step: int = 1  # equation 5
     double: bool = False  # equation 5
     target_every: int = 0  # updates; equation 5: no target network
@@ -43,7 +45,7 @@ class PaperConfig:
     epsilon_end: float = 0.0
     explore: float = 1.0  # fraction of the episodes
     checkpoint_every: int = 100  # episodes
-    weights: str = ""  # section 4.4.2: a checkpoint of another program's training, whose network is fine-tuned
+    weights: str = ""  # section 4.4.2: checkpoint of another program's training to fine-tune
 
     def __post_init__(self) -> None:
         among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
@@ -53,23 +55,30 @@ class PaperConfig:
 
 @dataclass(frozen=True)
 class Args:
-    """Hyperparameters; the names are the keys of configs/agent/dqn.yaml, whose values are for one task.
+    """Hyperparameters of dqn.py; the names are the keys of configs/agent/dqn.yaml, whose values are for one task.
 
     Attributes:
-        iterations: each walks ``passes`` passes of one task and makes ``updates`` updates.
-        init: "pretrained" on other programs, or from "scratch".
-        mode: swap, recompute or joint. min_bytes: tensors below this size stay.
-        message_passing: structure2vec's rounds, or none.
-        walkers: per task. passes: of the network, per iteration. tries: edits per pass, at most.
-        neighbours: M, edits that are drawn for each pass.
-        least_calls, most_calls: simulator calls of an episode, drawn log-uniformly between these two.
-        gamma: per tried edit. n_step: passes.
-        buffer_size: iterations that are kept. learning_starts: iterations before the first update.
-        learning_rate: at its highest; it falls linearly to a twentieth.
-        target_every: updates. auxiliary: weight of the auxiliary losses.
-        shaping: weight of the present plan's reward beside the best plan's.
-        coldest, hottest: temperatures of Boltzmann exploration, in units of Q. least_epsilon, most_epsilon: likewise.
-        uniform: share of the walkers that choose at random.
+        iterations: training iterations; each collects ``passes`` forward passes on one task and performs ``updates``.
+        init: "pretrained" (on other programs) or "scratch".
+        mode: "swap", "recompute" or "joint".
+        min_bytes: size in bytes below which tensors stay resident.
+        message_passing: whether the network has rounds of structure2vec.
+        walkers: walkers per task.
+        passes: forward passes per iteration.
+        tries: maximum edits tried per forward pass.
+        neighbours: M, edits drawn per forward pass.
+        least_calls, most_calls: range of the simulator budget of an episode, drawn log-uniformly.
+        gamma: discount per tried edit.
+        n_step: forward passes of an n-step return.
+        buffer_size: iterations in the replay buffer.
+        learning_starts: iterations before the first update.
+        learning_rate: initial value; it decays linearly to a twentieth.
+        target_every: updates between copies to the target network.
+        auxiliary: weight of the auxiliary losses.
+        shaping: weight of the current plan's reward relative to the best plan's.
+        coldest, hottest: range of the temperatures of Boltzmann exploration, in units of Q.
+        least_epsilon, most_epsilon: range of ε over the walkers.
+        uniform: fraction of the walkers that act randomly.
         greedy_calls: simulator calls of the greedy policy's plan.
         checkpoint_every: iterations.
     """
@@ -108,7 +117,7 @@ class Args:
     checkpoint_every: int = 20
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the first value that is out of its range."""
+        """Raises ValueError naming the first value out of range."""
         among(self, init=("pretrained", "scratch"), mode=MODES)
         positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
                  "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
@@ -119,7 +128,7 @@ class Args:
 
 
 def among(config: object, **known: tuple[Any, ...]) -> None:
-    """Raises ValueError naming the first field that has none of its known values."""
+    """Raises ValueError naming the first field whose value is not allowed."""
     for name, allowed in known.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name}: expected one of {allowed}, got {getattr(config, name)!r}")
@@ -133,10 +142,10 @@ def positive(config: object, *names: str) -> None:
 
 
 def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
-    """A configuration of class ``kind`` from a dictionary.
+    """Returns a configuration of class ``kind`` from a dictionary.
 
     Raises:
-        ValueError: an unknown key or a value of the wrong type, named.
+        ValueError: naming an unknown key or a value of the wrong type.
     """
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     out: dict[str, Any] = {}
@@ -158,10 +167,10 @@ def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
 
 
 def moved(key: str) -> str:
-    """What became of a key of an older version; '' where it is none."""
-    return f"this key is agent.{RENAMED[key]} now" if key in RENAMED else ""
+    """Returns the new name of a renamed key as a message, or ''."""
+    return f"this key was renamed to agent.{RENAMED[key]}" if key in RENAMED else ""
 
 
 def by_todays_names(values: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a training state, which may have been written under older names."""
+    """Returns hyperparameters of a training state under their current names."""
     return {RENAMED.get(key, key): value for key, value in values.items()}

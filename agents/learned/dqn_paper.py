@@ -1,11 +1,12 @@
-"""The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
-fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py: ``agent=dqn_paper``.
+"""Deep Q-network of the DQN paper: Algorithm 1 with fitted Q-iteration on the environment of envs/walk.py.
 
-As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. Where
-the paper is silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
-``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
-exploration and in equation 5. Settings that are not the paper's (dqn_config.py) are there for networks of one's own
-(structure2vec.py). Read on in ``Trainer.step`` and ``Trainer.update``.
+Config ``agent=dqn_paper``. As in the paper (Figure 3), the returned plan is the best one found; the final greedy
+policy's plan is reported separately. Where the paper is silent: γ = 1; rewards are multiplied by ``reward_scale``; an
+update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in exploration and in
+equation 5. Settings beyond the paper's (dqn_config.py) are for custom networks (structure2vec.py). ``Trainer.step``
+and ``Trainer.update`` contain the algorithm.
+
+Source: "GPU memory management for neural networks using deep Q-network" (2020), Algorithm 1, equations 4 and 5.
 """
 
 from __future__ import annotations
@@ -33,35 +34,37 @@ from simulator.program import Program
 
 
 class State(NamedTuple):
-    """The part of an observation that changes."""
+    """Dynamic part of an observation."""
 
-    dynamic: NDArray[np.float16]  # (N, 3): the node features of the moment, from column STATIC on
+    dynamic: NDArray[np.float16]  # (N, 3): dynamic node features, from column STATIC on
     current: int
     mask: NDArray[np.bool_]  # (A,)
 
 
 class Batch(NamedTuple):
-    """A sample of B transitions; ``next_*`` is the state after n steps, meaningless where not ``more``."""
+    """Sample of B transitions; ``next_*`` is the state after n steps and is meaningless where ``more`` is False."""
 
-    place: NDArray[np.int64]  # in the ring
+    place: NDArray[np.int64]  # positions in the ring
     dynamic: NDArray[np.float16]
     current: NDArray[np.int64]
     action: NDArray[np.int64]
     reward: NDArray[np.float32]  # discounted sum over n steps
-    more: NDArray[np.bool_]  # the episode went on after n steps
+    more: NDArray[np.bool_]  # whether the episode continued after n steps
     next_dynamic: NDArray[np.float16]
     next_current: NDArray[np.int64]
     next_mask: NDArray[np.bool_]
 
 
 class ExperienceBuffer:
-    """Experience replay (Algorithm 1's D), a ring of transitions: what changes is stored, once per state.
+    """Experience replay (D of Algorithm 1): ring buffer of transitions that stores the dynamic part of each state once.
 
-    Whole episodes are added, so that the state n steps after a transition is n places further on in the ring, and is
-    overwritten later than the transition itself.
+    Episodes are added as a whole, so the state n steps after a transition is n places ahead in the ring and is
+    overwritten later than the transition.
 
     Args:
-        capacity: transitions.
+        capacity: maximum number of transitions.
+        nodes: N.
+        actions: A.
     """
 
     def __init__(self, capacity: int, nodes: int, actions: int):
@@ -77,7 +80,7 @@ class ExperienceBuffer:
         }
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
-        """Adds an ended episode, (state, action, reward) per step; one longer than the ring loses its start."""
+        """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start."""
         rewards = np.array([reward for _, _, reward in trail])
         discounts = gamma ** np.arange(len(trail))
         a = self.arrays
@@ -92,7 +95,7 @@ class ExperienceBuffer:
             self.size = min(self.size + 1, self.capacity)
 
     def sample(self, batch: int, rng: np.random.Generator) -> Batch:
-        """Draws transitions with replacement."""
+        """Draws transitions uniformly with replacement."""
         a = self.arrays
         index = rng.integers(self.size, size=batch)
         later = (index + a["ahead"][index]) % self.capacity
@@ -102,19 +105,19 @@ class ExperienceBuffer:
         )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: the filled part."""
+        """Returns the filled part for a checkpoint."""
         out: dict[str, Any] = {k: torch.from_numpy(v[: self.size].copy()) for k, v in self.arrays.items()}
         return {**out, "size": self.size, "head": self.head}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of ``state``."""
+        """Restores a ``state``."""
         self.size, self.head = int(state["size"]), int(state["head"])
         for key, array in self.arrays.items():
             array[: self.size] = state[key].numpy()
 
 
 class Variant(NamedTuple):
-    """Of the environment and the network: reward and actions as Walk's, a class of one's own (structure2vec.py)."""
+    """Reward and actions of Walk, and an optional custom network class (structure2vec.py)."""
 
     reward: str = "paper"
     actions: str = "paper"
@@ -122,12 +125,12 @@ class Variant(NamedTuple):
 
     @property
     def told(self) -> str:
-        """What a curve's agent is named by, beside its reward."""
+        """Suffix of the agent's name in learning curves."""
         return "" if self.actions == "paper" else f", {self.actions}"
 
     @property
     def names(self) -> list[str]:
-        """What a checkpoint keeps of it."""
+        """Entries that identify the variant in a checkpoint."""
         return [
             self.reward,
             self.actions,
@@ -136,10 +139,10 @@ class Variant(NamedTuple):
 
 
 class Trainer(OneTask):
-    """Algorithm 1. One ``step`` moves every walk by one action and learns.
+    """Algorithm 1. Each ``step`` moves every walk by one action and updates the network.
 
     Raises:
-        Infeasible: the limit cannot be reached.
+        Infeasible: if the limit cannot be reached.
     """
 
     def __init__(
@@ -180,29 +183,29 @@ class Trainer(OneTask):
         return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
 
     def _initialise(self, path: Path) -> None:
-        """Takes the network of the checkpoint ``path``, of any program; raises TrainingStateError."""
+        """Loads the network of the checkpoint ``path``, of any program; raises TrainingStateError."""
         path = path / "checkpoint.pt" if path.is_dir() else path
         state = read_training_state(path)
         try:
             self.q.load_state_dict(state["q"])
         except (KeyError, TypeError, RuntimeError):
             raise TrainingStateError(
-                f"agent.weights: {path} has no network of these sizes (embedding_size, features, mixing)"
+                f"agent.weights: the network of {path} has other sizes (embedding_size, features, mixing)"
             ) from None
 
     @property
     def simulator_calls(self) -> int:
-        """So far."""
+        """Simulator calls so far."""
         return self.task.engine.calls
 
     @property
     def done(self) -> bool:
-        """Have there been enough?"""
+        """Whether all episodes are finished."""
         return self.episodes >= self.config.episodes
 
     @property
     def epsilon(self) -> float:
-        """Probability of a random action now."""
+        """Current probability of a random action."""
         c = self.config
         part = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
         return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
@@ -214,7 +217,7 @@ class Trainer(OneTask):
     def _q(
         self, network: Structure2Vec | CustomNetwork, dynamic: NDArray[np.float16], current: NDArray[np.int64]
     ) -> Tensor:
-        """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
+        """Returns Q-values (B, A) of states given by dynamic features (B, N, 3) and current nodes (B,)."""
         moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
         static = self.static[:, None].expand(-1, len(current), -1)
         q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
@@ -222,7 +225,7 @@ class Trainer(OneTask):
 
     @torch.no_grad()
     def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
-        """ε-greedy: an index into ``actions`` per state (Algorithm 1, lines 6 to 10)."""
+        """Selects ε-greedy actions (Algorithm 1, lines 6 to 10): one index into ``actions`` per state."""
         chosen = np.zeros(len(states), np.int64)
         explore = self.rng.random(len(states)) < epsilon
         for i in np.flatnonzero(explore):
@@ -237,7 +240,7 @@ class Trainer(OneTask):
         return chosen
 
     def step(self) -> list[Episode]:
-        """Lines 5 to 17 for every walk; returns the episodes that ended."""
+        """Runs lines 5 to 17 for every walk; returns the episodes that ended."""
         ended = []
         states = [self._state(walk) for walk in self.walks]
         chosen = self.act(states, self.epsilon)
@@ -257,7 +260,7 @@ class Trainer(OneTask):
 
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
-        if feasible and not walk.overhead >= self.best_overhead:  # the first one compares with nan
+        if feasible and not walk.overhead >= self.best_overhead:  # best_overhead is NaN at first
             self.best, self.best_overhead = walk.plan("dqn_paper"), walk.overhead
         loss = float(np.mean(self.losses)) if self.losses else float("nan")
         self.losses = []
@@ -269,7 +272,7 @@ class Trainer(OneTask):
         return episode
 
     def update(self) -> float:
-        """One minibatch of fitted Q-iteration (lines 12 and 13); returns the loss."""
+        """Performs one minibatch update of fitted Q-iteration (lines 12 and 13); returns the loss."""
         c = self.config
         batch = self.buffer.sample(c.batch_size, self.rng)
         with torch.no_grad():  # equation 5: y is a constant
@@ -298,12 +301,12 @@ class Trainer(OneTask):
         return found
 
     def greedy(self) -> Plan | None:
-        """The plan of the greedy policy, or None where it ends in a dead end."""
+        """Returns the greedy policy's plan, or None if it ends in a dead end."""
         walk = self._greedy()
         return None if walk.dead_end else walk.plan("dqn_paper")
 
     def greedy_overhead(self) -> float:
-        """That of the greedy policy, NaN in a dead end; training goes on as if it had not been asked."""
+        """Returns the greedy policy's overhead, NaN in a dead end, without changing the training state."""
         drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
         walk = self._greedy()
         self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
@@ -311,7 +314,7 @@ class Trainer(OneTask):
 
     @torch.no_grad()
     def first_value(self) -> float:
-        """Largest Q-value of an episode's first state, in units of the return: minus the overhead if it is right."""
+        """Returns the largest Q-value of an episode's first state in units of the return, an estimate of −overhead."""
         state = self._state(self._walk())
         q = self._q(self.q, state.dynamic[None], np.array([state.current]))[0].numpy()
         return float(q[state.mask].max()) / self.config.reward_scale
@@ -326,7 +329,7 @@ class Trainer(OneTask):
         return {**super()._identity(), "variant": self.variant.names}
 
     def state(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on."""
+        """Returns everything that the rest of the run depends on."""
         return {
             "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
@@ -337,7 +340,7 @@ class Trainer(OneTask):
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a ``state``."""
+        """Restores a ``state``."""
         self.q.load_state_dict(state["q"])
         self.target.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,13 +1,12 @@
-"""Both DQNs as planners. DQN's greedy policy edits whole plans, with weights that were learned on other programs;
-DQNPaper trains when it is asked for a plan.
+"""Both DQNs as planners: DQN edits complete plans with pretrained weights, DQNPaper trains on the program it plans.
 
-Start plans are decoded from the policy, with more calls also the best heuristic's. Few calls go to one walker; more
-go to ``WALKERS`` with a start each, then to the best of them. Q soon has no edits left that it ranks high, so of many
-calls policy_search's annealing makes those between: it begins at the walkers' plans, and the last walk at its best.
+Start plans are decoded from the policy; with more calls, the best heuristic's plan is added. A small budget goes to one
+walker. A larger one goes to ``WALKERS`` walkers with a start plan each, and then to the best of them. The Q-network
+soon ranks no edit high, so with many calls policy_search's annealing runs in between, starting from the walkers' plans.
 
-The network reads a plan once for each accepted edit, and ranks drawn neighbours in compiled code (edit_walk.py).
-Controls rank without it: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` all alike;
-``ranks="improves"`` asks the supervised head of the same network.
+The network is evaluated once per accepted edit and ranks drawn neighbors in compiled code (edit_walk.py). Controls
+rank without Q-values: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` draws uniformly, and
+``ranks="improves"`` uses the supervised head of the same network.
 """
 
 from __future__ import annotations
@@ -41,31 +40,32 @@ HERE = Path(__file__).parent
 WEIGHTS = {True: HERE / "dqn.pt", False: HERE / "dqn_flat.pt"}  # with message passing, and without
 RANKS = ("q", "improves", "policy", "uniform")
 CALLS = 1_000  # simulator calls by default
-SEVERAL = 600  # calls from which there are several walkers
+SEVERAL = 600  # calls from which several walkers are used
 HEURISTIC_CALLS = 1_000  # calls from which the best heuristic's plan is a start
 FEW, MANY = 24, 64  # plans drawn from the policy, for one walker and for several
-WALKERS, SHARE, SHORT = 6, 0.4, 300  # several walkers, their share of the calls, and calls of one of them at most
-HALVED, LAST = 1_000, 700  # calls of the annealing between, at least, and of the last walk then
-REST = 5  # of the seconds that are left, the part of the last walk
-WARM = 0.3  # how far the temperature has fallen, in the exponent, when they begin
+WALKERS, SHARE, SHORT = 6, 0.4, 300  # walkers, their share of the calls, and maximum calls per walker
+HALVED, LAST = 1_000, 700  # minimum calls of the annealing in between, and calls of the last walk
+REST = 5  # the last walk gets 1 / REST of the remaining calls under a time budget
+WARM = 0.3  # progress of the temperature, in the exponent, at the start of the annealing and the last walk
 CLOCK = 10.0  # seconds from which a heuristic's plan is a start
-LOOK = 32  # calls between two looks at the clock, and at the temperature
+LOOK = 32  # calls between updates of clock and temperature
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
 
 
 class DQN:
-    """``agents.make("dqn")``.
+    """Planner ``agents.make("dqn")``.
 
     Args:
-        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, or as many as fit into
-            ``seconds``.
-        mode: swap, recompute or joint.
+        calls: simulator calls, including those of the start plans and the final check; None: ``CALLS``, or as many as
+            fit into ``seconds``.
+        mode: "swap", "recompute" or "joint".
         hot, cold: first and last temperature, as fractions of the ideal time.
-        min_bytes: tensors below this size stay.
-        seconds: of wall-clock time, on one core. With them the plan depends on the computer.
-        ranks: what ranks the neighbours: "q", or a control (see the module).
-        message_passing: False: the network without structure2vec's rounds, which is faster.
-        weights: a file of ``experiments.pretrain agent=dqn`` or ``train_dqn``; None: the one of the package.
+        min_bytes: size in bytes below which tensors stay resident.
+        seed: random seed.
+        seconds: wall-clock budget on one core. The plan then depends on the computer.
+        ranks: ranking of the neighbors: "q", or a control (see the module).
+        message_passing: if False, uses the network without structure2vec, which is faster.
+        weights: file of ``experiments.pretrain agent=dqn`` or ``train_dqn``; None: the shipped weights.
     """
 
     facts = PlannerInfo("dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", slow=1)
@@ -88,7 +88,7 @@ class DQN:
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found; raises Infeasible if no start plan fits, FormatError for ``weights``."""
+        """Returns the best plan found; raises Infeasible if no start plan fits, FormatError for ``weights``."""
         until = None if self.seconds is None else time.monotonic() + self.seconds
         calls = CALLS if self.calls is None and until is None else self.calls
         if program.peak_bytes <= limit:
@@ -110,7 +110,7 @@ class DQN:
         return finish(self, program, machine, limit, task.engine, best)
 
     def search(self, task: EditTask, net: EditNet | None, calls: int | None, until: float | None = None) -> Rows:
-        """The best rows that walkers find from the task's start plans."""
+        """Returns the best rows that walkers find from the task's start plans within ``calls`` or ``until``."""
         from agents.learned.edit_walk import IMPROVES, EditWalk, Q
 
         if task.starts[0].iteration_ns <= task.ideal_ns:
@@ -150,7 +150,7 @@ class DQN:
         return best.rows
 
     def _halve(self, task: EditTask, found: list[Start], calls: int | None, until: float | None) -> Start:
-        """The best plan that policy_search's runs of annealing make of these, half of which go on at a time."""
+        """Returns the best plan of policy_search's annealing with successive halving, started from ``found``."""
         from envs.edit.task import Start
 
         plans = sorted(((plan.iteration_ns, plan.rows) for plan in found), key=lambda plan: plan[0])
@@ -158,7 +158,7 @@ class DQN:
         return Start(*halving(guided, calls, until, 1, warm, self.cold, self.seed))
 
     def _run(self, walk: EditWalk, i: int, calls: int | None, end: float | None, fallen: float) -> int:
-        """Walker i goes on while the temperature falls the rest of its way; returns the calls it made."""
+        """Runs walker i while the temperature falls from ``fallen`` to the end; returns the number of calls."""
         begin, made = time.monotonic(), 0
         while calls is None or made < calls:
             now = time.monotonic()
@@ -172,7 +172,7 @@ class DQN:
         return made
 
     def _starts(self, task: EditTask, calls: int | None, until: float | None) -> list[Rows]:
-        """Rows of the policy's plans, and of the best heuristic's if there is the time, or nothing else fits."""
+        """Returns rows of the policy's plans, and of the best heuristic's if time allows or no other plan fits."""
         from envs.edit.starts import policy_plans
 
         samples = FEW if calls is not None and calls < SEVERAL else MANY
@@ -188,14 +188,19 @@ class DQN:
         return plans
 
     def _net(self) -> EditNet | None:
-        """The network that ranks; None if it is not asked."""
+        """Returns the ranking network, or None if the ranking does not use one."""
         from agents.learned.edit_net import trained
 
         return trained(self.weights) if self.ranks in ("q", "improves") else None
 
 
 class NoStart(Exception):
-    """No start plan fits; the least bytes that one would need (mode swap), and the simulator calls that were made."""
+    """Raised if no start plan fits.
+
+    Attributes:
+        required: smallest memory for a start plan in bytes (mode "swap" only).
+        calls: simulator calls made.
+    """
 
     def __init__(self, required: int | None, calls: int) -> None:
         super().__init__()
@@ -203,7 +208,7 @@ class NoStart(Exception):
 
 
 class DQNPaper:
-    """``agents.make("dqn_paper")``: the paper's DQN. ``config`` stands for all other options but ``seed``."""
+    """Planner ``agents.make("dqn_paper")``: the paper's DQN. ``config`` replaces all options except ``seed``."""
 
     facts = PlannerInfo(
         "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
@@ -220,7 +225,7 @@ class DQNPaper:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Trains and returns the best plan found; raises Infeasible."""
+        """Trains on the program and returns the best plan found; raises Infeasible."""
         from agents.learned import dqn_paper
         from agents.learned.training import train
 

@@ -1,10 +1,10 @@
-"""The Q-network over edits of a plan: structure2vec on the gap graph, a value, and an advantage of each edit.
+"""Q-network over edits of a plan: structure2vec on the gap graph, a state value, and an advantage per edit.
 
-Q(s, e) = V(s) + A(s, e) - mean A: dueling heads (Wang et al., 2016). A reads the sum over the changes c of edit e of
-h[gap(c), mode(c)], a deep-sets head (Zaheer et al., 2017) on the states of the gaps. The gap states are structure2vec's
-(Dai et al., 2016; equation 1 of the DQN paper) over the edges of the gap graph and the bins of time; ``rounds=0`` keeps
-each gap's own columns and the pooled state only. Two auxiliary outputs are trained beside Q: the effect of an edit and
-the logit of "it improves the plan". Shapes: B states of one task, G gaps, M edits, w width.
+Q(s, e) = V(s) + A(s, e) - mean A (dueling heads, Wang et al., 2016). A reads the sum over the changes c of edit e of
+h[gap(c), mode(c)], a deep-sets head (Zaheer et al., 2017). Gap states come from structure2vec (Dai et al., 2016;
+equation 1 of the DQN paper) over the edges of the gap graph and the bins of time; with ``rounds=0`` from each gap's
+own columns and the pooled state only. Two auxiliary outputs are trained with Q: the effect of an edit, and the logit
+of whether it improves the plan. Shapes: B states of one task, G gaps, M edits, w width.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
 from simulator.moves.gap_graph import GapGraph
 
 CLIP = 4.0  # standard deviations of a static column
-EDGES = 4  # to the next gap of a tensor and the one before, along a recomputation chain and against it
+EDGES = 4  # kinds of edges: next and previous gap of a tensor, along and against a recomputation chain
 
 
 class EditGraph(NamedTuple):
-    """The part of a task that no edit changes, as the network reads it."""
+    """Static part of a task as network inputs."""
 
     static: Tensor  # (G, F)
     bins: Tensor  # (BINS, 12)
     edges: tuple[Tensor, ...]  # EDGES sparse (G, G), each row's weights sum to 1
-    gap_of_bin: Tensor  # (G, BINS) share of a gap's time that lies in a bin
-    bin_of_gap: Tensor  # (BINS, G) the same of a bin
+    gap_of_bin: Tensor  # (G, BINS) share of a gap's time in a bin
+    bin_of_gap: Tensor  # (BINS, G) share of a bin's time in a gap
 
 
 def edit_graph(task: EditTask) -> EditGraph:
-    """Returns the graph of a task."""
+    """Returns the network's static inputs of a task."""
     graph: GapGraph = task.graph
     cover = torch.from_numpy(graph.cover)
     pairs = [graph.next, graph.next[::-1], graph.chain, graph.chain[::-1]]
@@ -53,19 +53,19 @@ def edit_graph(task: EditTask) -> EditGraph:
 
 
 def _mean_of(edges: NDArray[np.int64], size: int) -> Tensor:
-    """Sparse (size, size): each row averages over the targets of a gap's edges."""
+    """Returns a sparse (size, size) matrix that averages over the targets of each gap's edges."""
     degree = np.bincount(edges[0], minlength=size)
     weights = torch.from_numpy((1.0 / np.maximum(degree[edges[0]], 1)).astype(np.float32))
     return sparse(torch.from_numpy(edges), weights, size)
 
 
 class EditNet(nn.Module):
-    """Q-values of edits.
+    """Q-network over edits.
 
     Args:
-        static, bins: columns of a gap and of a bin that no edit changes.
+        static, bins: number of static columns of a gap and of a bin.
         width: w, of all hidden layers.
-        rounds: of structure2vec; 0: none.
+        rounds: rounds of structure2vec; 0 disables message passing.
     """
 
     mean: Tensor
@@ -90,23 +90,23 @@ class EditNet(nn.Module):
         self.edit_of_whole, self.edit = nn.Linear(w, w), nn.Linear(w, w)
         self.out = nn.Linear(w, 3)  # advantage, effect, logit of an improvement
         self.value = nn.Linear(w, 1)
-        self.lift = nn.Parameter(torch.tensor(0.02))  # of the advantage, by the probability of an improvement
+        self.lift = nn.Parameter(torch.tensor(0.02))  # weight of the probability of an improvement in the advantage
 
     def static_parts(self, graph: EditGraph) -> tuple[Tensor, Tensor, Tensor]:
-        """Terms that are the same in every state of a task: of the gaps (G, w) twice, of the bins (BINS, w)."""
+        """Returns the terms equal in all states of a task: two of the gaps (G, w), one of the bins (BINS, w)."""
         x = ((graph.static - self.mean) / self.scale).clamp(-CLIP, CLIP)
         return self.gap_static(x), self.change_of_static(x), self.bin_static(graph.bins)
 
     def encode(
         self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, parts: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Encodes states: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6).
+        """Encodes states: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6); ``parts`` from ``static_parts``.
 
         Returns:
-            h (B, G * MODES, w), the part of each possible change; and the state of the whole plan (B, w).
+            h (B, G * MODES, w), the term of each possible change, and the state of the whole plan (B, w).
         """
         gap_part, change_part, bin_part = parts
-        x = gaps.transpose(0, 1)  # (G, B, 32): a sparse product sums over the neighbours of all states at once
+        x = gaps.transpose(0, 1)  # (G, B, 32): one sparse product sums over the neighbors in all states
         own = gap_part[:, None] + self.gap_state(x)
         bin_own = bin_part[:, None] + self.bin_state(bins.transpose(0, 1))
         s, b = own.relu(), bin_own.relu()
@@ -121,9 +121,11 @@ class EditNet(nn.Module):
         return self.change(z).transpose(0, 1).reshape(batch, size * MODES, w), whole
 
     def score(self, h: Tensor, whole: Tensor, edits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, effect and logit of an improvement, (B, M) each, of edits (B, M, CHANGES) of gap * MODES + mode or -1.
+        """Returns Q, effect and logit of an improvement, (B, M) each.
 
-        Q is MASKED where a row of ``edits`` has no change.
+        Args:
+            h, whole: from ``encode``.
+            edits: (B, M, CHANGES) of gap * MODES + mode, padded with -1. Q is MASKED for edits without changes.
         """
         some = edits >= 0
         flat = edits.clamp(min=0).flatten(1)[:, :, None].expand(-1, -1, h.shape[2])
@@ -139,11 +141,11 @@ class EditNet(nn.Module):
     def forward(
         self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, edits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``score``."""
+        """Encodes states and scores edits, see ``score``."""
         return self.score(*self.encode(graph, gaps, bins, plan, self.static_parts(graph)), edits)
 
 
 @cache
 def trained(path: Path) -> EditNet:
-    """The network of a file of weights, read once; raises FormatError if it holds none."""
+    """Returns the network of a file of weights (cached); raises FormatError if the file is invalid."""
     return read_weights(path, EditNet, "the DQN")

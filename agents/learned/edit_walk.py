@@ -1,8 +1,8 @@
-"""Greedy walks over the plans of one task: draw edits, rank them by a head of the Q-network, try the best one.
+"""Greedy walks over the plans of one task: draw edits, rank them with a head of the Q-network, try the best.
 
-A pool keeps the best neighbours of the present plan that have been drawn and not tried. Each call draws some more in
-the place of the worst ones and tries the best of all, until an edit is accepted: then the network reads the new plan,
-and the pool is drawn anew. With ``RANDOM`` for the head the same walk tries edits as they are drawn: its control.
+A pool holds the best untried neighbors of the current plan. Each call replaces the lowest-ranked ones with new draws
+and tries the best. After an accepted edit the network encodes the new plan, and the pool is redrawn. With ``RANDOM``
+instead of a head, edits are tried in random order: the no-network ablation.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from envs.edit.walkers import BIN_COLUMNS, apply_edit, close_trial, draw, open_t
 from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
-Q, IMPROVES, RANDOM = range(3)  # what edits are ranked by
+Q, IMPROVES, RANDOM = range(3)  # ranking of edits
 NONE = -1e30  # score of an empty slot
 SLOT, FRESH, FILLED, METAS = range(4)
-SEEN, CROWDED = 4096, 2000  # a power of two, places for keys of edits; from so many keys on they are forgotten
-AGAIN = 8  # rounds of draws without a new edit
+SEEN, CROWDED = 4096, 2000  # slots of the hash set (a power of two); number of keys at which it is cleared
+AGAIN = 8  # maximum rounds of draws without a new edit
 NOTHING = np.zeros((1, 1), np.float32)
 
 
 class Head(NamedTuple):
-    """The network's layers after the sum over an edit's changes, w wide."""
+    """Layers of the network after the sum over an edit's changes, of width w."""
 
     edit_weight: NDArray[np.float32]  # (w, w)
     edit_bias: NDArray[np.float32]  # (w,)
@@ -41,15 +41,15 @@ class Head(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Neighbours of one walker's plan that may be tried."""
+    """Untried neighbors of one walker's plan."""
 
     score: NDArray[np.float64]  # (M,) NONE: empty
-    seen: NDArray[np.uint64]  # (SEEN,) keys of edits that are in the pool, or were tried at this plan; 0: free
-    meta: NDArray[np.int64]  # (METAS,) the slot that is tried; whether the pool is to be drawn anew; keys in ``seen``
+    seen: NDArray[np.uint64]  # (SEEN,) hashes of edits that are in the pool or were tried at this plan; 0: free
+    meta: NDArray[np.int64]  # (METAS,) slot on trial; whether to redraw the pool; number of keys in ``seen``
 
 
 def head_of(net: EditNet | None) -> Head:
-    """The head of a network; None: one that is never read."""
+    """Returns the head of a network as arrays; a placeholder if ``net`` is None."""
     if net is None:
         zeros = np.zeros((1, 1), np.float32)
         return Head(zeros, zeros[0], np.zeros((3, 1), np.float32), np.zeros(3, np.float32), zeros[0], zeros)
@@ -59,7 +59,7 @@ def head_of(net: EditNet | None) -> Head:
 
 
 def make_pool(neighbours: int) -> Pool:
-    """An empty pool."""
+    """Returns an empty pool."""
     meta = np.zeros(METAS, np.int64)
     meta[FRESH] = 1
     return Pool(np.full(neighbours, NONE), np.zeros(SEEN, np.uint64), meta)
@@ -67,7 +67,7 @@ def make_pool(neighbours: int) -> Pool:
 
 @stage
 def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
-    """The score of an edit: h (G * MODES, w) and base (w,) of the network's encoding."""
+    """Returns the score of an edit. h: (G * MODES, w) and base: (w,), from the network's encoding."""
     w, first, second = base.shape[0], head.hidden[0], head.hidden[1]
     for x in range(w):
         total = base[x]
@@ -90,7 +90,7 @@ def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
 
 @stage
 def _is_new(pool, codes, rows, count):  # type: ignore[no-untyped-def]
-    """Adds an edit's key to those that were seen; False if it was there."""
+    """Adds an edit's hash to the pool's set; returns False if it was already there."""
     key = np.uint64(1469598103934665603)
     for c in range(count):
         key = (key ^ np.uint64(codes[c])) * np.uint64(1099511628211)
@@ -112,7 +112,7 @@ def _is_new(pool, codes, rows, count):  # type: ignore[no-untyped-def]
 
 @stage
 def _extreme(score, sign):  # type: ignore[no-untyped-def]
-    """The first slot of the highest (1) or lowest (-1) score."""
+    """Returns the first slot of the highest (``sign`` 1) or lowest (-1) score."""
     best = 0
     for e in range(1, score.shape[0]):
         if sign * score[e] > sign * score[best]:
@@ -122,7 +122,7 @@ def _extreme(score, sign):  # type: ignore[no-untyped-def]
 
 @stage
 def _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
-    """Draws so many neighbours in the place of those with the lowest scores."""
+    """Draws ``count`` neighbors into the slots of the lowest scores."""
     for _ in range(count):
         slot = _extreme(pool.score, -1.0)
         draw(walkers, i, slot, limit, gaps, new, scratch)
@@ -140,15 +140,15 @@ def hunt(  # type: ignore[no-untyped-def]
     walkers, i, calls, draws, answer_ns, pool, h, base, head, column, accept, hot, cold, ideal, limit, gaps, new,
     scratch, engine,
 ):  # fmt: skip
-    """Tries the best neighbours of walker i one after the other, until one is accepted or the calls are spent.
+    """Tries the best neighbors of walker i until one is accepted or the calls are used up.
 
     Args:
-        calls: simulator calls, at most. draws: neighbours that are drawn for each of them.
-        answer_ns: as of ``walkers.step``.
+        calls: maximum simulator calls. draws: neighbors drawn per call.
+        answer_ns: see ``walkers.step``.
         column: Q, IMPROVES or RANDOM.
 
     Returns:
-        Calls that were made; whether the last edit was accepted; whether only ``Engine.score`` can settle the plan.
+        The number of calls, whether the last edit was accepted, and whether ``Engine.score`` is needed.
     """
     state, meta, asked = walkers.state[i], pool.meta, answer_ns >= 0
     for call in range(calls):
@@ -167,7 +167,7 @@ def hunt(  # type: ignore[no-untyped-def]
                     break
             meta[SLOT] = slot
             open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
-            if pool.score[slot] == NONE:  # every neighbour was tried: they may be again
+            if pool.score[slot] == NONE:  # every neighbor was tried: allow them again
                 meta[FRESH] = 1
                 continue
             apply_edit(walkers, i, slot, gaps, new, scratch)
@@ -186,12 +186,16 @@ def hunt(  # type: ignore[no-untyped-def]
 
 
 class EditWalk(EditBatch):
-    """Walkers of one task.
+    """Walkers of one task that try ranked edits.
 
     Args:
-        net: ranks the neighbours; None: they are tried as they are drawn.
-        neighbours: of a pool. draws: for each call.
+        task: the task.
+        count: number of walkers.
+        net: network that ranks the neighbors; None: they are tried as drawn.
+        seed: random seed of the first walker.
+        neighbours: size of a pool. draws: neighbors drawn per call.
         column: Q, IMPROVES or RANDOM.
+        hot, cold: first and last temperature, as fractions of the ideal time.
     """
 
     def __init__(
@@ -213,15 +217,17 @@ class EditWalk(EditBatch):
                 self._parts = net.static_parts(self._graph)
 
     def begin(self, i: int, start: Start) -> None:
-        """Walker i begins at a plan."""
+        """Starts walker i from a plan."""
         self._begin(i, 0, start)
         self._pools[i].meta[FRESH] = 1
 
     def walk(self, i: int, calls: int, done: float) -> int:
-        """Makes at most so many simulator calls of walker i, all on one reading of its plan; returns how many.
+        """Tries edits with walker i under one encoding of its plan; returns the simulator calls made.
 
         Args:
-            done: how far the temperature has fallen, from 0 to 1.
+            i: index of the walker.
+            calls: maximum simulator calls.
+            done: progress of the temperature, from 0 to 1.
         """
         task, walkers = self.tasks[0], self._walkers[0]
         state = walkers.state[i : i + 1]
@@ -241,11 +247,11 @@ class EditWalk(EditBatch):
                 answer = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns
         if accepted and self.net is not None:
             self._show_plan(i)
-        self.simulated += made - (task.engine.calls - begin)  # Engine.score has counted its own
+        self.simulated += made - (task.engine.calls - begin)  # Engine.score counts its own calls
         return made
 
     def best(self, i: int) -> Start:
-        """The best plan of walker i."""
+        """Returns the best plan of walker i."""
         walkers = self._walkers[0]
         return Start(int(walkers.state["best_ns"][i]), walkers.best[i, : walkers.state["best_rows"][i]].copy())
 

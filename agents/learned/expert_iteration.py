@@ -1,14 +1,12 @@
-"""Expert iteration (Anthony et al., "Thinking Fast and Slow with Deep Learning and Tree Search", 2017) for the policy.
+"""Expert iteration for the policy.
 
-A ``Lesson`` is a task and the fastest plans that are known for it. The first teacher is annealing, which knows no
-network (``first_plans``); the network learns what its plans do with every gap (``train``), and with it the search finds
-faster ones (``better_plans``), which it learns in the next round. experiments/pretrain.py makes the tasks.
+A ``Lesson`` is a task with its fastest known plans. The first teacher is annealing without a network
+(``first_plans``). The network learns the plans' decision for each gap (``train``); the search guided by it finds
+faster plans (``better_plans``), which are the data of the next round. experiments/pretrain.py makes the tasks.
+``validate`` selects the epoch by a short search on held-out families, because cross-entropy does not predict the
+quality of plans.
 
-What the network is asked (``Example.item``): a task of which a random share of the gaps is decided as in one of the
-plans, and what that plan does with the others; or nothing is decided, and what all plans do, the faster ones counting
-more. A gap counts by how much of what is over the limit it can take away. The weights that are kept are those of the
-epoch whose search, with few calls, is best on families that the network does not learn: cross-entropy does not tell
-which network plans well.
+Source: Anthony et al., "Thinking Fast and Slow with Deep Learning and Tree Search", 2017.
 """
 
 from __future__ import annotations
@@ -40,26 +38,26 @@ from simulator.moves.gap_graph import STATE, UNDECIDED, GapGraph
 from simulator.moves.moves import Moves
 from simulator.program import Program
 
-Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first
+Plans = list[tuple[int, Rows]]  # iteration time in ns and rows, fastest first
 
 ROOM, MOST_LIMIT = 1.15, 0.9
-LEAST_CALLS, MOST_CALLS, WORK = 2_000, 12_000, 12_000_000  # of a teacher's search: WORK / kernels, within these
+LEAST_CALLS, MOST_CALLS, WORK = 2_000, 12_000, 12_000_000  # calls of a teacher's search: WORK / kernels, clipped
 HOT, MILD, WARM, COLD = 1e-2, 3e-3, 1e-3, 3e-5
-RUNS = ((0, HOT), (1, HOT), (2, MILD))  # seed and first temperature of the first teacher's
-AGAIN = 2  # runs from its best plan, with half the calls
+RUNS = ((0, HOT), (1, HOT), (2, MILD))  # seed and first temperature of the first teacher's runs
+AGAIN = 2  # further runs from its best plan, with half the calls
 KEEP = 5  # plans of a lesson
-MOST = 0.6  # overhead above which a plan teaches nothing of use
-SPREAD = 0.004  # of the ideal time: a plan that is slower by so much counts 1/e
-LEAST = 0.1  # what a gap counts of which the limit asks nothing
-SURE = -12.0  # log-probabilities below this are no worse
-NARROW = 0.05  # the least scale of a column
-CALLS, CLIP = 1_000, 3.0  # of validation: simulator calls, and the most points that a task counts
-AVERAGE = 0.995  # what a step leaves of the average of the weights, which is what is validated and kept
+MOST = 0.6  # overhead above which a plan is not used for training
+SPREAD = 0.004  # fraction of the ideal time by which a plan is slower if its weight is 1/e
+LEAST = 0.1  # minimum weight of a gap
+SURE = -12.0  # lower clip of log-probabilities
+NARROW = 0.05  # minimum scale of a column
+CALLS, CLIP = 1_000, 3.0  # validation: simulator calls, and upper clip of a task's points
+AVERAGE = 0.995  # decay of the weight average, which is validated and kept
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A task, and the fastest plans that are known for it."""
+    """Task with its fastest known plans."""
 
     program: Program
     machine: Machine
@@ -69,21 +67,21 @@ class Lesson:
 
     @property
     def overhead(self) -> float:
-        """Of the best plan, as a fraction of the ideal time."""
+        """Overhead of the best plan, as a fraction of the ideal time."""
         return self.plans[0][0] / self.program.ideal_ns - 1
 
     @property
     def teaches(self) -> bool:
-        """Is there anything to be learned?"""
+        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and below MOST."""
         return bool(self.plans) and 0 < self.overhead < MOST
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the network is made and trained: AdamW, whose rate rises for ``warm_up`` steps, then falls to nothing.
+    """Hyperparameters of the policy: AdamW with linear warm-up over ``warm_up`` steps and linear decay.
 
     Raises:
-        ValueError: a figure is out of range.
+        ValueError: if a value is not positive.
     """
 
     width: int = 64
@@ -93,7 +91,7 @@ class Training:
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
     warm_up: int = 100
-    undecided: float = 0.4  # share of the items of which nothing is decided
+    undecided: float = 0.4  # fraction of items without decided gaps
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -105,13 +103,13 @@ class Training:
 
 
 def reachable(program: Program, machine: Machine, limit: int, mode: str) -> int:
-    """The limit, or where emptying every gap needs more: ``ROOM`` times that, but less than the peak."""
+    """Returns the limit, raised to ``ROOM`` times the need of the fully emptied plan if that plan does not fit."""
     score = Engine(program, machine, limit).score(everything(program, mode, MIB))
     return limit if score.feasible else min(int(ROOM * score.required_bytes), int(MOST_LIMIT * program.peak_bytes))
 
 
 def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Plans:
-    """Annealing's, from every gap emptied; none where that does not fit."""
+    """Returns annealing's plans from the fully emptied plan, fastest first; no plans if that one does not fit."""
     rows = everything(program, mode, MIB)
     engine = Engine(program, machine, limit)
     score = engine.score(rows)
@@ -131,7 +129,10 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
 
 
 def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
-    """The lesson's plans and two that the search finds with the network: from its own plan, and from the best one."""
+    """Returns the fastest of the lesson's plans and two that the guided search finds, at most KEEP.
+
+    The guided search starts from the lesson's best plan and from the best decoded one.
+    """
     found = Guided(
         Engine(lesson.program, lesson.machine, lesson.limit),
         Moves(lesson.program, lesson.limit, lesson.mode, MIB, seed),
@@ -148,7 +149,7 @@ def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
 
 
 def teacher_calls(program: Program) -> int:
-    """Simulator calls of one of the teacher's searches."""
+    """Returns the simulator calls of one search of the teacher."""
     return max(LEAST_CALLS, min(MOST_CALLS, WORK // len(program.kernels)))
 
 
@@ -160,17 +161,17 @@ def _speed(plan: tuple[int, Rows]) -> int:
     return plan[0]
 
 
-# ---------------------------------------------------------------------------------------- what is learned
+# ------------------------------------------------------------------------------------------- training data
 
 
 class Example:
-    """A lesson as the network sees it.
+    """Lesson as training data of the network.
 
     Attributes:
-        graph: of G gaps.
-        ways: (P, G), what each of the P plans does with them.
-        shares: (P,), how much each plan counts.
-        counts: (G,), how much each gap counts.
+        graph: gap graph with G gaps.
+        ways: (P, G), eviction kind of each gap in each of the P plans.
+        shares: (P,), weight of each plan.
+        counts: (G,), weight of each gap.
     """
 
     def __init__(self, lesson: Lesson) -> None:
@@ -186,7 +187,11 @@ class Example:
         self.counts = (LEAST + np.minimum(1, self.graph.nbytes / self.graph.excess)).astype(np.float32)
 
     def item(self, rng: np.random.Generator, undecided: float) -> HeteroData:
-        """The task with some gaps decided, beside what is asked: ``target`` (G, 4) and ``count`` (G,)."""
+        """Returns a training item with ``target`` (G, 4) and ``count`` (G,).
+
+        With probability ``undecided`` no gap is decided, and the target is the weighted mean over plans. Otherwise a
+        random fraction of the gaps is decided as in one plan, and the target is that plan.
+        """
         gaps = len(self.graph)
         decided, target = np.full(gaps, UNDECIDED), np.zeros((gaps, KEPT + 1), np.float32)
         if rng.random() < undecided:
@@ -203,7 +208,7 @@ class Example:
 
 
 def loss(net: PolicyNet, data: HeteroData) -> Tensor:
-    """Cross-entropy with the targets, the mean over a task's gaps by what they count, then over tasks."""
+    """Returns the cross-entropy with the targets: weighted mean over a task's gaps, then mean over tasks."""
     log_chance = net(data).log_softmax(-1).clamp(min=SURE)
     counts, of = data["gap"].count, data["gap"].batch
     each = -(data["gap"].target * log_chance).sum(-1) * counts
@@ -213,20 +218,20 @@ def loss(net: PolicyNet, data: HeteroData) -> Tensor:
 
 
 def network(examples: Sequence[Example], settings: Training, seed: int) -> PolicyNet:
-    """One that knows nothing but the columns' means and scales."""
+    """Returns an untrained network whose inputs are normalized by the examples' means and scales."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     items = [example.item(rng, settings.undecided) for example in examples]
     columns = torch.cat([item["gap"].x for item in items])
     net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers)
-    fixed = columns.shape[1] - STATE  # what is decided is as it is
+    fixed = columns.shape[1] - STATE  # columns of decisions are not normalized
     net.mean[:fixed] = columns.mean(0)[:fixed]
     net.scale[:fixed] = columns.std(0).clamp(min=NARROW)[:fixed]
     return net
 
 
 def validate(net: PolicyNet, lessons: Sequence[Lesson]) -> float:
-    """Points of overhead above the best plans known, the mean over tasks, with few simulator calls."""
+    """Returns the mean gap in points between plans of a short search and the best known plans."""
     above = []
     for lesson in lessons:
         engine = Engine(lesson.program, lesson.machine, lesson.limit)
@@ -244,13 +249,17 @@ def train(
     net: PolicyNet, examples: Sequence[Example], held_out: Sequence[Lesson], settings: Training, seed: int,
     state: Path, watch: Callable[[dict[str, Any]], None],
 ) -> PolicyNet:  # fmt: skip
-    """Trains ``net``; returns it with the weights of the epoch that validates best.
+    """Trains ``net`` and returns it with the weights of the epoch that validates best.
 
-    The same to the bit for a seed, whether it was stopped or not.
+    For a fixed seed the result is bit-identical, whether or not training was interrupted.
 
     Args:
-        state: where the training is kept after every epoch, and goes on from.
-        watch: told of each epoch: its number, training loss and validation.
+        net: network to train.
+        examples: training data. held_out: lessons for validation.
+        settings: hyperparameters.
+        seed: random seed.
+        state: file of the training state, written after every epoch and resumed from.
+        watch: called after each epoch with its number, training loss and validation.
     """
     steps = -(-len(examples) // settings.batch_size)
     optimizer = torch.optim.AdamW(net.parameters(), settings.learning_rate, weight_decay=settings.weight_decay)
@@ -290,7 +299,7 @@ def train(
 
 
 def _batches(examples: Sequence[Example], size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Examples of about the same size together, which leaves little padding."""
+    """Returns batches of examples of similar size, which need little padding."""
     blur = rng.random(len(examples)) * 60
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].graph) + blur[i])
     out = [order[i : i + size] for i in range(0, len(order), size)]

@@ -1,4 +1,4 @@
-"""What the trainers of this folder share: the value of what may not be done, and one step of an optimiser."""
+"""Shared parts of the trainers: value of masked actions, thread settings, and a gradient step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MASKED = -1e8  # not −inf: 0 · −inf is not a number
 
 
 def one_thread() -> None:
-    """The matrices are small, and sums must not depend on the number of cores."""
+    """Limits PyTorch to one thread: matrices are small, and sums must not depend on the number of cores."""
     torch.set_num_threads(1)
 
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Runs PyTorch on one thread, and then on as many as before."""
+    """Limits PyTorch to one thread within the context."""
     before = torch.get_num_threads()
     one_thread()
     try:
@@ -28,7 +28,7 @@ def on_one_thread() -> Iterator[None]:
 
 
 def descend(loss: Tensor, net: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> float:
-    """One step along the gradient of ``loss``, its norm at most ``clip``; returns the loss."""
+    """Performs one gradient step with the gradient norm clipped to ``clip``; returns the loss."""
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     if clip is not None:

@@ -1,10 +1,9 @@
-"""The policy as a planner: a network that was trained once, on other programs (experiments/pretrain.py), plans at once.
+"""Policy as a planner: a network trained on other programs (experiments/pretrain.py) that plans without training.
 
-``Policy`` decodes the likeliest plan and some that it draws (policy_net.py), takes the fastest, and searches nothing.
-``PolicySearch`` goes on from there by the local search of annealing (local_search.py), which picks gaps and their ways
-by the network's probabilities.
-
-The control is the same search from every gap emptied, with all gaps and ways alike: ``guide=False``.
+``Policy`` decodes the most likely plan and samples more (policy_net.py), and returns the fastest. ``PolicySearch``
+continues from these plans with the local search of annealing (local_search.py), which chooses gaps and eviction kinds
+by the network's probabilities. ``guide=False`` is its no-network ablation: the same search from the fully emptied
+plan, with uniform probabilities.
 """
 
 from __future__ import annotations
@@ -32,25 +31,26 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
-CALLS, WORK = 5_000, 12_000_000  # simulator calls by default; calls times kernels that they do not exceed
-SAMPLES = 128  # plans drawn, beside the likeliest one
+CALLS, WORK = 5_000, 12_000_000  # default simulator calls; maximum of calls times kernels
+SAMPLES = 128  # sampled plans in addition to the most likely one
 STARTS = 6
-FALL = (0.0, 0.25, 0.5, 1.0)  # how far the temperature has fallen, in the exponent, as 6, 3 and 1 runs begin
-LEAST = 0.03  # added to every probability: the search may do what the network does not expect
-PER_GAP, PER_PAIR = 1e-4, 1e-8  # seconds that the network takes, about, by gaps and by gaps times kernels
-MOST = 1.0  # the same for the run that trusts it least
+FALL = (0.0, 0.25, 0.5, 1.0)  # progress of the temperature, in the exponent, at the start of 6, 3 and 1 runs; the end
+LEAST = 0.03  # added to every probability, so that the search can make unlikely moves
+PER_GAP, PER_PAIR = 1e-4, 1e-8  # approximate seconds of the network per gap and per gap times kernel
+MOST = 1.0  # added instead of LEAST in the run that trusts the network least
 
 
-Run = tuple[int, Rows, Moves]  # iteration time and rows of its best plan, and how it goes on
+Run = tuple[int, Rows, Moves]  # iteration time and rows of its best plan, and its moves
 
 
 @dataclass
 class Guided:
-    """Where the search of a task begins.
+    """Start of a guided search on one task.
 
     Attributes:
-        moves: with the network's probabilities for weights.
-        plans: iteration time and rows of the fastest plans that fit, at most ``STARTS``; the fastest first.
+        engine: simulator of the task.
+        moves: moves weighted by the network's probabilities.
+        plans: iteration time and rows of the fastest feasible plans, at most ``STARTS``, fastest first.
     """
 
     engine: Engine
@@ -58,7 +58,7 @@ class Guided:
     plans: list[tuple[int, Rows]] = field(default_factory=list)
 
     def offer(self, rows: Rows) -> None:
-        """Starts from these rows, too, where they fit and are fast, and no others take as long."""
+        """Adds a plan to the starts if it is feasible, fast enough, and no start has the same time."""
         score = self.engine.score(rows)
         if score.feasible and all(score.iteration_ns != ns for ns, _ in self.plans):
             self.plans = sorted([*self.plans, (score.iteration_ns, rows)], key=lambda plan: plan[0])[:STARTS]
@@ -68,8 +68,17 @@ def decoded(
     net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0,
     until: float | None = None,
 ) -> None:  # fmt: skip
-    """Offers the network's plans, no more of them once ``until`` (time.monotonic()) has come, and makes its
-    probabilities the weights of the search."""
+    """Offers the network's plans as starts and sets its probabilities as weights of the moves.
+
+    Args:
+        net: the policy's network.
+        found: start of the search, which is updated.
+        mode: "swap", "recompute" or "joint".
+        samples: sampled plans in addition to the most likely one.
+        rounds: decoding rounds of the most likely plan.
+        seed: seed of the samples.
+        until: time.monotonic() after which no more plans are offered.
+    """
     from agents.learned.policy_net import decode, drawn, fitted
     from simulator.moves.gap_graph import GapGraph
 
@@ -88,14 +97,22 @@ def decoded(
 def halving(
     found: Guided, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
 ) -> tuple[int, Rows]:  # fmt: skip
-    """Returns iteration time and rows of the best plan of ``STARTS`` runs of annealing, the better half of which goes
-    on, until one is left, as in "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016). They begin
-    with different plans, and trust the network from much (``LEAST``) to little (``MOST``).
+    """Runs annealing from ``STARTS`` starts with successive halving until one run is left.
+
+    The runs trust the network to different degrees, from ``LEAST`` to ``MOST``.
 
     Args:
-        calls: simulator calls of all together; None: as many as there is time for.
+        found: start plans and weighted moves.
+        calls: simulator calls of all runs together; None: limited by ``until`` only.
         until: time.monotonic() at which to stop.
-        jobs: runs at the same time. They do not change what is found with ``calls``.
+        jobs: parallel runs. They do not change the result of a search with ``calls``.
+        hot, cold: first and last temperature, as fractions of the ideal time.
+        seed: random seed.
+
+    Returns:
+        Iteration time (ns) and rows of the best plan.
+
+    Source: "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016).
     """
     on, moves = found.engine, found.moves
     engines = [on, *(Engine(on.program, on.machine, on.limit) for _ in range(1, min(jobs, STARTS)))]
@@ -120,8 +137,7 @@ def _together(
     engines: list[Engine], runs: list[Run], calls: int | None, now: float, end: float | None, hot: float, cold: float,
     seed: int,
 ) -> list[Run]:  # fmt: skip
-    """What annealing makes of each of the runs, in ``calls`` each and by the time ``end``; an engine takes every run
-    after its number of engines."""
+    """Anneals all runs with ``calls`` each until ``end``, distributed over the engines."""
     out = list(runs)
 
     def work(which: int) -> None:
@@ -137,20 +153,21 @@ def _together(
 
 
 def _too_large(moves: Moves, until: float | None) -> bool:
-    """Would the network take more than half of the time that there is?"""
+    """Returns whether the network would take more than half of the remaining time."""
     takes = PER_GAP * len(moves.gaps) + PER_PAIR * len(moves.gaps) * len(moves.load)
     return until is not None and 2 * takes > until - time.monotonic()
 
 
 class Policy:
-    """What the network says, decoded; the best heuristic's plan where that does not fit.
+    """Decodes plans from the network; falls back to the best heuristic's plan if none of them fits.
 
     Args:
-        mode: swap, recompute or joint.
-        min_bytes: tensors below this size stay.
-        samples: plans that are drawn, beside the likeliest one.
-        rounds: passes of the network for the likeliest one.
-        weights: a file of experiments.pretrain; None: the one that comes with the package.
+        mode: "swap", "recompute" or "joint".
+        min_bytes: size in bytes below which tensors stay resident.
+        seed: random seed.
+        samples: sampled plans in addition to the most likely one.
+        rounds: forward passes for the most likely plan.
+        weights: file of experiments.pretrain; None: the shipped weights.
     """
 
     facts = PlannerInfo("policy", "policy", family="learned", slot=4, place=270, slow=1)
@@ -169,12 +186,12 @@ class Policy:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The decoded plan; raises Infeasible where neither it nor a heuristic's fits, FormatError for ``weights``."""
+        """Returns the fastest decoded plan; raises Infeasible if no plan fits, FormatError for ``weights``."""
         found = self._begin(program, machine, limit)
         return finish(self, program, machine, limit, found.engine, found.plans[0][1])
 
     def _begin(self, program: Program, machine: Machine, limit: int, until: float | None = None) -> Guided:
-        """A plan that fits; raises Infeasible where there is none."""
+        """Returns the start of the search with at least one feasible plan; raises Infeasible."""
         found = Guided(Engine(program, machine, limit), Moves(program, limit, self.mode, self.min_bytes, self.seed))
         if not self.guide:
             found.offer(everything(program, self.mode, self.min_bytes))
@@ -191,15 +208,16 @@ class Policy:
 
 
 class PolicySearch(Policy):
-    """Local search from the decoded plan, by the network's probabilities.
+    """Local search from the decoded plans, guided by the network's probabilities.
 
     Args:
-        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, of programs with many
-            kernels fewer (``WORK``), or as many as fit into ``seconds``.
-        hot, cold: the first and the last temperature, as fractions of the ideal time.
-        seconds: of wall-clock time. With them the plan depends on the computer.
-        jobs: runs side by side, each on a core; None: one a core.
-        guide: False: the same search without the network.
+        calls: simulator calls, including those of the start and the final check; None: ``CALLS``, fewer for programs
+            with many kernels (``WORK``), or as many as fit into ``seconds``.
+        hot, cold: first and last temperature, as fractions of the ideal time.
+        seconds: wall-clock budget. The plan then depends on the computer.
+        jobs: parallel runs, one per core; None: all cores.
+        guide: if False, runs the no-network ablation.
+        mode, min_bytes, seed, samples, rounds, weights: see ``Policy``.
     """
 
     facts = PlannerInfo("policy_search", "policy and search", family="learned", slot=5, place=280, slow=1)
@@ -225,12 +243,12 @@ class PolicySearch(Policy):
         check_heat(hot, cold)
         self.calls, self.seconds, self.jobs, self.guide = calls, seconds, jobs, guide
         if calls is not None:
-            self.samples = min(samples, max(calls - 2, 0))  # beside the likeliest plan and the final check
+            self.samples = min(samples, max(calls - 2, 0))  # minus the most likely plan and the final check
         self.hot, self.cold = hot, cold
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found; raises as ``Policy.plan``."""
+        """Returns the best plan found; raises as ``Policy.plan``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         found = self._begin(program, machine, limit, until)
         most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls

@@ -1,13 +1,12 @@
-"""The policy's network: for every gap of a task, how likely each way is (stays, swapped, recomputed, kept).
+"""Network of the policy: probabilities of each gap's eviction kinds (stays, swapped, recomputed, kept).
 
-A plan takes the likeliest ways (``decode``), or draws them (``drawn``); what the limit does not allow is repaired by
-the same probabilities (``fitted``). With several rounds, each decides the gaps that the network is surest of, and the
-next sees what is decided, as in "MaskGIT" (Chang et al., 2022).
+A plan takes the most likely kinds (``decode``) or samples them (``drawn``); ``fitted`` repairs plans that exceed the
+limit by the same probabilities. With several rounds, each decides the gaps with the highest confidence, and the next
+reads these decisions, as in "MaskGIT" (Chang et al., 2022).
 
-It reads a ``GapGraph`` (gap_graph.py), as torch_geometric's ``HeteroData``, so that a ``Batch`` mixes programs. The
-encoder is structure2vec, equation 1 of the DQN paper (structure2vec.py): T rounds with the same weights over the
-neighbours of a gap along each kind of edge and the bins of time that it covers, weighted. Gaps and bins only meet each
-other and neighbours along edges, so that it is linear in the number of gaps.
+The input is a ``GapGraph`` (gap_graph.py) as torch_geometric's ``HeteroData``, so a ``Batch`` can mix programs. The
+encoder is structure2vec (equation 1 of the DQN paper): rounds with shared weights over a gap's neighbors along each
+kind of edge and the bins of time that it covers. Its cost is linear in the number of gaps.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from simulator.moves.plan_moves import add_between
 
 WAYS = KEPT + 1
 TINY = 1e-30
-MENDS = 8  # times that a plan is fitted anew to the memory of its recomputation chains
+MENDS = 8  # maximum refits of a plan to the memory of its recomputation chains
 
-Chances = NDArray[np.float32]  # (G, 4): how likely each way of each gap is
+Chances = NDArray[np.float32]  # (G, 4): probability of each eviction kind of each gap
 
 
 @cache
 def trained(path: Path) -> PolicyNet:
-    """The network of a file of weights, read once; raises FormatError where it is none."""
+    """Returns the network of a file of weights (cached); raises FormatError if the file is invalid."""
     return read_weights(path, PolicyNet, "the policy")
 
 
 def data_of(graph: GapGraph, decided: Choices) -> HeteroData:
-    """What the network reads of a task of which some gaps are ``decided``."""
+    """Returns the network's input for a task with some gaps ``decided``."""
     gaps, bins = graph.state(decided)
     out = HeteroData()
     out["gap"].x = torch.cat([torch.from_numpy(graph.static), torch.from_numpy(gaps)], 1)
@@ -60,16 +59,16 @@ def data_of(graph: GapGraph, decided: Choices) -> HeteroData:
 
 
 def batch_of(data: Sequence[HeteroData]) -> HeteroData:
-    """Several tasks as one graph."""
+    """Returns several tasks as one graph."""
     return Batch.from_data_list(list(data))
 
 
 class PolicyNet(nn.Module):
-    """Logits of every gap's ways.
+    """Network that outputs logits of every gap's eviction kinds.
 
     Args:
-        features, bin_features: columns of a gap and of a bin.
-        width: of all hidden layers.
+        features, bin_features: number of columns of a gap and of a bin.
+        width: width of all hidden layers.
         layers: rounds of structure2vec.
     """
 
@@ -86,7 +85,7 @@ class PolicyNet(nn.Module):
         self.out = nn.Sequential(nn.LayerNorm(width), _feed(width, width, WAYS))
 
     def encode(self, data: HeteroData) -> tuple[Tensor, Tensor]:
-        """States of the gaps of all tasks (G, width), and of each task's bins (B, BINS, width)."""
+        """Returns the states of the gaps of all tasks (G, width) and of each task's bins (B, BINS, width)."""
         gaps = self.gap((data["gap"].x - self.mean) / self.scale)
         bins = self.bin(data["bin"].x)
         edges = data["gap", "next", "gap"].edge_index, data["gap", "chain", "gap"].edge_index
@@ -96,7 +95,7 @@ class PolicyNet(nn.Module):
         return self.rounds(gaps, bins, cover, there, of, edges)  # type: ignore[no-any-return]
 
     def forward(self, data: HeteroData) -> Tensor:
-        """(G, 4) over the gaps of all tasks; MASKED where a gap does not have the way."""
+        """Returns logits (G, 4) of the gaps of all tasks, MASKED for kinds that a gap does not have."""
         logits: Tensor = self.out(self.encode(data)[0]).masked_fill(~data["gap"].ways, MASKED)
         return logits
 
@@ -106,7 +105,7 @@ def _feed(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 
 def _along(layers: nn.ModuleList, x: Tensor, edges: Sequence[Tensor]) -> Tensor:
-    """What each gap hears along the edges and against them: a layer each, of the mean over its neighbours."""
+    """Returns messages along and against the edges: one layer per direction, of the mean over neighbors."""
     out = torch.zeros_like(x)
     for layer, (source, target) in zip(layers, [e for edge in edges for e in (edge, edge.flip(0))], strict=True):
         out = out + layer(scatter(x[target], source, dim=0, dim_size=len(x), reduce="mean"))
@@ -114,7 +113,7 @@ def _along(layers: nn.ModuleList, x: Tensor, edges: Sequence[Tensor]) -> Tensor:
 
 
 class Rounds(nn.Module):
-    """structure2vec: s = ReLU(own + Σ W · neighbours), in rounds with the same weights."""
+    """Rounds of structure2vec with shared weights: s = ReLU(own + Σ W · neighbors)."""
 
     def __init__(self, width: int, rounds: int) -> None:
         super().__init__()
@@ -125,7 +124,12 @@ class Rounds(nn.Module):
     def forward(
         self, gaps: Tensor, bins: Tensor, cover: Tensor, there: Tensor, of: Tensor, edges: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """gaps (G, width), bins (B, BINS, width), cover (B, G', BINS); ``of`` (G,): the task of each gap."""
+        """Returns states of gaps and bins.
+
+        Args:
+            gaps: (G, width). bins: (B, BINS, width). cover: (B, G', BINS), share of a gap's time in a bin.
+            there: bool (B, G'), padding mask. of: (G,), task of each gap. edges: edge indices (2, E).
+        """
         s, b = gaps.relu(), bins.relu()
         of_gap = cover / cover.sum(2, keepdim=True).clamp(min=1e-6)
         of_bin = (cover / cover.sum(1, keepdim=True).clamp(min=1.0)).transpose(1, 2)
@@ -141,13 +145,13 @@ class Rounds(nn.Module):
 
 @torch.no_grad()
 def chances(net: PolicyNet, graph: GapGraph, decided: Choices) -> Chances:
-    """What the network says of each gap where some are ``decided``."""
+    """Returns the network's probabilities for each gap if some are ``decided``."""
     found: Chances = net(batch_of([data_of(graph, decided)])).softmax(-1).numpy()
     return found
 
 
 def decode(net: PolicyNet, graph: GapGraph, rounds: int = 1) -> tuple[Choices, Chances, Chances]:
-    """The likeliest way of every gap; and the chances of each gap before anything was decided, and when it was."""
+    """Returns the most likely kind of every gap, the initial probabilities, and those at each gap's decision."""
     decided = np.full(len(graph), UNDECIDED)
     first = chances(net, graph, decided)
     said = first.copy()
@@ -161,17 +165,17 @@ def decode(net: PolicyNet, graph: GapGraph, rounds: int = 1) -> tuple[Choices, C
 
 
 def drawn(likely: Chances, rng: np.random.Generator) -> Choices:
-    """A way of every gap by its chances, each for itself."""
+    """Samples a kind for every gap independently."""
     ways: Choices = (np.log(likely + TINY) + rng.gumbel(size=likely.shape)).argmax(1)
     return ways
 
 
 def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> Rows | None:
-    """Rows of a plan near ``ways`` that fits the limit; None where repairs do not lead to one.
+    """Returns rows of a plan near ``ways`` that fits the limit, or None if repair fails.
 
-    Over the limit, gaps that are open at the fullest kernel are emptied, the likeliest first; then those that the limit
-    does not need away are filled, the likeliest to stay first. The memory of recomputation chains, which only the
-    simulator knows, is set aside from the limit, and the plan fitted again.
+    While the load exceeds the limit, the open gap that is most likely evicted at the fullest kernel is emptied. Then
+    gaps that need not be emptied are filled, those most likely to stay first. The memory of recomputation chains, which
+    only the simulator knows, is subtracted from the limit, and the plan is fitted again.
     """
     chosen = ways.copy()
     away = 1 - likely[:, STAYS]
@@ -183,7 +187,7 @@ def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> R
         if not _fit(chosen, other, graph.ways, away, order, graph.after, graph.before, graph.nbytes, load, room):
             return None
         rows = rows_of_ways(graph, chosen)
-        over = engine.residency(rows) - load  # of the chains
+        over = engine.residency(rows) - load  # memory of the chains
         if (load + over <= graph.limit).all():
             return rows
         room = np.minimum(room, graph.limit - over)
@@ -191,7 +195,7 @@ def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> R
 
 
 def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
-    """int64[k, 6]: the rows that empty the gaps which do not stay."""
+    """Returns int64[k, 6]: the rows that empty the gaps which do not stay."""
     out = np.empty((len(ways), 6), np.int64)
     for way in (SWAPPED, RECOMPUTED, KEPT):
         chosen = np.flatnonzero(ways == way)
@@ -201,7 +205,7 @@ def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
 
 @stage(entry=True)
 def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):  # type: ignore[no-untyped-def]
-    """Makes ``chosen`` (G,) fit ``room`` (K,) and ``load`` (K,) what it leaves; False where nothing more can leave."""
+    """Repairs ``chosen`` (G,) to fit ``room`` (K,); ``load`` (K,) is updated. Returns False if that is impossible."""
     n = load.shape[0]
     while True:
         worst, k = 0, -1

@@ -1,11 +1,11 @@
-"""Stable-Baselines3 on GpuMemory-v0: MaskablePPO (sb3-contrib), and DQN with the masks that SB3's lacks.
+"""Stable-Baselines3 on GpuMemory-v0: MaskablePPO (sb3-contrib), and SB3's DQN with action masks added.
 
 Both read the graph with structure2vec.py. Its Q-values, scattered over the nodes, are DQN's Q-values and PPO's logits;
-PPO's critic reads the graph state of equation 2. Invalid actions have ``optimisation.MASKED``, as in dqn_paper.py.
-What sb3-contrib masks for PPO is after "A closer look at invalid action masking in policy gradient algorithms" (2020).
-DQN masks them in the greedy action, in exploration, in warm-up, and in the maximum of the target.
+PPO's critic reads the graph state of equation 2. Invalid actions get ``optimisation.MASKED``, as in dqn_paper.py.
+sb3-contrib's masking follows "A closer look at invalid action masking in policy gradient algorithms" (2020). DQN masks
+the greedy action, exploration, warm-up, and the maximum of the target.
 
-Everything else is the libraries': one-step returns from a uniform replay buffer, or clipped policy gradients. The
+Everything else is from the libraries: one-step returns from a uniform replay buffer, or clipped policy gradients. The
 extras `sb3` and `dev` install both.
 """
 
@@ -43,32 +43,34 @@ VALUE = 64  # width of the critic's hidden layer
 
 
 def graph_of(tasks: Sequence[Task]) -> OperationGraph:
-    """The one graph of all tasks: they have the same edges, weights and actions.
+    """Returns the graph that all tasks share (edges, weights and actions).
 
     Raises:
-        ValueError: they have several.
+        ValueError: if the tasks have different graphs.
     """
     first, *others = (task.graph for task in tasks)
     for graph in others:
         pairs = ((first.edges, graph.edges), (first.weights, graph.weights), (first.action_kind, graph.action_kind))
         if not all(np.array_equal(a, b) for a, b in pairs):
-            raise ValueError(f"the network reads one graph, and these {len(tasks)} tasks have several")
+            raise ValueError(f"the network reads one graph, but these {len(tasks)} tasks have different graphs")
     return first
 
 
 class GraphFeatures(BaseFeaturesExtractor):
-    """structure2vec as SB3's features extractor: (B, N * forms + 2p).
+    """SB3 features extractor with structure2vec: (B, N * forms + 2p).
 
-    First a score of each of the N nodes, MASKED where a node is no action; then the graph state.
+    The output is a score for each node and form (form by form), MASKED for nodes that are not actions, followed by the
+    graph state.
 
     Args:
-        graph: as ``graph_of``.
-        forms: in how many an action may be taken; so many scores of each node, form by form.
-        own: a class in the place of structure2vec (CustomNetwork); the others are not used then.
-        embedding_size, message_passing_steps, pool, mixing: as Structure2Vec; it reads all features observed.
+        observation_space: the environment's.
+        graph: see ``graph_of``.
+        forms: number of forms of an action.
+        own: custom class instead of structure2vec (CustomNetwork); the sizes below are then ignored.
+        embedding_size, message_passing_steps, pool, mixing: see Structure2Vec, which reads all observed features.
 
     Raises:
-        ValueError: there is no such pool.
+        ValueError: if the pool is unknown.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class GraphFeatures(BaseFeaturesExtractor):
 
 
 class ActorCritic(nn.Module):
-    """What SB3 calls an MLP extractor: logits are the scores as they are, the critic has a layer on the graph state."""
+    """MLP extractor in SB3's terms: logits are the unchanged scores, the critic has one layer on the graph state."""
 
     latent_dim_vf = VALUE
 
@@ -116,7 +118,7 @@ class ActorCritic(nn.Module):
 
 
 class GraphActorCriticPolicy(MaskableMultiInputActorCriticPolicy):
-    """MaskablePPO's policy, without layers between a node's score and its logit."""
+    """Policy of MaskablePPO without layers between a node's score and its logit."""
 
     def _build_mlp_extractor(self) -> None:
         self.mlp_extractor = ActorCritic(int(self.action_space.n), self.features_dim)  # type: ignore[attr-defined,assignment]
@@ -131,11 +133,11 @@ class GraphActorCriticPolicy(MaskableMultiInputActorCriticPolicy):
 
 
 class MaskedQNetwork(QNetwork):
-    """(B, N): MASKED where the observation's mask forbids an action, in the greedy action and in targets alike."""
+    """Q-network (B, N) that masks invalid actions in the greedy action and in targets."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
-        self.q_net = nn.Sequential()  # the scores as they are
+        self.q_net = nn.Sequential()  # the scores are the Q-values
 
     def forward(self, obs: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
         mask = obs["action_mask"] > 0
@@ -144,21 +146,21 @@ class MaskedQNetwork(QNetwork):
 
 
 class MaskedDQNPolicy(MultiInputPolicy):
-    """DQN's policy with MaskedQNetwork, as the network and as the target."""
+    """Policy of DQN with MaskedQNetwork as online and target network."""
 
     def make_q_net(self) -> MaskedQNetwork:
         return MaskedQNetwork(**self._update_features_extractor(self.net_args)).to(self.device)
 
 
 class MaskedDQN(DQN):
-    """DQN whose random actions are valid ones: while it explores, each environment by its own coin, and in warm-up."""
+    """DQN with valid random actions in exploration (independent per environment) and in warm-up."""
 
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {"MultiInputPolicy": MaskedDQNPolicy}
 
     def predict(
         self, observation: Observation, state: Any = None, episode_start: Any = None, deterministic: bool = False,  # type: ignore[override]
     ) -> tuple[NDArray[Any], Any]:  # fmt: skip
-        """ε-greedy; greedy where it is ``deterministic``."""
+        """Returns ε-greedy actions, or greedy ones if ``deterministic``."""
         actions, state = super().predict(observation, state, episode_start, deterministic=True)
         if deterministic:
             return actions, state
@@ -174,7 +176,7 @@ class MaskedDQN(DQN):
         return actions, actions
 
     def _random(self, observation: Observation) -> NDArray[np.int64]:
-        """(B,) a valid action each, uniformly."""
+        """Samples a valid action uniformly for each environment, (B,)."""
         masks = np.atleast_2d(observation["action_mask"]).astype(np.int8)
         return np.array([self.action_space.sample(mask) for mask in masks])
 
@@ -184,27 +186,29 @@ class MaskedDQN(DQN):
 
 @dataclass
 class Record:
-    """The episodes of all environments, and the best plan among them."""
+    """Finished episodes of all environments, and the best plan."""
 
     planner: str
     on_episode: Callable[[Episode], None] | None = None
     history: list[Episode] = field(default_factory=list)
     best: Plan | None = None
     steps: int = 0
-    calls: int = 0  # of the simulator: one a step, or one an episode with the causal reward
+    calls: int = 0  # simulator calls: one per step, or one per episode with the causal reward
     causal: bool = False
 
 
 class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
-    """Keeps a record, because a vector environment has reset an episode before anybody can ask for its plan; and
-    multiplies rewards by ``scale``."""
+    """Wrapper that records finished episodes and multiplies rewards by ``scale``.
+
+    A vector environment resets an ended episode at once, so its plan must be read here.
+    """
 
     def __init__(self, env: gymnasium.Env[Observation, np.int64], record: Record, scale: float):
         super().__init__(env)
         self.record, self.scale, self.steps = record, scale, 0
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """The environment's step; a finished plan that is better than the record's takes its place."""
+        """Steps the environment; updates the record's best plan if a finished plan is better."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         record = self.record
         record.steps += 1
@@ -213,7 +217,7 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
         if terminated:
             best = record.history[-1].best_overhead if record.history else float("nan")
             overhead = info["overhead"] if info["feasible"] else float("nan")
-            if info["feasible"] and not overhead >= best:  # the first one compares with nan
+            if info["feasible"] and not overhead >= best:  # best is NaN at first
                 best = overhead
                 record.best = self.get_wrapper_attr("plan")(record.planner)
             episode = Episode(
@@ -227,23 +231,25 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
 
 
 class Scalars(KVWriter):
-    """Hands on the numbers that the library's logger has collected by a step, those that it gives TensorBoard."""
+    """Logger output that forwards the TensorBoard scalars of the library's logger."""
 
     def __init__(self, tell: Callable[[int, Mapping[str, float]], None]):
         self.tell = tell
 
     def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
-        """As the library calls it."""
+        """Forwards the scalars of one step; called by the library."""
         numbers = {key: float(v) for key, v in key_values.items() if isinstance(v, (int, float, np.number))}
         self.tell(step, {key: v for key, v in numbers.items() if "tensorboard" not in key_excluded.get(key, ())})
 
     def close(self) -> None:
-        """As the library calls it; whoever made it closes what it tells."""
+        """Does nothing; the owner of ``tell`` closes it."""
 
 
 def watch(model: BaseAlgorithm, record: Record, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-    """Tells ``tell`` all that the library logs, by simulator calls. To be called before ``learn``; the rest is told by
-    ``model.logger.dump``."""
+    """Forwards the library's scalars to ``tell``, indexed by simulator calls.
+
+    Call it before ``learn``, and ``model.logger.dump`` after it to forward the last scalars.
+    """
     model.set_logger(Logger(None, [Scalars(lambda _, values: tell(record.calls, values))]))
 
 
@@ -256,16 +262,21 @@ def make(
     algorithm: str, environment: Mapping[str, Any], record: Record, seed: int, num_envs: int, reward_scale: float,
     network: Mapping[str, Any], own: type[nn.Module] | None = None, **options: Any,
 ) -> BaseAlgorithm:  # fmt: skip
-    """A model of the library, ready to learn.
+    """Returns a model of the library, ready to learn.
 
     Args:
         algorithm: a key of ALGORITHMS.
-        environment: the arguments of GpuMemory-v0.
-        network: those of GraphFeatures but the graph, the forms and ``own``, which is beside them.
-        options: those of the library's class.
+        environment: arguments of GpuMemory-v0.
+        record: record of the episodes.
+        seed: random seed.
+        num_envs: number of environments.
+        reward_scale: factor of the rewards.
+        network: arguments of GraphFeatures, except ``graph``, ``forms`` and ``own``.
+        own: custom network class.
+        options: arguments of the library's class.
 
     Raises:
-        ValueError, TypeError, AssertionError: of these.
+        ValueError, TypeError, AssertionError: if an argument is invalid.
     """
     one_thread()
     env = make_vec_env(
@@ -278,12 +289,12 @@ def make(
     extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network, "forms": forms, "own": own}
     policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
     if algorithm == "maskable_ppo":
-        policy_options["ortho_init"] = False  # it would begin with one of the extractor's layers as good as off
+        policy_options["ortho_init"] = False  # it would scale an extractor layer close to zero
     return kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
 
 
 def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int64]) -> float:
-    """Of the deterministic policy, NaN where it ends in a dead end."""
+    """Returns the overhead of the deterministic policy, NaN in a dead end."""
     observation, info = env.reset(seed=0)
     terminated = False
     while not terminated:
@@ -294,7 +305,7 @@ def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int
 
 
 def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
-    """The plan of the deterministic policy, or None where it ends in a dead end."""
+    """Returns the plan of the deterministic policy, or None if it ends in a dead end."""
     env = gymnasium.make("GpuMemory-v0", **environment)
     found = greedy_overhead(model, env)
     plan: Plan = env.get_wrapper_attr("plan")(planner)

@@ -1,13 +1,13 @@
-"""structure2vec over the operation graph, and the Q-value of an action node.
+"""structure2vec over the operation graph, and the Q-values of action nodes.
 
-Equations 1 to 3 of "GPU memory management for neural networks using deep Q-network" (sections 4.4, 4.9), after
-"Learning combinatorial optimization algorithms over graphs". Shapes: N nodes, B states of one program, F features,
-p embedding size, A action nodes. Node tensors are (N, B, p), so that one sparse product sums over the neighbours of
-all states at once. Differences from the paper, each switched off in ``agent=dqn_paper`` (reasons in README.md):
+Equations 1 to 3 of the DQN paper (sections 4.4, 4.9), after "Learning combinatorial optimization algorithms over
+graphs". Shapes: N nodes, B states of one program, F features, p embedding size, A action nodes. Node tensors are
+(N, B, p), so one sparse product sums over the neighbors in all states. Options beyond the paper, all off in
+``agent=dqn_paper`` (README.md):
 
-1. ``pool="mean"``: the mean over all nodes in equation 2, where the paper has the sum, which grows with the program.
-2. ``mixing``: a layer W9 before the ReLU of equation 3, through which the graph state can change the order of actions.
-3. ``features=8``: two features of the moment are added to the six (envs/graph.py).
+1. ``pool="mean"``: mean instead of sum over nodes in equation 2; the sum grows with the program.
+2. ``mixing``: a layer W9 before the ReLU of equation 3, so that the graph state can change the ranking of actions.
+3. ``features=8``: two dynamic features in addition to the six (envs/graph.py).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch_geometric.utils import spmm
 from envs.graph import OperationGraph
 
 
-class NeighbourSum(MessagePassing):  # type: ignore[misc]  # it has no types
-    """Σ over u in N(v) of s_u; N(v) contains v (the graph has self-loops)."""
+class NeighbourSum(MessagePassing):  # type: ignore[misc]  # untyped library
+    """Sum of s_u over u in N(v), which contains v (the graph has self-loops)."""
 
     def __init__(self) -> None:
         super().__init__(aggr="sum")
 
     def forward(self, s: Tensor, adjacency: Tensor) -> Tensor:
-        """s (N, B, p) -> (N, B, p)."""
+        """Returns the neighbor sums of s, (N, B, p) -> (N, B, p)."""
         total: Tensor = self.propagate(adjacency, s=s.flatten(1))
         return total.view_as(s)
 
     def message_and_aggregate(self, edge_index: Tensor, s: Tensor) -> Tensor:
-        """The sum over neighbours as one sparse product: (N, N) by (N, B p)."""
+        """Computes the sum over neighbors as one sparse product, (N, N) by (N, B p)."""
         total: Tensor = spmm(edge_index, s, self.aggr)
         return total
 
 
 def sparse(edges: Tensor, weights: Tensor, size: int) -> Tensor:
-    """Sparse (size, size) with these weights (E,) at edges (2, E)."""
+    """Returns a sparse (size, size) matrix with ``weights`` (E,) at ``edges`` (2, E)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns at the first use that sparse CSR is in beta
         return torch.sparse_coo_tensor(edges, weights, (size, size), check_invariants=True).to_sparse_csr()
@@ -54,7 +54,9 @@ class Structure2Vec(nn.Module):
         features: F, 6 as in the paper or 8.
         embedding_size: p.
         message_passing_steps: T.
-        forms: in how many an action may be taken (envs/task.py); a Q-value for each, form by form.
+        pool: "sum" (equation 2) or "mean".
+        mixing: whether to add the layer W9.
+        forms: number of forms of an action (envs/task.py), with one Q-value each, form by form.
     """
 
     adjacency: Tensor
@@ -89,7 +91,7 @@ class Structure2Vec(nn.Module):
         n = len(graph)
         edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
 
-        # Not part of the checkpoint: they come from the program.
+        # Not part of the checkpoint: computed from the program.
         self.register_buffer("adjacency", sparse(edges.flip(0), torch.ones(edges.shape[1]), n), persistent=False)
         self.register_buffer("target", edges[1], persistent=False)
         self.register_buffer("weights", weights[:, None], persistent=False)
@@ -97,13 +99,13 @@ class Structure2Vec(nn.Module):
         self.register_buffer("actions", torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0], persistent=False)
 
     def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """Q-values: x (N, B, F), current (B,) node under execution -> (B, A * forms)."""
+        """Returns Q-values (B, A * forms) of x (N, B, F) and current nodes (B,)."""
         return self.with_graph_state(x, current)[0]
 
     def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Q-values (B, A * forms) as ``forward``, and the graph state (B, 2p) that they are read from."""
+        """Returns Q-values (B, A * forms) and the graph state (B, 2p)."""
         n, batch, _ = x.shape
-        # Equation 1. S^0 is zero, so the first round has no neighbour term.
+        # Equation 1. S^0 is zero, so the first round has no neighbor term.
         edge = self.w3(
             torch.zeros(n, self.w3.in_features).index_add_(0, self.target, self.w4(self.weights).relu())
         )  # W3 Σ_u ReLU(W4 w(u, v)), the same for all states
@@ -124,20 +126,19 @@ class Structure2Vec(nn.Module):
 
 
 class CustomNetworkError(ValueError):
-    """What is wrong with a class."""
+    """Raised if a custom network class cannot be used."""
 
 
 class CustomNetwork(nn.Module):
-    """A network of one's own in the place of Structure2Vec: ``network=module:Class`` of train_dqn and train_sb3.
+    """Custom network instead of Structure2Vec: ``network=module:Class`` of train_dqn and train_sb3.
 
-    The class is a ``torch.nn.Module``, made as ``Class(graph, features, forms)``: the static graph (envs/graph.py), how
-    many features of a node it gets, and in how many forms an action may be taken. ``forward(nodes, current)`` takes
-    float32 (B, N, features) and int64 (B,), the node under execution, and returns scores (B, N * forms), of node n in
-    form f at n + N * f, and a state (B, S) of any width, which only the critic of PPO reads. Actions that may not be
-    taken are masked outside.
+    The class is a ``torch.nn.Module`` constructed as ``Class(graph, features, forms)``: the static graph
+    (envs/graph.py), the number of features per node, and the number of forms of an action. ``forward(nodes, current)``
+    takes float32 (B, N, features) and int64 (B,), the current node. It returns scores (B, N * forms), node n in form f
+    at n + N * f, and a state (B, S) of any width, which only PPO's critic reads. Invalid actions are masked outside.
 
     Raises:
-        CustomNetworkError: the class is none, cannot be made, or its forward is not as described.
+        CustomNetworkError: if the class cannot be constructed or its forward does not match this description.
     """
 
     codes: Tensor
@@ -146,38 +147,38 @@ class CustomNetwork(nn.Module):
         super().__init__()
         name = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', kind)}"
         if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            raise CustomNetworkError(f"network: {name} is no class of torch.nn.Module")
+            raise CustomNetworkError(f"network: {name} is not a subclass of torch.nn.Module")
         n = len(graph)
         self.register_buffer("codes", codes(graph, forms), persistent=False)
         try:
             self.network = kind(graph, features, forms)
             with torch.no_grad():
                 made = self.network(torch.zeros(2, n, features), torch.zeros(2, dtype=torch.long))
-        except Exception as error:  # whatever a stranger's code raises
-            raise CustomNetworkError(f"network: {name} does not run ({type(error).__name__}: {error})") from error
+        except Exception as error:  # user code can raise anything
+            raise CustomNetworkError(f"network: {name} failed ({type(error).__name__}: {error})") from error
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
-            raise CustomNetworkError(f"network: {name} returns no two tensors, scores and a state")
+            raise CustomNetworkError(f"network: {name} must return two tensors, scores and a state")
         scores, state = made
         if scores.shape != (2, n * forms) or state.dim() != 2 or len(state) != 2 or not scores.is_floating_point():
             raise CustomNetworkError(
-                f"network: of {name}, for 2 states, expected scores (2, {n * forms}) and a state (2, any), got "
+                f"network: {name}: for 2 states expected scores (2, {n * forms}) and a state (2, any), got "
                 f"{tuple(scores.shape)} and {tuple(state.shape)}"
             )
         if not any(True for _ in self.network.parameters()):
-            raise CustomNetworkError(f"network: {name} has nothing that could learn")
+            raise CustomNetworkError(f"network: {name} has no parameters to train")
         self.state_size = state.shape[1]
 
     def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """x (N, B, F), current (B,) -> the scores of what is an action, (B, A)."""
+        """Returns the scores of the actions, (B, A), of x (N, B, F) and current nodes (B,)."""
         return self.with_graph_state(x, current)[0]
 
     def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores (B, A), and the state (B, S)."""
+        """Returns the scores (B, A) and the state (B, S)."""
         scores, state = self.network(x.transpose(0, 1), current)
         return scores[:, self.codes], state
 
 
 def codes(graph: OperationGraph, forms: int) -> Tensor:
-    """(A,) node + N * form of every action, ascending."""
+    """Returns node + N * form of every action, (A,), ascending."""
     actions = torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0]
     return (actions + len(graph) * torch.arange(forms)[:, None]).flatten()

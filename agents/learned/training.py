@@ -1,4 +1,4 @@
-"""A training on one task, of either DQN: steps until there are enough, checkpoints, the best plan."""
+"""Training loop of either DQN on one task: steps, checkpoints and the best plan."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from simulator.program import Program
 
 
 class Episode(NamedTuple):
-    """Log entry of a finished episode, or of an iteration of dqn."""
+    """Log entry of a finished episode, or of one iteration of ``dqn``."""
 
-    episode: int  # or iteration: how many have ended
-    overhead: float  # of its plan, in the mean of the episodes that ended; nan in a dead end, and if none ended
+    episode: int  # number of the episode or iteration, from 1
+    overhead: float  # of its plan (iteration: mean of its ended episodes); NaN in a dead end or without ended episodes
     feasible: bool
-    best_overhead: float  # so far; nan before the first feasible one
-    epsilon: float  # nan of Stable-Baselines3, and the loss
-    loss: float  # mean over the updates since the last episode ended; nan where there was none
+    best_overhead: float  # so far; NaN before the first feasible plan
+    epsilon: float  # NaN for Stable-Baselines3
+    loss: float  # mean over the updates since the last entry; NaN without updates and for Stable-Baselines3
     steps: int
-    simulator_calls: int  # in all
+    simulator_calls: int  # cumulative
 
 
 @dataclass(frozen=True)
 class DQNResult:
-    """The best plan found, the final greedy policy's (None: a dead end), and the episodes."""
+    """Best plan found, the final greedy policy's plan (None: a dead end), and the episodes."""
 
     best: Plan
     greedy: Plan | None
@@ -44,15 +44,16 @@ class DQNResult:
 
 
 class Trainer(ABC):
-    """A training on one task that moves step by step.
+    """Stepwise training on one task.
 
     Attributes:
-        program: planned on ``machine`` under ``limit`` bytes. config: hyperparameters.
-        history: entries so far. checkpoint_every: entries. simulator_calls: so far. done: whether there are enough.
-        best, best_overhead: plan found so far.
+        program, machine, limit: the task; the limit is in bytes. config: hyperparameters.
+        history: log entries. checkpoint_every: entries between checkpoints.
+        simulator_calls: calls so far. done: whether training is complete.
+        best, best_overhead: best plan so far and its overhead.
 
     Args:
-        length: name of the hyperparameter that a continued run may change.
+        length: name of the hyperparameter that may change when a run is resumed.
         entries: key of ``history`` in a checkpoint.
     """
 
@@ -68,7 +69,7 @@ class Trainer(ABC):
 
     @property
     def episodes(self) -> int:
-        """How many entries there are."""
+        """Number of log entries."""
         return len(self.history)
 
     @property
@@ -81,38 +82,38 @@ class Trainer(ABC):
 
     @abstractmethod
     def step(self) -> list[Episode]:
-        """Moves on; returns the entries that this ended."""
+        """Advances training by one step and returns the new log entries."""
 
     @abstractmethod
     def greedy(self) -> Plan | None:
-        """Returns the greedy policy's plan; None in a dead end."""
+        """Returns the greedy policy's plan, or None in a dead end."""
 
     @abstractmethod
     def greedy_overhead(self) -> float:
-        """Returns the greedy policy's overhead, NaN in a dead end; the training is not affected."""
+        """Returns the greedy policy's overhead, NaN in a dead end, without changing the training state."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns what ``restore`` continues from, beside the history and the best plan."""
+        """Returns the state for ``restore``, without the history and the best plan."""
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a ``state``."""
+        """Restores a ``state``."""
 
     def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be of this run; it may be longer."""
+        """Returns the entries that a checkpoint of the same run must match; the run's length may differ."""
         return {"config": asdict(self.config) | {self._length: 1}, "seed": self.seed, "limit": self.limit,
                 "program": self.program.fingerprint, "machine": json.dumps(self.machine.to_dict())}  # fmt: skip
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint, whole or not at all."""
+        """Writes a checkpoint atomically."""
         write_training_state(path, {
             **self._identity(), **self.state(), self._entries: [list(e) for e in self.history],
             "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
         })  # fmt: skip
 
     def load(self, path: Path) -> None:
-        """Continues from a checkpoint; raises TrainingStateError if the file is of another run."""
+        """Restores a checkpoint; raises TrainingStateError if the file belongs to another run."""
         state = read_training_state(path)
         if isinstance(state.get("config"), dict):  # an older file lacks newer keys
             state["config"] = asdict(type(self.config)()) | by_todays_names(state["config"]) | {self._length: 1}
@@ -131,14 +132,18 @@ def train(
     """Trains an agent to plan one program under one limit.
 
     Args:
-        checkpoint: where to write the state of the run every ``checkpoint_every`` episodes and at the end.
-        resume: a checkpoint of the same run to continue from.
+        trainer: the training to run.
+        checkpoint: file for the training state, written every ``checkpoint_every`` episodes and at the end.
+        resume: checkpoint of the same run to continue from.
         on_episode: called after every episode (on resuming, also with the earlier ones).
         on_step: called before the first step and after each.
 
+    Returns:
+        The best plan, the greedy policy's plan and the history.
+
     Raises:
-        Infeasible: no plan was found.
-        TrainingStateError: ``resume`` cannot be used.
+        Infeasible: if no feasible plan was found.
+        TrainingStateError: if ``resume`` cannot be used.
     """
     fits = trainer.program.peak_bytes <= trainer.limit
     if resume is not None:
@@ -155,7 +160,7 @@ def train(
             for episode in finished:
                 if on_episode:
                     on_episode(episode)
-        except KeyboardInterrupt:  # between two steps, where the run can go on
+        except KeyboardInterrupt:  # between two steps the state is consistent
             if checkpoint is not None:
                 trainer.save(checkpoint)
             raise
@@ -169,14 +174,14 @@ def train(
     greedy = trainer.greedy()
     best = greedy if fits else trainer.best
     if best is None:
-        raise Infeasible(f"none of {trainer.episodes} episodes found a plan that fits {trainer.limit:,} bytes")
+        raise Infeasible(f"no feasible plan for {trainer.limit:,} bytes in {trainer.episodes} episodes")
     return DQNResult(best, greedy, trainer.history, trainer.episodes, trainer.simulator_calls)
 
 
 def check_reachable(program: Program, limit: int, min_bytes: int, mode: str) -> None:
-    """Raises Infeasible if not even emptying every gap would fit; recomputation chains may need more."""
+    """Raises Infeasible if even emptying every gap does not fit; recomputation chains may need more."""
     if (smallest := least_residency(program, min_bytes, mode)) > limit:
         raise Infeasible(
-            f"{program.name} cannot run in {limit:,} bytes: with every candidate tensor away whenever it is not in use "
-            f"it still needs {smallest:,} bytes{held_back(program, limit, min_bytes)}"
+            f"{program.name} cannot run in {limit:,} bytes: with every eligible tensor evicted between uses it still "
+            f"needs {smallest:,} bytes{held_back(program, limit, min_bytes)}"
         )

@@ -1,4 +1,4 @@
-"""Walkers of several tasks, stepped together: the batch of both environments of env.py."""
+"""Batch of plan-editing walkers over several tasks, used by both environments of env.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simulator.plan import Plan
 ACCEPT = ("metropolis", "better", "always")
 REWARDS = ("best", "log")
 EDITS = ("neighbours", "gap")
-OFFSET, LARGEST = 0.3, 1.0  # points added inside the logarithm of the reward; the most that it gives for one edit
+OFFSET, LARGEST = 0.3, 1.0  # points added inside the logarithm of the reward; bound on the reward of one edit
 AGES = 1 << 14
 GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 
@@ -29,16 +29,20 @@ GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 class EditBatch(EnvBatch):
     """Walkers over tasks.
 
-    Attributes, for W walkers, G gaps of the largest task and M neighbours:
+    Attributes, for W walkers, G gaps of the largest task and M neighbors:
         gaps: float32 (W, G, GAP_COLUMNS); static: float32 (W, G, F); bins: float32 (W, BINS, 12 + BIN_COLUMNS);
-        plan: float32 (W, 6); edits: int32 (W, M, CHANGES); mask: int8 (W, actions); task: int64 (W,): the observation.
-        rewards, overhead, best_overhead, effect_ns, temperature: float64 (W,). accepted, feasible, terminated,
-        truncated: bool (W,). calls: int64 (W,).
+            plan: float32 (W, 6); edits: int32 (W, M, CHANGES); mask: int8 (W, actions); task: int64 (W,): observations.
+        rewards, overhead, best_overhead, effect_ns, temperature: float64 (W,).
+        accepted, feasible, terminated, truncated: bool (W,). calls: int64 (W,).
 
     Args:
-        neighbours: M. edits: "neighbours", or "gap": an action is a gap and a mode.
-        budget: simulator calls of an episode; two numbers: drawn log-uniformly between them; None: twice the gaps.
-        reward, shaping, reference, accept, hot, cold: see env.py.
+        tasks: tasks from which episodes are drawn.
+        count: number of walkers, W.
+        neighbours: M.
+        edits: "neighbours", or "gap": an action is a gap and a mode.
+        budget: simulator calls of an episode; a pair: drawn log-uniformly between the two; None: twice the gaps.
+        accept, hot, cold, reward, shaping: see env.py.
+        reference: points of overhead of each task above which reward="log" is measured; None: 0.
     """
 
     INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
@@ -77,20 +81,22 @@ class EditBatch(EnvBatch):
         self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))
         self.accepted, self.calls = np.zeros(count, np.bool_), np.zeros(count, np.int64)
         self.over = np.ones(count, np.bool_)
-        self._state = np.zeros(count, of.STATE)  # of each walker's task, copied
+        self._state = np.zeros(count, of.STATE)  # copies of the walkers' current records
         self._random = [np.random.default_rng() for _ in range(count)]
         self._ages = np.log1p(np.arange(AGES))
         self._ideal = np.array([task.ideal_ns for task in self.tasks], np.float64)
 
     def seed(self, i: int, seed: int) -> None:
-        """Seeds the tasks, neighbours and acceptances of walker i."""
+        """Seeds the tasks, neighbors and acceptance decisions of walker i."""
         self._random[i] = np.random.default_rng(seed)
 
     def reset(self, which: NDArray[np.bool_], task: int | None = None, start: int = 0) -> None:
-        """Begins episodes of the walkers ``which``; their tasks are drawn, or the given one.
+        """Starts episodes of the walkers in the mask ``which``, on a given or a drawn task.
 
         Args:
-            start: which of the task's start plans, 0 the fastest; the last one if it has fewer.
+            which: bool (W,).
+            task: index of the task; None: draw one per walker.
+            start: index of the start plan, 0 the fastest; the slowest one if the task has fewer.
         """
         for i in np.flatnonzero(which).tolist():
             t = int(self._random[i].integers(len(self.tasks))) if task is None else range(len(self.tasks))[task]
@@ -104,7 +110,7 @@ class EditBatch(EnvBatch):
         self.accepted[which], self.feasible[which], self.over[which] = False, True, False
 
     def _begin(self, i: int, t: int, start: Start) -> None:
-        """Begins an episode of walker i with a plan of task t."""
+        """Starts an episode of walker i from a plan of task t."""
         chosen, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
         self.task[i] = t
         moves.reset(start.rows)
@@ -120,28 +126,28 @@ class EditBatch(EnvBatch):
         self._show_plan(i)
 
     def _calls(self, i: int, task: EditTask) -> int:
-        """Simulator calls of an episode of walker i."""
+        """Returns the simulator budget of an episode of walker i."""
         if isinstance(self.budget, tuple):
             return round(float(np.exp(self._random[i].uniform(*np.log(self.budget)))))
         return 2 * len(task.graph) if self.budget is None else self.budget
 
     def redraw(self, which: NDArray[np.bool_]) -> None:
-        """Draws all neighbours of the walkers ``which`` anew."""
+        """Redraws all neighbors of the walkers in the mask ``which``."""
         for t, members in self._by_task(which):
             of.draw_all(self._walkers[t], members, *self._moved(t))
             self.edits[members] = self._walkers[t].codes[members]
             self.mask[members] = self._walkers[t].counts[members] > 0
 
     def effects(self) -> NDArray[np.float32]:
-        """(W,) effects of the last trials, as the observation shows them (walkers.effect_of)."""
+        """Returns the effects of the last trials, (W,), scaled as in the observation (walkers.effect_of)."""
         pairs = zip(self.effect_ns.tolist(), self._ideal[self.task].tolist(), strict=True)
         return np.array([of.effect_of(effect_ns, 0.0, ideal) for effect_ns, ideal in pairs], np.float32)
 
     def step(self, actions: NDArray[np.int64], which: NDArray[np.bool_] | None = None) -> None:
-        """Tries the edit that each walker chooses (all of them, or ``which``): actions (W,).
+        """Tries the edit that each walker of the mask ``which`` (None: all) chooses. ``actions``: (W,).
 
         Raises:
-            ValueError: the shape is another, or an action is none.
+            ValueError: if the shape of ``actions`` is wrong or an action is out of range.
         """
         which = np.ones(self.count, np.bool_) if which is None else which
         actions = np.ascontiguousarray(actions, np.int64)
@@ -151,7 +157,7 @@ class EditBatch(EnvBatch):
         for t, members in self._by_task(which):
             task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
             valid = actions.copy()
-            if self.by_gap:  # an action of a gap that the task does not have changes nothing
+            if self.by_gap:  # actions on padding gaps have no effect
                 valid[members] = np.where(self.mask[members, actions[members]] > 0, actions[members], -1)
                 self._nothing(walkers, members[valid[members] < 0])
                 members = members[valid[members] >= 0]
@@ -171,24 +177,24 @@ class EditBatch(EnvBatch):
         self._judge(which, before)
 
     def _nothing(self, walkers: of.Walkers, members: NDArray[np.int64]) -> None:
-        """Counts a step that tries no plan."""
+        """Counts a step without a trial."""
         walkers.state["steps"][members] += 1
         walkers.state["since"][members] += 1
         walkers.state["time_ns"][members], walkers.state["accept"][members] = NEVER, 0
 
     def _by_task(self, which: NDArray[np.bool_]) -> list[tuple[int, NDArray[np.int64]]]:
-        """The walkers ``which`` of each task that has some."""
+        """Groups the walkers of the mask ``which`` by task."""
         if len(self.tasks) == 1:
             return [(0, np.flatnonzero(which))]
         return [(t, np.flatnonzero(which & (self.task == t))) for t in np.unique(self.task[which]).tolist()]
 
     def _moved(self, t: int) -> tuple[Any, ...]:
-        """Limit, gaps, the plan that is tried and scratch of a task, as ``walkers.step`` takes them."""
+        """Returns limit, gaps, trial plan and scratch of a task in the argument order of ``walkers.step``."""
         _, limit, gaps, _, new, scratch = self._moves[t].arrays
         return limit, gaps, new, scratch
 
     def _show_plan(self, i: int) -> None:
-        """Observes what the simulation of walker i's plan says."""
+        """Updates the observation of walker i from the simulation log of its plan."""
         t = int(self.task[i])
         task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
         log = task.engine.log(walkers.rows[i][walkers.on[i]])
@@ -199,7 +205,7 @@ class EditBatch(EnvBatch):
         np.clip(self.gaps[i], -BOUND, BOUND, out=self.gaps[i])
 
     def _finish(self, which: NDArray[np.bool_]) -> None:
-        """Observes what has changed in the walkers ``which``."""
+        """Updates trial columns, masks, edits and plan columns of the walkers in the mask ``which``."""
         for t, members in self._by_task(which):
             walkers, moves = self._walkers[t], self._moves[t]
             of.show_trials(walkers, members, self._ages, self.gaps[:, :, PLAN_COLUMNS - 1 :])
@@ -210,7 +216,7 @@ class EditBatch(EnvBatch):
             else:
                 self.edits[members] = walkers.codes[members]
                 self.mask[members] = walkers.counts[members] > 0
-        self.mask[which & ~self.mask.any(1), 0] = 1  # no plan is near: the episode ends with the next step
+        self.mask[which & ~self.mask.any(1), 0] = 1  # no neighbors: the episode ends with the next step
         state, ideal = self._state[which], self._ideal[self.task[which]]
         now, best = state["now_ns"] / ideal - 1, state["best_ns"] / ideal - 1
         done = np.minimum(state["steps"] / np.maximum(state["budget"], 1), 1.0)
@@ -224,11 +230,11 @@ class EditBatch(EnvBatch):
         self.plan[which] = np.stack(columns, 1).clip(-BOUND, BOUND)
 
     def _times(self) -> NDArray[np.float64]:
-        """(W, 2) times of the present and the best plan."""
+        """Returns the iteration times of the current and the best plan, (W, 2)."""
         return np.stack([self._state["now_ns"], self._state["best_ns"]], 1).astype(np.float64)
 
     def _judge(self, which: NDArray[np.bool_], before: NDArray[np.float64]) -> None:
-        """Rewards and ends of the walkers ``which``. ``before``: (W, 2) times of the present and the best plan."""
+        """Computes rewards and episode ends of the mask ``which``. ``before``: (W, 2), ``_times`` before the step."""
         state, after, ideal = self._state, self._times(), self._ideal[self.task][:, None]
         if self.logarithmic:
             reference = np.array(self.reference)[self.task][:, None]
@@ -248,26 +254,26 @@ class EditBatch(EnvBatch):
         self.over[which] = (self.terminated | self.truncated)[which]
 
     def _has_moves(self) -> NDArray[np.bool_]:
-        """(W,) whether a neighbour can be chosen."""
+        """Returns whether each walker has a neighbor to choose, (W,)."""
         if self.by_gap:
             return np.ones(self.count, np.bool_)
         return np.asarray((self.edits[:, :, 0] >= 0).any(1), np.bool_)
 
     def best_plan(self, i: int, planner: str = "") -> Plan:
-        """The best plan of walker i's episode."""
+        """Returns the best plan of walker i's episode."""
         t = int(self.task[i])
         rows = self._walkers[t].best[i, : self._walkers[t].state["best_rows"][i]]
         task = self.tasks[t]
         return Plan.of(task.program, decisions_of(rows), planner, task.limit, task.machine.name)
 
-    # What envs of either kind ask of a batch (batch_env.py).
+    # Interface of EnvBatch (batch_env.py).
 
     def ended(self) -> NDArray[np.bool_]:
-        """(W,) whether the episode has ended: a view."""
+        """Returns whether each episode has ended, (W,), as a view."""
         return self.over
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Spaces of the actions and observations of one walker (env.py)."""
+        """Returns the action and observation spaces of one walker (env.py)."""
         gaps, features = self.static.shape[1:]
         return spaces.Discrete(self.actions), spaces.Dict({
             "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
@@ -280,16 +286,16 @@ class EditBatch(EnvBatch):
         })  # fmt: skip
 
     def views(self) -> Observation:
-        """Observations of all walkers, as views."""
+        """Returns the observations of all walkers as views."""
         return {"static": self.static, "gaps": self.gaps, "bins": self.bins, "plan": self.plan, "edits": self.edits,
                 "action_mask": self.mask, "task": self.task}  # fmt: skip
 
     def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
-        """Steps every walker, or begins it anew if its episode is ``over``."""
+        """Steps every walker; resets a walker instead if its episode is ``over``."""
         self.step(actions, ~over)
         if over.any():
             self.reset(over)
 
     def final_plan(self, i: int) -> Plan:
-        """The best plan of walker i's episode, which has ended."""
+        """Returns the best plan of walker i's finished episode."""
         return self.best_plan(i)

@@ -1,8 +1,8 @@
-"""``GpuMemoryEdit-v0``: an episode edits a whole plan, one simulated neighbour at a time.
+"""``GpuMemoryEdit-v0``: an episode edits a complete plan, one simulated neighbor at a time.
 
-The state is a feasible plan with its simulated timeline. A step simulates one of M neighbours of the plan and takes it
-or not; the episode ends after ``budget`` simulator calls, or when the plan costs no time. Every edit can be undone by
-another one.
+The state is a feasible plan with its simulated timeline. A step simulates one of M neighbors of the plan and accepts
+or rejects it. The episode ends after ``budget`` simulator calls, or when the plan has no overhead. Every edit can be
+undone by another edit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def make_edit_tasks(
     """Returns one task per program, machine and limit.
 
     Raises:
-        ValueError: as ``EditTask``, or a limit is wrong, or a program has no machine.
+        ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
     """
     maker = start if isinstance(start, Plan) else STARTS[one_of("start", start, STARTS)]
     return [EditTask(*one, mode, min_bytes, maker) for one in each_task(program, machine, limit)]
 
 
 def _batch(tasks: list[EditTask], count: int, reward: str, reference: str, **options: Any) -> EditBatch:
-    """Walkers whose reward is above each task's reference."""
+    """Returns a batch of walkers whose reward is relative to each task's reference."""
     below = None
     if reward == "log" and one_of("reference", reference, ("floor", "ideal")) == "floor":
         below = [floor_of(task) for task in tasks]
@@ -46,46 +46,46 @@ def _batch(tasks: list[EditTask], count: int, reward: str, reference: str, **opt
 class MemoryEditEnv(BatchEnv):
     """Edits one plan at a time.
 
-    Observation (G gaps of the largest task, M neighbours; all floats in [-10, 10], sizes relative to the excess over
-    the limit and times to the ideal iteration, so that nothing depends on a program's size):
+    Observation (G gaps of the largest task, M neighbors; floats are clipped to [-10, 10], sizes are relative to the
+    excess over the limit and times to the ideal iteration, so that no column depends on the program's size):
 
-    - ``static`` (G, F) float32: what no edit changes of a gap (gap_graph.py), and the log prior of its modes.
-    - ``gaps`` (G, 32) float32: mode (4, one-hot), shifted; stall at its return, stalls for memory and for data
-      within, share of all stalls, least slack over its size, whether it could be filled, share of its time without
-      slack; lateness of the copy out, earliness of the copy in at its end and start, recomputation; steps since it
-      changed; and for each of its 5 actions the effect of the last trial, steps and accepted edits since.
+    - ``static`` (G, F) float32: columns of a gap that no edit changes (gap_graph.py), and the log prior of its modes.
+    - ``gaps`` (G, 32) float32: mode (4, one-hot), shifted; stall at the next use, stalls for memory and for data
+      within, share of all stalls, least slack / size, whether it can be filled, share of its time without slack;
+      delay of the swap-out, lead of the swap-in at its end and start, recomputation; steps since its last change;
+      and for each of its 5 actions the effect of the last trial, steps and accepted edits since then.
     - ``bins`` (64, 19) float32: 12 static columns of each bin of time; least and mean slack, stalls for data and
       memory, load of both links, recomputation.
-    - ``plan`` (6,) float32: overhead, distance to the best, part of the budget, temperature, tries since the best,
-      accepted edits.
-    - ``edits`` (M, 10) int32: the changes of each neighbour as gap * 5 + mode, -1 where it has fewer; modes: 0 fill,
-      1 swap, 2 recompute, 3 recompute and keep, 4 shift.
+    - ``plan`` (6,) float32: overhead, distance to the best plan, fraction of the budget used, temperature, trials since
+      the best plan, accepted edits.
+    - ``edits`` (M, 10) int32: the changes of each neighbor as gap * 5 + mode, padded with -1; modes: 0 fill, 1 swap,
+      2 recompute, 3 recompute and keep, 4 shift.
     - ``action_mask`` (M,) int8. ``task`` int64: index into ``env.unwrapped.tasks``, which hold the static graph.
 
     Args:
         program: one or several programs, names (tasks.py) or paths; None: a small built-in task.
-        machine: one or several machines, presets or paths; None: that of the named program.
+        machine: one or several machines, presets or paths; None: the named program's machine.
         limit: fraction of the peak, bytes, or a size such as "24GiB"; or several. Tasks are all combinations.
-        min_bytes: tensors below this size stay.
+        min_bytes: size in bytes below which tensors stay resident.
         mode: "swap", "recompute" or "joint".
-        start: "policy" (plans decoded from the planner ``policy``, whose probabilities also weight the neighbours that
-            are drawn, and the best published heuristic's), "heuristic" (that alone), "empty" (every gap emptied in its
-            first mode) or a Plan. ``reset(options={"start": i})`` takes the i-th fastest instead of the fastest.
-        edits: "neighbours": the action is one of ``neighbours`` edits with their repair; "gap": it is a gap and a mode
-            (gap * 5 + mode), and the repair follows unseen.
+        start: "policy" (plans decoded from the planner ``policy``, whose probabilities also weight the drawn neighbors,
+            and the best published heuristic's plan), "heuristic" (that plan only), "empty" (every gap emptied in its
+            first mode) or a Plan. ``reset(options={"start": i})`` selects the i-th fastest instead of the fastest.
+        edits: "neighbours": the action is one of ``neighbours`` edits, including their repair; "gap": the action is a
+            gap and a mode (gap * 5 + mode), and the repair is not observed in advance.
         neighbours: M.
         budget: simulator calls of an episode; None: twice the task's gaps.
-        accept: "metropolis" (by a temperature that falls from ``hot`` to ``cold``, fractions of the ideal time),
-            "better" (no slower than the present plan) or "always".
-        reward: "best": points of overhead by which the best plan improves, so that an episode's rewards sum to the
-            start's overhead less the best one's; "log": log((best + 0.3) / (new best + 0.3)) of points above
+        accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
+            (no slower than the current plan) or "always".
+        reward: "best": points of overhead by which the best plan improves, so that the rewards sum to the overhead of
+            the start minus that of the best plan; "log": log((best + 0.3) / (new best + 0.3)) of points above
             ``reference``.
-        shaping: adds this times the same reward of the present plan.
-        reference: of reward="log": the certified "floor" (of the LP bound) or the "ideal" time.
-        copy: False: observations and masks are views of buffers that the next call changes.
+        shaping: weight of an additional reward for the current plan.
+        reference: of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
+        copy: if False, observations and masks are views of buffers that the next call overwrites.
 
     Raises:
-        ValueError: of any of these.
+        ValueError: if an argument is invalid.
     """
 
     _batch: EditBatch
@@ -107,15 +107,15 @@ class MemoryEditEnv(BatchEnv):
 
     @property
     def best_plan(self) -> Plan:
-        """The best plan of the episode."""
+        """Best plan of the episode."""
         return self._batch.best_plan(0)
 
 
 class MemoryEditVectorEnv(BatchVectorEnv):
-    """Many walkers of one or several tasks, each task's stepped in one compiled call.
+    """Vector form of MemoryEditEnv; the walkers of each task are stepped in one compiled call.
 
-    The arguments are those of MemoryEditEnv, with ``num_envs`` and Gymnasium's ``autoreset_mode``. With a ``seed``,
-    environment i draws as a MemoryEditEnv with ``seed + i``.
+    The arguments are those of MemoryEditEnv, with ``num_envs``, Gymnasium's ``autoreset_mode`` and
+    ``max_episode_steps``. With a ``seed``, environment i draws as a MemoryEditEnv with ``seed + i``.
     """
 
     _batch: EditBatch
@@ -136,5 +136,5 @@ class MemoryEditVectorEnv(BatchVectorEnv):
         )  # fmt: skip
 
     def best_plan(self, i: int) -> Plan:
-        """The best plan of environment i's episode."""
+        """Returns the best plan of environment i's episode."""
         return self._batch.best_plan(i)

@@ -1,4 +1,4 @@
-"""Start plans of ``GpuMemoryEdit-v0`` that planners make. Planners are imported when an environment asks for them."""
+"""Start plans of ``GpuMemoryEdit-v0`` from planners, which are imported on first use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from envs.edit.task import EditTask
 from simulator.compiled.encoding import Ints
 from simulator.modes import STAYS
 
-LEAST = 0.03  # added to every probability, so that every neighbour can be drawn
+LEAST = 0.03  # added to every probability, so that every neighbor can be drawn
 
 
 def empty(task: EditTask) -> list[Ints]:
-    """Returns the rows that empty every gap in its first mode."""
+    """Returns the rows of the plan that empties every gap in its first mode."""
     from agents.search.annealing import everything
 
     return [everything(task.program, task.mode, task.min_bytes)]
 
 
 def heuristic(task: EditTask) -> list[Ints]:
-    """Returns the rows of the best published heuristic's plan, if one fits."""
+    """Returns the rows of the best published heuristic's plan, or no rows if none is feasible."""
     from agents.search import annealing
 
     best, _, _ = annealing.start(task.program, task.machine, task.limit, task.engine, task.mode, task.min_bytes)
@@ -35,11 +35,13 @@ STARTS = {"policy": policy, "heuristic": heuristic, "empty": empty}
 
 
 def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, until: float | None = None) -> list[Ints]:
-    """Returns the rows of plans decoded from the policy, and makes its probabilities the task's priors and weights.
+    """Returns the rows of plans decoded from the policy; sets its probabilities as the task's priors and move weights.
 
     Args:
-        samples: plans that are drawn beside the likeliest one; None: the policy's own number.
-        until: time.monotonic() at which no more are drawn.
+        task: the task, whose ``priors`` and ``moves.weights`` are overwritten.
+        samples: sampled plans in addition to the most likely one; None: the policy's default.
+        seed: seed of the samples.
+        until: time.monotonic() after which sampling stops.
     """
     from agents.learned.policy import SAMPLES, WEIGHTS, Guided, decoded
     from agents.learned.policy_net import trained

@@ -1,4 +1,4 @@
-"""A task of ``GpuMemoryEdit-v0``: one program on one machine under one limit, and its start plans."""
+"""Task of ``GpuMemoryEdit-v0``: one program on one machine under one limit, and its start plans."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 
-PRIOR_FLOOR, PRIOR_SCALE = 1e-3, 3.0  # of the logarithm of a mode's prior probability
-BOUND = 10.0  # of every observed number
+PRIOR_FLOOR, PRIOR_SCALE = 1e-3, 3.0  # least prior probability; divisor of its logarithm
+BOUND = 10.0  # observations are clipped to [-BOUND, BOUND]
 
 
 class Start(NamedTuple):
@@ -36,18 +36,18 @@ class EditTask:
     """One program on one machine under one limit, shared by any number of walkers of one thread.
 
     Args:
-        limit: bytes.
+        limit: memory limit in bytes.
         mode: "swap", "recompute" or "joint".
-        min_bytes: tensors below this size stay.
-        start: a plan, or a function of the task that returns the rows of plans (starts.py).
+        min_bytes: size in bytes below which tensors stay resident.
+        start: a plan, or a function from the task to the rows of plans (starts.py).
 
     Attributes:
         static: (G, F) float32 columns of the gaps that no edit changes; the last four are the log prior of each mode.
         static_bins: (BINS, 12) float32 columns of the bins of time that no edit changes.
-        starts: the feasible start plans, the fastest first. start_calls: simulator calls that finding them took.
+        starts: feasible start plans, fastest first. start_calls: simulator calls spent on them.
 
     Raises:
-        ValueError: no start plan is feasible, or the program has no gap that can be emptied.
+        ValueError: if no start plan is feasible, or no gap of the program can be emptied.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EditTask:
         self.moves = Moves(program, self.limit, mode, min_bytes, 0)
         if not self.moves.gaps:
             raise ValueError(
-                f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be moved in mode {mode!r}"
+                f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be evicted in mode {mode!r}"
             )
         self.min_bytes, self.ideal_ns = min_bytes, max(program.ideal_ns, 1)
         self.graph = GapGraph(program, machine, self.limit, self.moves, mode)
@@ -75,7 +75,7 @@ class EditTask:
             start.check(self.program)
             found = [rows_of(start.decisions)]
             if not self.moves.takes(found[0]):
-                raise ValueError("start: the plan moves tensors that this task leaves alone")
+                raise ValueError("start: the plan evicts tensors in gaps or modes that this task does not allow")
         else:
             found = list(start(self))
         scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in found]

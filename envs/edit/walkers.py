@@ -1,7 +1,7 @@
-"""Compiled steps of ``GpuMemoryEdit-v0``: neighbours of a plan, the trial of one of them, what the plan's log says.
+"""Compiled steps of ``GpuMemoryEdit-v0``: neighbors of a plan, their trials, and features of the simulation log.
 
-A walker is a plan that is edited. All walkers of one task share the arrays of ``Walkers``, one row each. A neighbour is
-a list of changes, each a gap and a mode (FILL to SHIFT), made by plan_moves.py with its repair and pruning.
+A walker is a plan under edit. All walkers of a task share the arrays of ``Walkers``, one row each. A neighbor is a
+list of changes, each a gap and a mode (FILL to SHIFT), proposed, repaired and pruned by plan_moves.py.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 from simulator.moves.plan_moves import PlanArrays, _shifted, _start, propose, prune, put, repair, rows_in_use, uniform
 
 FILL, SHIFT, MODES = 0, 4, 5  # changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
-CHANGES = 10  # of a neighbour, at most
-BINS = 64  # of time
+CHANGES = 10  # maximum changes of a neighbor
+BINS = 64  # bins of time per iteration
 PLAN_COLUMNS, TRIAL_COLUMNS, BIN_COLUMNS, WHOLE_COLUMNS = 17, 3, 7, 6
 METROPOLIS, BETTER, ALWAYS = range(3)
-LOOK = 0.02  # of the ideal time: a plan slower than the present one by more is not simulated to its end
-FAILED = 2.0  # points: the effect that is reported of a plan that does not fit, or that is slower by more than LOOK
+LOOK = 0.02  # fraction of the ideal time by which a plan may be slower before its simulation is stopped
+FAILED = 2.0  # points: effect reported for an infeasible plan, or one slower by more than LOOK
 
-# Numbers of a walker: time of the present and the best plan; edits tried, accepted, tried since the best; rows of the
-# best plan; the budget; what the last trial did: time_ns (NEVER: no plan), whether it was accepted (``accept``).
+# State of a walker: times of the current and the best plan; edits tried, accepted, and tried since the best plan; rows
+# of the best plan; the budget; result of the last trial: time_ns (NEVER: infeasible) and acceptance (``accept``).
 STATE = integers("now_ns best_ns steps accepted since best_rows budget time_ns accept")
 
 
 class Walkers(NamedTuple):
-    """W plans of one task with m gaps and n kernels, and M neighbours of each."""
+    """W plans of one task with m gaps and n kernels, and M neighbors of each."""
 
     rows: NDArray[np.int64]  # (W, m, 6)
     on: NDArray[np.bool_]  # (W, m)
@@ -58,29 +58,29 @@ class Walkers(NamedTuple):
     best: NDArray[np.int64]  # (W, m, 6)
     codes: NDArray[np.int64]  # (W, M, CHANGES) gap * MODES + mode, or -1
     changed_rows: NDArray[np.int64]  # (W, M, CHANGES, 6)
-    counts: NDArray[np.int64]  # (W, M) changes of each neighbour; 0: none was found
-    effect: NDArray[np.float32]  # (W, m, MODES) of the last trial of each mode
-    tried_at: NDArray[np.int64]  # (W, m, MODES) STEPS then, or -1
-    accepted_at: NDArray[np.int64]  # (W, m, MODES) ACCEPTED then
-    changed_at: NDArray[np.int64]  # (W, m) STEPS when the gap was last changed, or -1
+    counts: NDArray[np.int64]  # (W, M) changes of each neighbor; 0: no neighbor found
+    effect: NDArray[np.float32]  # (W, m, MODES) effect of the last trial of each mode
+    tried_at: NDArray[np.int64]  # (W, m, MODES) state.steps at that trial, or -1
+    accepted_at: NDArray[np.int64]  # (W, m, MODES) state.accepted at that trial
+    changed_at: NDArray[np.int64]  # (W, m) state.steps at the gap's last change, or -1
 
 
 @stage
 def _log(x, scale):  # type: ignore[no-untyped-def]
-    """sign(x) log(1 + scale |x|)."""
+    """Returns sign(x) log(1 + scale |x|)."""
     return math.log1p(x * scale) if x >= 0 else -math.log1p(-x * scale)
 
 
 @stage(entry=True)
 def effect_of(ns, now_ns, ideal):  # type: ignore[no-untyped-def]
-    """The observed effect of a trial, in [-1.24, 1.24]: points gained or lost, through a logarithm."""
+    """Returns the observed effect of a trial: log-scaled points of overhead in [-1.24, 1.24]."""
     points = FAILED if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -FAILED), FAILED)
     return _log(points, 20.0) / 3
 
 
 @stage
 def mode_of(on, rows, g):  # type: ignore[no-untyped-def]
-    """FILL, SWAPPED, RECOMPUTED or KEPT."""
+    """Returns the mode of gap g: FILL, SWAPPED, RECOMPUTED or KEPT."""
     if not on[g]:
         return 0
     if rows[g, KIND] == RECOMPUTE:
@@ -90,7 +90,7 @@ def mode_of(on, rows, g):  # type: ignore[no-untyped-def]
 
 @stage
 def _same(a, b):  # type: ignore[no-untyped-def]
-    """Whether two rows are equal."""
+    """Returns whether two rows are equal."""
     for c in range(a.shape[0]):
         if a[c] != b[c]:
             return False
@@ -99,13 +99,13 @@ def _same(a, b):  # type: ignore[no-untyped-def]
 
 @stage
 def plan_of(walkers, i):  # type: ignore[no-untyped-def]
-    """The present plan of walker i."""
+    """Returns the current plan of walker i."""
     return PlanArrays(walkers.rows[i], walkers.on[i], walkers.load[i])
 
 
 @stage
 def _read_changes(now, new, differ, codes, rows):  # type: ignore[no-untyped-def]
-    """Writes the changes from ``now`` to ``new``; returns how many, 0 if they are more than CHANGES or none."""
+    """Writes the changes from ``now`` to ``new`` and returns their number; 0 if there are more than CHANGES."""
     count = 0
     codes[:] = -1
     if differ[0] < 0:
@@ -132,7 +132,7 @@ def _read_changes(now, new, differ, codes, rows):  # type: ignore[no-untyped-def
 
 @stage
 def draw(walkers, i, slot, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
-    """Draws neighbour ``slot`` of walker i. ``new`` must be in step with its plan, or scratch.differ[0] be -1."""
+    """Draws neighbor ``slot`` of walker i. ``new`` must match its plan, or scratch.differ[0] must be -1."""
     now = plan_of(walkers, i)
     walkers.counts[i, slot] = 0
     walkers.codes[i, slot, :] = -1
@@ -146,7 +146,7 @@ def draw(walkers, i, slot, limit, gaps, new, scratch):  # type: ignore[no-untype
 
 @stage(entry=True)
 def draw_all(walkers, which, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
-    """Draws every neighbour of the walkers ``which``."""
+    """Draws all neighbors of the walkers ``which``."""
     for i in which:
         scratch.differ[0] = -1
         for slot in range(walkers.counts.shape[1]):
@@ -155,7 +155,7 @@ def draw_all(walkers, which, limit, gaps, new, scratch):  # type: ignore[no-unty
 
 @stage(entry=True)
 def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
-    """Which (gap, mode) actions change the plan: mask (walkers, m * MODES)."""
+    """Writes which (gap, mode) actions change the plan to ``mask``, (walkers, m * MODES)."""
     for i in which:
         on, rows = walkers.on[i], walkers.rows[i]
         for g in range(on.shape[0]):
@@ -168,7 +168,7 @@ def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
 
 @stage
 def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[no-untyped-def]
-    """Makes ``new`` the plan with gap g in another mode, repaired and pruned as ``propose`` does; False: no plan."""
+    """Sets ``new`` to the plan with gap g in another mode, repaired and pruned as in ``propose``; False on failure."""
     nbytes, differ, rows = gaps.nbytes, scratch.differ, now.rows
     _start(now, new, differ)
     if mode == FILL:
@@ -185,7 +185,7 @@ def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[n
 
 @stage
 def open_trial(state, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped-def]
-    """Counts a trial, and draws into state.accept the time from which its plan is not taken."""
+    """Counts a trial and draws its acceptance threshold (time in ns) into state.accept."""
     now_ns = state.now_ns
     state.steps += 1
     state.since += 1
@@ -197,7 +197,7 @@ def open_trial(state, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped
 
 @stage
 def apply_edit(walkers, i, slot, gaps, new, scratch):  # type: ignore[no-untyped-def]
-    """Makes ``new`` neighbour ``slot`` of walker i."""
+    """Sets ``new`` to neighbor ``slot`` of walker i."""
     codes, changed = walkers.codes[i, slot], walkers.changed_rows[i, slot]
     _start(plan_of(walkers, i), new, scratch.differ)
     for c in range(walkers.counts[i, slot]):
@@ -206,13 +206,13 @@ def apply_edit(walkers, i, slot, gaps, new, scratch):  # type: ignore[no-untyped
 
 @stage
 def score_trial(state, rows, ideal, scratch, engine):  # type: ignore[no-untyped-def]
-    """Simulates the first ``rows`` rows of scratch.plan; -1 if only ``Engine.score`` can settle it."""
+    """Simulates the first ``rows`` rows of scratch.plan; returns -1 if ``Engine.score`` is needed."""
     return score_one(*engine, scratch.plan, rows, max(state.accept, state.now_ns + int(LOOK * ideal)))
 
 
 @stage
 def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignore[no-untyped-def]
-    """Records what the trial of neighbour ``slot`` did, and takes the plan or not; returns whether."""
+    """Records the trial of neighbor ``slot`` and accepts or rejects its plan; returns whether it was accepted."""
     state, now, codes = walkers.state[i], plan_of(walkers, i), walkers.codes[i, slot]
     taken = ns < min(state.accept, NEVER)
     effect = effect_of(ns, state.now_ns, ideal)
@@ -245,17 +245,20 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignor
 def step(  # type: ignore[no-untyped-def]
     walkers, which, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
 ):  # fmt: skip
-    """Tries the edit that each of the walkers ``which[begin:]`` chooses, and takes it or not.
+    """Tries the edit that each of the walkers ``which[begin:]`` chooses, and accepts or rejects it.
 
     Args:
-        answer_ns: time of the first one's plan, which the compiled simulator could not settle; -1: not asked yet.
-        actions: (walkers,) a neighbour; or, where ``by_gap``, gap * MODES + mode.
+        walkers: arrays of the task's walkers.
+        which: indices of the walkers to step.
+        begin: first position in ``which``.
+        answer_ns: iteration time of the first walker's plan from ``Engine.score``; -1 if not requested.
+        actions: (walkers,) index of a neighbor, or gap * MODES + mode if ``by_gap``.
         accept: METROPOLIS, BETTER or ALWAYS. hot, cold: first and last temperature, as fractions of ``ideal``.
-        new, scratch: of ``Moves``. engine: ``Engine.direct``.
+        ideal: ideal iteration time, ns. limit: bytes. gaps, new, scratch: of ``Moves``. engine: ``Engine.direct``.
 
     Returns:
-        The position in ``which`` of the walker whose plan (scratch.plan, its rows in state.time_ns) only
-        ``Engine.score`` can settle; len(which) when all are done.
+        The position in ``which`` of a walker whose plan needs ``Engine.score`` (plan in scratch.plan, number of rows in
+        state.time_ns), or len(which) when all are done.
     """
     for at in range(begin, which.shape[0]):
         i = which[at]
@@ -297,10 +300,10 @@ def step(  # type: ignore[no-untyped-def]
 
 @stage(entry=True)
 def show_trials(walkers, which, ages, out):  # type: ignore[no-untyped-def]
-    """Columns of what the last trial of each mode did: out (walkers, m, >= 1 + 3 MODES), of the time since then.
+    """Writes the trial columns of each gap to ``out``, (walkers, m, >= 1 + 3 MODES).
 
     Args:
-        ages: (most,) log(1 + age) of an age in steps.
+        ages: (most,) log(1 + age) for each age in steps.
     """
     most = ages.shape[0] - 1
     for i in which:
@@ -317,18 +320,18 @@ def show_trials(walkers, which, ages, out):  # type: ignore[no-untyped-def]
 
 
 class Times(NamedTuple):
-    """What ``show_plan`` needs of a task: bin and duration of each kernel, the ideal time, and scratch of its own."""
+    """Kernel times of a task and scratch arrays for ``show_plan``."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
     kernels: NDArray[np.float64]  # (5, n): start, stall for data, for memory, recomputation, slack
     copies: NDArray[np.float64]  # (4, m): copy out and in, start and end
-    gap_of: NDArray[np.int64]  # (m,) of a row in use
+    gap_of: NDArray[np.int64]  # (m,) gap of each row in use
 
 
 @stage
 def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
-    """Reads the last whole iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
+    """Reads the last complete iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
     kernels, copies, n = times.kernels, times.copies, times.duration.shape[0]
     kernels[:, :] = 0.0
     copies[:, :] = -1.0
@@ -359,7 +362,7 @@ def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
             kernels[2, here] += memory
             kernels[3, here] += rerun
             data = memory = rerun = 0.0
-        elif what == LOG_STALL and which != FOR_ISSUE:  # stalls for the host depend on no edit
+        elif what == LOG_STALL and which != FOR_ISSUE:  # edits do not affect host stalls
             stall += took
             if which == FOR_DATA:
                 data += took
@@ -379,12 +382,13 @@ def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
 
 @stage(entry=True)
 def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_out):  # type: ignore[no-untyped-def]
-    """Columns of a plan's gaps and bins, from the log of its simulation.
+    """Writes a plan's columns of gaps and bins from the log of its simulation.
 
     Args:
         log: int64 (entries, 4), ``Engine.log``.
-        excess: the most bytes that the program is over the limit.
-        gap_out: (m, >= PLAN_COLUMNS - 1) to fill. bin_out: (BINS, BIN_COLUMNS) to fill.
+        times: see ``Times``. walkers, i: the walker.
+        limit: bytes. excess: maximum load above the limit without a plan, bytes. ideal: ideal iteration time, ns.
+        gap_out: (m, >= PLAN_COLUMNS - 1) output. bin_out: (BINS, BIN_COLUMNS) output.
     """
     plan, nbytes = plan_of(walkers, i), gaps.nbytes
     on, rows, m, n = plan.on, plan.rows, plan.on.shape[0], plan.load.shape[0]
@@ -441,7 +445,7 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
 
 
 def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walkers:
-    """Arrays of so many walkers, gaps, kernels and neighbours."""
+    """Allocates the arrays for the given numbers of walkers, gaps, kernels and neighbors."""
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
         np.zeros((*shape, 6), np.int64), np.zeros(shape, np.bool_), np.zeros((walkers, kernels), np.int64),

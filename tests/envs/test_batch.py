@@ -1,4 +1,4 @@
-"""The compiled walks are the readable ones: what is shown, positions, plans, rewards and ends, step by step."""
+"""Compiled walks equal the reference walks in observations, positions, plans, rewards and ends, step by step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.strategies import machines, networks, programs, reachable_limits
 
 
 def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
-    """Walk i of the batch is, and shows, what the readable one is."""
+    """Asserts that walk i of the batch and its observation equal those of the reference walk."""
     n = len(walk.task.graph)
     masks = walk.form_masks()[: batch.forms]
     kind = walk.task.graph.action_kind
@@ -44,7 +44,7 @@ def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
 
 
 def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, steps: int, little_room: bool) -> int:
-    """Steps a batch and as many readable walks by random valid actions; returns how many episodes ended."""
+    """Steps a batch and as many reference walks with random valid actions; returns the number of finished episodes."""
     rng = np.random.default_rng(seed)
     batch = Batch(tasks, walks, reward, "end", actions)
     if little_room:
@@ -63,7 +63,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
         chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
         batch.step(chosen)
         for i, walk in enumerate(ours):
-            if walk.done:  # nothing need leave
+            if walk.done:  # no further action is needed
                 result = 0.0, True
             else:
                 result = walk.step(int(chosen[i]) % batch.size, int(chosen[i]) // batch.size)[:2]
@@ -77,7 +77,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
                 late = walk.iteration_ns - task.program.ideal_ns
                 assert total[i] == pytest.approx(-late / task.ideal_ns, rel=1e-9, abs=1e-9)
                 assert simulate(task.program, batch.plan(i), task.machine, task.limit).iteration_ns == walk.iteration_ns
-            elif over[i]:  # no plan of its kind helps the kernel that cannot start
+            elif over[i]:  # dead end: the next kernel fits under no further action
                 with pytest.raises(OutOfMemory):
                     simulate(task.program, batch.plan(i), task.machine, task.limit)
             episodes += int(over[i])
@@ -86,7 +86,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
 
 @given(st.data())
 def test_a_batch_is_its_walks(data: st.DataObject) -> None:
-    """Over several tasks at once, each of a program, machine and limit of its own; hosts that are short, too."""
+    """Covers several tasks at once, each with its own program, machine and limit, also with limited host memory."""
     mode, tasks = data.draw(st.sampled_from(["swap", "recompute", "joint"])), []
     for _ in range(data.draw(st.integers(1, 3))):
         program, machine = data.draw(programs() | networks()), data.draw(machines())
@@ -101,8 +101,10 @@ def test_a_batch_is_its_walks(data: st.DataObject) -> None:
 @pytest.mark.parametrize("reward", ["paper", "causal"])
 @pytest.mark.parametrize("actions", ["paper", "full"])
 def test_many_episodes(reward: str, actions: str) -> None:
-    """Of the built-in task, where offloads queue up and come back within the walk, on a host that is short, too; by two
-    threads."""
+    """Covers the built-in task on two threads, also with limited host memory.
+
+    Offloads queue up and are swapped in within the walk.
+    """
     program, machine = small_task()
     slow = replace(machine, d2h_bytes_per_s=6 * 10**9, host_bytes=20 * 2**20)
     tasks = [Task(program, on, round(share * program.peak_bytes), 2**20, mode)
@@ -111,7 +113,7 @@ def test_many_episodes(reward: str, actions: str) -> None:
 
 
 def test_threads_share_nothing() -> None:
-    """The same walks by one thread and by several."""
+    """Steps the same walks on one thread and on several."""
     program, machine = small_task()
     tasks = [Task(program, machine, round(share * program.peak_bytes), 2**20, "joint") for share in (0.5, 0.6, 0.7)]
     batches = [Batch(tasks, 64, threads=threads, autoreset=True) for threads in (1, 3)]

@@ -1,4 +1,4 @@
-"""What every registered environment keeps: two libraries' checks, seeds, its specification."""
+"""Conformance of every registered environment: Gymnasium's and SB3's checkers, seeding, specification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import envs
 from envs import tasks
 from envs.tasks import FINGERPRINTS, TASKS
 
-SETTINGS = [  # each pair of two settings is there
+SETTINGS = [  # covers each pair of settings
     ("swap", "paper", "end", "paper"), ("swap", "causal", "ignore", "full"), ("recompute", "paper", "ignore", "full"),
     ("recompute", "causal", "end", "paper"), ("joint", "paper", "end", "full"), ("joint", "causal", "ignore", "paper"),
 ]  # fmt: skip
@@ -33,7 +33,7 @@ ENVIRONMENTS = [
 
 
 def walked(env: Any, seed: int, steps: int) -> list[Any]:
-    """Observations and rewards of random valid actions, from a reset with this seed on."""
+    """Returns the observations and rewards of random valid actions after a reset with ``seed``."""
     observation, _ = env.reset(seed=seed)
     rng, out = np.random.default_rng(seed), [observation]
     for _ in range(steps):
@@ -47,7 +47,7 @@ def walked(env: Any, seed: int, steps: int) -> list[Any]:
 @pytest.mark.parametrize(("name", "arguments"), ENVIRONMENTS)
 def test_an_environment_conforms(name: str, arguments: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # unbounded features are meant
+        warnings.simplefilter("ignore")  # features are unbounded on purpose
         check_env(gymnasium.make(name, **arguments).unwrapped, skip_render_check=True)
         sb3_check_env(gymnasium.make(name, **arguments).unwrapped)
     env = gymnasium.make(name, **arguments)
@@ -58,7 +58,7 @@ def test_an_environment_conforms(name: str, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_named_task_is_the_same_everywhere(name: str) -> None:
-    """Its file is the one that was frozen."""
+    """Checks the file's fingerprint."""
     task = TASKS[name]
     program, machine = tasks.load(task.program)
     assert tasks.fingerprint(program, machine) == FINGERPRINTS[task.program]

@@ -1,4 +1,4 @@
-"""``GpuMemoryEdit-v0``: what it reports is what the simulator says."""
+"""``GpuMemoryEdit-v0``: reported times, plans and observations agree with the simulator."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ SEEDS = range(3)
 
 
 def episode(env: MemoryEditEnv, seed: int) -> Iterator[tuple[dict[str, Any], float, bool, bool, dict[str, Any]]]:
-    """Steps of uniformly drawn valid actions to the end of an episode; the first is the reset."""
+    """Yields the reset and the steps of an episode of uniformly drawn valid actions."""
     rng = np.random.default_rng(seed)
     observation, info = env.reset(seed=seed)
     ended = truncated = False
@@ -67,7 +67,7 @@ def test_observations_follow_the_plan() -> None:
             counts = (observation["edits"] >= 0).sum(1)
             assert ((counts > 0) == observation["action_mask"]).all() or not counts.any()
             assert (info["action_mask"] == observation["action_mask"]).all()
-    # The gap that an edit changes has been tried, in the mode that it was changed to.
+    # Trial columns of the changed gap are set for the mode that it was changed to.
     observation, _ = env.reset(seed=0)
     code = observation["edits"][0, 0]
     after, *_ = env.step(np.int64(0))
@@ -105,7 +105,7 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
 
 
 def batch(count: int, **options: Any) -> EditBatch:
-    """Walkers of the small task, at the start of an episode."""
+    """Returns walkers of the small task at the start of an episode."""
     program, machine = small_task()
     task = EditTask(program, machine, int(0.6 * program.peak_bytes), "joint", 1, starts.heuristic)
     found = EditBatch([task], count, 8, **options)
@@ -116,13 +116,13 @@ def batch(count: int, **options: Any) -> EditBatch:
 
 
 def budgets(walkers: EditBatch) -> np.ndarray:
-    """The budgets of the episodes, of whose calls one is made: column 2 of ``plan`` is its share."""
+    """Returns the episode budgets from column 2 of ``plan``, the fraction used, after one call."""
     walkers.step(np.argmax(walkers.mask, 1))
     return np.round(1 / walkers.plan[:, 2]).astype(int)
 
 
 def test_a_budget_is_drawn_from_a_range() -> None:
-    """Log-uniformly, anew for each episode, and an episode ends with its last call."""
+    """Budgets are drawn log-uniformly per episode, and an episode ends with its last call."""
     many, drawn = batch(20, budget=(10, 1000)), []
     for _ in range(20):
         drawn.append(budgets(many))
@@ -157,11 +157,11 @@ def test_redraw_changes_the_neighbours_and_nothing_else() -> None:
     assert (walkers.edits[which] != kept["edits"][which]).any(axis=(1, 2)).all()
     assert ((walkers.edits[:, :, 0] >= 0) == (walkers.mask > 0)).all()
     assert walkers.edits.max() < MODES * walkers.gaps.shape[1]
-    walkers.step(np.argmax(walkers.mask, 1))  # an edit that was drawn anew can be tried
+    walkers.step(np.argmax(walkers.mask, 1))  # a redrawn edit can be tried
 
 
 def test_effects_are_those_that_the_observation_shows() -> None:
-    """Those of gains, losses and plans that do not fit."""
+    """Covers improvements, losses and infeasible plans."""
     walkers, seen = batch(4, accept="always", budget=200), []
     rng = np.random.default_rng(0)
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""The graph that the agent sees, operation by operation."""
+"""Operation graph: nodes, actions, features and edges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator import Gap, Kernel, Program, Tensor
 from tests.programs import activations, parameter, straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
-SLOW_IN = replace(MACHINE, h2d_bytes_per_s=5 * 10**8)  # a byte leaves in 1 ns and returns in 2
+SLOW_IN = replace(MACHINE, h2d_bytes_per_s=5 * 10**8)  # 1 ns per byte out, 2 ns per byte in
 
 # Of tests/tiny.py the operations of w, a1 and a2; no action concerns the others. Node 0 stands for the iteration.
 #   node   1       2     3      4       5     6      7     8     9     10    11    12    13    14     15
@@ -29,7 +29,7 @@ def graph_of_tiny(mode: str) -> OperationGraph:
 
 
 def test_nodes_and_actions() -> None:
-    """Offloading is where a gap opens; removing where it closes, of what can be recomputed: not of w."""
+    """Offloading is at the operation that opens a gap, removing at the one that closes it; w cannot be recomputed."""
     graph = graph_of_tiny("joint")
     assert graph.gaps == (Gap(W, 0, 7), Gap(A1, 1, 6), Gap(A2, 2, 5)) and len(graph) == 16
     assert graph.kernel.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 5, 6, 6, 6, 7, 7, 7, 7]
@@ -45,25 +45,25 @@ def test_nodes_and_actions() -> None:
 
 
 def test_features() -> None:
-    """Size / peak; out and in / ideal; where a gap opens or closes, recomputing / ideal and its length / ideal."""
+    """Checks size / peak, transfer time / ideal, recomputation time / ideal and gap length / ideal."""
     features = graph_of_tiny("joint").features
     expected = np.zeros((16, 5))
     for tensor, nodes in NODES.items():
         nbytes = 10 if tensor == "w" else 40
         expected[nodes, 0], expected[nodes, 1] = nbytes / 180, 3 * nbytes / 120
-    expected[[5, 9], 2:4] = 10 / 120, 60 / 120  # a1: f1 again; from 20 to 80
-    expected[[7, 8], 2:4] = 10 / 120, 30 / 120  # a2: f2 again; from 30 to 60
-    expected[2, 3] = 90 / 120  # w, from 10 to 100
+    expected[[5, 9], 2:4] = 10 / 120, 60 / 120  # a1: recomputed by f1; gap from 20 to 80
+    expected[[7, 8], 2:4] = 10 / 120, 30 / 120  # a2: recomputed by f2; gap from 30 to 60
+    expected[2, 3] = 90 / 120  # w: gap from 10 to 100
     expected[[0, 2, 5, 7, 8, 9], 4] = 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1
     assert features == pytest.approx(expected, rel=1e-6)
-    # Without removals nothing is recomputed, and a gap is shown where it opens.
+    # Without removals the recomputation times are 0, and a gap's features are at the node that opens it.
     swap = expected.copy()
     swap[:, 2], swap[[8, 9], 2:] = 0, 0
     assert graph_of_tiny("swap").features == pytest.approx(swap, rel=1e-6)
 
 
 def test_edges_and_weights() -> None:
-    """One after another, and from one operation on a tensor to the next; both ways, and every node with itself."""
+    """Edges join consecutive operations, and those on one tensor, in both directions; plus self-loops."""
     graph = graph_of_tiny("swap")
     pairs = {(i, i + 1) for i in range(15)} | {
         (2, 12), (12, 14), (1, 3), (3, 5), (5, 9), (9, 13), (13, 15), (4, 6), (6, 7), (7, 8), (8, 10), (10, 11)
@@ -75,7 +75,7 @@ def test_edges_and_weights() -> None:
 
 
 def test_no_node_is_more_than_one_action() -> None:
-    """t is used by every second kernel: its gaps close where the next ones open, but for the last; k6 updates it."""
+    """Tensor t is read by every second kernel, so its gaps close where the next ones open; k6 updates it."""
     reads: list[tuple[int, ...]] = [(), (0,), (0,), (0,), (0,)]
     kernels = []
     for i, inputs in enumerate(reads):
@@ -87,13 +87,13 @@ def test_no_node_is_more_than_one_action() -> None:
     # Nodes: 1 malloc, 2 write; 3 read k2; 4 read k4; 5 read, 6 write k6; 7 read k8, 8 free.
     assert graph.gaps == (Gap(0, 0, 2), Gap(0, 2, 4), Gap(0, 4, 6), Gap(0, 6, 8))
     actions = {i: (k, g) for i, (k, g) in enumerate(zip(graph.action_kind, graph.action_gap, strict=True)) if k > 0}
-    # Gaps 0 and 1 close at 3 and 4, which are taken: the malloc and the free stand for them. Gap 2 closes at 5, where
-    # gap 3 opens, too, but that is node 6.
+    # Gaps 0 and 1 close at 3 and 4, which are taken: the malloc and the free represent them. Gap 2 closes at 5; gap 3
+    # opens at the same kernel, but at node 6.
     assert actions == {
         2: (OFFLOAD, 0), 3: (OFFLOAD, 1), 4: (OFFLOAD, 2), 6: (OFFLOAD, 3),
         1: (REMOVE, 0), 8: (REMOVE, 1), 5: (REMOVE, 2), 7: (REMOVE, 3),
     }  # fmt: skip
-    # k0 again takes 10 ns, for the last gap k6 as well. k1, k3, k5, k7: 10 to 13 ns; the iteration is 96.
+    # Recomputing k0 takes 10 ns; the last gap needs k6 as well. k1, k3, k5, k7: 10 to 13 ns; the iteration takes 96 ns.
     assert graph.features[:, 2] * 96 == pytest.approx([0, 10, 10, 10, 10, 10, 20, 20, 10], rel=1e-6)
     assert graph.features[:, 3] * 96 == pytest.approx([0, 10, 10, 11, 12, 12, 13, 13, 11], rel=1e-6)
     # With k6 reading only, gap 2 closes at 5, which is taken, as are the malloc and the free: it has no removal.
@@ -105,15 +105,15 @@ def test_no_node_is_more_than_one_action() -> None:
 @pytest.mark.parametrize(
     ("over", "gaps"),
     [
-        (0, []),  # both are in use where the load is over the limit
+        (0, []),  # both are in use where the load exceeds the limit
         (1, [Gap(0, 0, 2), Gap(1, 0, 2)]),
         (2, []),
-        (3, [Gap(1, 2, 0)]),  # over the boundary
+        (3, [Gap(1, 2, 0)]),  # wrapping gap
         (4, [Gap(1, 2, 0)]),
     ],
 )
 def test_a_gap_below_the_limit_is_no_action(over: int, gaps: list[Gap]) -> None:
-    """t is used by k0 and k2, the persistent w as well; one kernel has a workspace, up to a load of 8."""
+    """k0 and k2 use t and the persistent w; one kernel has a workspace that raises the load to at most 8."""
     lines: list[tuple] = [((1,), (0,), 10), ((), (), 10), ((0, 1), (), 10), ((), (), 10), ((), (), 10)]
     lines[over] += (8 - [7, 7, 7, 2, 2][over],)
     program = straight([*activations(5), parameter(2)], *lines)
@@ -123,7 +123,7 @@ def test_a_gap_below_the_limit_is_no_action(over: int, gaps: list[Gap]) -> None:
 
 
 def test_the_boundary_is_in_a_gap_of_one_kernel() -> None:
-    """w is used by k1 only: away from k2 over the boundary to k0, where the peak is."""
+    """Only k1 uses w: its gap runs from k2 across the iteration boundary to k0, which has the peak."""
     program = straight([parameter(2)], ((), (), 10, 3), ((0,), (), 10), ((), (), 10))
     assert build_graph(program, MACHINE, 4, 1, "joint").gaps == (Gap(0, 1, 1),)
     assert build_graph(program, MACHINE, 5, 1, "joint").gaps == ()
@@ -132,7 +132,7 @@ def test_the_boundary_is_in_a_gap_of_one_kernel() -> None:
 
 def test_a_program_without_duration() -> None:
     graph = build_graph(PROGRAM.with_durations([0] * 8), MACHINE, LIMIT, 1, "joint")
-    assert not graph.weights.any() and graph.features[1, 1] == 80  # ns, of an iteration that is taken for 1 ns
+    assert not graph.weights.any() and graph.features[1, 1] == 80  # ns; the ideal time is at least 1 ns
 
 
 def test_small_tensors_are_left_out() -> None:

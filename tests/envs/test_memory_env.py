@@ -1,4 +1,4 @@
-"""The environment: what is shown, rewards that add up, a mask that never lies."""
+"""``GpuMemory-v0``: observations, sums of rewards, masks, arguments and rendering."""
 
 import copy
 import pickle
@@ -21,8 +21,10 @@ from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
 def test_what_is_shown_of_the_moment():
-    """Validity, relief and how far ahead a node is, and the current node. The nodes are those of test_graph.py; the
-    relief at 145 bytes is that of test_walk.py."""
+    """Checks validity, relief, distance and the current node.
+
+    The nodes are those of test_graph.py; the relief at 145 bytes is that of test_walk.py.
+    """
     env = envs.MemoryEnv(PROGRAM, MACHINE, 145, min_bytes=1, mode="joint")
     first, info = env.reset(seed=0)
     kernel = [0, 0, 0, 0, 1, 1, 1, 2, 5, 6, 6, 6, 7, 7, 7, 7]
@@ -32,26 +34,26 @@ def test_what_is_shown_of_the_moment():
     relief[[2, 5, 9]], relief[[7, 8]] = 1, 950 / 1050
     need = np.array(PROGRAM.live_bytes)
     assert (first["nodes"][:, :5] == env.tasks[0].graph.features).all()
-    # Nothing is in the queue; kernel 3, which begins at 30, is the first that does not fit.
+    # The queue is empty; kernel 3, which begins at 30, is the first that does not fit.
     moment = [validity, relief, start[kernel] / 120, (need[kernel] - 145) / 145, np.zeros(16), np.full(16, 30 / 120)]
     assert first["nodes"][:, 5:].T == pytest.approx(np.array(moment), rel=1e-6)
     assert (first["current"], first["program"]) == (0, 0)
     assert info.keys() == {"action_mask", "overhead", "iteration_ns", "feasible", "invalid"}
     assert (info["overhead"], info["iteration_ns"], info["feasible"]) == (0, 120, False)
     assert env.step(0)[0]["current"] == 3  # kernel 1 is next; operations 1 to 3 have begun
-    then, reward, *_ = env.step(2)  # w leaves; it is away in all of what is over: 15 bytes x 10 ns and 25 x 20
+    then, reward, *_ = env.step(2)  # w is swapped out during the whole excess: 15 bytes x 10 ns and 25 x 20
     validity[[5, 9]], validity[2] = 1, -1
     relief[[7, 8]] = 1
-    need[1:7] -= 10  # in 3 and 4 there are 160 and 170 still
+    need[1:7] -= 10  # kernels 3 and 4 still need 160 and 170
     ahead, pressure = (start[kernel] - 20) / 120, (need[kernel] - 145) / 145
     moment = [validity, relief, ahead, pressure, np.zeros(16), np.full(16, 10 / 120)]
     assert then["nodes"][:, 5:].T == pytest.approx(np.array(moment), rel=1e-6)
     assert then["current"] == 6 and then["action_mask"].tolist() == (validity == 1).tolist() and reward == 0
-    # f1 again, and nothing else: 110 and 130 bytes remain.
+    # Only f1 is recomputed: 110 and 130 bytes remain.
     _, reward, terminated, truncated, info = env.step(9)
     assert (reward, terminated, truncated, info["feasible"]) == (pytest.approx(-10 / 120), True, False, True)
     assert (info["iteration_ns"], info["overhead"]) == (130, pytest.approx(10 / 120))
-    # Had a1 left instead, nothing would be stuck, either.
+    # With a1 swapped out instead, the walk does not get stuck either.
     env.reset(seed=0)
     env.step(0)
     env.step(2)
@@ -59,7 +61,7 @@ def test_what_is_shown_of_the_moment():
 
 
 def test_the_copy_queue_is_shown():
-    """v and w of test_walk.py leave until 20 in the iteration before and this one, of 50; kernel 0 does not fit yet."""
+    """Swap-outs of v and w (test_walk.py) end at 20 of 50 ns; kernel 0 does not fit yet."""
     env = envs.MemoryEnv(RING, MACHINE, 50, min_bytes=1, mode="swap")
     first, _ = env.reset(seed=0)
     assert not first["nodes"][:, 9:].any()
@@ -69,11 +71,11 @@ def test_the_copy_queue_is_shown():
 
 @pytest.mark.parametrize("invalid", ["end", "ignore"])
 def test_an_invalid_action_ends_the_episode_or_changes_nothing(invalid):
-    """An episode that goes on is as if it had not been taken."""
+    """With "ignore", the episode continues as if the action had not been taken."""
     env, other = (envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1, invalid=invalid) for _ in range(2))
     first, _ = env.reset(seed=0)
     other.reset(seed=0)
-    for action in (2, 16, -1):  # closed, none, none
+    for action in (2, 16, -1):  # closed, out of range, out of range
         observation, *step, info = env.step(action)
         assert step == ([DEAD_END_REWARD, True, False] if invalid == "end" else [0.0, False, False])
         assert info["invalid"] and all((observation[key] == first[key]).all() for key in first)
@@ -106,7 +108,7 @@ def test_what_is_returned_is_shared_only_where_it_is_asked_for():
 
 
 def test_what_is_kept_is_not_written_to_again():
-    """Memory of observations that nobody has is used again; what anybody has, by a view of it, stays as it is."""
+    """Observation buffers are reused only when no view of them is left."""
     vector = envs.MemoryVectorEnv(3, limit=0.6)
     observation, info = vector.reset(seed=0)
     rng, kept, addresses = np.random.default_rng(0), [], set()
@@ -146,7 +148,7 @@ def space(nodes: int, tasks: int) -> spaces.Dict:
 
 
 def test_spaces():
-    """Of the largest graph: joint or not, the 16 nodes of test_graph.py; where nothing need leave there is one."""
+    """Spaces have the size of the largest graph: the 16 nodes of test_graph.py, or one if no action is needed."""
     arguments = {"program": [PROGRAM], "machine": MACHINE, "limit": [LIMIT, 180], "min_bytes": 1}
     env = envs.MemoryEnv(**arguments)
     assert (env.action_space, env.observation_space) == (spaces.Discrete(16), space(16, 2))
@@ -158,7 +160,7 @@ def test_spaces():
 
 
 def test_what_is_meant_where_nothing_is_given():
-    """A limit of 0.7 of the peak, tensors of 1 MiB at least, swaps and recomputations, the built-in task."""
+    """Defaults: limit 0.7 of the peak, min_bytes 1 MiB, mode joint, the built-in task."""
     program, machine = small_task()
     assert program.fingerprint == "e1b0be3dd802cc53d8612efef0a3702a908d76cf0d625986510a6b800405be76"
     assert machine == Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
@@ -191,7 +193,7 @@ def test_several_programs_and_limits():
 def test_another_file_under_a_name_is_refused(monkeypatch):
     monkeypatch.setitem(FINGERPRINTS, "unet", "0123456789ab")
     tasks.load.cache_clear()
-    with pytest.raises(FormatError, match=r"expected the program 0123456789ab, got [0-9a-f]{12}$"):
+    with pytest.raises(FormatError, match=r"expected fingerprint 0123456789ab, got [0-9a-f]{12}$"):
         gymnasium.make("GpuMemory/unet-50-v0")
 
 
@@ -205,7 +207,7 @@ def test_programs_and_machines_by_name_and_path(tmp_path):
     assert envs.MemoryEnv("vgg16", "h100").tasks[0].machine.name == "h100"
     with pytest.raises(FormatError, match=r"'vgg' is neither a .json file nor one of .*; did you mean 'vgg16'"):
         envs.MemoryEnv("vgg")
-    with pytest.raises(ValueError, match="machine: needed with a program that is not named"):
+    with pytest.raises(ValueError, match="machine: required, because the program is not a named one"):
         envs.MemoryEnv(PROGRAM)
 
 
@@ -213,19 +215,19 @@ def test_programs_and_machines_by_name_and_path(tmp_path):
 
 
 def test_a_limit_that_no_plan_meets_is_refused():
-    """The tiny program holds 105 bytes at its seventh kernel with everything that can leave away."""
+    """The tiny program holds 105 bytes at its seventh kernel with every eligible tensor evicted."""
     least = least_residency(PROGRAM, 1)
     assert envs.MemoryEnv(PROGRAM, MACHINE, least, min_bytes=1)
     for make in (envs.MemoryEnv, partial(envs.MemoryVectorEnv, 2)):
         with pytest.raises(ValueError, match=f"limit: no plan of mode 'joint' brings 'tiny' below {least} bytes"):
             make(PROGRAM, MACHINE, [0.9, least - 1], min_bytes=1)
-    assert least_residency(PROGRAM, 1, "recompute") > least  # the batch cannot be made again
+    assert least_residency(PROGRAM, 1, "recompute") > least  # the batch cannot be recomputed
     with pytest.raises(ValueError, match="no plan of mode 'recompute'"):
         envs.MemoryEnv(PROGRAM, MACHINE, least, min_bytes=1, mode="recompute")
 
 
 def ended(env, rng):
-    """The last step of an episode of random valid actions, of a task that `rng` draws."""
+    """Returns the last step of an episode of random valid actions on a drawn task."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     while True:
         step = env.step(rng.choice(np.flatnonzero(observation["action_mask"])))
@@ -260,18 +262,18 @@ def test_the_best_plan_is_kept_and_a_dead_end_has_no_overhead():
 
 
 def test_what_is_shown_is_the_walk():
-    """In the ring a copy of one tensor takes longer than the kernel beside it: it is on the way when kernel 1 runs."""
+    """A copy takes longer than the kernel beside it, so it is in flight while kernel 1 runs."""
     env = envs.MemoryEnv(PROGRAM, MACHINE, 145, min_bytes=1, mode="joint", render_mode="ansi")
     env.reset(seed=0)
     first = env.render().splitlines()
-    assert first[:2] == ["tiny on tiny, 81% of the memory", "kernel 0 of 8, +0.00% time; on the host 0, on the way 0, "
-                         "to be recomputed 0"]  # fmt: skip
+    assert first[:2] == ["tiny on tiny, 81% of the memory", "kernel 0 of 8, overhead 0.00%; swapped out 0, in "
+                         "flight 0, to be recomputed 0"]  # fmt: skip
     assert first[-1] == "^" and sum("the limit" in line for line in first) == 1
     assert "." not in "".join(first[2:-1]).replace("0.00 GiB", "")
     env.step(0)
     env.step(2)
     then = env.render().splitlines()
-    assert "on the host 1" in then[1] and "." in "".join(then[2:-1]).replace("0.00 GiB", "")
+    assert "swapped out 1" in then[1] and "." in "".join(then[2:-1]).replace("0.00 GiB", "")
 
 
 def test_a_picture():

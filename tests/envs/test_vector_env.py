@@ -1,4 +1,4 @@
-"""The vector environment beside Gymnasium's of many environments: the same to the bit, whatever is asked of it."""
+"""The vector environments equal Gymnasium's SyncVectorEnv of single environments, bit for bit."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ def assert_all_same(ours: dict, theirs: dict) -> None:
 
 
 def assert_infos_are_alike(ours: dict, theirs: dict, size: int) -> None:
-    """Ours has every key in every step; theirs says by ``_key`` in which environments it counts."""
+    """Compares infos: ours has every key in every step, Gymnasium's marks valid entries by ``_key``."""
     for key, value in theirs.items():
         if key.startswith("_"):
             continue
@@ -63,10 +63,10 @@ FORMS = {
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("form", FORMS)
 def test_vector_env_is_gymnasiums_of_many_envs(form, mode):
-    """Action by action, through the ends of episodes, under the same seeds, in every autoreset mode.
+    """Compares all steps, including ends of episodes, under the same seeds in every autoreset mode.
 
-    Programs of two lengths, two machines, limits at which something must leave and one at which nothing must; random
-    actions, now and then an invalid one; truncated after so many steps, or not.
+    Covers programs of two lengths, two machines, limits below and above the peak, random actions with a few invalid
+    ones, and truncation.
     """
     name, arguments, most = FORMS[form]
     walks = name == "GpuMemory-v0"
@@ -95,7 +95,7 @@ def test_vector_env_is_gymnasiums_of_many_envs(form, mode):
         tasks |= set(observation["program" if walks else "task"].tolist())
         cut += truncated.sum()
         if mode == AutoresetMode.DISABLED and over.any():
-            with pytest.raises(ValueError, match="episodes that have ended"):
+            with pytest.raises(ValueError, match="reset episodes that have ended"):
                 vector.step(actions)
             observation, info = vector.reset(options={"reset_mask": over})
             assert_all_same(observation, peer.reset(options={"reset_mask": over.copy()})[0])
@@ -117,7 +117,7 @@ def test_what_may_be_reset():
     with pytest.raises(ValueError, match="seed: expected 3, got 2"):
         vector.reset(seed=[1, 2])
     for one in (vector, envs.MemoryEnv(limit=[0.6, 0.8])):
-        with pytest.raises(ValueError, match="there is no task 2; there are 2"):
+        with pytest.raises(ValueError, match="expected a task from -2 to 1, got 2"):
             one.reset(options={"task": 2})
         with pytest.raises(ValueError, match=r"options: expected 'task'.*got 'tasks'"):
             one.reset(options={"tasks": 1})
@@ -132,7 +132,7 @@ def test_a_vector_env_takes_the_first_of_several_seeds_and_an_action_for_each_wa
 
 
 def test_an_episode_of_the_vector_env_that_has_ended_takes_no_action():
-    """An action that would be refused is not even looked at; the episode after it begins at position 0."""
+    """Actions of ended episodes are ignored, even invalid ones; the next episode begins at position 0."""
     vector = envs.MemoryVectorEnv(2, limit=0.6)
     first, _ = vector.reset(seed=0)
     invalid = int(vector.single_action_space.n) - 1

@@ -1,4 +1,4 @@
-"""Episodes step by step: where the agent is, what it may do, what the plan is, and what it is paid."""
+"""Episodes step by step: position, valid actions, plan and reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def walk_of(program: Program = PROGRAM, limit: int = LIMIT, mode: str = "swap", 
 
 
 def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> int:
-    """The node that stands for doing so to a tensor (in the gap that ends at ``before``)."""
+    """Returns the node of an action on a tensor (in the gap that ends at ``before``)."""
     if kind == NOTHING:
         return 0
     graph = walk.task.graph
@@ -33,7 +33,7 @@ def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> i
 
 
 def allowed(walk: Walk) -> set[tuple[int, ...]]:
-    """(kind, tensor) of the actions that may be taken; (NOTHING,)."""
+    """Returns the valid actions as (kind, tensor), or (NOTHING,)."""
     graph = walk.task.graph
     return {
         (int(graph.action_kind[n]), graph.gaps[graph.action_gap[n]].tensor) if n else (NOTHING,)
@@ -42,7 +42,7 @@ def allowed(walk: Walk) -> set[tuple[int, ...]]:
 
 
 def nothing(walk: Walk) -> int:
-    """Does nothing; returns the position."""
+    """Takes "do nothing" and returns the position."""
     walk.step(0)
     return walk.position
 
@@ -59,8 +59,8 @@ def test_nothing_goes_to_the_next_opening_and_stops_where_a_kernel_cannot_start(
     assert nothing(walk) == 3 and allowed(walk) == {(OFFLOAD, W), (OFFLOAD, A1), (OFFLOAD, A2)}
     with pytest.raises(ValueError, match="node 0 is not a valid action now"):
         walk.step(0)
-    # Away in kernels 3 and 4, a2 leaves 130 and 140 bytes. It leaves [30, 70) and f4 waits for 40 ns; it comes back
-    # behind b4, [100, 140), and b3 waits as long: 80 ns.
+    # With a2 swapped out, kernels 3 and 4 need 130 and 140 bytes. It is copied out [30, 70) and f4 waits for 40 ns; it
+    # is copied in after b4, [100, 140), and b3 waits as long: 80 ns.
     step = walk.step(node(walk, OFFLOAD, A2))
     assert step == (pytest.approx(-80 / 120), True, False)
     assert (walk.position, walk.overhead) == (3, pytest.approx(80 / 120))
@@ -71,12 +71,15 @@ def test_nothing_goes_to_the_next_opening_and_stops_where_a_kernel_cannot_start(
 
 
 def test_an_offload_holds_until_its_transfer_ends() -> None:
-    """w leaves [10, 20), so that the agent is at kernel 2, which begins at 20; a1 [20, 60), so that it is at the kernel
-    that cannot start, 3. With both away the loads are 120 and 130, and f4 waits until 60 as if a1 alone had left."""
+    """An offload moves the agent to the end of its transfer.
+
+    w is copied [10, 20), so the agent is at kernel 2, which begins at 20; a1 [20, 60), so it is at the kernel that
+    cannot start, 3. With both swapped out the loads are 120 and 130, and f4 waits until 60 as with a1 alone.
+    """
     walk = walk_of()
     assert nothing(walk) == 1
     assert walk.step(node(walk, OFFLOAD, W)) == (0.0, False, False)
-    assert walk.position == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, A1)}  # w is away already
+    assert walk.position == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, A1)}  # w is already swapped out
     assert walk.taken.tolist() == [OFFLOAD, -1, -1]
     step = walk.step(node(walk, OFFLOAD, A1))
     assert step == (pytest.approx(-50 / 120), True, False) and walk.position == 3
@@ -84,8 +87,11 @@ def test_an_offload_holds_until_its_transfer_ends() -> None:
 
 
 def test_an_offload_that_is_not_enough_keeps_the_agent_where_it_waits() -> None:
-    """w frees 10 of the 20 bytes that kernel 3 lacks; a1, behind it, the rest. The engine had nothing to do: w leaves
-    when its gap opened."""
+    """An offload that frees too little leaves the agent at its position.
+
+    w frees 10 of the 20 bytes that kernel 3 lacks; a1, copied after it, the rest. The engine was idle: w is copied when
+    its gap opened.
+    """
     walk = walk_of()
     for _ in range(3):
         nothing(walk)
@@ -98,7 +104,7 @@ def test_an_offload_that_is_not_enough_keeps_the_agent_where_it_waits() -> None:
 
 
 def test_a_removal_goes_on_as_nothing_does() -> None:
-    """a1 is dropped as its gap opens; then every kernel fits, at 10 ns for running f1 again."""
+    """a1 is dropped when its gap opens; then every kernel fits, and recomputing f1 takes 10 ns."""
     walk = walk_of(mode="joint")
     assert (nothing(walk), nothing(walk)) == (1, 2)
     assert allowed(walk) == {(NOTHING,), (OFFLOAD, W), (OFFLOAD, A1), (REMOVE, A1)}
@@ -108,7 +114,7 @@ def test_a_removal_goes_on_as_nothing_does() -> None:
 
 
 def test_a_dead_end() -> None:
-    """Under 79 bytes kernel 1, with w away, still needs 80, and nothing else may leave."""
+    """Under 79 bytes kernel 1 needs 80 even with w swapped out, and no other tensor can be evicted."""
     walk = walk_of(limit=79)
     assert nothing(walk) == 1 and allowed(walk) == {(OFFLOAD, W)}
     assert walk.step(node(walk, OFFLOAD, W)) == (DEAD_END_REWARD, True, True) == (-10.0, True, True)
@@ -119,14 +125,14 @@ def test_a_dead_end() -> None:
 
 
 def test_what_the_host_has_room_for() -> None:
-    """40 bytes of 50 are taken by a1: a2 cannot follow, w can; and a tensor takes its place on the host once."""
+    """a1 takes 40 of 50 host bytes: a2 no longer fits, w does; a tensor uses host memory only once."""
     walk = walk_of(limit=100, machine=replace(MACHINE, host_bytes=50))
     assert (nothing(walk), nothing(walk)) == (1, 2)
     walk.step(node(walk, OFFLOAD, A1))
     assert walk.position == 2 and walk.host_left == 10 and allowed(walk) == {(NOTHING,), (OFFLOAD, W)}
     walk.step(node(walk, OFFLOAD, W))
-    assert walk.position == 3 and walk.host_left == 0 and walk.dead_end  # a2 would have helped
-    # t leaves twice, with a workspace beside each of its gaps.
+    assert walk.position == 3 and walk.host_left == 0 and walk.dead_end  # a2 would have been enough
+    # t is swapped out twice, with a workspace in each of its gaps.
     program = straight([Tensor("t", 40)], ((), (0,), 10), ((), (), 10, 40), ((0,), (), 10), ((), (), 10, 40),
                        ((0,), (), 10))  # fmt: skip
     walk = walk_of(program, 40, machine=replace(MACHINE, host_bytes=40))
@@ -137,8 +143,11 @@ def test_what_the_host_has_room_for() -> None:
 
 
 def test_relief_is_the_share_of_what_is_over() -> None:
-    """Over 145 bytes are 25 for 10 ns, 35 for 20 ns and 5 for 20 ns, in kernels 3, 4 and 5: 250, 700 and 100. a2 is
-    away in 3 and 4, a1 and w in all. Once a1 is, nothing is over."""
+    """Relief is the share of the byte-time above the limit that an action removes.
+
+    Above 145 bytes are 25 for 10 ns, 35 for 20 ns and 5 for 20 ns, in kernels 3, 4 and 5: 250, 700 and 100. The gap of
+    a2 covers 3 and 4, those of a1 and w all three. With a1 swapped out nothing exceeds the limit.
+    """
     walk = walk_of(limit=145)
     assert walk.relief() == pytest.approx([1, 1, 950 / 1050])
     assert (nothing(walk), nothing(walk)) == (1, 2)
@@ -150,8 +159,11 @@ def test_relief_is_the_share_of_what_is_over() -> None:
 
 
 def test_an_offload_is_issued_behind_the_one_before() -> None:
-    """a (25 bytes) leaves [10, 35): the agent is at kernel 4, which begins at 40. b's gap has been open since 20, and
-    k2 is the last kernel to have ended (30) before the engine is free; b follows at once, [35, 45), until kernel 5."""
+    """Copies to the host are queued.
+
+    a (25 bytes) is copied [10, 35): the agent is at kernel 4, which begins at 40. b's gap has been open since 20, and
+    k2 is the last kernel that ended (30) before the engine is free; b follows at once, [35, 45), until kernel 5.
+    """
     program = straight([Tensor("a", 25), Tensor("b", 10)], ((), (0,), 10), ((), (1,), 10), *[((), (), 10)] * 4,
                        ((), (), 10, 100), ((0, 1), (), 10))  # fmt: skip
     walk = walk_of(program, 100)
@@ -174,25 +186,28 @@ RING = straight(
 
 
 def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
-    """Loads are 60, 60, 60, 110 and 100. v, away from 20 on, and w, from 30, belong to the iteration before: v leaves
-    [-30, -10), w [-10, 20). Then the loads are 10, 30, 40, 60 and 50."""
+    """Wrapping gaps are open at position 0, and offloading in them does not move the agent.
+
+    Loads are 60, 60, 60, 110 and 100. The gaps of v (from 20) and w (from 30) belong to the previous iteration: v is
+    copied [-30, -10), w [-10, 20). Then the loads are 10, 30, 40, 60 and 50.
+    """
     assert RING.live_bytes == (60, 60, 60, 110, 100)
     walk = walk_of(RING, 50)
     assert walk.position == 0 and allowed(walk) == {(OFFLOAD, V), (OFFLOAD, U)}
-    # Over 50 bytes are 10 in each of k0, k1 and k2, 60 in k3 and 50 in k4: 1400 byte-ns. v is away in all but k1, w in
-    # all but k2, x in k1 to k3.
+    # Above 50 bytes are 10 in each of k0, k1 and k2, 60 in k3 and 50 in k4: 1400 byte-ns. The gap of v covers all but
+    # k1, that of w all but k2, that of x k1 to k3.
     assert walk.relief() == pytest.approx([130 / 140, 130 / 140, 80 / 140])
     walk.step(node(walk, OFFLOAD, V))
     assert (walk.position, walk.free_ns) == (0, -10)
     walk.step(node(walk, OFFLOAD, U))
     assert (walk.position, walk.free_ns) == (0, 20)
     assert walk.need.tolist() == [10, 30, 40, 60, 50] and allowed(walk) == {(NOTHING,)}
-    # x can go when k0 has ended; the engine is free at 20, and the last kernel to have ended a transfer later is none.
+    # x's gap opens when k0 has ended; the engine is free at 20.
     assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, X)}
     walk.step(node(walk, OFFLOAD, X))
     assert walk.done and walk.plan().decisions == (Swap(V, 1, 1), Swap(U, 2, 2), Swap(X, 0, 4))
     assert walk.rows.tolist() == rows_of(walk.plan().decisions).tolist()
-    # In the other order: w [-20, 10), v, which could have left at -30, behind it.
+    # In the other order: w [-20, 10), then v, whose gap opened at -30.
     walk.reset()
     walk.step(node(walk, OFFLOAD, U))
     assert walk.free_ns == 10
@@ -201,8 +216,11 @@ def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
 
 
 def test_a_gap_over_the_boundary_may_be_entered_behind_it() -> None:
-    """Under 105 bytes k3 is the first kernel that cannot start. At position 1, w is still unused, until k2: it leaves
-    behind k0 in this iteration, [10, 40), so that the agent is at k4, but for the wait at k3."""
+    """A wrapping gap can be used after the iteration boundary.
+
+    Under 105 bytes k3 is the first kernel that cannot start. At position 1, w is unused until k2: it is copied after k0
+    in this iteration, [10, 40), so the agent would be at k4 but stops at k3.
+    """
     walk = walk_of(RING, 105)
     assert allowed(walk) == {(NOTHING,), (OFFLOAD, V), (OFFLOAD, U)}
     assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, U), (OFFLOAD, X)}
@@ -214,8 +232,11 @@ def test_a_gap_over_the_boundary_may_be_entered_behind_it() -> None:
 
 
 def test_the_clock_waits_for_what_leaves_and_for_what_comes_back() -> None:
-    """Under 125 bytes w leaves [10, 20) and a1 [20, 60): kernel 3, which needs 120, waits beside a1 until 60. That is
-    rewarded as the agent passes it; the rest with the last step, when a2 has left, too."""
+    """The causal reward charges waits for copies as the agent passes them.
+
+    Under 125 bytes w is copied [10, 20) and a1 [20, 60): kernel 3, which needs 120, waits for a1 until 60. The last
+    step, with a2 swapped out too, charges the rest.
+    """
     walk = Walk(Task(PROGRAM, MACHINE, 125, 1, "swap"), "causal")
     assert nothing(walk) == 1
     assert walk.step(node(walk, OFFLOAD, W)).reward == walk.step(node(walk, OFFLOAD, A1)).reward == 0
@@ -223,7 +244,7 @@ def test_the_clock_waits_for_what_leaves_and_for_what_comes_back() -> None:
     assert walk.step(0) == (-30 / 120, False, False)
     assert walk.position == 4 and walk.clock.ended[4] == 70 and walk.overhead == 30 / 120
     step = walk.step(node(walk, OFFLOAD, A2))
-    assert walk.clock.out_end.tolist() == [20, 60, 100]  # right behind a1
+    assert walk.clock.out_end.tolist() == [20, 60, 100]  # right after a1
     paper = walk_of(limit=125)
     for taken in (0, node(walk, OFFLOAD, W), node(walk, OFFLOAD, A1), 0, node(walk, OFFLOAD, A2)):
         paper.step(taken)
@@ -232,8 +253,11 @@ def test_the_clock_waits_for_what_leaves_and_for_what_comes_back() -> None:
 
 
 def test_the_clock_waits_for_data() -> None:
-    """v leaves until -10 and comes back [-10, 10), for kernel 1; that waits until 20, when w has left. w comes back for
-    kernel 2 when kernel 1, beside which it does not fit, has ended: [30, 60)."""
+    """The clock waits for swap-ins.
+
+    v is copied out until -10 and in [-10, 10), for kernel 1; that waits until 20, when w has been copied out. w is
+    copied in for kernel 2 when kernel 1, beside which it does not fit, has ended: [30, 60).
+    """
     walk = Walk(Task(RING, MACHINE, 50, 1, "swap"), "causal")
     walk.step(node(walk, OFFLOAD, V))
     walk.step(node(walk, OFFLOAD, U))
@@ -244,7 +268,7 @@ def test_the_clock_waits_for_data() -> None:
 
 
 def test_what_runs_again_is_paid_at_once() -> None:
-    """f1 again for a1, 10 ns, although nothing has waited yet; w leaves behind it."""
+    """Recomputing f1 for a1 costs 10 ns at once, although no kernel has waited yet; w is copied out after it."""
     walk = Walk(Task(PROGRAM, MACHINE, 139, 1, "joint"), "causal")
     assert (nothing(walk), nothing(walk)) == (1, 2)
     assert walk.step(node(walk, REMOVE, A1)) == (-10 / 120, False, False)
@@ -256,8 +280,11 @@ def test_what_runs_again_is_paid_at_once() -> None:
 
 
 def test_a_copy_after_the_last_write() -> None:
-    """a2 is written by kernel 1 and read by kernel 2. Copied from 20 on it has left at 60: f4 waits for 30 ns, and b3
-    for 40 until it is back behind b4, [90, 130). w is written by the last kernel only."""
+    """A copy may start right after the tensor's last write.
+
+    Kernel 1 writes a2 and kernel 2 reads it. Copied from 20 on it is out at 60: f4 waits for 30 ns, and b3 for 40 until
+    the swap-in after b4, [90, 130). Only the last kernel writes w.
+    """
     walk = walk_of()
     for _ in range(3):
         nothing(walk)
@@ -272,7 +299,7 @@ def test_a_copy_after_the_last_write() -> None:
 
 
 def test_removals_that_keep_or_come_early() -> None:
-    """Only f4 and b4 do not fit: a1 may be back before b3 already, one kernel before it is used."""
+    """Only f4 and b4 do not fit: a1 can be recomputed before b3, one kernel before its use."""
     for form, decision in ((1, Recompute(A1, 1, 6, keep=True)), (2, Recompute(A1, 1, 6, at=5))):
         walk = walk_of(mode="joint")
         assert (nothing(walk), nothing(walk)) == (1, 2)
@@ -280,7 +307,7 @@ def test_removals_that_keep_or_come_early() -> None:
         assert [bool(row[a1]) for row in walk.form_masks()] == [True] * 3
         assert walk.step(a1, form) == (pytest.approx(-10 / 120), True, False)
         assert walk.plan().decisions == (decision,)
-    # Under 145 bytes b3 does not fit, either, and nothing is earlier than the use.
+    # Under 145 bytes b3 does not fit either, so there is no earlier kernel than the use.
     walk = walk_of(limit=145, mode="joint")
     assert (nothing(walk), nothing(walk)) == (1, 2)
     assert not walk.form_masks()[2].any()
@@ -288,8 +315,11 @@ def test_removals_that_keep_or_come_early() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_copy_is_of_what_has_stayed(first: int) -> None:
-    """t is written by k0 and read by k2 and k4, with a gap before and behind k2; u, of 10 bytes, does for the first.
-    Once t has been away in it, it cannot be copied from k0 on for the second."""
+    """An early copy requires that the tensor has been resident since the write.
+
+    k0 writes t, k2 and k4 read it, with a gap before and after k2; u, of 10 bytes, is enough for the first. Once t has
+    been evicted in it, t cannot be copied from k0 on for the second.
+    """
     program = straight([Tensor("t", 40), Tensor("u", 10)], ((), (0, 1), 10), ((), (), 10, 35), ((0,), (), 10),
                        ((), (), 10, 40), ((0, 1), (), 10))  # fmt: skip
     walk = walk_of(program, 79)

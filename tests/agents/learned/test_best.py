@@ -1,4 +1,4 @@
-"""The planner ``best``: its table, and that no method which it runs is better alone."""
+"""Planner ``best``: its table of shares, and that it is at least as good as each of its methods."""
 
 from itertools import product
 
@@ -30,7 +30,7 @@ def test_the_parts_of_the_table_are_all_of_the_time() -> None:
         names = {share.method for share in table}
         assert network or "policy_search" not in names
         assert kernels >= HUGE or ("rerun_search" in names) == (mode == "recompute")
-    assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # it begins anew
+    assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # restarts
 
 
 def test_no_method_is_better_alone_and_the_same_seed_is_the_same_plan() -> None:
@@ -52,7 +52,7 @@ def test_recomputation_alone_ends_with_the_search_over_reruns() -> None:
 
 
 def test_lp_rounding_goes_on_from_the_plan_that_it_is_given() -> None:
-    """With hardly a try of its own it is no worse than that plan."""
+    """With almost no calls of its own, it is no worse than the given plan."""
     start = agents.make("policy_search", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     alone, given = (LPRound(20, min_bytes=1) for _ in range(2))
     given.first = rows_of(start.decisions)

@@ -1,4 +1,4 @@
-"""The DQN over edits of whole plans: its network, returns, training and planner; and what both trainers share."""
+"""DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ Config = Args | PaperConfig
 
 
 def pyramid_task() -> EditTask:
-    """93 gaps that can be swapped out or recomputed, in chains."""
+    """Returns a task with 93 gaps that can be swapped or recomputed, in chains."""
     program = pyramid(24, 0)
     return EditTask(program, LINK, int(0.6 * program.peak_bytes), "joint", 1, starts.empty)
 
@@ -57,7 +57,7 @@ def pyramid_task() -> EditTask:
 def test_compiled_ranking_equals_the_network(
     column: int, message_passing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled Q lacks the value and the mean advantage, which are the same for all edits of a plan."""
+    """The compiled Q omits the value and the mean advantage, which are equal for all edits of a plan."""
     task, net, seen = pyramid_task(), trained(WEIGHTS[message_passing]), list[Any]()
     encode: Any = EditNet.encode
 
@@ -83,11 +83,11 @@ def test_compiled_ranking_equals_the_network(
         differences = score[left] - expected[left]
         assert differences == pytest.approx(differences[0] if column == Q else 0.0, abs=1e-4)
         assert expected[left].max() - expected[left].min() > 1e-3
-        assert expected[tried] >= expected[left].max() - 1e-4  # the best one is tried
+        assert expected[tried] >= expected[left].max() - 1e-4  # the best edit is tried
 
 
 def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random plans near the start plan, and their neighbours, as the network reads them."""
+    """Returns random plans near the start plan, and their neighbors, as network inputs."""
     batch, rng = EditBatch([task], count, 8, accept="always"), np.random.default_rng(0)
     for walker in range(count):
         batch.seed(walker, walker)
@@ -132,12 +132,12 @@ def test_q_of_an_edit_that_is_none_is_masked_and_changes_no_other() -> None:
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0.0, 0.5, 0.97, 1.0]))
 def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: int, gamma: float) -> None:
-    """Against a loop over the tried edits of one walker, one after the other."""
+    """Compares with a loop over the tried edits of one walker."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     length, walkers = passes + n - 1, 2
     counts, ends = rng.integers(1, tries + 1, (length, walkers)), rng.random((length, walkers)) < 0.25
     shape = length, walkers, tries
-    rewards = rng.normal(size=shape).astype(np.float32)  # those of edits that were not tried are noise
+    rewards = rng.normal(size=shape).astype(np.float32)  # rewards of untried edits must be ignored
     seen = [Observed(*(np.full((walkers, 1), t) for _ in range(4))) for t in range(length + 1)]
     args = replace(SMALL, n_step=n, gamma=gamma, batch_size=16)
     rollout = Rollout(None, seen, np.zeros(shape, np.int64), rewards, rewards, counts, ends, args)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
 
 
 def test_the_temporal_difference_falls() -> None:
-    """From scratch. With a learning rate of 0 the error of the last iterations is 0.85 of the first ones'."""
+    """Trains from scratch. With a learning rate of 0 the final error is 0.85 of the initial one."""
     dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, starts.policy)], [0.0], replace(SMALL, iterations=24))
     before = [x.clone() for x in dqn.net.parameters()]
     dqn.train()
@@ -174,7 +174,7 @@ def test_the_temporal_difference_falls() -> None:
 
 @pytest.mark.nightly
 def test_edits_of_high_value_gain_more_than_random_ones() -> None:
-    """From scratch; with a learning rate of 0 they gain less than random ones, which are tried more widely."""
+    """Trains from scratch. With a learning rate of 0 they gain less than random edits, which are more diverse."""
     ratios: dict[float, list[float]] = {}
     for rate in (3e-3, 0.0):
         args = replace(SMALL, iterations=45, learning_rate=rate, uniform=0.5, hottest=1e-2, most_epsilon=0.1)
@@ -188,7 +188,7 @@ def test_edits_of_high_value_gain_more_than_random_ones() -> None:
 
 
 def test_save_load_and_continue(tmp_path: Path) -> None:
-    """Of several tasks; the walkers and the replay buffer begin anew."""
+    """Trains on several tasks; walkers and replay buffer start empty after loading."""
     tasks = [
         EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1, starts.heuristic) for f in (0.55, 0.6)
     ]
@@ -207,7 +207,7 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
         assert len(other.history) == SMALL.iterations and other.updates > dqn.updates
     assert others[0].history == others[1].history
     for args, seed, named in ((replace(SMALL, gamma=0.5), 5, "args"), (SMALL, 0, "seed")):
-        with pytest.raises(TrainingStateError, match=f"another {named}"):
+        with pytest.raises(TrainingStateError, match=f"a different {named}"):
             DQN(tasks, [0.0, 1.0], args, seed).load(tmp_path / "dqn.pt")
 
 
@@ -217,7 +217,7 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
 @settings(max_examples=12)
 @given(st.data())
 def test_plans_fit_and_take_as_many_calls_as_they_may(data: st.DataObject) -> None:
-    """Where no plan of the policy fits, all heuristics are asked, as annealing does: that may take more."""
+    """If no plan of the policy fits, all heuristics run, as in annealing, which may exceed the budget."""
     program = data.draw(networks())
     machine, limit = data.draw(machines()), data.draw(reachable_limits(program))
     calls = data.draw(st.sampled_from([20, 60, 700]))
@@ -305,7 +305,7 @@ PAPER = replace(test_dqn_paper.SMALL, n_step=3, episodes=24, checkpoint_every=6)
 def test_same_seed_same_run_and_resume(config: Config, fraction: float, stop: int, tmp_path: Path) -> None:
     limit = round(fraction * PROGRAM.peak_bytes)
     whole = train(trainer(config, limit, 3))
-    assert len(whole.history) > 1 and repr(train(trainer(config, limit, 3))) == repr(whole)  # losses may be nan
+    assert len(whole.history) > 1 and repr(train(trainer(config, limit, 3))) == repr(whole)  # losses may be NaN
     assert train(trainer(config, limit, 4)).history != whole.history
 
     def kill(episode: Episode) -> None:
@@ -318,20 +318,20 @@ def test_same_seed_same_run_and_resume(config: Config, fraction: float, stop: in
         train(stopped, path, on_episode=kill)
     going = trainer(config, limit, 3)
     going.load(path)
-    done = len(going.history)  # a step of the paper's form may end several episodes
+    done = len(going.history)  # a step of dqn_paper may end several episodes
     assert repr(going.history) == repr(whole.history[:done]) and going.best == stopped.best
     assert going.simulator_calls == stopped.simulator_calls >= going.history[-1].simulator_calls
     resumed = train(trainer(config, limit, 3), resume=path)
     if isinstance(config, PaperConfig):
         assert repr(resumed) == repr(whole)
-    else:  # the walkers and the replay buffer begin anew
+    else:  # walkers and replay buffer start empty
         assert len(resumed.history) == config.iterations and resumed.simulator_calls > stopped.simulator_calls
         assert repr(resumed.history[:done]) == repr(whole.history[:done])
         more = train(trainer(replace(config, iterations=10), limit, 3), resume=path)
         assert len(more.history) == 10
     for wrong, named in ((trainer(config, limit, 1), "seed"), (trainer(config, limit + 1, 3), "limit"),
                          (trainer(replace(config, min_bytes=2), limit, 3), r"agent\.min_bytes")):  # fmt: skip
-        with pytest.raises(TrainingStateError, match=f"another {named}"):
+        with pytest.raises(TrainingStateError, match=f"a different {named}"):
             train(wrong, resume=path)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(TrainingStateError, match="not a checkpoint"):

@@ -1,4 +1,4 @@
-"""The paper's form: equations against a plain loop, learning on a task with known optimum, the same run, resume."""
+"""The paper's DQN: equations against a plain loop, learning on a task with known optimum, reproducibility, resume."""
 
 import copy
 from dataclasses import replace
@@ -31,7 +31,7 @@ SWAPS = replace(SMALL, mode="swap")
 
 
 def test_equations_one_to_three_as_printed():
-    """Against the sums of the paper, written as loops over nodes and neighbours."""
+    """Compares with the paper's sums, written as loops over nodes and neighbors."""
     graph = Task(PROGRAM, MACHINE, LIMIT, mode="joint").graph
     torch.manual_seed(0)
     net = Structure2Vec(graph, features=6, embedding_size=4, message_passing_steps=3, pool="sum", mixing=False)
@@ -67,10 +67,10 @@ def overhead_at_random(task: Task, rng: np.random.Generator) -> float:
 
 
 def test_the_policy_learns():
-    """The greedy policy after 120 episodes beside that of the same network before them, and beside random actions.
+    """Compares the greedy policy after 120 episodes with the untrained network and with random actions.
 
-    Trained on the negated reward, or on none, six such policies were on average worse than half of what random actions
-    cost.
+    Trained on the negated reward or without reward, six such policies were on average worse than half of the overhead
+    of random actions.
     """
     task = Task(PROGRAM, MACHINE, round(0.7 * PROGRAM.peak_bytes))
     rng = np.random.default_rng(0)
@@ -90,8 +90,10 @@ def test_the_policy_learns():
     [("dqn_paper", 0.31184237547892724, 0.17542330268199233), ("dqn_paper_tuned", 0.0, 0.059074431034482754)],
 )
 def test_a_training_is_exact(settings, greedy, mean):
-    """Overheads of the greedy policy after 40 episodes and of the episodes: worse than chance as printed, optimal
-    with the tuned settings."""
+    """Checks the overheads of the greedy policy after 40 episodes and of the episodes.
+
+    As printed, the policy is worse than chance; with the tuned settings it is optimal.
+    """
     config = cli.dataclass_of(PaperConfig, OmegaConf.load(cli.CONFIGS / "agent" / f"{settings}.yaml"), "agent")
     limit = round(0.7 * PROGRAM.peak_bytes)
     trainer = Trainer(PROGRAM, MACHINE, limit, replace(config, episodes=40, mode="swap"), 0)
@@ -101,7 +103,7 @@ def test_a_training_is_exact(settings, greedy, mean):
 
 
 def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
-    """Weights are size-free: the same Q-values as the training that wrote them has for the other program's graph."""
+    """Weights do not depend on program size: a network of one program initializes that of another."""
     first = Trainer(PROGRAM, MACHINE, LIMIT, replace(SWAPS, episodes=8), 0)
     train(first, checkpoint=tmp_path / "checkpoint.pt")
     other = load("vgg16")[0], MACHINE, load("vgg16")[0].peak_bytes // 2
@@ -131,7 +133,7 @@ def test_keys_of_older_versions_are_named_anew(tmp_path):
 
 
 def but(valid: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """The mask without the action of the highest Q-value."""
+    """Returns the mask without the action of the highest Q-value."""
     mask = valid.copy()
     mask[q.argmax()] = False
     return mask
@@ -143,7 +145,7 @@ def q_values(trainer: Trainer, network: Structure2Vec, state: State) -> np.ndarr
 
 
 def test_an_invalid_action_is_never_taken():
-    """Also where its Q-value is the highest."""
+    """Covers invalid actions with the highest Q-value."""
     trainer = Trainer(PROGRAM, MACHINE, LIMIT, SWAPS, 0)
     state = trainer._state(trainer.walks[0])
     q = q_values(trainer, trainer.q, state)
@@ -159,8 +161,10 @@ def test_an_invalid_action_is_never_taken():
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("target_every", [0, 100])
 def test_an_invalid_action_never_enters_the_target(double, target_every):
-    """Equation 5, and with ``double`` the value by the target network of the action that the network itself would
-    take. The next state forbids the best action of both; with either, the target would be another number."""
+    """Checks equation 5, and with ``double`` the target network's value of the online network's action.
+
+    The next state forbids the best action of both networks; with either, the target would differ.
+    """
     config = replace(SWAPS, double=double, target_every=target_every, n_step=1, gamma=0.5, optimizer="sgd")
     trainer = Trainer(PROGRAM, MACHINE, LIMIT, config, 0)
     trainer.target.load_state_dict(Trainer(PROGRAM, MACHINE, LIMIT, config, 1).q.state_dict())
@@ -180,7 +184,7 @@ def test_an_invalid_action_never_enters_the_target(double, target_every):
     reward, last = 0.5, 0.25
     trainer.buffer.add([(first, 1, reward), (second, 2, last)], 1)
     errors = np.array([reward + 0.5 * value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
-    drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).place  # as ``update`` will draw
+    drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).place  # the draw of ``update``
     assert set(drawn) == {0, 1}
     assert trainer.update() == pytest.approx(float(np.mean(errors[drawn] ** 2)), rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Expert iteration: the teachers' plans, what is made of them, and a training that is the same to the bit."""
+"""Expert iteration: the teachers' plans, training items, and a bit-identical training after an interruption."""
 
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def test_training_is_the_same_whether_stopped_or_not(tmp_path: Path) -> None:
 
 
 def test_the_loss_counts_tasks_alike_and_gaps_by_what_they_count() -> None:
-    """Of a network that says 1/2 or 1/3 or 1/4 of every gap, by how many ways it has."""
+    """Uses a network with uniform probabilities over the eviction kinds of each gap: 1/2, 1/3 or 1/4."""
     example = learning.Example(lesson(6))
     net = learning.network([example], SETTINGS, 0)
     for weight in net.out.parameters():
