@@ -116,7 +116,7 @@ def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
     rows = out / "smartpool_table1.jsonl"
     begun = re.compile(r"smartpool_table1 .*1/3 .* left")
     status, screen, last = interrupted(lambda screen: bool(begun.search(screen)), "experiments", "reproduce", *words)
-    assert status == 130 and last == "interrupted; the same command goes on from what is done", screen
+    assert status == 130 and last == "interrupted; run the same command to continue", screen
     kept = len(re.findall(r'"code"', rows.read_text()))
     assert 0 < kept < 3 and not (out / "smartpool_table1.json").exists()
     done = run("reproduce", *words)
