@@ -176,7 +176,7 @@ def test_the_cheapest_plan_is_recommended() -> None:
     assert all(len(line) == len(heads) for line in cells)
     assert [line[-1] for line in cells].count("recommended") == 1
     text = pages(a)
-    for title in ("The peak", "What methods cost", "The recommended plan", "plan.json"):
+    for title in ("The peak", "Overhead by method", "The recommended plan", "plan.json"):
         assert title in text
     assert words.moves(a) in text and "Will <b>&amp;\"' fit?" in text  # escaped
 
@@ -239,13 +239,13 @@ def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
     assert a.best is None and a.host == needed
     assert a.size(MB) in words.verdict(a) and a.size(needed) in words.verdict(a)
     row, _ = report.score("autoswap_swdoa", program, small, limit, 0, "swap")
-    assert "the host" in report.reason({**row, "bound_overhead": 0.0})
+    assert "host memory" in report.reason({**row, "bound_overhead": 0.0})
 
 
 def test_where_it_fits_nothing_is_planned_and_where_nothing_fits_smaller_batches_are_named() -> None:
     a = answered(chain(), chain().peak_bytes)
     assert a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It fits")
-    assert "What methods cost" not in pages(a)
+    assert "Overhead by method" not in pages(a)
     a = answered(chain(), 40 * MB)
     assert not a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It does not fit")
     assert a.limit < a.least_bytes <= a.reached_bytes and a.size(a.least_bytes) in words.verdict(a)
