@@ -1,14 +1,11 @@
-"""Make weights: capture programs; then train the policy on annealing's plans and its own (expert_iteration.py), or the
-DQN on edits (pretrain_edits.py), whose start plans are the policy's.
+"""Trains the shipped weights: the policy by expert iteration, or the DQN on edits of plans.
 
     python -m experiments.pretrain out=runs/pretrain
     python -m experiments.pretrain out=runs/pretrain seed=1 training.width=32
     python -m experiments.pretrain out=runs/pretrain agent=dqn dqn.message_passing=false
 
-What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
-programs/0000.json.gz, …; times/0000.json, … with the kernel times of its tasks; edits.jsonl, tasks of the DQN;
-lessons-0.jsonl, annealing's plans, a line per task; lessons-1.jsonl, those that the first network to get there found,
-too; structure2vec-<seed>/ and dqn-<seed>/ with the state, log.jsonl and the weights. See agents/learned/README.md.
+Files in ``out`` are reused: an interrupted run resumes, and trainings share programs and plans. The DQN
+(pretrain_edits.py) starts from plans of the policy. agents/learned/README.md describes the files in ``out``.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ from simulator.machine import Machine
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
 
-JOINT = 0.8  # of the tasks; the rest swap or recompute
-VALIDATED = 48  # tasks of the families that are held out
+JOINT = 0.8  # fraction of joint tasks; the rest only swap or only recompute
+VALIDATED = 48  # number of validation tasks, from held-out families
 
 
 def words_of(typed: list[str]) -> list[str]:
-    """The words of a command line: ``agent=`` is ``network=`` here, since it names a group of configs elsewhere."""
+    """Renames ``agent=`` to ``network=`` in the arguments, since other commands use a config group ``agent``."""
     return [f"network={word[6:]}" if word.startswith("agent=") else word for word in typed]
 
 
@@ -57,7 +54,7 @@ def main(cfg: DictConfig) -> None:
     if edits and not fits:
         raise cli.UsageError(f"dqn_programs: expected {len(sets)} integers, at most those of each set, got {some}")
 
-    from agents.learned import expert_iteration as learning  # a mistyped key is answered before
+    from agents.learned import expert_iteration as learning  # slow import, after the checks
     from agents.learned.checkpoint import save_weights
     from agents.learned.dqn_config import Args
     from agents.learned.optimisation import one_thread
@@ -69,7 +66,7 @@ def main(cfg: DictConfig) -> None:
     for made in (out / "programs", out / "times", *(() if edits else (folder,))):
         made.mkdir(parents=True, exist_ok=True)
     with report.held(out):
-        drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
+        drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # per program
         count = len(drawn_from)
         first = [sum(programs for programs, _ in sets[:k]) for k in range(len(sets))]
         chosen = [i for k, n in enumerate(some) for i in range(first[k], first[k] + n)] if edits else range(count)
@@ -84,7 +81,7 @@ def main(cfg: DictConfig) -> None:
             print(pretrain_edits.train(out, args, net_seed, cli.path(cfg, "weights")))
             return
         with Lines(out / "lessons-0.jsonl") as lines:
-            tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
+            tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # raising `tasks` keeps earlier ones
             run(plan_one, tasks[lines.count :], at, "planning tasks", lines.add)
 
         log, net = report.console(stderr=True), None
@@ -99,12 +96,10 @@ def main(cfg: DictConfig) -> None:
             kept = [lesson for lesson in lessons if family(lesson) in held_out][:VALIDATED]
             examples = [learning.Example(lesson) for lesson in lessons if family(lesson) not in held_out]
             if not examples or not kept:
-                raise cli.UsageError(
-                    f"{out}: too few tasks to learn from, or none to validate with: make more programs"
-                )
+                raise cli.UsageError(f"{out}: too few training or validation tasks; increase programs in sets")
             if net is None:
                 net = learning.network(examples, settings, net_seed)
-            log.print(f"round {round_}: {len(examples)} tasks to learn from, {len(kept)} to validate with")
+            log.print(f"round {round_}: {len(examples)} training tasks, {len(kept)} validation tasks")
 
             bar = report.progress(log)
             shown = bar.add_task("training", total=settings.epochs)
@@ -126,7 +121,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:
-    """How many programs, and the networks to draw them from; raises UsageError naming the entry."""
+    """Returns program count and candidate networks of a set; raises UsageError naming the entry."""
     if not isinstance(entry, dict) or set(entry) != {"programs", "networks"}:
         raise cli.UsageError(f"sets[{i}]: expected a mapping with programs and networks, got {entry!r}")
     programs, networks = entry["programs"], entry["networks"]
@@ -138,7 +133,7 @@ def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:
 
 
 def check_network(where: str, entry: Any) -> Network:
-    """Lists of the values of each setting; raises UsageError that says ``where``."""
+    """Returns the candidate values of each setting; raises UsageError naming the entry ``where``."""
     if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
         raise cli.UsageError(f"{where}: expected a mapping with family, got {entry!r}")
     lists = {str(key): value if isinstance(value, list) else [value] for key, value in entry.items()}
@@ -151,8 +146,11 @@ def check_network(where: str, entry: Any) -> Network:
 def run(
     work: Callable[[Any], Any], tasks: Sequence[Any], at: tuple[str, int | None], what: str, done: Callable[[Any], None]
 ) -> None:
-    """``done`` with the result of each task, in their order. ``at``: a launcher, and how many at once
-    (common/workers.py); this process does them where one process is to."""
+    """Calls ``done`` with the result of each task, in order.
+
+    Args:
+        at: launcher and number of concurrent tasks (common/workers.py); with one process, this process runs the tasks.
+    """
     if not tasks:
         return
     waiting: dict[int, Any] = {}
@@ -171,14 +169,14 @@ def run(
 
 
 class Lines:
-    """A file of JSON lines that grows; the last one is dropped where it was cut off."""
+    """Append-only file of JSON lines; drops an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text().splitlines(True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         self.count = len(whole)
-        if len(whole) < len(lines):  # else it is left as it is: another training may read it
+        if len(whole) < len(lines):  # no rewrite otherwise: another training may be reading
             path.write_text("".join(whole))
 
     def __enter__(self) -> Lines:
@@ -189,13 +187,13 @@ class Lines:
         self.file.close()
 
     def add(self, entry: Any) -> None:
-        """Writes an entry as one line of JSON, at once."""
+        """Appends an entry as one line of JSON and flushes."""
         self.file.write(json.dumps(entry, separators=(",", ":")) + "\n")
         self.file.flush()
 
 
 def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
-    """The teacher's plans of a task drawn at random: a line of lessons-0.jsonl. No plans: nothing is to be learned."""
+    """Plans a randomly drawn task with the teacher; returns its line of lessons-0.jsonl (no plans: not a lesson)."""
     from agents.learned.expert_iteration import first_plans, reachable
     from simulator.modes import MODES
 
@@ -211,7 +209,7 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
 
 
 def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
-    """A line of the next lessons: a task's plans, and those that the search finds with the network."""
+    """Returns a task's line for the next round, with the plans of the network's search added."""
     from agents.learned.expert_iteration import better_plans
     from agents.learned.policy_net import trained
 
@@ -224,18 +222,18 @@ def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
 
 
 def read_lessons(out: Path, round_: int) -> list[Lesson]:
-    """All lessons of a round; raises FormatError naming the line."""
+    """Reads all lessons of a round; raises FormatError naming the line."""
     path, found = out / f"lessons-{round_}.jsonl", []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             found.append(lesson_of(out, json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path}: line {number} is no task with plans ({error})") from None
+            raise FormatError(f"{path}: line {number} is not a task with plans ({error})") from None
     return found
 
 
 def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
-    """What the policy learns of a line of plans."""
+    """Converts a line of plans into a lesson of the policy."""
     from agents.learned.expert_iteration import Lesson
 
     machine = Machine.from_dict(entry["machine"])
@@ -245,7 +243,7 @@ def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
 
 
 def family(lesson: Lesson) -> str:
-    """Programs are named after their family."""
+    """Returns the family of a lesson, which is the name of its program."""
     return lesson.program.name
 
 

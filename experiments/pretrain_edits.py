@@ -1,9 +1,9 @@
-"""Pretraining of the DQN: tasks with start plans, and one Q-network over all of them (agents/learned/dqn.py).
+"""Pretraining of the DQN: one Q-network over many tasks with start plans (agents/learned/dqn.py).
 
-``experiments.pretrain agent=dqn`` captures its programs and comes here. A task is a program on a drawn machine under a
-drawn limit. Its start plans are the policy's, the best heuristic's and those of short annealing runs, so that walkers
-see bad plans and good ones; rewards are above the overhead of a longer run. Tasks in which that gains less than
-``LEAST_GAIN`` are left out. ``edits.jsonl`` keeps a line per task.
+``experiments.pretrain agent=dqn`` calls it after capturing programs. A task is a program on a randomly drawn machine
+and limit. Start plans come from the policy, the best heuristic and short annealing runs, to cover bad and good plans;
+a longer annealing run sets the reference of the rewards. Tasks in which that run gains less than ``LEAST_GAIN`` are
+skipped. ``edits.jsonl`` has a line per task.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from experiments.common import report
 from experiments.pretrain_tasks import LIMITS, captured, drawn_machine, on_task, task_rng
 from simulator.machine import Machine
 
-MOST_GAPS = 600  # of a task
-LEAST_GAIN, MOST_OVERHEAD = 0.05, 60.0  # points: what a search gains on the policy's best plan, and its overhead
-RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and first temperature of annealing that makes start plans
-LONG, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # of the run that makes the reference
-NEAR = 25.0  # points above the reference: the slowest start plan
-NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # of the train split, beside the drawn ones
-EVERY = 50  # iterations between two lines of the log, and two checkpoints
+MOST_GAPS = 600  # per task
+LEAST_GAIN, MOST_OVERHEAD = 0.05, 60.0  # points: minimum gain over the policy's best plan, maximum overhead
+RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and initial temperature of annealing for start plans
+LONG, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # annealing run for the reference
+NEAR = 25.0  # largest overhead of a start plan above the reference, in points
+NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # fixed tasks of the train split
+EVERY = 50  # iterations between log lines and checkpoints
 
 
 def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
-    """Returns the line of a drawn task: limit, start plans and reference; no start plans if it is left out."""
+    """Returns the line of a drawn task: limit, start plans and reference; without start plans if it is skipped."""
     out, seed, i, j = job
     entry: dict[str, Any] = {"program": i, "task": j, "starts": []}
     if len(captured(out, i).gaps(MIB)) > MOST_GAPS:
@@ -49,13 +49,13 @@ def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
     try:
         task = EditTask(program, machine, limit, "joint", MIB, policy)
-    except ValueError:  # nothing can be moved, or no plan fits
+    except ValueError:  # no eviction candidates, or infeasible
         return entry
     return {**entry, "machine": machine.to_dict(), "limit": limit, **_starts(task)}
 
 
 def _starts(task: EditTask) -> dict[str, Any]:
-    """Start plans and the reference (points) of a task."""
+    """Returns start plans and reference (in points) of a task."""
     found = [(start.iteration_ns, start.rows) for start in task.starts]
     rows = everything(task.program, task.mode, task.min_bytes)
     score = task.engine.score(rows)
@@ -77,11 +77,11 @@ def _starts(task: EditTask) -> dict[str, Any]:
 
 
 def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
-    """Returns the task of a line, and its reference."""
+    """Returns the task of a line and its reference."""
     starts = [np.array(rows, np.int64).reshape(-1, 6) for rows in entry["starts"]]
 
     def given(task: EditTask) -> list[Rows]:
-        policy_plans(task, samples=0)  # for its probabilities
+        policy_plans(task, samples=0)  # sets the policy's probabilities
         return starts
 
     program = on_task(out, entry["program"], entry["task"])
@@ -90,7 +90,7 @@ def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
 
 
 def named_tasks() -> list[tuple[EditTask, float]]:
-    """Returns the tasks of ``NAMED``, with their references."""
+    """Returns the tasks of ``NAMED`` with their references."""
     found = []
     for name, fractions in NAMED.items():
         program, machine = load(name)
@@ -101,7 +101,7 @@ def named_tasks() -> list[tuple[EditTask, float]]:
 
 
 def train(out: Path, args: Args, seed: int, weights: Path | None) -> Path:
-    """Trains on the tasks of ``edits.jsonl`` and the named ones; goes on where it was stopped. Returns the weights."""
+    """Trains on the tasks of ``edits.jsonl`` and the named ones, resuming if possible; returns the weights file."""
     lines = [json.loads(line) for line in (out / "edits.jsonl").read_text().splitlines()]
     pairs = [*(task_of(out, entry) for entry in lines if entry["starts"]), *named_tasks()]
     folder = out / f"dqn{'' if args.message_passing else '_flat'}-{seed}"

@@ -1,4 +1,4 @@
-"""Programs and machines that pretraining learns on: captured networks of drawn sizes, drawn machines, kernel times."""
+"""Random tasks for pretraining: captured networks of random size, random machines and kernel times."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from simulator.files import FormatError, load_json, write_json
 from simulator.machine import PRESETS, Machine
 from simulator.program import Program
 
-Network = dict[str, list[Any]]  # the values of each setting of a workload
+Network = dict[str, list[Any]]  # candidate values of each workload setting
 
-MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # of a program
-LIMITS = 0.3, 0.8  # of the peak
-# What each direction (in, out) carries of its own rate while both are busy: nvbandwidth has about 0.5 and 0.95 of
-# A100s, 0.95 and 0.62 of H800s.
+MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # bounds for a program
+LIMITS = 0.3, 0.8  # range of limits, as fractions of the peak
+# Bandwidth fraction of each direction (H2D, D2H) while both are busy: nvbandwidth measures about 0.5 and 0.95 on
+# A100s, 0.95 and 0.62 on H800s.
 SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)
-CAPTURED_ON = "v100"  # the durations are set by the machine of each task
-MODELLED = 0.6  # of the tasks: kernel times are the model's of some GPU, the others' a roofline's
-SCATTER = 0.2  # of the logarithm of a modelled GPU's rates
+CAPTURED_ON = "v100"  # placeholder: durations depend on the machine of each task
+MODELLED = 0.6  # fraction of tasks with the time model of a GPU; the others use a roofline
+SCATTER = 0.2  # standard deviation of the log rates of a modelled GPU
 SHARES_OF_PEAK = ("elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
                   "conv_1x1_backward", "conv_bandwidth", "conv_float32", "conv_float32_backward", "matmul",
                   "matmul_float32", "attention")  # fmt: skip
 
 
 def program_path(out: Path, i: int) -> Path:
-    """Where program ``i`` is kept."""
+    """Path of program ``i``."""
     return out / "programs" / f"{i:04d}.json.gz"
 
 
 def times_path(out: Path, i: int) -> Path:
-    """Where the kernel times of the tasks of program ``i`` are kept."""
+    """Path of the kernel times for the tasks of program ``i``."""
     return out / "times" / f"{i:04d}.json"
 
 
 def timed(out: Path, i: int) -> int:
-    """The tasks of a program whose kernel times are known; raises FormatError."""
+    """Returns the number of tasks of a program with known kernel times; raises FormatError."""
     return len(read_times(times_path(out, i))) if times_path(out, i).exists() else 0
 
 
 def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
-    """Captures a network drawn at random, again where it is too small or too large, and writes the program and the
-    durations of its kernels on the machine of each task."""
+    """Captures a random network of suitable size.
+
+    Writes the program and its kernel durations on the machine of each task.
+    """
     from experiments import workloads
 
     out, networks, seed, i, each = task
@@ -67,17 +69,17 @@ def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
 
 
 def task_rng(seed: int, i: int, j: int) -> random.Random:
-    """What draws a task: its machine first."""
+    """Random generator of a task, which draws the machine first."""
     return random.Random(f"{seed}:{i}:{j}")
 
 
 def drawn_machine(rng: random.Random) -> Machine:
-    """Of MODELLED of ten a machine with the time model, else one with a roofline."""
+    """Draws a machine: with the time model with probability MODELLED, else with a roofline."""
     return modelled_machine(rng) if rng.random() < MODELLED else random_machine(rng)
 
 
 def modelled_machine(rng: random.Random) -> Machine:
-    """A GPU with a model of kernel times, its rates and shares off by SCATTER, on a random machine's link."""
+    """Draws a GPU with a time model, its rates and shares perturbed by SCATTER, and a random link."""
     link = random_machine(rng)
     gpu = rng.choice([m for m in map(Machine.load, sorted(p.stem for p in PRESETS.glob("*.yaml"))) if m.kernel_times])
     times = gpu.kernel_times
@@ -94,7 +96,7 @@ def modelled_machine(rng: random.Random) -> Machine:
 
 
 def random_machine(rng: random.Random) -> Machine:
-    """FLOP rates from a small GPU's to a large one's, links of 4 to 60 GB/s, one copy engine or two."""
+    """Draws a roofline machine: FLOP rates of small to large GPUs, links of 4 to 60 GB/s, one or two copy engines."""
 
     def between(low: float, high: float) -> float:
         return math.exp(rng.uniform(math.log(low), math.log(high)))
@@ -115,12 +117,12 @@ def random_machine(rng: random.Random) -> Machine:
 
 @cache
 def captured(out: Path, i: int) -> Program:
-    """Program ``i``, read once."""
+    """Loads program ``i`` (cached)."""
     return Program.load(program_path(out, i))
 
 
 def read_times(path: Path) -> list[list[int]]:
-    """Of each task of a program, ns per kernel."""
+    """Reads ns per kernel for each task of a program."""
 
     def read(data: object) -> list[list[int]]:
         if not isinstance(data, list) or any(not isinstance(row, list) for row in data):
@@ -132,10 +134,10 @@ def read_times(path: Path) -> list[list[int]]:
 
 @cache
 def kernel_times(out: Path, i: int) -> list[list[int]]:
-    """See ``read_times``; read once."""
+    """Reads kernel times as ``read_times`` (cached)."""
     return read_times(times_path(out, i))
 
 
 def on_task(out: Path, i: int, j: int) -> Program:
-    """A program with the kernel times of its task ``j``."""
+    """Returns a program with the kernel times of its task ``j``."""
     return captured(out, i).with_durations(kernel_times(out, i)[j])

@@ -1,11 +1,11 @@
-"""Capture one training step, train the DQN to plan it, and compare the planners.
+"""Captures one training step, trains the DQN to plan it, and compares it with other planners.
 
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
     python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
     python -m experiments.train_dqn resume=RUN agent.iterations=100
 
 The run directory holds summary.json, results.jsonl (a row per planner), program.json, plan.json (the DQN's best plan),
-checkpoint.pt, weights.pt (for ``agents.make("dqn", weights=...)``), tb/ (TensorBoard; ``tracker=`` has others),
+checkpoint.pt, weights.pt (for ``agents.make("dqn", weights=...)``), tb/ (TensorBoard; set another ``tracker=``),
 learning_curve.png, memory_curve.png and timeline.json (for Perfetto). Its path is the last line printed.
 """
 
@@ -39,12 +39,12 @@ from simulator.program import Program
 if TYPE_CHECKING:
     from agents.learned.training import Episode, Trainer
 
-SETTINGS = "settings.json"  # of a run that is not done
+SETTINGS = "settings.json"  # file of an unfinished run
 NO_GREEDY = "the final greedy policy's plan does not fit the limit"
 
 
 def settings_of(words: list[str]) -> list[str]:
-    """The words of a command line; where they resume a run directory, its settings before those that are typed."""
+    """Returns the arguments; with resume=, the settings of that run followed by the typed arguments."""
     runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
     files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
     return words if not files else resumed_words(files[0], words)
@@ -52,7 +52,7 @@ def settings_of(words: list[str]) -> list[str]:
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
-    from agents.learned import dqn, dqn_paper  # PyTorch takes seconds; a mistyped key is answered before that
+    from agents.learned import dqn, dqn_paper  # slow import of PyTorch, after the key checks
     from agents.learned.checkpoint import save_weights
     from agents.learned.dqn_config import Args, PaperConfig
     from agents.learned.structure2vec import CustomNetworkError
@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> Path:
     variant = dqn_paper.Variant(*variant_of(cfg))
     for key in ("reward", "actions", "network"):
         if edits and cfg[key] is not None:
-            raise cli.UsageError(f"{key}: of agent=dqn_paper; agent=dqn takes none")
+            raise cli.UsageError(f"{key}: only available with agent=dqn_paper, not with agent=dqn")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine)
     limit = limit_bytes(cfg.limit, program)
@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> Path:
     screen, log = report.console(), report.console(stderr=True)
     screen.print(report.headline(*task))
     with log.status("compiling the simulator"):
-        for planner in ("annealing", "lp_round", "dqn"):  # moves, weighted moves, ranked ones
+        for planner in ("annealing", "lp_round", "dqn"):  # plain, weighted and ranked moves
             report.warm_up(machine, planner)
 
     with resumable(directory) as out:
@@ -109,7 +109,7 @@ def main(cfg: DictConfig) -> Path:
             curve.point(result.simulator_calls, overhead)
         spent = time.perf_counter() - start
 
-        mode = None if config.mode == "joint" else config.mode  # None: each planner's own
+        mode = None if config.mode == "joint" else config.mode  # None: each planner's default
         options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": seed}
         controls = report.controls(result.simulator_calls, None if resume else spent, **options)
         if edits:
@@ -124,7 +124,7 @@ def main(cfg: DictConfig) -> Path:
              f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls)},
             spent, curve.bound,
         )  # fmt: skip
-        from experiments.plotting.training import write_training  # Matplotlib takes long to import
+        from experiments.plotting.training import write_training  # slow import of Matplotlib
 
         shown = None
         if isinstance(trainer, dqn.FineTuning):
@@ -132,7 +132,7 @@ def main(cfg: DictConfig) -> Path:
             save_weights(trainer.dqn.net, out / "weights.pt")
         write_training(out, program, machine, result.best, agent, result.history, rows, shown)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=result.episodes, train_s=spent)
-        (out / SETTINGS).unlink(missing_ok=True)  # which the summary has, too
+        (out / SETTINGS).unlink(missing_ok=True)  # now part of the summary
     screen.print(report.table(rows))
     print(out)
     return out
@@ -142,8 +142,14 @@ def compared(
     task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
     controls: Mapping[str, agents.Planner], plans: Mapping[str, tuple[Plan | None, int]], spent: float, bound: Floor,
 ) -> list[report.Row]:  # fmt: skip
-    """Returns certified rows: of the planners of ``names``, of ``controls``, and of the agent's own ``plans`` (with
-    simulator calls; None: no plan), by name; it trained for ``spent`` seconds."""
+    """Returns certified rows of the planners in ``names``, of ``controls``, and of the agent's own ``plans``.
+
+    Args:
+        controls: planners by row name.
+        plans: plan (None: infeasible) and number of simulator calls by row name.
+        spent: training time in s.
+        bound: floor of the task.
+    """
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
     rows += [report.score_with(controls[named], *task, seed, mode, named=named)[0]
              for named in report.tracked(list(controls), "planning with")]  # fmt: skip
@@ -154,7 +160,7 @@ def compared(
 
 
 def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
-    """Reward, actions and the class of ``network``, None without one."""
+    """Returns reward, actions and the class of ``network``, None by default."""
     from envs.task import ACTIONS, REWARDS
     from experiments.workloads.module import WorkloadError, named
 
@@ -167,18 +173,18 @@ def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
 
 
 def checkpoint_of(path: Path | None) -> Path | None:
-    """The checkpoint at ``path``, or in the run directory ``path``; raises UsageError when there is none."""
+    """Returns the checkpoint at ``path`` or in that run directory; raises UsageError if it does not exist."""
     if path is None:
         return None
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        raise cli.UsageError(f"resume: there is no checkpoint {file}")
+        raise cli.UsageError(f"resume: checkpoint {file} does not exist")
     return file
 
 
 @contextmanager
 def resumable(directory: report.RunDirectory) -> Iterator[Path]:
-    """The run directory; an interruption says how the run goes on, where it has a checkpoint."""
+    """Opens the run directory; an interruption prints how to resume if a checkpoint exists."""
     with directory as out:
         try:
             yield out
@@ -189,7 +195,7 @@ def resumable(directory: report.RunDirectory) -> Iterator[Path]:
 
 
 def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
-    """Where to write: ``out``, else the directory of an unfinished run that is resumed, else a new one."""
+    """Returns ``out``, else the directory of the unfinished run being resumed, else None (a new directory)."""
     out = cli.path(cfg, "out")
     if out is None and resume is not None and not (resume.parent / "summary.json").exists():
         return resume.parent
@@ -197,24 +203,26 @@ def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
 
 
 class Watch:
-    """Shows training as it goes: a progress bar on stderr and scalars for the tracker. Ctrl-C and SIGTERM wait for the
-    end of an episode, where the state can be kept; a second one does not."""
+    """Progress bar on stderr and tracker logging during training.
+
+    Ctrl-C and SIGTERM wait for the end of an episode, to save the state; a second signal acts at once.
+    """
 
     def __init__(self, episodes: int, begin: Callable[[], Tracker], console: Any, curve: Curve):
         self.begin, self.curve = begin, curve
-        self.tracker: Tracker | None = None  # made with the first episode: an error before it leaves nothing behind
+        self.tracker: Tracker | None = None  # opened at the first episode: earlier errors leave no files
         self.bar = report.progress(console)
         self.resumes = bool(curve.before)
-        self.total = episodes  # walks side by side may finish a few more
+        self.total = episodes  # parallel walks may finish a few more
         self.task = self.bar.add_task("training, no plan yet", total=episodes)
 
     def __enter__(self) -> Watch:
         self.stopping: type[KeyboardInterrupt] | None = None
         self.before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self  # the bar starts with the first episode: where there is none, only the error is printed
+        return self  # the bar starts at the first episode, so that earlier errors print alone
 
     def stop(self, number: int, _: object) -> None:
-        """A signal's handler: training stops after this episode; the next signal is as without it."""
+        """Signal handler: requests a stop after this episode and restores the previous handler."""
         self.stopping = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         signal.signal(number, self.before[number])
 
@@ -227,7 +235,7 @@ class Watch:
             self.tracker.close()
 
     def __call__(self, e: Episode) -> None:
-        """Takes one finished episode."""
+        """Logs a finished episode."""
         if self.tracker is None:
             self.tracker = self.begin()
             self.curve.tell = self.tracker.scalars
@@ -235,14 +243,14 @@ class Watch:
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
         self.bar.update(self.task, completed=min(e.episode, self.total), description=f"training, {text}")
-        if not math.isnan(e.overhead) or not e.feasible:  # an iteration in which no episode ended says nothing
+        if not math.isnan(e.overhead) or not e.feasible:  # skip iterations without a finished episode
             self.curve.episode(e.overhead, best)
         self.tracker.scalars(e.simulator_calls, {"train/epsilon": e.epsilon, "train/loss": e.loss})
         if self.stopping:
             raise self.stopping
 
     def step(self, trainer: Trainer) -> None:
-        """After a step of the training, and before the first."""
+        """Updates the curve after a training step, and before the first."""
         calls = trainer.simulator_calls
         if self.resumes:
             self.curve.goes_on(calls)

@@ -1,11 +1,11 @@
-"""Train an agent of Stable-Baselines3 to plan one step, and compare the planners.
+"""Trains a Stable-Baselines3 agent to plan one step and compares it with other planners.
 
     python -m experiments.train_sb3 algo=maskable_ppo steps=6000 seed=1                  # the small built-in task
     python -m experiments.train_sb3 task=GpuMemory/vgg16-45-v0 reward=causal actions=full
     python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
 
 The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
-(by Stable-Baselines3), tb/ (TensorBoard; ``tracker=`` has others), learning_curve.png, memory_curve.png and
+(Stable-Baselines3), tb/ (TensorBoard; set another ``tracker=``), learning_curve.png, memory_curve.png and
 timeline.json (for Perfetto). Its path is the last line printed.
 """
 
@@ -34,7 +34,7 @@ from simulator.modes import MODES
 @cli.entry("train_sb3")
 def main(cfg: DictConfig) -> Path:
     try:
-        from agents.learned import sb3  # PyTorch takes seconds to import, too
+        from agents.learned import sb3  # slow import of PyTorch
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
     from agents.learned.dqn_paper import Variant
@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> Path:
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
     program, machine, limit = task_of(cfg)
-    if cfg.get("machine") is None:  # what the summary says, and so a run that repeats this one
+    if cfg.get("machine") is None:  # recorded in the summary, for repeated runs
         with open_dict(cfg):
             cfg.machine = machine.to_dict()
     reward, actions, own = variant_of(cfg)
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> Path:
             except (TypeError, ValueError, AssertionError) as error:
                 raise cli.UsageError(f"algo: {error}") from None
             sb3.greedy(model, environment, agent)
-            for planner in ("annealing", "lp_round"):  # moves, weighted moves
+            for planner in ("annealing", "lp_round"):  # plain and weighted moves
                 report.warm_up(machine, planner)
         with report.progress() as bar, closing(open_tracker(tracker, out, cli.plain(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
@@ -108,7 +108,7 @@ def main(cfg: DictConfig) -> Path:
              f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
             spent, curve.bound,
         )  # fmt: skip
-        from experiments.plotting.training import write_training  # Matplotlib takes long to import
+        from experiments.plotting.training import write_training  # slow import of Matplotlib
 
         write_training(out, program, machine, record.best, agent, record.history, rows)
         episodes = len(record.history)
@@ -119,15 +119,14 @@ def main(cfg: DictConfig) -> Path:
 
 
 def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]:
-    """The program, the machine and the limit in bytes; the small task where neither a task, a workload nor a program is
-    given."""
+    """Returns program, machine and limit in bytes; the built-in task if no task, workload or program is given."""
     if cfg.task is not None:
         known = {f"GpuMemory/{name}-v0": task for name, task in TASKS.items()}
         if str(cfg.task) not in known:
-            raise cli.UsageError(f"task: there is no {cfg.task!r}{cli.nearest(str(cfg.task), set(known))}")
+            raise cli.UsageError(f"task: unknown task {cfg.task!r}{cli.nearest(str(cfg.task), set(known))}")
         typed = [word.partition("=")[0] for word in HydraConfig.get().overrides.task]
         if both := {"workload", "program", "machine", "limit"} & set(typed):
-            raise cli.UsageError(f"task: {cfg.task} says itself what {min(both)}= is; leave one of them out")
+            raise cli.UsageError(f"task: {cfg.task} already determines {min(both)}=; remove one of them")
         found = known[str(cfg.task)]
         program, machine = load(found.program)
         cfg.limit = found.limit

@@ -359,8 +359,8 @@ def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterat
 def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows a progress bar over stages of different length; yields a function to call when a stage begins.
 
-    The function takes the stage's name; call it in order (stages may be skipped). If stderr is not a terminal, it prints a
-    line per finished stage.
+    The function takes the name of the stage; call it in order (stages may be skipped). If stderr is not a terminal, it
+    prints a line per finished stage.
 
     Args:
         stages: expected duration of each stage, in any unit.

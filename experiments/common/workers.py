@@ -79,7 +79,7 @@ class Pool(ProcessPoolExecutor):
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
         """Submits a task with SIGINT blocked, so that new workers inherit the mask.
 
-        Ctrl-C waits meanwhile, since another thread (a progress bar) may receive it and a half-started worker would print a
+        Ctrl-C waits meanwhile: another thread (a progress bar) may receive it, and a half-started worker would print a
         traceback.
         """
         with ctrl_c_waits():
