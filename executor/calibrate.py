@@ -1,10 +1,10 @@
-"""Measures what a Machine says about transfers and launches, on a backend.
+"""Measures transfer and launch costs of a device and writes them as a Machine.
 
     python -m executor.calibrate machine.yaml [--backend cuda|host] [--machine h200] [--max-bytes N]
 
-writes a Machine that ``Machine.load`` and every command's ``machine=machine.yaml`` read, each figure with how it was
-measured, and machine.json with every measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies,
-alignment, the driver's calls) is that of the machine given. How each figure is measured: executor/README.md.
+The YAML file is accepted by ``Machine.load`` and by ``machine=machine.yaml`` in every command; comments give the method
+of each figure. machine.json holds all measurements. Figures that are not measured (FLOP rates, memory bandwidth,
+efficiencies, alignment, driver calls) are copied from --machine. Methods: executor/README.md.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from simulator.report import size
 
 FORMAT = "calibration/3"
 SMALLEST, LARGEST = 2**12, 2**30
-LATENCY_UPTO, RATE_FROM = 2**18, 2**24  # bytes of the copies that give latencies, and rates
+LATENCY_UPTO, RATE_FROM = 2**18, 2**24  # sizes for fitting latencies (at most) and rates (at least), in bytes
 REPEATS = 7
-LAUNCHES, NODES = 300, 1000  # of a row on a stream, with an event or a wait for each, and in a graph
-SPIN_NS = 2000  # of each of them
-MOST_LAUNCHES = 5000  # that are tried to find the depth of the launch queue
-HELD_NS, STUCK_NS = 80_000_000, 2_000_000  # of the kernel before them; a launch that takes longer had to wait
-ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
-STEPS = 20  # of which the median is the host's time per kernel
-ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
-DUPLEX_ERROR = 0.02  # the least measuring error of the shares; a larger spread of the repeats counts
+LAUNCHES, NODES = 300, 1000  # kernels in a row on a stream (also with an event or wait each), and in a graph
+SPIN_NS = 2000  # duration of each of these kernels
+MOST_LAUNCHES = 5000  # maximum number of launches to find the queue depth
+HELD_NS, STUCK_NS = 80_000_000, 2_000_000  # preceding kernel's duration; a launch slower than STUCK_NS waited
+ISSUE_NS = 1_000_000  # duration of a kernel that covers a few host calls
+STEPS = 20  # steps for the median host time per kernel
+ONE_ENGINE = 0.85  # concurrent over sequential time; from here on: one copy engine
+DUPLEX_ERROR = 0.02  # minimum error of the bandwidth shares; a larger spread of repeats replaces it
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -49,19 +49,19 @@ DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """Measured machine with its measurements.
 
     Attributes:
         machine: with the measured figures.
-        device: in words.
+        device: description.
         transfers: direction -> (bytes, ns) by size.
-        fit_error: the largest relative error of latency + bytes / bandwidth over all copies.
-        duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
-        share: direction -> of its own speed while both are busy.
-        share_error: the largest spread between the quartiles of their measurements, at least DUPLEX_ERROR.
-        depth: whether the launch queue was seen to be full.
-        context: how the machine's ``context_bytes`` was measured; "" if it was not.
-        issue: whether its ``issue_ns`` was (``of_process`` measures both).
+        fit_error: largest relative error of latency + bytes / bandwidth over all copies.
+        duplex: direction -> slowdown factor of the largest copy while the other direction is busy.
+        share: direction -> fraction of its bandwidth while both directions are busy.
+        share_error: largest interquartile range of their measurements, at least DUPLEX_ERROR.
+        depth: whether the launch queue was filled.
+        context: measurement method of the machine's ``context_bytes``; "" if not measured.
+        issue: whether ``issue_ns`` was measured (``of_process`` measures both).
     """
 
     machine: Machine
@@ -76,30 +76,30 @@ class Calibration:
     issue: bool = False
 
     def to_yaml(self) -> str:
-        """The machine as Machine.load reads it, with comments."""
+        """Returns the machine as YAML for Machine.load, with comments."""
         largest = size(self.transfers["h2d"][-1][0])
-        rate = f"measured: copies from {size(RATE_FROM)} on, up to {largest}; worst error of all {self.fit_error:.1%}"
+        rate = f"measured: copies from {size(RATE_FROM)} on, up to {largest}; largest error {self.fit_error:.1%}"
         latency = f"measured: median over copies of at most {size(LATENCY_UPTO)}, from the end of the kernel"
-        beside = "measured: {:.1%} of alone, give or take {:.1%}; 0: as alone"
+        beside = "measured: {:.1%} (± {:.1%}) of the rate alone; 0: same rate"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
         measured = {
             "name": "",
-            "memory_bytes": "as the device says",
+            "memory_bytes": "as reported by the device",
             **{f"{d}_bytes_per_s": rate for d in DIRECTIONS},
             **{f"{d}_latency_ns": latency for d in DIRECTIONS},
-            "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
+            "copy_engines": f"measured: slowdown {slower} with both directions busy",
             **{f"duplex_{d}_bytes_per_s": beside.format(self.share[d], self.share_error) for d in DIRECTIONS},
             "launch_ns": f"measured: pause between {LAUNCHES} kernels of one stream",
             "graph_launch_ns": f"measured: pause between {NODES} kernels of a graph",
-            "event_ns": "measured: what an event behind each kernel, for which a copy stream waits, adds to the pause",
-            "wait_ns": "measured: what a wait before each kernel, for an event that is pending when it is issued, adds",
+            "event_ns": "measured: extra pause for an event after each kernel that a copy stream waits for",
+            "wait_ns": "measured: extra pause for a wait before each kernel on an event pending at issue",
         }
         if self.depth:
-            measured["queue_depth"] = "measured: launches behind a long kernel until the host waits"
+            measured["queue_depth"] = "measured: launches behind a long kernel until the host blocks"
         if self.context:
             measured["context_bytes"] = f"measured: {self.context}"
         if self.issue:
-            measured["issue_ns"] = "measured: the host's time per kernel of a planned step, without a graph"
+            measured["issue_ns"] = "measured: host time per kernel of a planned step, without a graph"
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s        h2d     d2h"]
         for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
             lines.append(f"# {size(nbytes):11}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
@@ -112,11 +112,11 @@ class Calibration:
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every measurement."""
+        """Returns all measurements."""
         return {"format": FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Writes the machine as YAML and, beside it, every measurement as JSON."""
+        """Writes the machine as YAML and all measurements as JSON beside it."""
         write_text(path, self.to_yaml())
         write_json(Path(path).with_suffix(".json"), self.to_dict(), indent=1)
 
@@ -127,14 +127,14 @@ def calibrate(
     """Measures a backend.
 
     Args:
-        base: gives what is not measured.
-        max_bytes: of the largest copy, at least 16 KiB.
+        base: machine with defaults for unmeasured figures.
+        max_bytes: size of the largest copy, at least 16 KiB.
         name: of the new machine; "" for that of ``base``.
-        seconds: after this time no larger size is begun. The two smallest are always measured.
+        seconds: time after which no larger size is started; the two smallest are always measured.
 
     Raises:
-        ValueError: there is room for one size only.
-        BackendError: the device refused or failed.
+        ValueError: memory suffices for only one size.
+        BackendError: a device operation failed.
     """
     room = min(max_bytes, backend.memory_bytes // 4, base.host_bytes // 4)
     sizes = [s for s in (SMALLEST * 4**i for i in range(32)) if s <= room]
@@ -152,7 +152,7 @@ def calibrate(
             if i >= 2 and time.monotonic() - begin > seconds:
                 break
             largest = n
-            _copies(backend, DIRECTIONS, n)  # the first of everything is slow
+            _copies(backend, DIRECTIONS, n)  # warm-up
             single = {d: [_copies(backend, [d], n)[d] for _ in range(REPEATS)] for d in DIRECTIONS}
             for d in DIRECTIONS:
                 transfers[d].append((n, round(median(single[d]))))
@@ -182,7 +182,7 @@ def calibrate(
 
 
 def of_process(found: Calibration, device: str) -> Calibration:
-    """Adds what needs PyTorch: bytes of a context (CUDA) and the host's time per kernel of a planned step.
+    """Adds measurements that need PyTorch: context size (CUDA) and host time per kernel of a planned step.
 
     Raises:
         ContextError: the context cannot be measured.
@@ -198,8 +198,10 @@ def of_process(found: Calibration, device: str) -> Calibration:
 
 
 def planned_issue_ns(device: str) -> int:
-    """Host time per kernel of a planned step that runs kernel by kernel: a chain of small layers, no plan, the median
-    over STEPS steps. On the CPU the kernels themselves are in it."""
+    """Returns the host time per kernel of a planned step without a graph, the median over STEPS steps.
+
+    The step is a chain of small layers without a plan. On the CPU the time includes the kernels themselves.
+    """
     import torch
     from torch import nn
 
@@ -223,30 +225,29 @@ def planned_issue_ns(device: str) -> int:
 
 
 def _shares(alone: dict[Direction, int], both: dict[str, int]) -> dict[str, float]:
-    """By direction, the share of its own speed that a copy has while the other is under way (``Machine.h2d_share``).
+    """Returns by direction the fraction of its bandwidth while the other is busy (``Machine.h2d_share``).
 
     Args:
-        alone: ns of each alone.
-        both: ns from when they begin together: the first to end had the other beside it all the time, and the other
-            goes on alone.
+        alone: ns of each copy alone.
+        both: ns of each from the common start. The first to end overlapped throughout; the other then continues alone.
     """
     first = min(both.values())
     return {str(d): max(0.0, alone[d] - (both[d] - first)) / first for d in DIRECTIONS}
 
 
 def _spread(times: Sequence[float]) -> float:
-    """Between the quartiles, over the median."""
+    """Interquartile range over the median."""
     return _range(times) / median(times)
 
 
 def _range(values: Sequence[float]) -> float:
-    """Between the quartiles."""
+    """Interquartile range."""
     low, _, high = quantiles(values, n=4)
     return high - low
 
 
 def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> dict[str, int]:
-    """Copies in one or both directions at once; ns of each from the end of the kernel before them."""
+    """Copies in one or both directions at once; returns ns of each from the end of the kernel before."""
     backend.task = f"copy {' and '.join(directions)} of {nbytes:,} bytes"
     backend.spin(ISSUE_NS)
     begin = backend.record("compute", timed=True)
@@ -260,10 +261,10 @@ def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> d
 
 
 def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) -> float:
-    """ns between two kernels in a row, which wait behind a long one until the host has issued them.
+    """Returns ns between consecutive kernels, which queue behind a long one until all are issued.
 
     Args:
-        kind: "event": a copy stream waits for each kernel; "wait": each kernel waits for an event that is pending.
+        kind: "event": a copy stream waits for each kernel; "wait": each kernel waits for a pending event.
     """
     backend.task = f"kernels in a row, {kind}"
     backend.spin(20 * ISSUE_NS)
@@ -281,7 +282,7 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
 
     if kind == "graph":
         launch = backend.graph(row)
-        launch()  # the first one uploads it
+        launch()  # the first launch uploads the graph
         launch()
     else:
         row()
@@ -291,7 +292,7 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
 
 
 def _depth(backend: Backend) -> int | None:
-    """Launches that may be pending on a stream; None if the host never had to wait."""
+    """Returns the number of launches that can be pending on a stream; None if the host never blocked."""
     backend.task = "launches behind a long kernel"
     backend.spin(HELD_NS)
     depth = None
@@ -299,39 +300,38 @@ def _depth(backend: Backend) -> int | None:
         begin = backend.host_ns()
         backend.spin(0)
         if backend.host_ns() - begin > STUCK_NS:
-            depth = i + 1  # the long kernel and i others
+            depth = i + 1  # the long kernel plus i others
             break
     backend.synchronize()
     return depth
 
 
 def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
-    """Latency (ns), bytes per second and largest relative error of latency + bytes / bandwidth, of one direction.
+    """Fits latency (ns) and bytes per second of one direction; also returns the largest relative error.
 
     Args:
-        times: (bytes, ns) by ascending size, at least two. The rate is fitted to the sizes from RATE_FROM on (least
-            squares of the relative errors), or to the two largest; the latency is the median of what copies up to
-            LATENCY_UPTO take beyond that rate.
+        times: (bytes, ns) by ascending size, at least two. The rate is fitted to sizes from RATE_FROM (least squares of
+            relative errors), or to the two largest; the latency is the median excess time of copies up to LATENCY_UPTO.
     """
     sizes, ns = np.array(times, np.float64).T
     small, large = sizes <= max(LATENCY_UPTO, sizes[0]), sizes >= min(RATE_FROM, sizes[-2])
     per_byte = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2])
-    for _ in range(3):  # each needs the other, and hardly depends on it
+    for _ in range(3):  # fixed-point iteration, converges fast
         latency = max(0.0, float(np.median((ns - sizes * per_byte)[small])))
         relative = sizes[large] / ns[large]
         per_byte = float((relative * (1 - latency / ns[large])).sum() / (relative**2).sum())
     if per_byte <= 0:
-        raise BackendError(f"larger copies do not take longer: {times}")
+        raise BackendError(f"cannot fit a bandwidth: larger copies do not take longer: {times}")
     return round(latency), round(1e9 / per_byte), float(np.abs((latency + sizes * per_byte) / ns - 1).max())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser("executor.calibrate", description="Measures transfers and launches of a GPU.")
-    parser.add_argument("out", type=Path, help="YAML file of the machine; a JSON file of the same name beside it")
+    parser.add_argument("out", type=Path, help="YAML file to write; a JSON file is written beside it")
     parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--machine", default="h200", help="preset or YAML file that gives what is not measured")
-    parser.add_argument("--max-bytes", type=int, default=LARGEST, help="of the largest copy")
+    parser.add_argument("--machine", default="h200", help="preset or YAML file with defaults for unmeasured figures")
+    parser.add_argument("--max-bytes", type=int, default=LARGEST, help="size of the largest copy")
     options = parser.parse_args(arguments)
     try:
         base = Machine.load(options.machine)
