@@ -1,4 +1,4 @@
-"""The whole validation on the host backend in small, and what it says where it cannot run."""
+"""The whole validation on the host backend in small, and its messages where it cannot run."""
 
 import json
 import multiprocessing
@@ -43,7 +43,7 @@ def record(tmp_path, seconds=600.0, device="cpu"):
 
 
 def in_turn(out, *words, which=("calibrate", "profile", "plan", "replay", "train")):
-    """Stages in this process."""
+    """Runs stages in this process."""
     for stage in which:
         assert main(["backend=host", f"out={out}", f"stages={stage}", *words]) == 0
 
@@ -81,7 +81,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert 0 < profile["eager_between"] < profile["eager_peak"]
     for name in ("predicted_vs_measured.png", "timeline.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    # Nothing is measured twice; what there is goes on: with plans of the first, another command compares.
+    # Nothing is measured twice; another command compares with the first one's plans.
     in_turn(out, *words)
     assert read_json(out / "results.json")["rows"] == rows
     with pytest.MonkeyPatch().context() as patch:
@@ -99,14 +99,14 @@ def test_on_the_host_in_small(tmp_path, capsys):
 
 @pytest.mark.nightly
 def test_what_one_command_measured_another_reads_elsewhere(tmp_path):
-    """Profiles, plans and the machine of one directory, used in others."""
+    """Reuses profiles, plans and the machine of one directory in others."""
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["workloads=tiny_gpt2", "limits=0.8", "planners=capuchin", "train=", "graph=capuchin", "workers=1"]
     in_turn(first, *words, which=["calibrate", "profile"])
     there = [f"machine={first / 'machine.yaml'}", f"profiles={first / 'profiles'}"]
     in_turn(second, *words, *there, which=["plan"])
     plans = {p.name for p in (second / "plans").iterdir()}
-    assert plans == {"tiny_gpt2-0.8-capuchin.json", "tiny_gpt2-graph-0.8-capuchin.json"}  # AdamW of a graph is another
+    assert plans == {"tiny_gpt2-0.8-capuchin.json", "tiny_gpt2-graph-0.8-capuchin.json"}  # a graph has another AdamW
     in_turn(tmp_path / "third", *words, *there, f"plans={second / 'plans'}", which=["replay"])
     (row,) = [r for r in read_json(tmp_path / "third" / "results.json")["rows"] if r["kind"] == "replay"]
     assert row["planner"] == "capuchin" and row["measured_ns"] > 0
@@ -116,7 +116,7 @@ def test_what_one_command_measured_another_reads_elsewhere(tmp_path):
 
 
 def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):
-    """Each with its share of the time; one that dies, or that CUDA has failed in, begins anew, the next ones follow."""
+    """Each stage has its time share; after a crash or CUDA failure it restarts, and later stages continue."""
     calls, statuses = [], iter([0, -11, command.BROKEN, 0, 0])
 
     @contextmanager
@@ -140,7 +140,7 @@ def test_what_ends_the_process_is_tried_once_more_and_then_left_out(tmp_path):
     for deaths in (1, 2):
         rows = record(tmp_path)
         assert not rows.rows
-        rows.trying("replay", workload="a", planner="b")  # and nothing more is heard of it
+        rows.trying("replay", workload="a", planner="b")  # and it stays silent
         assert read_json(tmp_path / "out" / "under_way.json")["deaths"] == deaths
     (row,) = record(tmp_path).rows
     assert row["failed"] == "the process ended in it, 2 times" and record(tmp_path).has("replay", workload="a")
@@ -152,7 +152,7 @@ def test_after_cuda_has_failed_nothing_more_is_measured(tmp_path, monkeypatch):
 
     rows = record(tmp_path, device="cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    rows.add("clocks", workload="home", failed="no plan")  # where there is no GPU, there is nothing to break
+    rows.add("clocks", workload="home", failed="no plan")  # nothing to break without a GPU
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows.add("clocks", workload="a", failed="it does not fit")
@@ -172,7 +172,7 @@ def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_pat
     with (tmp_path / "out" / "measurements.jsonl").open("a") as file:
         file.write('{"kind": "replay", "workl')
     again = record(tmp_path)
-    assert [r["workload"] for r in again.rows] == ["a", "b", "c", "d"]  # what is not measured yet is still named
+    assert [r["workload"] for r in again.rows] == ["a", "b", "c", "d"]  # unmeasured entries are still listed
     assert [again.has("replay", workload=w) for w in "abcd"] == [True, False, False, True]
     again.add("replay", workload="b", measured_ns=6)
     assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"] and again.has("replay", workload="b")
@@ -218,8 +218,10 @@ def test_bad_words(word, named, capsys):
 
 
 def test_errors_are_summed_up():
-    """Times off by +2 and -4 %; peaks by 0 and 10 %, the second over its limit. An arena is of pages of 2 MiB: 3 MiB
-    may take two of them, not three."""
+    """Times off by +2 and -4 %; peaks by 0 and 10 %, the second over its limit.
+
+    The arena has pages of 2 MiB, so 3 MiB may take two pages but not three.
+    """
     peaks = {"measured_peak": 100, "predicted_peak": 100, "limit": 100}
     found = summary([{"error": 0.02, **peaks}, {"error": -0.04, **peaks, "measured_peak": 110}])
     assert found.pop("time") == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
@@ -231,7 +233,7 @@ def test_errors_are_summed_up():
 
 
 def chain_to_plan(tmp_path, seconds=600.0):
-    """A run with a profiled chain, and the chain at a limit."""
+    """Returns a run with a profiled chain, and the chain at a limit."""
     run = Run(Settings(), record(tmp_path, seconds))
     chain().save(run.program("chain"))
     return run, Case("chain", chain(), 0.7, chain().peak_bytes * 7 // 10)
@@ -255,17 +257,17 @@ def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
     assert Plan.load(file).planner == "autoswap_doa"
     broken, missing, found = (row.get("failed") for row in run.record.rows)
     assert "ZeroDivisionError" in broken and "no sklearn" in missing and found is None
-    again = record(tmp_path)  # where the library may be there
+    again = record(tmp_path)  # if the library is installed
     assert [again.has("plan", planner=planner) for planner in errors] == [True, False, True]
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(1.0, LATE), (600.0, "BrokenProcessPool")])
 def test_planners_in_processes_are_stopped(seconds, word, tmp_path):
-    """Because the time is over, or because a process dies; no process and no thread is left."""
+    """After a timeout or the death of a process; no process or thread is left."""
     run, case = chain_to_plan(tmp_path, seconds)
     threads = threading.active_count()
     with stages.planning(1) as pool:
-        first = pool.submit(*((time.sleep, 60) if word == LATE else (os.abort,)))  # in the way of all planners
+        first = pool.submit(*((time.sleep, 60) if word == LATE else (os.abort,)))  # breaks all planners
         make_plans(run, [("autoswap_doa", case, 0)], LINK, pool)
     (row,) = run.record.rows
     assert word in row["failed"] and isinstance(first.exception(), BrokenExecutor)
@@ -275,7 +277,7 @@ def test_planners_in_processes_are_stopped(seconds, word, tmp_path):
 
 @pytest.mark.nightly
 def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
-    """Every workload, plan, replay and training is in the results, measured or with why it is not, once."""
+    """Every workload, plan, replay and training appears once in the results: measured, or with the reason."""
     out = tmp_path / "out"
     words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8", "planners=capuchin", "train=capuchin", "workers=1"]
     in_turn(out, *words, "workloads=tiny_resnet", which=["calibrate", "profile", "plan"])
@@ -292,14 +294,14 @@ def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
 def test_a_finalizer_does_not_swallow_the_end():
     class Slow:
         def __del__(self):
-            signal.raise_signal(signal.SIGALRM)  # the time is over
+            signal.raise_signal(signal.SIGALRM)  # time is up
 
     with pytest.raises(TimeUp), within(60):
         slow = Slow()
         del slow
         time.sleep(60)
         pytest.fail("nobody broke it off")
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)  # nothing rings any more
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)  # no pending alarm
 
 
 @pytest.mark.parametrize(
@@ -331,7 +333,7 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
     eager, ours, checkpoint, offload = rows.rows
     assert ours["measured_peak"] <= ours["limit"] < eager["measured_peak"]
     assert checkpoint["measured_peak"] <= checkpoint["limit"] and checkpoint["setting"] == "1 of 3 blocks"
-    assert "at its strongest it needs" in offload["failed"]  # host memory is this device's memory
+    assert "at its strongest it needs" in offload["failed"]  # the device of the host backend is host memory
 
 
 def test_without_the_solver_the_other_planners_do(monkeypatch):
@@ -372,7 +374,7 @@ def test_the_mildest_setting_within_the_limit(monkeypatch):
 
 
 def test_two_steps_take_turns():
-    # Five steps in turns of 1, 1, 1, 2, each after one that is not measured.
+    # Five steps in turns of 1, 1, 1, 2, each after a warm-up step.
     log, results = [], iter(range(20))
     found, mine, others, peak = in_turns(
         lambda: log.append("a") or next(results), lambda: log.append("b"), 5, "cpu", turn=log.append
@@ -386,7 +388,7 @@ def test_two_steps_take_turns():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tiny_resnet_bf16", "tiny_llama_bf16"])
 def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
-    """Autocast, channels-last images and a decoder in bfloat16: the losses are eager's."""
+    """Autocast, channels-last images and a bfloat16 decoder: losses equal those of the eager step."""
     eager = training.eager_bits(name, "cpu")
     program = build(name, "cpu").captured(LINK).program
     persistent = sum(t.nbytes for t in program.tensors if t.persistent)
@@ -398,7 +400,7 @@ def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
         training.losses_only("cpu", replace(case, program=chain()), plan, LINK, 1.0)
     if name == "tiny_resnet_bf16":
         assert training.timed_beside("cpu", case, plan, LINK, 1.0, 2)["ledger"] <= limit
-    # As a graph, with an optimizer that can be in one: another program, with a plan of its own.
+    # As a graph, with a capturable optimizer: another program and plan.
     assert reads_numbers(name) is (name == "tiny_llama_bf16")
     if reads_numbers(name):
         other = build(name, "cpu", capturable=True).captured(LINK).program
@@ -451,7 +453,7 @@ def test_bytes_are_counted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu(tmp_path):
-    """What is right or wrong without a clock: contents, bytes, losses. Times are what the command is for."""
+    """Checks everything that does not depend on time: contents, bytes, losses."""
     words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=100"]
     assert main([f"out={tmp_path}", *words, "graph=", "methods=eager"]) == 0
     found = read_json(tmp_path / "results.json")
