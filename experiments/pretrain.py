@@ -1,11 +1,13 @@
-"""Trains the shipped weights: the policy by expert iteration, or the DQN on edits of plans.
+"""Trains the shipped weights: the policy by expert iteration, or the DQN on edits of plans (pretrain_edits.py).
 
     python -m experiments.pretrain out=runs/pretrain
     python -m experiments.pretrain out=runs/pretrain seed=1 training.width=32
     python -m experiments.pretrain out=runs/pretrain agent=dqn dqn.message_passing=false
 
-Files in ``out`` are reused: an interrupted run resumes, and trainings share programs and plans. The DQN
-(pretrain_edits.py) starts from plans of the policy. agents/learned/README.md describes the files in ``out``.
+Files in ``out`` are reused: an interrupted run resumes, and trainings share programs and plans. programs/ holds the
+captured programs, times/ the kernel times of their tasks, edits.jsonl the DQN's tasks. lessons-0.jsonl holds plans of
+annealing, lessons-1.jsonl adds those of the first trained network. structure2vec-<seed>/ and dqn-<seed>/ hold the
+training state, log.jsonl and the weights.
 """
 
 from __future__ import annotations

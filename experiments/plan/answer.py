@@ -36,7 +36,7 @@ class Best:
     """Best plan of a family of methods.
 
     Attributes:
-        row: row of results.jsonl; without a plan, that of the method whose smallest limit is lowest.
+        row: row of results.jsonl; without a plan, that of the first method.
         plan, timeline: None if no plan was found.
         seconds: total time of the family's methods.
         left_out: methods skipped for lack of time.

@@ -180,9 +180,9 @@ def batches(a: Answer) -> list[str]:
     known = "checked by a capture" if found.checked else f"predicted from captures at {found.own} and {2 * found.own}"
     most = f"at least {found.without}" if found.without == found.most else f"{found.without}"
     if found.without:
-        lines = [f"The largest batch without a plan is {most} ({known}); the step has {found.own}."]
+        lines = [f"The largest batch without a plan is {most} ({known}); the given batch is {found.own}."]
     else:
-        lines = [f"Without a plan not even a batch of 1 fits; the step has {found.own}."]
+        lines = [f"Without a plan not even a batch of 1 fits; the given batch is {found.own}."]
     if found.planned is not None:
         at = f"with an overhead of at most {percent(found.most_overhead)}"
         if found.planned > found.without:
