@@ -1,4 +1,4 @@
-"""Everything that touches a framework or a GPU: capture, durations, replay, training under a plan."""
+"""Framework and GPU code: capture, kernel durations, replay, training under a plan."""
 
 from executor.capture.algorithms import with_algorithms
 from executor.capture.capture import capture, capture_step

@@ -1,12 +1,11 @@
-"""The peak that the card counts while a captured step is trained: what NVML and ``nvidia-smi`` show.
+"""Estimate of the device-memory peak while a captured step is trained, as NVML and ``nvidia-smi`` report it.
 
-Parts, in bytes: the tensors of the step (the program's ledger); what the user's loop keeps besides, and the optimizer's
-first step and temporaries on CUDA (``updates``); workspaces of libraries; what the caching allocator rounds up, splits
-and keeps (simulator/pool/online/caching.py); the CUDA context (the machine's preset).
+Parts, in bytes: tensors of the step (the program); tensors that the training loop keeps, and the optimizer's first step
+and temporaries on CUDA (``updates``); library workspaces; rounding, splitting and caching of the caching allocator
+(simulator/pool/online/caching.py); the CUDA context (the machine's preset).
 
-A loop's iterations become one stream of mallocs and frees, from a cold allocator. Choices and sources:
-executor/CARD.md. A step captured on a GPU has the GPU's operators; one captured on the CPU should have been
-captured with ``as_cuda``.
+The iterations of the loop become one stream of mallocs and frees, from a cold allocator. Sources: executor/CARD.md. A
+step captured on a GPU has the GPU's operators; on the CPU capture with ``as_cuda``.
 """
 
 from __future__ import annotations
@@ -35,22 +34,21 @@ from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
 from simulator.program import Program
 
-Event = tuple[int, int]  # a block, and its bytes; 0: it is given back
+Event = tuple[int, int]  # block and bytes; 0 bytes: free
 ZeroGrad = Literal["start", "backward", "end", "never"]
 
 
 @dataclass(frozen=True)
 class Loop:
-    """How the user's loop calls the step.
+    """How the training loop calls the step.
 
     Attributes:
-        zero_grad: when gradients of the last iteration are given back (``set_to_none``): before the batch is moved to
-            the GPU, before the backward pass, at the iteration's end, or never: they are added to. None: where the
-            captured step does.
-        keeps_outputs: the model's result of the last iteration lives until the model returns the next, as in
+        zero_grad: when the last iteration's gradients are freed (``set_to_none``): before the batch is moved to the
+            GPU, before the backward pass, at the end of the iteration, or never (they accumulate). None: as captured.
+        keeps_outputs: the model's last output lives until the model returns the next, as in
             ``for x, y in loader: out = model(x)``.
-        batch_overlaps: the next batch is on the GPU before the last one is given back, as when it is prefetched.
-        iterations: so many, from a cold allocator.
+        batch_overlaps: the next batch is on the GPU before the last one is freed (prefetching).
+        iterations: number of iterations from a cold allocator.
     """
 
     zero_grad: ZeroGrad | None = None
@@ -66,7 +64,7 @@ class Loop:
 
 
 class _Line:
-    """Mallocs and frees, one after another."""
+    """Sequence of mallocs and frees."""
 
     def __init__(self) -> None:
         self.lower: list[int] = []
@@ -75,7 +73,7 @@ class _Line:
         self._time = 0
 
     def take(self, nbytes: int) -> int:
-        """A malloc; its block. One of no bytes is none."""
+        """Allocates a block and returns its index; a block of zero bytes is ignored."""
         self.lower.append(self._time)
         self.upper.append(-1)
         self.nbytes.append(nbytes)
@@ -88,7 +86,7 @@ class _Line:
             self._time += 1
 
     def intervals(self) -> Intervals:
-        """All of it; what is held still is given back at the end."""
+        """Returns all blocks; those still held are freed at the end."""
         upper = [self._time if u < 0 else u for u in self.upper]
         return Intervals(*(np.array(x, np.int64) for x in (self.lower, upper, self.nbytes)))
 
@@ -97,19 +95,19 @@ def card_peak(
     captured: Captured, machine: Machine, loop: Loop | None = None, memory_bytes: int | None = None,
     expandable_segments: bool = False,
 ) -> CardPeak:  # fmt: skip
-    """The peak of a captured step on the card.
+    """Returns the device-memory peak of a captured step.
 
     Args:
-        captured: with an optimizer or without.
-        machine: whose context and workspaces of libraries count.
-        memory_bytes: of the card, for the verdict ``fits``.
-        expandable_segments: of PYTORCH_CUDA_ALLOC_CONF.
+        captured: with or without an optimizer.
+        machine: source of context size and library workspaces.
+        memory_bytes: device memory, for ``fits``.
+        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
 
     Raises:
-        ValueError: the optimizer's step cannot be followed.
+        ValueError: the optimizer's step cannot be traced.
     """
     loop = loop or Loop()
-    update = _update(captured)  # which takes longer than the rest
+    update = _update(captured)  # the slowest part, shared
     blocks = stream(captured, machine, loop, update=update)
     held = stream(captured, machine, loop, workspaces=False, update=update).peak_bytes
     tensors = captured.program.peak_bytes
@@ -133,7 +131,7 @@ def stream(
     captured: Captured, machine: Machine, loop: Loop, workspaces: bool = True,
     update: tuple[Updates | None, int, int] | None = None,
 ) -> Intervals:  # fmt: skip
-    """Every malloc and free of a loop's iterations, on a line; ``update``: ``_update``'s, where it is known."""
+    """Returns all mallocs and frees of the loop's iterations in order; ``update``: a known result of ``_update``."""
     program = captured.program
     line = _Line()
     at = {
@@ -150,10 +148,10 @@ def stream(
     kept, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
     zero = {None: holds.zero_grad, "start": -2, "backward": backward, "end": end_of_step, "never": -1}[loop.zero_grad]
     born, dies = _lives(program)
-    held: dict[int, int] = {}  # of the model's last result
+    held: dict[int, int] = {}  # last output of the model
     summed: dict[int, int] = {}  # gradients of the last iteration
-    state: dict[int, int] = {}  # blocks of the optimizer
-    handles: dict[str, int] = {}  # workspaces of cuBLAS, one for each thread
+    state: dict[int, int] = {}  # optimizer state
+    handles: dict[str, int] = {}  # cuBLAS workspaces, one per thread
 
     def drop(blocks: dict[int, int]) -> None:
         for block in blocks.values():
@@ -194,8 +192,8 @@ def stream(
                         line.give(line.take(spaces[i]))
             for t in dies[k]:
                 if t not in here:
-                    continue  # of the update
-                if t in gradients and t in summed:  # it was added to what is there
+                    continue  # part of the update
+                if t in gradients and t in summed:  # accumulated into the existing gradient
                     line.give(here.pop(t))
                 elif t in gradients:
                     summed[t] = here.pop(t)
@@ -211,7 +209,7 @@ def stream(
 
 
 def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
-    """Per kernel: the tensors that it makes, in the order of its outputs, and those that die after it."""
+    """Returns per kernel the tensors it creates, in output order, and those that die after it."""
     born: list[list[int]] = []
     first: dict[int, int] = {}
     for k, kernel in enumerate(program.kernels):
@@ -224,8 +222,11 @@ def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _update(captured: Captured) -> tuple[Updates | None, int, int]:
-    """What the optimizer takes, and the kernels in whose place: from the first to the last that touches parameters or
-    state. None where there are several optimizers, or what they do is not all between these two."""
+    """Returns the optimizer's mallocs and frees, and the range of kernels that they replace.
+
+    The range spans all accesses to parameters or state in the optimizer phase. None with several optimizers, or without
+    such a kernel.
+    """
     program = captured.program
     touches = [
         k
@@ -244,18 +245,18 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
         return updates(optimizer, idle), touches[0], touches[-1] + 1
     except Exception as error:
         what = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise ValueError(f"the step of {type(optimizer).__name__} cannot be followed ({what})") from error
+        raise ValueError(f"the step of {type(optimizer).__name__} cannot be traced ({what})") from error
 
 
 class Updates(NamedTuple):
-    """Events of the first step and of every later one; blocks of the first that are never given back stay."""
+    """Events of the first step and of every later one; blocks of the first that are not freed persist."""
 
     first: tuple[Event, ...]
     later: tuple[Event, ...]
 
 
 class _Watch(TorchDispatchMode):
-    """Notes storages of the GPU as they are made and die."""
+    """Records creation and release of GPU storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ class _Watch(TorchDispatchMode):
         self.made = 0
 
     def reap(self) -> None:
-        """Notes what died since the last operator."""
+        """Records storages released since the last operator."""
         for key, (block, reference) in list(self.live.items()):
             if reference.expired():
                 self.events.append((block, 0))
@@ -285,16 +286,16 @@ class _Watch(TorchDispatchMode):
 
 
 def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
-    """Returns what an optimizer's steps take and give back on CUDA: state made at the first step, and temporaries.
+    """Returns the mallocs and frees of an optimizer's steps on CUDA: state of the first step, and temporaries.
 
-    Blocks are numbered from 0. The optimizer's own code runs over fake parameters of CUDA, which need no GPU, in the
-    form that a GPU gives it (``foreach``, if the user has not chosen).
+    Blocks are numbered from 0. The optimizer's own code runs on fake CUDA parameters, which need no GPU, with the GPU's
+    default for ``foreach`` unless the user chose one.
 
     Args:
         without: parameters that get no gradient.
 
     Raises:
-        Exception: the optimizer's own, where its code reads numbers from tensors that have none.
+        Exception: the optimizer's own, if its code reads values of fake tensors.
     """
     left_out = {id(p) for p in without}
     clone = copy.copy(optimizer)
@@ -329,9 +330,11 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
 
 
 def _workspaces(captured: Captured, k: int) -> Iterator[int]:
-    """Of the results of a convolution, in order (of its backward pass: gradients of the image and of the filters), what
-    cuDNN takes while it computes each where its kernel wants channels last and the image has them first: a copy of the
-    image, of the result and of the filters. Of other kernels nothing."""
+    """Yields for each result of a convolution kernel the temporary bytes of cuDNN; nothing for other kernels.
+
+    If the cuDNN kernel needs channels last and the image has channels first, it copies image, result and filters. The
+    results of a backward pass are the gradients of image and filters.
+    """
     node = captured.nodes[k][0] if captured.nodes[k] else None
     if node is None or node.target not in _CONVOLUTIONS:
         return

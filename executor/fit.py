@@ -1,14 +1,13 @@
-"""One call for all of it: a training step within so much memory.
+"""Plans and runs a training step within a memory limit in one call.
 
     step = fit(model, loss_fn, optimizer, (x, y), memory="24GiB")
     print(step.report())
     for x, y in loader:
         loss = step(x, y)
 
-The step may also be a function of your own, with any models and optimizers: ``fit(train_step, example_batch=(x, y),
-memory="24GiB")``. ``fit`` captures the step, gives its kernels durations (measured on a GPU, a roofline's elsewhere),
-plans, and returns the step to train with, which does the same for batches of other shapes when it first sees them. This
-is the one file of the executor that knows planners; they are imported by the first call.
+The step may also be a function of your own: ``fit(train_step, example_batch=(x, y), memory="24GiB")``. ``fit`` captures
+the step, times its kernels (measured on a GPU, else a roofline), plans, and returns a callable step. Batches of other
+shapes are captured and planned on first use. Only this file of the executor imports planners, on the first call.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from simulator.report import KINDS, Report, size
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
-REPLANS = 3  # of a step whose graph would take more than the limit
-OTHERS = ("ti", "super", "laptop")  # an RTX 3060 Ti is no RTX 3060
+REPLANS = 3  # maximum number of re-plans if a CUDA graph exceeds the limit
+OTHERS = ("ti", "super", "laptop")  # suffixes of other GPUs: an RTX 3060 Ti is not an RTX 3060
 
 
 class FitError(ValueError):
@@ -55,12 +54,12 @@ class FitError(ValueError):
 
 
 class FittedStep(PlannedStep):
-    """A planned step of one shape that can tell what its plan does.
+    """Planned step for one batch shape, with a report of its plan.
 
     Attributes:
         floor_ns: as in ``report``.
-        packed_bytes: of the packing of its plan, by the simulator; the limit if no plan's was small enough.
-        replans: how often it was planned again, because its graph would have taken more than the limit.
+        packed_bytes: simulated packed size of the plan; the limit if no plan packs into it.
+        replans: number of re-plans because its CUDA graph exceeded the limit.
     """
 
     def __init__(
@@ -74,16 +73,15 @@ class FittedStep(PlannedStep):
         return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._goes_on(error)
 
     def report(self) -> Report:
-        """Where the peak sits, what the plan moves, the time that is predicted; ``str`` of it is a page."""
+        """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
         return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns, self.issued)
 
 
 class FittedSteps(PlannedSteps):
-    """What ``fit`` returns: planned steps of all shapes, within one limit.
+    """Planned steps for all batch shapes within one limit, as returned by ``fit``.
 
     Attributes:
-        present: the step of the shape used last. ``captured``, ``program``, ``plan``, ``floor_ns`` and ``report()`` are
-            its own.
+        present: step of the shape used last; ``captured``, ``program``, ``plan``, ``floor_ns`` and ``report()`` use it.
     """
 
     def __init__(
@@ -109,13 +107,15 @@ class FittedSteps(PlannedSteps):
             except FormatError as error:
                 if self.limit is None:
                     raise
-                raise FitError(f"{error}: a batch of another shape needs one of its own, or 'measure'") from error
+                raise FitError(f"{error}: a profile covers one batch shape; pass profile='measure'") from error
         limit = self.limit or self._limit(captured)
         return self._fitted(captured, limit, limit - beside_bytes(captured))
 
     def _fitted(self, captured: Captured, limit: int, room: int) -> FittedStep:
-        """A step whose plan's packing fits into ``room`` bytes. Where steps are no graphs, PyTorch's allocator decides
-        on addresses, and the plan is for the limit."""
+        """Returns a step whose plan packs into ``room`` bytes.
+
+        If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
+        """
         machine, floors = self.machine, list[int | None]()
 
         def planned(nbytes: int) -> Plan:
@@ -133,14 +133,14 @@ class FittedSteps(PlannedSteps):
         else:
             try:
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
-            except (DoesNotPack, FitError, OutOfMemory):  # it may run kernel by kernel
+            except (DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan = planned(limit)
         step = FittedStep(captured, plan, machine, limit, next((ns for ns in floors if ns is not None), None))
         step.packed_bytes = packed
         return step
 
     def __call__(self, *batch: Any) -> Any:
-        """As PlannedSteps'. A step that would take more than the limit as a graph is planned again for less."""
+        """Runs the step as PlannedSteps does; re-plans with a lower limit if its graph would exceed the limit."""
         while True:
             try:
                 return super().__call__(*batch)
@@ -148,13 +148,13 @@ class FittedSteps(PlannedSteps):
                 self._plan_again(error.excess)
 
     def _plan_again(self, excess: int) -> None:
-        """Replaces the present step, which is as before the call."""
+        """Replaces the current step, whose state is as before the call."""
         before = self.present
         before.finish()
-        # A graph takes so many bytes beside what the simulator packs: before.limit + excess - before.packed_bytes.
+        # The graph's overhead over the packed size is before.limit + excess - before.packed_bytes.
         step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
         if step.packed_bytes == before.limit:
-            before.replans = REPLANS  # no plan packs into less: it goes on kernel by kernel
+            before.replans = REPLANS  # no plan packs into less: continue without a graph
             return
         step.replans, step.floor_ns = before.replans + 1, before.floor_ns
         forms = next(reversed(self.steps))
@@ -165,7 +165,7 @@ class FittedSteps(PlannedSteps):
             step.__enter__()
 
     def _at(self, device: torch.device) -> None:
-        """The machine and the profile where nothing else was said, by the device on which the first step runs."""
+        """Sets the default machine and profile by the device of the first step."""
         self._device = device
         if device.type != "cpu":
             self.machine = self.machine or machine_of(torch.cuda.get_device_name(device))
@@ -173,11 +173,11 @@ class FittedSteps(PlannedSteps):
         self.machine = self.machine or Machine.load("gtx1080ti")
 
     def _limit(self, captured: Captured) -> int:
-        """Of the tensors; a memory in bytes of a GPU is the card's."""
+        """Returns the limit for tensors; an absolute memory on a GPU is device memory."""
         if self._device.type == "cpu" or is_fraction(self._wanted):
             return limit_bytes(self._wanted, captured.program, "memory")
         memory = size_bytes(self._wanted, "memory")
-        # The loop has what the last step returned until this one returns, and gradients until it begins.
+        # The loop holds returned tensors until the next return, and gradients until the next step.
         outputs = captured.outputs[1 : sum(captured.returned.tensors)]
         returned = tuple({captured.values[node] for node in outputs if node in captured.values})
         holds = captured.holds._replace(outputs=returned, until=len(captured.program.kernels))
@@ -186,31 +186,31 @@ class FittedSteps(PlannedSteps):
 
     @property
     def present(self) -> FittedStep:
-        """The step of the shape used last."""
+        """Step of the shape used last."""
         return cast(FittedStep, next(reversed(self.steps.values())))
 
     @property
     def captured(self) -> Captured:
-        """As PlannedStep's."""
+        """Captured step, as in PlannedStep."""
         return self.present.captured
 
     @property
     def program(self) -> Program:
-        """As PlannedStep's."""
+        """Program, as in PlannedStep."""
         return self.present.program
 
     @property
     def plan(self) -> Plan:
-        """As PlannedStep's."""
+        """Plan, as in PlannedStep."""
         return self.present.plan
 
     @property
     def floor_ns(self) -> int | None:
-        """As in ``report``."""
+        """Certified lower bound of the iteration time, as in ``report``."""
         return self.present.floor_ns
 
     def report(self) -> Report:
-        """As FittedStep's."""
+        """Returns the report of the current step, as FittedStep."""
         return self.present.report()
 
 
@@ -235,50 +235,49 @@ def fit(
     bucket_bytes: int | None = BUCKET_BYTES,
     check: bool = True,
 ) -> FittedSteps:
-    """The training step of ``loss_fn(model(x), y)`` within ``memory``; what it does is eager's to the bit.
+    """Returns the training step of ``loss_fn(model(x), y)`` within ``memory``, bit-identical to the eager step.
 
-    Of a batch that is a mapping the step is ``loss_fn(model(**batch), batch)``, of another object
-    ``loss_fn(model(batch), batch)``; without a ``loss_fn`` the model returns its loss. What ``loss_fn`` returns
-    besides, ``(loss, …)``, the step returns, too. Such tensors live to the end of the step, and count so long.
+    For a mapping the step is ``loss_fn(model(**batch), batch)``, for other objects ``loss_fn(model(batch), batch)``.
+    Without ``loss_fn`` the model returns its loss. If ``loss_fn`` returns ``(loss, …)``, the step returns all of it;
+    these tensors live to the end of the step and count towards its memory.
 
-    Batches of another shape than ``example_batch`` are captured and planned when they are first seen, for the same
-    bytes. The errors below are then the call's, the model is as it was, and other shapes may follow.
+    Batches of other shapes than ``example_batch`` are captured and planned on first use, within the same limit. Errors
+    then occur in that call; the model is unchanged, and other shapes may follow.
 
     Args:
-        model: or a function that does all of a step (any models, optimizers and losses); ``loss_fn`` and ``optimizer``
-            are then left out, and it is called with the parts of ``example_batch``.
+        model: a module, or a function that performs a whole step (any models, optimizers and losses). The function is
+            called with the parts of ``example_batch``, without ``loss_fn`` and ``optimizer``.
         example_batch: ``(x, y)``, ``(inputs…, y)``, a mapping or another object; only shapes and types matter. With
-            ``accumulate`` it may be the pairs of a step (and is taken as these where x and y are pairs themselves).
-        memory: bytes or a size such as ``"24GiB"``: on a GPU of the card, with what PyTorch's allocator, libraries and
-            the CUDA context take (executor/card.py), on the CPU of tensors. Or a fraction (at most 1) of what
-            the tensors of the example's step need without a plan.
-        machine: a preset's name, a YAML file, or a Machine; by default the preset of the GPU, on the CPU gtx1080ti.
-        planner: a name (``agents.PLANNERS``), or what makes a plan. Not asked where the step fits without one.
-        profile: "measure": kernels are timed on the model's device, the default on a GPU; a Profile: they were, for
-            this shape (others are refused). Without one their durations are the machine's roofline's, the default on
-            the CPU.
-        seconds: of planning, about, for each shape; the planner's own by default.
+            ``accumulate`` it may hold the pairs of a step (assumed if x and y are pairs themselves).
+        memory: bytes or a size such as ``"24GiB"``: on a GPU device memory, including allocator, libraries and CUDA
+            context (executor/card.py), on the CPU tensors only. Or a fraction (at most 1) of the tensor memory that the
+            example's step needs without a plan.
+        machine: preset name, YAML file or Machine; default: the GPU's preset, on the CPU gtx1080ti.
+        planner: name in ``agents.PLANNERS``, or a function that returns a plan; not called if the step fits as is.
+        profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape
+            only. None on the CPU: roofline durations of the machine.
+        seconds: approximate planning time per shape; default: the planner's.
         keep, accumulate: as in PlannedSteps.
         average, clip_norm, keep_grads, autocast, scaler, bucket_bytes: as in ``capture``.
-        check: run the step and its capture on few examples of the first batch, which must hold valid values then, and
-            refuse it where they differ (executor/training/check.py).
+        check: compares the step with its capture on a few examples of the first batch, which must then hold valid
+            values, and rejects a step that differs (executor/training/check.py).
 
     Raises:
         CaptureError: the step cannot be captured.
-        FitError: there is no preset for the GPU, no plan for this memory, or the planner found none or lacks a library.
-        FormatError: memory or machine is none.
-        ValueError: there is no such planner, or an option is wrong.
+        FitError: the GPU has no preset, no plan fits or was found, or the planner lacks a library.
+        FormatError: memory or machine is malformed.
+        ValueError: the planner is unknown, or an option is invalid.
         ProfileError, StepError: as in ``measure``, ``PlannedStep``.
     """
     if not (profile is None or profile == "measure" or isinstance(profile, Profile)):
         raise ValueError(f"profile: expected None, 'measure' or a Profile, got {profile!r}")
     if seconds is not None and not isinstance(planner, str):
-        raise ValueError("seconds: is for a planner given by its name")
+        raise ValueError("seconds: requires a planner given by name")
     if loss_fn is not None and isinstance(example_batch, Tensor):
         raise ValueError("example_batch: expected a pair (x, y) or an object that has both, got Tensor")
     if memory == "":
-        raise ValueError("memory: missing; a size such as '24GiB', or a part of what the step needs (0.6)")
-    if isinstance(planner, str):  # what is wrong is said before the capture
+        raise ValueError("memory: missing; pass a size such as '24GiB', or a fraction of the step's peak (0.6)")
+    if isinstance(planner, str):  # fail before the capture
         import agents
 
         agents.make(planner, **({} if seconds is None else {"seconds": seconds}))
@@ -293,10 +292,10 @@ def fit(
 
 
 def machine_of(device: str) -> Machine:
-    """The preset whose name the GPU's own contains, with as much of the host's memory as may be pinned.
+    """Returns the preset whose name occurs in the GPU's, with the host memory that can be pinned.
 
     Raises:
-        FitError: there is none.
+        FitError: no preset matches.
     """
     words = re.findall("[a-z0-9]+", device.lower())
     runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
@@ -307,8 +306,8 @@ def machine_of(device: str) -> Machine:
             machine = Machine.load(name)
             return replace(machine, host_bytes=min(machine.host_bytes, available()[0] * 3 // 4))
     raise FitError(
-        f"no preset is of {device!r} (there are {', '.join(names)}): give machine=, the nearest of them or a file that "
-        "`python -m executor.calibrate FILE.yaml` has measured"
+        f"no preset for {device!r} (known: {', '.join(names)}): pass machine=, the most similar one or a file written "
+        "by `python -m executor.calibrate FILE.yaml`"
     )
 
 
@@ -316,7 +315,7 @@ def _plan(
     captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None,
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """The plan, and a floor where the planner has one; the empty plan where that fits."""
+    """Returns the plan and the floor if the planner has one; an empty plan if the step fits without."""
     import agents
     from agents.planner import small
     from simulator.modes import least_residency
@@ -335,11 +334,11 @@ def planned_in_mode(
     program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None, mode: str = "recompute",
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """A plan of a mode, and a floor under its time where the planner has one (executor/compiled).
+    """Returns a plan of a mode, and a certified lower bound of its time if the planner has one (executor/compiled).
 
     Raises:
-        FitError: there is none, none was found, or a library that the planner needs is not here.
-        PlanError: the planner does what the mode has not.
+        FitError: no plan exists or was found, or the planner lacks a library.
+        PlanError: the plan has decisions outside the mode.
     """
     from agents.planner import small
     from simulator.modes import KINDS_OF, least_residency
@@ -347,8 +346,8 @@ def planned_in_mode(
     min_bytes = small(program)
     least = least_residency(program, min_bytes, mode)
     if least > limit:
-        what = "that only runs kernels again " if mode == "recompute" else ""
-        raise FitError(f"no plan {what}needs less than {least:,} bytes ({size(least)})")
+        what = "without swaps " if mode == "recompute" else ""
+        raise FitError(f"every plan {what}needs at least {least:,} bytes ({size(least)})")
     plan, floor_ns = _asked(program, machine, limit, planner, least, min_bytes=min_bytes, mode=mode, seconds=seconds)
     plan.only("torch.compile", *KINDS_OF[mode])
     return plan, floor_ns
@@ -358,7 +357,7 @@ def _asked(
     program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     least: int, **options: Any,
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """What a planner says, which is given those of the options that it has; no plan needs less than ``least`` bytes."""
+    """Calls the planner with the options it supports; every plan needs at least ``least`` bytes."""
     import agents
 
     made = None
@@ -368,12 +367,12 @@ def _asked(
     try:
         plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
     except agents.Infeasible as error:
-        raise FitError(f"no plan was found, though there may be some from {least:,} bytes on: {error}") from error
+        raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
     except ImportError as error:
         if made is None:
             raise
-        way = "install it, or choose another planner (planner='capuchin' needs nothing)"
-        raise FitError(f"planner {planner!r} needs {error.name}, which is not here: {way}") from error
+        way = "install it, or choose another planner (planner='capuchin' has no dependencies)"
+        raise FitError(f"planner {planner!r} needs {error.name}, which is not installed: {way}") from error
     floor = getattr(made, "floor", None)
     return plan, floor.iteration_ns if floor is not None else None
 
@@ -393,7 +392,7 @@ def _too_small(captured: Captured, limit: int, least: int) -> str:
     shapes = (str(list(leaf.meta["tensor_meta"].shape)) for leaf in captured.leaves if isinstance(leaf, fx.Node))
     of = ", ".join(dict.fromkeys(shapes))
     return (
-        f"{program.name} does not fit into {size(limit)} with a batch of {of}: the smallest memory that has a plan "
-        f"is {least:,} bytes ({size(least)}), {size(at_once[k])} of which {what}; {size(kept)} are there from step "
-        f"to step ({parts}), and the step needs {size(program.peak_bytes)} without a plan"
+        f"{program.name} does not fit into {size(limit)} with a batch of {of}: the smallest feasible memory "
+        f"is {least:,} bytes ({size(least)}), {size(at_once[k])} of which {what}; {size(kept)} are "
+        f"persistent ({parts}), and the step needs {size(program.peak_bytes)} without a plan"
     )

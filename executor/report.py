@@ -1,4 +1,4 @@
-"""Report: where the peak of a captured step sits, what a plan moves, and what that costs, on one page.
+"""One-page report of a captured step: memory peak, moved tensors, recomputed kernels and their cost.
 
 print(report(captured, machine, limit, plan))
 """
@@ -24,16 +24,16 @@ def report(
     floor_ns: int | None = None,
     issued: str = "",
 ) -> Report:
-    """What ``plan`` makes of a step; without one, what the step needs.
+    """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
         limit: bytes.
-        floor_ns: as of ``agents.floor.floor``.
-        issued: how the step runs; "" if nothing runs it.
+        floor_ns: as in ``agents.floor.floor``.
+        issued: how the step runs; "" if it is not executed.
 
     Raises:
         PlanError: the plan is for another program.
-        OutOfMemory: it is infeasible at the limit.
+        OutOfMemory: the plan is infeasible at the limit.
     """
     program = source if isinstance(source, Program) else source.program
     alone = simulate(program, Plan(), machine, program.peak_bytes)

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 def _stop(_: int, frame: FrameType | None) -> None:
-    """Ctrl-C. Within an import an exception might be caught, or come out as another; nothing needs cleaning up yet."""
+    """Handles Ctrl-C: exits at once inside an import, which may swallow exceptions, else raises KeyboardInterrupt."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os.write(2, b"interrupted\n")
@@ -20,7 +20,7 @@ def _stop(_: int, frame: FrameType | None) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as Slurm and Kubernetes send it before they kill: all that Ctrl-C does, with status 143."""
+    """SIGTERM (sent by Slurm and Kubernetes before killing): handled as Ctrl-C, with exit status 143."""
 
 
 def _terminate(*_: object) -> None:
@@ -28,14 +28,16 @@ def _terminate(*_: object) -> None:
 
 
 def importing() -> None:
-    """Until the command has ``begun``, Ctrl-C within an import is one sentence and status 130."""
+    """Installs the Ctrl-C handler for imports: one sentence and status 130 until ``begun`` is called."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
 def begun() -> None:
-    """Ctrl-C is an exception again, and SIGTERM is one, too: what the command does is to be undone. What a terminal
-    cannot show is a question mark there, and what is closed takes everything."""
+    """Restores Ctrl-C as KeyboardInterrupt and makes SIGTERM raise ``Terminated``, so that commands can clean up.
+
+    Closed output streams become /dev/null; characters that a terminal cannot encode are replaced by question marks.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
@@ -49,7 +51,7 @@ def begun() -> None:
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Ctrl-C is heard at the end of this, unless pressed twice."""
+    """Defers Ctrl-C to the end of the context; a second press interrupts at once."""
     presses = 0
 
     def press(*_: object) -> None:
@@ -71,5 +73,5 @@ def ctrl_c_waits() -> Iterator[None]:
         yield
 
 
-if sys.argv[:1] == ["-m"]:  # so it reads while `python -m` looks for the module in this package
+if sys.argv[:1] == ["-m"]:  # while `python -m` still looks for the module
     importing()

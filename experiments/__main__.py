@@ -1,4 +1,4 @@
-"""The commands under one name: ``headroom evaluate …`` is ``python -m experiments.evaluate …``.
+"""Single entry point of the commands: ``headroom evaluate …`` runs ``python -m experiments.evaluate …``.
 
 headroom evaluate workload=vgg16 limits=[0.8,0.6]
 headroom train limit=0.5 seed=1
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Runs the command that the first word names, as ``python -m`` does; exits with its status."""
+    """Runs the command named by the first argument as ``python -m`` does; exits with its status."""
     known = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def about(module: str) -> str:
-    """The first sentence of a command's docstring; nothing is imported but the package of it."""
+    """Returns the summary line of a command's docstring without importing the module."""
     spec = find_spec(module)
     if spec is not None and spec.submodule_search_locations:
         spec = find_spec(f"{module}.__main__")

@@ -1,4 +1,4 @@
-"""Score planners, or an existing plan, over a range of limits, beside the floor that no plan can beat; no training.
+"""Scores planners, or an existing plan, over a range of limits and compares them with the certified lower bound.
 
     python -m experiments.evaluate workload=vgg16 limits=[0.8,0.6] planners=[autoswap_swdoa,annealing]
     python -m experiments.evaluate program=step.json plan=plan.json limits=[0.6]
@@ -8,7 +8,7 @@
     python -m experiments.evaluate -m workload=vgg16,resnet50 limits=[0.8,0.7,0.6,0.5,0.4,0.3] planners=all
 
 The run directory holds summary.json, results.jsonl (a row per planner and limit) and overhead.png. Its path
-is the last line printed.
+is the last line printed. No planner is trained.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
-ALONE = 2.0  # seconds of the processor
-FLOOR = "the floor"  # a task, as the planners are
-# First in the queue, the slowest before all, so that no core idles at its end.
+ALONE = 2.0  # CPU seconds to spend in this process before starting workers
+FLOOR = "the floor"  # pseudo-planner of the floor's tasks
+# Queued first, slowest to fastest, so that no core idles at the end.
 SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
 
 Task = tuple[str, int]  # planner or FLOOR, limit
@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> Path:
     names = report.planner_names(cli.values(cfg, "planners"), **options) if plan is None else []
     program = cli.program(cfg, machine)
     if workspace and not any(kernel.variants for kernel in program.kernels):
-        hint = "" if cfg.program is not None else "; workload.algorithms=true gives convolutions theirs"
+        hint = "" if cfg.program is not None else "; workload.algorithms=true adds those of convolutions"
         raise cli.UsageError(f"workspace: no kernel of {program.name!r} has several algorithms{hint}")
     limits = [limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
     limits = sorted(set(limits), reverse=True)
@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> Path:
         plan = plan.retimed(program)
     elif plan is not None:
         plan.check(program)
-    from experiments.plotting import plots  # Matplotlib takes long to import: beside what is still being compiled
+    from experiments.plotting import plots  # slow import of Matplotlib, overlaps with compilation
 
     title = f"{program.name} on {machine.name}: overhead against the memory limit{f', mode={mode}' if mode else ''}"
     title += f", workspace={str(workspace).lower()}" if workspace else ""
@@ -95,7 +95,7 @@ def main(cfg: DictConfig) -> Path:
 
 
 def floor_under(program: Program, machine: Machine, limit: int, mode: str | None, variants: bool) -> Floor:
-    """The floor under the plans of a mode; with ``variants``, under those with any algorithms of the kernels."""
+    """Returns the floor of a mode; with ``variants``, of plans with any kernel algorithms."""
     found = floor(relaxed(program) if variants else program, machine, limit, mode or "joint")
     return replace(found, overhead=found.iteration_ns / program.ideal_ns - 1 if program.ideal_ns else 0.0)
 
@@ -104,7 +104,7 @@ def score_all(
     program: Program, machine: Machine, limits: list[int], names: list[str], seed: int, jobs: int,
     options: dict[str, Any],
 ) -> list[Row]:  # fmt: skip
-    """A row for every limit and planner, in that order, with a progress bar on stderr.
+    """Returns a row for every limit and planner, in that order; shows a progress bar on stderr.
 
     Args:
         options: as for ``report.score``.
@@ -122,8 +122,11 @@ def score_all(
 
 
 def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
-    """Every task and its result, as they are done: the quick ones here, from the end, as far as they take less than the
-    start of other processes; the rest by ``jobs`` of those. Floors come first while the simulator is compiled."""
+    """Yields every task with its result as it finishes.
+
+    Quick tasks run in this process until worker processes pay off; ``jobs`` workers run the rest. Floors come first
+    while the simulator is still compiling.
+    """
     tasks, spent = list(tasks), 0.0
     _start_worker(*shared)
     while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < ALONE)):
@@ -141,7 +144,7 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
             yield futures[future], future.result()
 
 
-_worker: dict[str, Any] = {}  # what every task of a worker process shares
+_worker: dict[str, Any] = {}  # state shared by the tasks of a worker process
 
 
 def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any]) -> None:
@@ -159,7 +162,7 @@ def _do(name: str, limit: int) -> Row | Floor:
     if name == FLOOR:
         return floor_under(program, machine, limit, options["mode"], bool(options.get("workspace")))
     _warm_up(name)
-    # A planner has one process: the cores are shared out over the planners.
+    # Planners run in parallel, so each uses one process.
     return report.score(name, program, machine, limit, seed, jobs=1, **options)[0]
 
 

@@ -1,13 +1,13 @@
-"""From bytes to addresses: pack the blocks of a file with every allocator, and see how near each comes to the load.
+"""Packs the blocks of a file with every allocator and compares the footprints with the peak load.
 
     python -m experiments.pack blocks.csv out=packed
     python -m experiments.pack step.json.gz algorithms=[cnmem,smartpool] alignment=512
     python -m experiments.pack -m benchmarks/*.csv algorithms=[smartpool,optimal] seconds=10
 
-The file is a CSV of MiniMalloc's, an allocator snapshot of PyTorch, a log of mallocs and frees, or a program/1 file
+The file is a MiniMalloc CSV, a PyTorch allocator snapshot, a log of mallocs and frees, or a program/1 file
 (simulator/pool/files.py). The directory holds results.json ({algorithm: {footprint, load, ratio, seconds, proven,
-allocation_ns}}), packing.png, solution.csv (the best packing) and summary.json. Its path is the last line printed. What
-counts as the best, and how online allocators are compared: simulator/pool/README.md.
+allocation_ns}}), packing.png, solution.csv (the best packing) and summary.json. Its path is the last line printed.
+simulator/pool/README.md defines the best packing and the comparison of online allocators.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from simulator.pool import ALLOCATORS, ITERATIONS, Intervals, Packing, files, ru
 from simulator.pool.times import allocation_ns
 from simulator.pool.validate import overlap
 
-VIRTUAL = ("cudamalloc",)  # its footprint is of physical memory, its addresses are not
+VIRTUAL = ("cudamalloc",)  # physical footprint, but virtual addresses
 WARM_UP = 30  # blocks
 
 
 class Packed(NamedTuple):
-    """What one allocator made of the blocks: the blocks as it packed them, their packing, and how long it takes."""
+    """Packing by one allocator: the blocks it packed, their addresses, its run time and modeled allocation time."""
 
     name: str
     intervals: Intervals
@@ -52,21 +52,21 @@ class Packed(NamedTuple):
 def main(cfg: DictConfig) -> None:
     file = cli.path(cfg, "file")
     if file is None:
-        raise cli.UsageError("file: expected a file to pack, as in python -m experiments.pack blocks.csv")
+        raise cli.UsageError("file: specify a file to pack, as in python -m experiments.pack blocks.csv")
     names, machine = allocator_names(cli.values(cfg, "algorithms")), cli.machine(cfg)
     alignment, seconds = cli.integer(cfg, "alignment", least=1), cli.number(cfg, "seconds")
     capacity = size_bytes(cfg.capacity, "capacity", least=1) if cfg.capacity is not None else None
     buffers = files.load(file, cli.choice(cfg, "iteration", (None, True, False)))
     load = buffers.intervals.peak_bytes
     if not load:
-        raise cli.UsageError(f"{file}: holds no block of any bytes, so there is nothing to pack")
-    sweep = HydraConfig.get().mode == RunMode.MULTIRUN  # whose jobs must not overwrite each other's results
+        raise cli.UsageError(f"{file}: contains no blocks to pack")
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN  # sweep jobs must not overwrite each other
     label = f"pack-{file.name.removesuffix('.gz').rpartition('.')[0] or file.name}"
     with report.RunDirectory(cli.path(cfg, "out"), label, "results.json" if sweep else None) as out:
         done = pack_all(names, buffers.intervals, machine, alignment, seconds)
         best = min(
             (p for p in done if p.name not in VIRTUAL),
-            key=lambda p: (p.packing.footprint, len(p.intervals), not p.packing.proven),  # of equals, the first
+            key=lambda p: (p.packing.footprint, len(p.intervals), not p.packing.proven),  # ties: the first
         )
         solution = repeated(buffers, best.intervals)
         title = (
@@ -84,26 +84,26 @@ def main(cfg: DictConfig) -> None:
 
 
 def allocator_names(asked: list[Any]) -> list[str]:
-    """The allocators of a config in the order of ALLOCATORS, 'all' standing for every one.
+    """Expands the allocators of a config, in the order of ALLOCATORS; 'all' means every one.
 
     Raises:
-        UsageError: there is no such allocator.
+        UsageError: an allocator is unknown.
     """
     known = {*ALLOCATORS, "all"}
     for name in map(str, asked):
         if name not in known:
-            raise cli.UsageError(f"algorithms: there is no {name!r}{cli.nearest(name, known)}")
+            raise cli.UsageError(f"algorithms: unknown allocator {name!r}{cli.nearest(name, known)}")
     names = [name for name in ALLOCATORS if name in asked or "all" in asked]
     if set(names) <= set(VIRTUAL):
-        raise cli.UsageError(f"algorithms: {names[0]} has no physical addresses to write; name another one beside it")
+        raise cli.UsageError(f"algorithms: {names[0]} has no physical addresses to write; add another allocator")
     return names
 
 
 def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment: int, seconds: float) -> list[Packed]:
-    """What every allocator makes of the blocks, checked, with a progress bar on stderr.
+    """Runs and validates every allocator; shows a progress bar on stderr.
 
     Raises:
-        RuntimeError: two blocks share a byte, or one lies outside the footprint, which is a bug of the allocator.
+        RuntimeError: two blocks overlap or one lies outside the footprint (a bug of the allocator).
     """
     done = []
     bar = report.progress()
@@ -126,7 +126,7 @@ def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment
 
 
 def warm_up(name: str, circle: bool) -> None:
-    """Compiles an allocator (Numba), so that it is not timed doing it, on a few blocks that are not easy to pack."""
+    """Compiles an allocator (Numba) on a few random blocks, to keep compilation out of timings."""
     rng = np.random.default_rng(0)
     lower, length, nbytes = rng.integers(0, 20, WARM_UP), rng.integers(1, 10, WARM_UP), rng.integers(1, 9, WARM_UP)
     blocks = Intervals(lower, lower + length, nbytes, 20 if circle else NEVER)
@@ -134,7 +134,7 @@ def warm_up(name: str, circle: bool) -> None:
 
 
 def repeated(buffers: files.Buffers, intervals: Intervals) -> files.Buffers:
-    """The buffers with the blocks as they were packed: themselves, or those of several iterations on a line."""
+    """Returns the buffers as they were packed: unchanged, or unrolled over several iterations."""
     if intervals.period == buffers.intervals.period:
         return files.Buffers(buffers.ids, intervals)
     _, source = buffers.intervals.unrolled(ITERATIONS)
@@ -147,7 +147,7 @@ def repeated(buffers: files.Buffers, intervals: Intervals) -> files.Buffers:
 
 
 def row(packed: Packed, load: int) -> dict[str, Any]:
-    """The entry of results.json."""
+    """Returns the entry of results.json."""
     footprint = packed.packing.footprint
     return {
         "footprint": footprint,
@@ -160,7 +160,7 @@ def row(packed: Packed, load: int) -> dict[str, Any]:
 
 
 def table(done: list[Packed], best: Packed, load: int, capacity: int | None) -> Table:
-    """The packings for people, the best in bold."""
+    """Returns the table of packings, the best in bold."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     out.add_column("allocator", no_wrap=True)
     for name in ("footprint", "", "load", "ratio", "seconds"):

@@ -1,17 +1,14 @@
-"""Reproduce figures and tables of the papers: ours beside the paper's numbers, and why they differ.
+"""Reproduces figures and tables of the papers, next to the published numbers.
 
     python -m experiments.reproduce figure=smartpool_table1
     python -m experiments.reproduce figure=all jobs=8 out=experiments/results
     python -m experiments.reproduce figure=all launcher=ray out=experiments/results     # tasks on a Ray cluster
-    python -m experiments.reproduce figure=all quick=true                  # fewer points, to see that it runs
-    python -m experiments.reproduce figure=all redraw=true out=experiments/results  # of the JSON that is there
+    python -m experiments.reproduce figure=all quick=true                               # smoke test with fewer points
+    python -m experiments.reproduce figure=all redraw=true out=experiments/results      # plot existing results
 
-The directory holds NAME.json (the command, the settings, a row per task) and NAME.png of every figure, and README.md,
-which shows all that are there. Its path is the last line printed. A run that was stopped goes on from NAME.jsonl if
-neither the settings nor the code have changed. Each figure is for the GPU of its paper, unless ``gpu=`` names another.
-
-A figure is a YAML in configs/figure/, and a class and a section of a page in experiments/figures/; see the README.md
-there.
+For every figure the directory holds NAME.json (command, settings, a row per task) and NAME.png, and a README.md with
+all figures present. Its path is the last line printed. An interrupted run resumes from NAME.jsonl if settings and code
+are unchanged. Figures use the GPU of their paper unless ``gpu=`` is given; experiments/figures/README.md has more.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
-SECONDS = "task_seconds"  # of a row: what it took
+SECONDS = "task_seconds"  # key of a row: run time
 CODE = (
     "simulator",
     "envs",
@@ -49,8 +46,8 @@ CODE = (
     "executor",
     "experiments/workloads",
     "experiments/measured",
-)  # that every row depends on
-SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules that figures of several papers have
+)  # packages that every row depends on
+SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared by figures of several papers
 
 
 @cli.entry("reproduce")
@@ -75,20 +72,20 @@ def make(
     chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
     own: Collection[str] = (),
 ) -> None:  # fmt: skip
-    """Computes and draws figures, by their settings, into ``out``; prints their tables.
+    """Computes and plots figures by their settings into ``out``; prints their tables.
 
     Args:
-        own: settings that the caller chose: ``quick`` leaves them.
-        launcher, jobs: as of ``workers.results``.
+        own: settings given by the user, which ``quick`` does not override.
+        launcher, jobs: as in ``workers.results``.
 
     Raises:
-        UsageError, FormatError: as ``Work``; ``out`` cannot be made.
+        UsageError, FormatError: as ``Work``; ``out`` cannot be created.
     """
     works = [Work(settings, quick, machine, out, own) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
+        raise cli.UsageError(f"out: {out} cannot be created ({error.strerror})") from None
 
     with report.held(out):
         wrong = compute(works, launcher, jobs)
@@ -108,10 +105,10 @@ def make(
 
 
 def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exception]:
-    """Runs what is left of the figures, and finishes each that has all; returns what tasks raised."""
+    """Runs the remaining tasks and finishes every complete figure; returns the exceptions of failed tasks."""
     wrong: list[Exception] = []
     for work in works:
-        if not work.left:  # stopped when it only had to be drawn
+        if not work.left:  # interrupted before plotting
             work.finish()
     beside, alone = (
         [(work, task) for work in works if work.figure.alone == one for task in reversed(work.left)]
@@ -121,7 +118,7 @@ def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exceptio
         shown = bar.add_task("starting", total=sum(len(work.tasks) for work in works))
         bar.update(shown, advance=sum(len(work.tasks) - len(work.left) for work in works))
         for work, task, row in chain(done(beside, launcher, jobs), done(alone, "processes", 1)):
-            if isinstance(row, Exception):  # the others go on
+            if isinstance(row, Exception):  # continue with the others
                 row.add_note(f"in {work.name}, {task}")
                 wrong.append(row)
             else:
@@ -133,33 +130,33 @@ def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exceptio
 
 
 def names() -> list[str]:
-    """Every figure that has a configuration; Fig. 2 before Fig. 10."""
+    """Returns all figures with a configuration in natural order (Fig. 2 before Fig. 10)."""
     found = [path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL]
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def figure(name: object) -> Figure:
-    """The figure of a name; raises UsageError where there is none."""
+    """Returns the figure of a name; raises UsageError if it does not exist."""
     from experiments.figures.figure import find
 
     if name not in names():
-        raise cli.UsageError(f"figure.name: there is no figure {name!r}{cli.nearest(name, set(names()))}")
+        raise cli.UsageError(f"figure.name: unknown figure {name!r}{cli.nearest(name, set(names()))}")
     return find(str(name))
 
 
 class Work:
-    """One figure under way.
+    """Computation of one figure, with the tasks done so far.
 
     Attributes:
-        tasks: all of them; ``left``: those that have no row yet; ``rows``: in the order of the tasks.
+        tasks: all tasks; ``left``: those without a row; ``rows``: in task order.
 
     Args:
-        machine: a preset or a YAML file in the place of the one that ``settings`` names.
-        own: settings that are not made fewer by ``quick``.
+        machine: preset or YAML file that replaces the machine of ``settings``.
+        own: settings that ``quick`` does not override.
 
     Raises:
-        UsageError: there is no such figure, or a setting is wrong.
-        FormatError: the machine is wrong.
+        UsageError: the figure does not exist, or a setting is invalid.
+        FormatError: the machine is malformed.
     """
 
     def __init__(
@@ -179,18 +176,18 @@ class Work:
 
     @property
     def left(self) -> list[Row]:
-        """The tasks that have no row yet."""
+        """Tasks without a row."""
         return [task for task in self.tasks if _key(task) not in self._found]
 
     @property
     def rows(self) -> list[Row]:
-        """A row per task, in their order."""
+        """Rows in task order."""
         return [self._found[_key(task)] for task in self.tasks]
 
     def keep(self, task: Row, row: Row) -> None:
-        """Takes a finished task's row, and writes it down at once."""
+        """Stores the row of a finished task in memory and on disk."""
         self._found[_key(task)] = row
-        with self._part.open("a") as file:  # the line before may have been cut off
+        with self._part.open("a") as file:  # the previous line may be incomplete
             file.write("\n" + json.dumps({"code": self._same, "task": task, "row": row}) + "\n")
 
     def _kept(self) -> Iterator[tuple[str, Row]]:
@@ -198,13 +195,13 @@ class Work:
         for line in lines:
             try:
                 entry = json.loads(line)
-            except ValueError:  # empty, or the line that was being written when the run was stopped
+            except ValueError:  # empty, or incomplete after an interruption
                 continue
             if entry["code"] == self._same:
                 yield _key(entry["task"]), entry["row"]
 
     def finish(self) -> None:
-        """Writes the JSON and the picture."""
+        """Writes the JSON and the plot."""
         write_json(self.out / f"{self.name}.json", {
             "command": own_command(self.name), "machine": self.machine.name, "quick": self.quick,
             "settings": self.settings, "rows": self.rows,
@@ -212,7 +209,7 @@ class Work:
         self.figure.draw(self.rows, self.out / f"{self.name}.png")
 
     def forget(self) -> None:
-        """Removes the rows of the unfinished run; only once every figure is finished, so that it can go on."""
+        """Deletes the partial rows; call it once all figures are finished, since they allow resuming."""
         self._part.unlink(missing_ok=True)
 
 
@@ -221,7 +218,7 @@ def _key(task: Row) -> str:
 
 
 def code(name: str) -> str:
-    """sha256 of what a figure's rows depend on: code of the packages and its own, and the workloads' settings."""
+    """Returns the SHA-256 of the code and workload settings that a figure's rows depend on."""
     root = cli.CONFIGS.parent
     files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
@@ -232,13 +229,13 @@ def code(name: str) -> str:
 
 
 def own_command(name: str) -> str:
-    """What was typed, for one of several figures; without who did it."""
+    """Returns the typed command restricted to one figure, without jobs and launcher."""
     typed = re.sub(r" (figure|jobs|launcher)=\S+", "", report.command())
     return typed.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
 
 
 def draw_again(figures: list[str], out: Path) -> None:
-    """Pictures and page of what is in ``out``; raises FormatError where a JSON is not one of ours."""
+    """Plots existing results in ``out`` and writes the page; raises FormatError for other JSON files."""
     for name in figures:
         if (path := out / f"{name}.json").exists():
             figure(name).draw(result(path)["rows"], out / f"{name}.png")
@@ -246,7 +243,7 @@ def draw_again(figures: list[str], out: Path) -> None:
 
 
 def done(tasks: list[tuple[Work, Row]], launcher: str, jobs: int | None) -> Iterator[tuple[Work, Row, Row | Exception]]:
-    """Every task and its row, or what it raised, as they are done; one of this computer alone is done here."""
+    """Yields every task with its row or exception as it finishes; runs a single local task in this process."""
     if launcher == "processes" and (jobs == 1 or len(tasks) <= 1):
         for work, task in tasks:
             try:
@@ -265,11 +262,11 @@ def _run(name: str, task: Row, machine: Machine) -> Row:
     return {**task, **row, SECONDS: round(time.perf_counter() - begin, 1)}
 
 
-# ------------------------------------------------------------------------------------------ for people
+# ------------------------------------------------------------------------------------------ output
 
 
 def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
-    """A figure's table for a terminal."""
+    """Renders a figure's table for a terminal."""
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
         out.add_column(head, justify="right" if i else "left", overflow="fold")
@@ -279,7 +276,7 @@ def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
 
 
 def page(out: Path) -> str:
-    """README.md: a section for every figure whose JSON is in ``out``; raises FormatError where one is not ours."""
+    """Returns README.md with a section per result in ``out``; raises FormatError for other JSON files."""
     there = {path.stem: result(path) for name in names() if (path := out / f"{name}.json").exists()}
     minutes = sum(row.get(SECONDS, 0) for found in there.values() for row in found["rows"]) / 60
     parts = [
@@ -294,10 +291,10 @@ def page(out: Path) -> str:
 
 
 def result(path: Path) -> dict[str, Any]:
-    """A figure's JSON; raises FormatError where it is none."""
+    """Reads a figure's JSON; raises FormatError if it is not a result."""
     found = read_json(path)
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or "command" not in found:
-        raise FormatError(f"{path}: not a result of a figure (expected rows and command)")
+        raise FormatError(f"{path}: not a result of a figure (expected `rows` and `command`)")
     return found
 
 

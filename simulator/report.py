@@ -1,7 +1,7 @@
-"""Report: where the peak of a training step sits, what a plan moves, and what that costs, on one page.
+"""One-page report of a training step: memory peak, moved tensors, recomputed kernels and their cost.
 
-All is read off the simulator's timelines, of the step without a plan and under it: the same figures as in tables.
-``executor.report`` makes the timelines, too, and knows where a capture's kernels come from.
+All figures come from simulator timelines of the step with and without a plan. ``executor.report`` simulates these
+timelines and adds the source locations of a capture's kernels.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from simulator.plan import Plan, Swap
 from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
-ROWS = 15  # modules on a page
-ITSELF = "(the model itself)"  # as a module
+ROWS = 15  # maximum number of modules on a page
+ITSELF = "(the model itself)"  # module name of the model's own kernels
 KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
          "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
 
 
 class Place(NamedTuple):
-    """Where a kernel comes from."""
+    """Source location of a kernel."""
 
-    module: str  # dotted path, "" for the model itself; the name of what is no module: "loss_fn", "step", "optimizer"
-    line: str  # "package/file.py:12"; "" where no line of the user's is known
+    module: str  # dotted path, "" for the model itself; outside modules: "loss_fn", "step" or "optimizer"
+    line: str  # "package/file.py:12"; "" if no line of user code is known
 
 
 class Origins(NamedTuple):
-    """Where the parts of a program come from."""
+    """Source locations of a program's kernels and tensors."""
 
     places: tuple[Place, ...]  # per kernel
     owners: tuple[str, ...]  # per tensor: the path of a module, or "inputs"
@@ -38,13 +38,13 @@ class Origins(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which the most bytes are in use, the first one.
+    """First moment of a step at which memory use is highest.
 
     Attributes:
-        kernel: which runs then (or waits).
-        place: where it comes from; None of a program that was not captured here.
-        kinds: bytes by kind of tensor, and "workspace"; their sum is ``nbytes``.
-        modules: bytes by path of the module, the same sum; {} where places are not known.
+        kernel: index of the kernel that runs (or waits) at the peak.
+        place: its source location; None for a program that was not captured here.
+        kinds: bytes by kind of tensor, and "workspace"; they sum to ``nbytes``.
+        modules: bytes by module path, with the same sum; {} if source locations are unknown.
     """
 
     nbytes: int
@@ -60,14 +60,14 @@ class Peak:
 
     @property
     def moment(self) -> str:
-        """The kernel that runs then, and where it comes from."""
+        """Kernel that runs at the peak, with its source location."""
         module, line = self.place or ("", "")
         where = "".join((f" of {module}" if module else "", f" ({line})" if line else ""))
         return f"kernel {self.kernel}, {self.name}, {self.phase}{where}"
 
 
 class Moved(NamedTuple):
-    """Of one kind of tensor, in one step."""
+    """Swapped tensors of one kind in one step."""
 
     tensors: int
     out_bytes: int  # to the host
@@ -75,7 +75,7 @@ class Moved(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """Of one kind of kernel, in one step."""
+    """Recomputed kernels of one kind in one step."""
 
     kernels: int
     duration_ns: int
@@ -83,18 +83,18 @@ class Rerun(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a plan makes of a step.
+    """Effect of a plan on a step.
 
     Attributes:
         limit: bytes.
         planner: its name; "" without decisions.
-        least_bytes: the smallest limit at which the plan is feasible.
+        least_bytes: smallest limit at which the plan is feasible.
         swapped: by kind of tensor.
         rerun: by kind of kernel.
-        iteration_ns: predicted; ``breakdown`` says where it goes.
-        floor_ns: no plan has a shorter iteration at this limit; None: not known.
-        packed_bytes: of the step, under the plan if there is one, once every block has an address.
-        issued: how the step runs ("as one CUDA graph"); "" if nothing runs it.
+        iteration_ns: predicted; ``breakdown`` splits it into parts.
+        floor_ns: certified lower bound of the iteration time at this limit; None: unknown.
+        packed_bytes: memory with a fixed address for every block, under the plan if any.
+        issued: how the step runs ("as one CUDA graph"); "" if it is not executed.
     """
 
     program: str
@@ -116,25 +116,25 @@ class Report:
 
     @property
     def overhead(self) -> float:
-        """Iteration over ideal time, less 1."""
+        """Iteration time over ideal time, minus 1."""
         return self.iteration_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
 
     def __str__(self) -> str:
         peaks = (self.without, self.under) if self.planner else (self.without,)
         lines = [
             f"{self.program} on {self.machine}: limit {size(self.limit)}, of which {size(self.persistent_bytes)} are "
-            "there from step to step", "",
+            "persistent", "",
             f"peak without a plan: {self.without}",
         ]  # fmt: skip
         if self.planner:
             lines.append(f"peak under the plan: {self.under}")
         elif self.without.nbytes <= self.limit:
-            lines.append("the step fits without a plan: nothing is moved")
+            lines.append("the step fits without a plan")
         else:
-            lines.append("the step does not fit, and there is no plan")
+            lines.append("the step does not fit without a plan, and no plan is given")
         if self.planner or self.without.nbytes <= self.limit:
-            verdict = "" if self.packed_bytes <= self.limit else ", more than the limit: plan for less"
-            lines.append(f"with an address for every block it takes {size(self.packed_bytes)}{verdict}")
+            verdict = "" if self.packed_bytes <= self.limit else ", more than the limit: plan for a lower limit"
+            lines.append(f"with fixed addresses it takes {size(self.packed_bytes)}{verdict}")
         lines += ["", *_table("kind", [k for k in KINDS if any(k in p.kinds for p in peaks)],
                               [p.kinds for p in peaks], KINDS)]  # fmt: skip
         if self.without.modules:
@@ -146,15 +146,15 @@ class Report:
         yield f"plan of {self.planner}, which needs {size(self.least_bytes)}:"
         for kind, moved in self.swapped.items():
             tensors, out, back = _count(moved.tensors, "tensor"), size(moved.out_bytes), size(moved.back_bytes)
-            yield f"  swap {KINDS[kind]}: {tensors}; a step moves {out} to the host, {back} back"
+            yield f"  swap {KINDS[kind]}: {tensors}; per step {out} swapped out, {back} swapped in"
         if self.rerun:
             kernels = _count(sum(r.kernels for r in self.rerun.values()), "kernel")
             kinds = ", ".join(f"{r.kernels} {kind} {_time(r.duration_ns)}" for kind, r in self.rerun.items())
-            yield f"  run again: {kernels} ({kinds})"
+            yield f"  recompute: {kernels} ({kinds})"
 
     def _times(self) -> Iterable[str]:
         parts = self.breakdown
-        lost = {"kernels that run again": parts.recompute_ns, "waits for memory": parts.stall_memory_ns,
+        lost = {"recomputation": parts.recompute_ns, "waits for memory": parts.stall_memory_ns,
                 "waits for data": parts.stall_data_ns, "waits for the host": parts.stall_issue_ns}  # fmt: skip
         why = ", ".join(f"{what} {_time(ns)}" for what, ns in lost.items() if ns)
         yield (
@@ -163,7 +163,7 @@ class Report:
         )
         if self.floor_ns is not None:
             over = self.floor_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
-            yield f"floor: no plan takes less than {_time(self.floor_ns)}, {over:.2%} over the ideal"
+            yield f"floor: every plan takes at least {_time(self.floor_ns)}, {over:.2%} over the ideal"
         if self.issued:
             yield f"runs {self.issued}"
 
@@ -172,16 +172,16 @@ def report(
     program: Program, machine: Machine, limit: int, packed_bytes: int, alone: Timeline, under: Timeline | None = None,
     plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None, issued: str = "",
 ) -> Report:  # fmt: skip
-    """What ``plan`` makes of a step; without one, what the step needs.
+    """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
         limit: bytes.
-        packed_bytes: of the timeline that runs (``simulator.pool.packed.packed_bytes``).
-        alone: the step without a plan.
-        under: the step under the plan; None where there is none, or it decides nothing.
-        floor_ns: as of ``agents.floor.floor``.
-        origins: None of a program that was not captured here.
-        issued: how the step runs; "" if nothing runs it.
+        packed_bytes: of the executed timeline (``simulator.pool.packed.packed_bytes``).
+        alone: timeline of the step without a plan.
+        under: timeline under the plan; None without a plan or without decisions.
+        floor_ns: as in ``agents.floor.floor``.
+        origins: None for a program that was not captured here.
+        issued: how the step runs; "" if it is not executed.
     """
     timeline = under or alone
     without = _peak(program, origins, alone)
@@ -209,7 +209,7 @@ def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak
 
 
 def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Moved]:
-    """What the last iteration moves, by kind of tensor, the most bytes first."""
+    """Returns what the last iteration swaps by kind of tensor, most bytes first."""
     tensors: defaultdict[str, set[int]] = defaultdict(set)
     plan.only("the report", "swap", "recompute", "rerun")
     for d in plan.of_kind(Swap):
@@ -223,7 +223,7 @@ def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Move
 
 
 def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
-    """What the last iteration runs again, by kind of kernel, what takes longest first."""
+    """Returns what the last iteration recomputes by kind of kernel, longest first."""
     found: dict[str, Rerun] = {}
     for span in timeline.spans:
         if span.kind == "recompute" and span.start_ns >= timeline.last_start_ns:
@@ -237,18 +237,20 @@ def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
 
 
 def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[dict[str, int]]]:
-    """Bytes of each peak by module, merged by the first names of their paths.
+    """Groups the bytes of each peak by module, truncating module paths.
 
     Returns:
-        At most ``rows`` names, the largest of the first peak first, the smallest of many as one; the columns.
+        At most ``rows`` names, sorted by bytes in the first peak, the smallest merged into one; a column per peak.
     """
     columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
     return _largest(columns, rows), columns
 
 
 def _depth(peaks: Sequence[Peak], rows: int) -> int:
-    """With how many names of a path there are at most ``rows`` modules; more where one of those would have over half of
-    the peak, so that it is split."""
+    """Returns the path length at which there are at most ``rows`` modules.
+
+    It is increased while one module has over half of the peak and can be split.
+    """
     paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
     depths = range(1, max(map(len, paths)) + 1)
     depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
@@ -270,7 +272,7 @@ def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
 
 
 def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
-    """Keys of all columns, the largest of the first column first; what is beyond ``rows`` of them becomes one key."""
+    """Returns the keys of all columns, sorted by bytes in the first; merges those beyond ``rows`` into one."""
     keys = list(dict.fromkeys(key for column in columns for key in column))
     keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
     if len(keys) > rows:
@@ -281,7 +283,7 @@ def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
 
 
 def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
-    """A row for each key: its name and its bytes in each column."""
+    """Yields the lines of a table: name and bytes in each column per key."""
     name: Callable[[str], str] = lambda key: names.get(key, key)  # noqa: E731
     width = max(24, *(len(name(key)) for key in keys))
     heads = ("without a plan", "under the plan")[: len(columns)]
@@ -295,11 +297,11 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit for all bytes on a page. What it says of sums and differences is that of the rounded figures.
+    """Unit for all bytes on a page; sums and differences are of the rounded figures.
 
     Attributes:
-        nbytes: of the unit.
-        digits: after the point.
+        nbytes: bytes per unit.
+        digits: decimal places.
     """
 
     nbytes: int
@@ -308,7 +310,7 @@ class Unit:
 
     @classmethod
     def of(cls, *told: int, apart: Iterable[tuple[int, int]] = ()) -> Unit:
-        """That of the largest of these; digits: 2, or up to 4 where it takes them to tell unequal pairs ``apart``."""
+        """Returns the unit of the largest value, with 2 to 4 digits, to distinguish unequal pairs in ``apart``."""
         nbytes, name = next((unit for unit in UNITS if max(told) >= unit[0]), UNITS[-1])
         units = [cls(nbytes, name, digits) for digits in (2, 3, 4)]
         pairs = [pair for pair in apart if pair[0] != pair[1]]
@@ -319,16 +321,16 @@ class Unit:
         return f"<{self.text(1)}" if nbytes and not steps else self.text(steps)
 
     def steps(self, nbytes: int) -> int:
-        """Bytes in steps of the last digit."""
+        """Rounds bytes to multiples of the last digit."""
         return round(nbytes * 10.0**self.digits / self.nbytes)
 
     def text(self, steps: int) -> str:
-        """Steps of the last digit for people."""
+        """Formats a multiple of the last digit."""
         return f"{steps / 10**self.digits:,.{self.digits}f} {self.name}"
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people."""
+    """Formats bytes in a readable unit."""
     for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:,.2f} {name}"
@@ -336,7 +338,7 @@ def size(nbytes: int) -> str:
 
 
 def _time(ns: int) -> str:
-    """Time for people."""
+    """Formats a time in a readable unit."""
     return f"{ns / 1e6:,.2f} ms" if ns >= 1e6 else f"{ns / 1e3:.1f} us" if ns >= 1e3 else f"{ns} ns"
 
 

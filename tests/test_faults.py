@@ -43,9 +43,9 @@ def test_an_output_that_cannot_be_written_is_a_sentence(where: str) -> None:
         done = subprocess.run(words, stdout=writes if where == "unread" else file, stderr=subprocess.PIPE, text=True,
                               cwd=ROOT, check=False)  # fmt: skip
     os.close(writes)
-    whole = "what files were written are whole\n"
+    whole = "files written so far are complete\n"
     said = {"full": f"error: the output cannot be written (No space left on device); {whole}",
-            "unread": f"error: nobody reads the output any more; {whole}", "closed": ""}  # fmt: skip
+            "unread": f"error: the reader of the output closed the pipe; {whole}", "closed": ""}  # fmt: skip
     assert (done.returncode, done.stderr) == (0 if where == "closed" else 2, said[where])
 
 

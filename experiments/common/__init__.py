@@ -1,1 +1,1 @@
-"""What commands share: settings, rows and tables, workers, trackers."""
+"""Shared infrastructure of the commands: configuration, result tables, workers, trackers."""

@@ -1,4 +1,4 @@
-"""The largest batch, or depth, that a memory holds, and the least memory that holds something."""
+"""Integer searches by doubling and bisection: the largest feasible batch, the smallest feasible memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 
 def largest(fits: Callable[[int], bool], first: int, most: int, part: int | None = None) -> int:
-    """The largest integer that fits, by doubling, then bisection: about 2 log2(answer / first) calls.
+    """Returns the largest integer that fits, by doubling, then bisection: about 2 log2(answer / first) calls.
 
     Args:
-        fits: whether a size fits; where a size does, every smaller one is taken to.
-        first: tried first; at least 1. The nearer to the answer, the fewer calls.
-        most: nothing above it is tried.
-        part: the answer need only be exact to 1 / ``part`` of it.
+        fits: whether a size fits; must be monotone (if a size fits, every smaller size does).
+        first: size that is tried first, at least 1. A value near the answer saves calls.
+        most: upper bound of the search.
+        part: relative precision: the answer may be off by 1 / ``part`` of itself. None: exact.
 
     Returns:
-        A size for which ``fits`` was true, at most ``most``; 0 where not even 1 fits. Unless it is ``most`` (or
-        ``part`` is given), ``fits`` was false for the next one.
+        A size for which ``fits`` was true, at most ``most``; 0 if not even 1 fits. Unless it equals ``most`` (or
+        ``part`` is given), ``fits`` was false for the next size.
 
     Raises:
         ValueError: ``first`` is below 1 or above ``most``.
@@ -35,8 +35,10 @@ def largest(fits: Callable[[int], bool], first: int, most: int, part: int | None
 def between(
     fits: Callable[[int], bool], low: int, high: int, within: int = 1, part: int | None = None
 ) -> tuple[int, int]:
-    """Where what does not fit (``low``) meets what does (``high``), by bisection: at most ``within`` apart, or
-    1 / ``part`` of ``low``."""
+    """Bisects between a size that does not fit (``low``) and one that does (``high``).
+
+    Stops when they are at most ``within`` apart, or 1 / ``part`` of ``low``; returns both.
+    """
     while high - low > max(within, 1, low // part if part else 1):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

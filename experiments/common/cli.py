@@ -1,10 +1,10 @@
-"""What every entry point shares: Hydra, and one endings.sentence for every expected error.
+"""Command-line entry points: Hydra plus one-line messages for every expected error.
 
-An unknown key, a group option that does not exist and any error that bad input can cause end in one
-endings.sentence on stderr and exit status 2. Anything else is a bug in this project and keeps its traceback.
+An unknown key, a missing group option and any other error that bad input can cause end in one sentence on stderr
+and exit status 2. Any other exception is a bug in this project and keeps its traceback.
 
-``machine=`` and ``workload=`` take a YAML file of one's own (its name ends in .yaml, .yml or .json; relative to the
-working directory) wherever they take a preset, in sweeps too (own_files.py).
+``machine=`` and ``workload=`` accept a preset or your own YAML file (suffix .yaml, .yml or .json; relative to the
+working directory), also in sweeps (own_files.py).
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 def entry(
     config_name: str, positional: str | None = None, prepare: Callable[[list[str]], list[str]] = lambda words: words
 ) -> Callable[[Callable[[DictConfig], Path | None]], Callable[[], None]]:
-    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``. Single runs, sweeps (``-m``) and Hydra's
-    launchers all go through it. The task returns its run directory, where the table of a sweep is to have it.
+    """Decorates ``task(cfg)`` as the command of ``configs/<config_name>.yaml``.
+
+    Single runs, sweeps (``-m``) and Hydra's launchers all use it. The task returns its run directory if its results
+    belong in the table of a sweep, else None.
 
     Args:
-        positional: the key that words without one stand for; several such words are a sweep over them.
-        prepare: what the words ``key=value`` stand for.
+        positional: key that arguments without a key are assigned to; several such arguments form a sweep over it.
+        prepare: maps the ``key=value`` arguments to those that Hydra receives.
     """
 
     def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:
-        typed: list[str] = []  # the words of the command line: what results record
+        typed: list[str] = []  # command line as typed, recorded with the results
 
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> Path | None:
-            sys.argv[:] = [f"experiments.{config_name}", *typed]  # which a launcher's process does not know
+            sys.argv[:] = [f"experiments.{config_name}", *typed]  # a launcher's process has another argv
             try:
                 known = keys(config_name)
                 if added := [str(key) for key in cfg if key not in known]:  # by +KEY=VALUE
@@ -77,8 +79,8 @@ def entry(
                 endings.refuse(error)
 
         def command() -> None:
-            if task.__module__ == "__main__":  # under its own name: other processes find nothing in __main__
-                # Not that of sys.modules["__main__"], which may be a profiler's.
+            if task.__module__ == "__main__":  # by name: worker processes cannot unpickle from __main__
+                # sys.modules["__main__"] may be a profiler.
                 spec = inspect.unwrap(task).__globals__["__spec__"]
                 assert spec is not None, "run as python -m experiments.NAME"
                 getattr(import_module(spec.name), task.__name__)()
@@ -88,13 +90,13 @@ def entry(
                 atexit.register(endings.last_words)
                 warm.start()
                 ray_launcher.register()
-                os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
+                os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach this function
                 args = get_args_parser().parse_intermixed_args()
                 if args.help:
                     help.show(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
                     return
                 overrides = prepare(keyed(args.overrides, positional) if positional else args.overrides)
-                # Hydra's own parser wants the options before the overrides; here they come in any order.
+                # Hydra's parser requires options before overrides; here any order works.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed[:] = options + overrides
                 sys.argv[1:] = options + with_own_files(overrides) + [sweep.OVERRIDE] * args.multirun
@@ -111,7 +113,7 @@ def entry(
             except (OmegaConfBaseException, UsageError, FormatError) as error:
                 endings.refuse(as_typed(str(error)))
             except ValueError as error:
-                if not str(error).startswith("Config group override"):  # Hydra's, of an option that is a number
+                if not str(error).startswith("Config group override"):  # for a group option that is a number
                     raise
                 endings.refuse(f"{' '.join(typed)}: {error}")
             except KeyboardInterrupt as stop:
@@ -127,15 +129,15 @@ def entry(
 
 
 def help_text(name: str, doc: str, words: list[str]) -> str:
-    """The help of a command (help.py), with what its YAML adds at the end."""
+    """Returns the help of a command (help.py), with the footer of its YAML file."""
     footer = OmegaConf.select(OmegaConf.load(CONFIGS / f"{name}.yaml"), "hydra.help.footer")
     return "\n\n".join([help.text(CONFIGS, name, doc, words), *([footer] if footer else [])])
 
 
 def explained(error: HydraException, config_name: str, words: list[str]) -> str:
-    """Hydra's message about a command line; of an unknown key also what became of it, or the nearest."""
+    """Returns Hydra's message about a command line; for an unknown key adds its replacement or the nearest key."""
     text = as_typed(endings.sentence(error))
-    if override := getattr(error, "override", None):  # it cannot be parsed
+    if override := getattr(error, "override", None):  # a syntax error
         return f"{override}: {text}"
     if found := re.match(r"Could not override '(\S+)'", text):
         key = found[1]
@@ -144,25 +146,25 @@ def explained(error: HydraException, config_name: str, words: list[str]) -> str:
     return f"{text}; a file of your own ends in .yaml" if re.search("'(machine|workload)/", text) else text
 
 
-# ------------------------------------------------------------------------------------------ the keys
+# ------------------------------------------------------------------------------------------ keys
 
 
 def keyed(words: list[str], key: str) -> list[str]:
-    """The words of a command line, those without a key (or that name a file) as one override of ``key``, quoted."""
+    """Combines the arguments without a key (or that name a file) into one quoted override of ``key``."""
     deletes = re.compile(r"~[^/]")  # ~key, but not ~/file
     bare = [w for w in words if Path(w).is_file() or not ("=" in w or deletes.match(w))]
     return [w for w in words if w not in bare] + ([f"{key}={','.join(map(quoted, bare))}"] if bare else [])
 
 
 def keys(config_name: str) -> set[str]:
-    """The first parts of the keys that a command has, its own and those of its config groups; none is Hydra's."""
+    """Returns the top-level keys of a command and of its config groups, without Hydra's."""
     return {name.partition(".")[0] for name in help.names(CONFIGS, config_name)} | set(IN_GLOBAL)
 
 
 def nearest(word: object, known: Collection[str]) -> str:
-    """'; the nearest is …' for an error message.
+    """Returns '; the nearest is …' for an error message.
 
-    Of dotted keys, those with the same last part come first (episodes: agent.episodes), then the siblings.
+    For dotted keys, a key with the same last part is preferred (episodes: agent.episodes), then a sibling.
     """
     text = str(word)
     parent, _, leaf = text.rpartition(".")
@@ -172,11 +174,11 @@ def nearest(word: object, known: Collection[str]) -> str:
     return f"; the nearest is {close[0]!r} (of {', '.join(siblings)})" if close else ""
 
 
-# ---------------------------------------------------------------------------------------- the values
+# ---------------------------------------------------------------------------------------- values
 
 
 def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
-    """The integer at a dotted key; raises UsageError where it is not one of at least ``least``."""
+    """Returns the integer at a dotted key; raises UsageError if it is not an integer of at least ``least``."""
     value = OmegaConf.select(cfg, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{key}: expected an integer of at least {least}, got {value!r}")
@@ -184,12 +186,12 @@ def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
 
 
 def size(cfg: DictConfig, key: str) -> int:
-    """The bytes at a key: 0, a number, or a size such as 1MiB; raises FormatError where it is none."""
+    """Returns the bytes at a key: 0, a number, or a size such as 1MiB; raises FormatError otherwise."""
     return 0 if cfg[key] == 0 else size_bytes(cfg[key], key, least=1)
 
 
 def number(cfg: DictConfig, key: str) -> float:
-    """The number at a key; raises UsageError where it is none above 0, or not finite."""
+    """Returns the number at a key; raises UsageError if it is not positive and finite."""
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise UsageError(f"{key}: expected a number above 0, got {value!r}")
@@ -197,10 +199,10 @@ def number(cfg: DictConfig, key: str) -> float:
 
 
 def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> Any:
-    """The value at a key, one of ``known``.
+    """Returns the value at a key, which must be one of ``known``.
 
     Raises:
-        UsageError: it is another.
+        UsageError: the value is not in ``known``.
     """
     if cfg[key] not in known:
         names = [json.dumps(k).strip('"') for k in known]
@@ -209,15 +211,15 @@ def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> A
 
 
 def jobs(cfg: DictConfig) -> int:
-    """``cfg.jobs`` worker processes, by default one per core; raises UsageError as ``integer`` does."""
+    """Returns ``cfg.jobs``, the number of worker processes (default: one per core); raises as ``integer``."""
     return integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
 
 
 def launcher(cfg: DictConfig) -> tuple[str, int | None]:
-    """Where the tasks of a command run, and how many at once, as ``workers.results`` takes them.
+    """Returns the launcher of the tasks and the number of concurrent tasks, as ``workers.results`` accepts them.
 
     Raises:
-        UsageError: there is no such launcher, or it is not installed.
+        UsageError: the launcher is unknown or not installed.
     """
     name = choice(cfg, "launcher", tuple(workers.LAUNCHERS))
     if extra := workers.missing(name):
@@ -226,10 +228,10 @@ def launcher(cfg: DictConfig) -> tuple[str, int | None]:
 
 
 def path(cfg: DictConfig, key: str) -> Path | None:
-    """The path at a key, None where it is null.
+    """Returns the path at a key, or None if it is null.
 
     Raises:
-        UsageError: it is not a path.
+        UsageError: the value is not a path.
     """
     value = cfg[key]
     if value is None:
@@ -240,10 +242,10 @@ def path(cfg: DictConfig, key: str) -> Path | None:
 
 
 def values(cfg: DictConfig, key: str) -> list[Any]:
-    """The list at a key; one value stands for a list of one.
+    """Returns the list at a key; a single value becomes a list of one.
 
     Raises:
-        UsageError: it is empty.
+        UsageError: the list is empty.
     """
     value = plain(cfg)[key]
     out = value if isinstance(value, list) else [value]
@@ -253,28 +255,28 @@ def values(cfg: DictConfig, key: str) -> list[Any]:
 
 
 def machine(cfg: DictConfig) -> Machine:
-    """The machine of ``cfg.machine``; raises FormatError naming the entry."""
+    """Returns the machine of ``cfg.machine``; raises FormatError naming the entry."""
     return Machine.from_dict(plain(cfg.machine))
 
 
 def workload(name: str) -> dict[str, Any]:
-    """The configuration of a workload in a list: a shipped one's name, or a YAML file.
+    """Returns the configuration of a workload, named by its preset or its YAML file.
 
     Raises:
-        UsageError: there is no such workload, or the file is malformed.
+        UsageError: the workload is unknown, or the file is malformed.
     """
     file = Path(name).expanduser()
     if file.suffix not in SUFFIXES:
         file = CONFIGS / "workload" / f"{name}.yaml"
         if not file.is_file():
             known = {path.stem for path in file.parent.glob("*.yaml")}
-            raise UsageError(f"workloads: there is no workload {name!r}{nearest(name, known)}")
+            raise UsageError(f"workloads: unknown workload {name!r}{nearest(name, known)}")
     config = plain(read_workload(file)[1])
-    return config.get("workload", config)  # a file for the package _global_ has it one level down
+    return config.get("workload", config)  # files for the package _global_ nest it one level deeper
 
 
 def program(cfg: DictConfig, on: Machine) -> Program:
-    """The program to plan: the file ``program=``, or else the ``workload=``, captured for a machine."""
+    """Returns the program to plan: the file of ``program=``, else a capture of ``workload=`` for the machine."""
     file = path(cfg, "program")
     if file is not None:
         return Program.load(file)
@@ -284,15 +286,15 @@ def program(cfg: DictConfig, on: Machine) -> Program:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A config node as a dictionary, interpolations resolved; raises an OmegaConf error where a value is missing."""
+    """Converts a config node to a dictionary, interpolations resolved; raises an OmegaConf error for missing values."""
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
 def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
-    """A dataclass from a config node of the same keys; each value has the type of the field's default.
+    """Builds a dataclass from a config node with the same keys; each value must have the type of the field's default.
 
     Raises:
-        UsageError: naming the entry.
+        UsageError: an entry is unknown, of the wrong type or out of range; the message names it.
     """
     defaults = {field.name: field.default for field in fields(kind)}
     checked: dict[str, Any] = {}

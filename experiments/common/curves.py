@@ -1,6 +1,6 @@
-"""What every trainer says of itself, under the same names, by simulator calls (README.md, "Curves").
+"""Learning curves that every trainer logs under the same names, by simulator calls (README.md, "Curves").
 
-``Curve`` is of a training on one task: it tells a tracker, and keeps ``curve.json``, which ``figure=learning`` draws.
+``Curve`` logs the training on one task to a tracker and writes ``curve.json``, which ``figure=learning`` plots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from simulator.files import read_json, write_json
 from simulator.machine import Machine
 from simulator.program import Program
 
-LAST = 50  # episodes of which running means are
+LAST = 50  # window of the running means, in episodes
 GREEDY, GAP = "greedy/overhead", "greedy/gap"
 OVERHEAD, FEASIBLE, BEST = "episode/overhead", "episode/feasible", "episode/best_overhead"
 NAMES = (OVERHEAD, FEASIBLE, BEST, GREEDY, GAP)
@@ -25,14 +25,14 @@ Tell = Callable[[int, Mapping[str, float]], None]
 
 
 class Curve:
-    """The scalars of a training on one task, at most every ``every`` simulator calls, and the file that keeps them.
+    """Scalars of a training on one task, logged at most every ``every`` simulator calls and saved to a file.
 
     Args:
-        file: curve.json; None: none.
-        about: agent and seed, and what else tells this training from others.
-        every: simulator calls between two points at least.
-        tell: takes the scalars of a point.
-        resumed: the file of the run that goes on, whose points up to there are kept.
+        file: curve.json; None: no file.
+        about: agent, seed and other settings that identify the training.
+        every: minimum number of simulator calls between two points.
+        tell: callback that receives the scalars of a point.
+        resumed: curve file of the run being resumed; its points up to the resumed state are kept.
     """
 
     def __init__(
@@ -51,34 +51,37 @@ class Curve:
 
     @cached_property
     def bound(self) -> Floor:
-        """The floor under all plans of the task."""
+        """Certified lower bound of the task."""
         return floor(*self.task)
 
     def goes_on(self, calls: int) -> None:
-        """A run that was resumed has made so many simulator calls."""
+        """Continues the curve of a resumed run after ``calls`` simulator calls."""
         self.points = [point for point in self.before if point["calls"] <= calls]
         self.next = calls + self.every
 
     def episode(self, overhead: float, best: float | None = None) -> None:
-        """One that ended with this overhead, NaN without a plan; ``best``: of other searches, too."""
+        """Records an episode's overhead (NaN without a plan); ``best``: best overhead that other searches found."""
         self.last.append(overhead if math.isfinite(overhead) else math.nan)
         found = (v for v in (self.best, self.last[-1], best) if v is not None and not math.isnan(v))
         self.best = min(found, default=math.nan)
 
     def running(self) -> dict[str, float]:
-        """Means over the last episodes; NaN before the first."""
+        """Returns means over the last episodes; NaN before the first."""
         found = [v for v in self.last if not math.isnan(v)]
         share = len(found) / len(self.last) if self.last else math.nan
         return {OVERHEAD: fmean(found) if found else math.nan, FEASIBLE: share, BEST: self.best}
 
     def maybe(self, calls: int, greedy: Callable[[], float]) -> None:
-        """A point, if it is time for one: ``greedy`` makes the overhead of the greedy policy, NaN in a dead end. The
-        simulator calls of that are not counted."""
+        """Adds a point if one is due.
+
+        Args:
+            greedy: evaluates the greedy policy's overhead, NaN in a dead end; its simulator calls are not counted.
+        """
         if calls >= self.next:
             self.point(calls, greedy())
 
     def point(self, calls: int, greedy: float) -> None:
-        """A point now."""
+        """Adds a point."""
         self.next = calls + self.every
         values = {**self.running(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
         if self.tell is not None:

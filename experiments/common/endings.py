@@ -1,4 +1,4 @@
-"""How a command ends that does not end well: in one sentence on stderr, and the status that says what it was."""
+"""Error handling of the commands: one sentence on stderr and an exit status for each kind of failure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # a full disk or quota; a p
 
 
 class UsageError(ValueError):
-    """The command line asks for something that cannot be done; the message is one sentence."""
+    """The command line requests something impossible; the message is one sentence."""
 
 
 def expected_errors() -> tuple[type[Exception], ...]:
-    """The errors that input from outside can cause. Only the modules that were loaded can have raised."""
+    """Returns the exception types that external input can cause, from the modules that are loaded."""
     kinds: list[type[Exception]] = [UsageError, FormatError, PlanError]
     for module, name in (
         ("omegaconf.errors", "OmegaConfBaseException"),
@@ -37,7 +37,7 @@ def expected_errors() -> tuple[type[Exception], ...]:
 
 
 def sentence(error: object) -> str:
-    """An error's message on one line, without what Hydra and OmegaConf add for their own users."""
+    """Returns an error's message on one line, without the hints that Hydra and OmegaConf append."""
     text = str(error)
     for end in ("See https://", "full_key:", "Config search path:"):
         text = text.partition(end)[0]
@@ -45,16 +45,16 @@ def sentence(error: object) -> str:
 
 
 def unwritten(error: OSError) -> str:
-    """Says what could not be written. The standard output is not written to any more."""
+    """Returns the message for output that cannot be written; redirects stdout to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if error.errno == errno.EPIPE:
-        return "nobody reads the output any more; what files were written are whole"
+        return "the reader of the output closed the pipe; files written so far are complete"
     where = error.filename or "the output"
-    return f"{where} cannot be written ({error.strerror}); what files were written are whole"
+    return f"{where} cannot be written ({error.strerror}); files written so far are complete"
 
 
 def last_words() -> None:
-    """At the end of a command: what is left of the output, which may fail as well."""
+    """Flushes stdout when a command exits; reports an error if the flush fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -69,23 +69,22 @@ def refuse(error: object) -> NoReturn:
 
 
 def goes_on(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorates what the same command takes up again: an interruption says so."""
+    """Decorates a command that resumes when repeated: an interruption says so."""
 
     @functools.wraps(function)
     def told(*args: Any) -> None:
         try:
             function(*args)
         except KeyboardInterrupt as stop:
-            raise type(stop)("the same command goes on from what is done") from None
+            raise type(stop)("run the same command to continue") from None
 
     return told
 
 
 def stopped(stop: KeyboardInterrupt) -> NoReturn:
-    """Prints one sentence on stderr, with how the command goes on where it says that, and exits with status 130; 143
-    after SIGTERM."""
+    """Prints one sentence on stderr, with the hint of ``goes_on``; exits with status 130, or 143 after SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
+        signal.signal(number, signal.SIG_IGN)  # already stopping
     what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
     print(f"{what}; {stop}" if str(stop) else what, file=sys.stderr)
     sys.exit(status)

@@ -1,5 +1,7 @@
-"""``--help`` of a command: what it does, with examples (its module's docstring), and its settings as their YAML files
-have them, where a comment beside each key or above it says what it means."""
+"""``--help`` of a command: its module's docstring with examples, then its settings from their YAML files.
+
+Comments beside or above a key in the YAML file are its description.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,23 @@ import yaml
 WIDTH = 118
 HYDRA = """\
 Options:
-  -m, --multirun        several values of a key, separated by commas, are a sweep: seed=1,2,3
-  hydra/launcher=NAME   of a sweep: joblib, submitit_local, submitit_slurm or ray (extras joblib, submitit, ray)
-  --cfg job             print the settings, and do nothing
-  -h, --help            this text; with GROUP=OPTION, the keys of that option"""
-GROUP = re.compile(r"  - (\w+): (\S+)(?:  # (.*))?")  # a default of a command: group, option, meaning
+  -m, --multirun        sweep over comma-separated values of a key: seed=1,2,3
+  hydra/launcher=NAME   sweep launcher: joblib, submitit_local, submitit_slurm or ray (extras joblib, submitit, ray)
+  --cfg job             print the settings and exit
+  -h, --help            show this help; with GROUP=OPTION, the keys of that option"""
+GROUP = re.compile(r"  - (\w+): (\S+)(?:  # (.*))?")  # entry of a command's defaults list: group, option, meaning
 
 
 def text(configs: Path, name: str, doc: str, chosen: Sequence[str] = ()) -> str:
-    """The help of a command.
+    """Returns the help of a command.
 
     Args:
-        configs: the folder of the YAML files.
-        name: the command's own file in it.
-        doc: the docstring of the command's module.
-        chosen: words of the command line; of each GROUP=OPTION the option's keys are listed.
+        configs: folder of the YAML files.
+        name: name of the command's YAML file in it.
+        doc: docstring of the command's module.
+        chosen: command-line arguments; for each GROUP=OPTION the keys of that option are listed.
     """
-    parts = [doc.strip(), f"Keys, to be changed as KEY=VALUE:\n{_written(configs / f'{name}.yaml')}"]
+    parts = [doc.strip(), f"Keys, set as KEY=VALUE:\n{_written(configs / f'{name}.yaml')}"]
     for group, (option, meaning) in groups(configs, name, chosen).items():
         known = sorted(path.stem for path in (configs / group).glob("*.yaml"))
         lines = [f"{group}={option}: {meaning}" if meaning else f"{group}={option}"]
@@ -45,7 +47,7 @@ def text(configs: Path, name: str, doc: str, chosen: Sequence[str] = ()) -> str:
 
 
 def groups(configs: Path, name: str, chosen: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
-    """The option and the meaning of each config group of a command; options in ``chosen`` come before the defaults."""
+    """Returns option and meaning of each config group of a command; options in ``chosen`` override the defaults."""
     options = dict(word.split("=", 1) for word in chosen if "=" in word)
     defaults = (configs / f"{name}.yaml").read_text().partition("defaults:\n")[2].partition("  - _self_")[0]
     found = map(GROUP.fullmatch, defaults.splitlines())
@@ -53,7 +55,7 @@ def groups(configs: Path, name: str, chosen: Sequence[str] = ()) -> dict[str, tu
 
 
 def names(configs: Path, name: str, chosen: Sequence[str] = ()) -> set[str]:
-    """Every dotted key of a command, with its config groups and the keys of their options."""
+    """Returns all dotted keys of a command, with its config groups and the keys of their options."""
     found = [key for key, _ in flat(yaml.safe_load((configs / f"{name}.yaml").read_text()))]
     for group, (option, _) in groups(configs, name, chosen).items():
         file = configs / group / f"{option}.yaml"
@@ -73,20 +75,20 @@ def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _written(file: Path, indent: str = "  ") -> str:
-    """The settings of a YAML file with their comments, without what is Hydra's and what the file begins with."""
+    """Returns the settings of a YAML file with comments, without Hydra's entries and the file's header."""
     written = re.sub(r"\A(#.*\n)+\n*", "", file.read_text())
     settings = re.sub(r"^(defaults|hydra):.*\n(?: .*\n|\n)*", "", written, flags=re.MULTILINE)
     return textwrap.indent(settings.strip(), indent)
 
 
 def show(help_: str) -> None:
-    """Prints a help. Where its reader ends first (``--help | head``), so does this process, as other commands do."""
+    """Prints a help text; exits quietly if the pipe closes early (``--help | head``)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(help_, flush=True)
 
 
 def attributes(kind: type) -> str:
-    """The fields of a dataclass with their defaults, each with its line under Attributes in the docstring."""
+    """Lists the fields of a dataclass with defaults and their lines under Attributes in the docstring."""
     entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(kind) or "", re.MULTILINE)
     meaning, lines = dict(entries), []
     for field in fields(kind):

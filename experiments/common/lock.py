@@ -1,4 +1,4 @@
-"""One run at a time in a directory of results."""
+"""Lock of a results directory: one run at a time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from pathlib import Path
 
 from experiments.common.endings import UsageError
 
-LOCK = ".lock"  # of a directory, while a run is at work in it
+LOCK = ".lock"  # exists in a directory while a run writes to it
 
 
 class Busy(UsageError):
-    """Another run has the directory."""
+    """Another run holds the directory's lock."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """A folder that one run at a time writes results to; free again when the process dies. Where the file system has no
-    locks, nothing is held.
+    """Holds the lock of a results directory; the OS releases it when the process dies.
+
+    File systems without locks are not protected.
 
     Raises:
-        Busy: another run has it.
+        Busy: another run holds the lock.
     """
     lock = (folder / LOCK).open("ab")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Busy(f"out: another run is at work in {folder}; name another directory, or wait") from None
+            raise Busy(f"out: another run is writing to {folder}; choose another directory, or wait") from None
         except OSError:
             pass
         try:

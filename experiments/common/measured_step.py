@@ -1,7 +1,7 @@
-"""Measured steps as JSON (``measured/1``): each kernel's time, operator and arguments.
+"""Measured training steps as JSON (``measured/1``): time, operator and arguments of each kernel.
 
-Arguments have shapes, strides and types, no content: enough for ``modelled`` to predict the same calls with any
-coefficients. Names of modules, tensors, files and hosts are not written.
+Arguments carry shapes, strides and types but no values: enough for ``modelled`` to predict the same calls with other
+cost-model coefficients. Names of modules, tensors, files and hosts are not written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from simulator.machine import Machine
 from simulator.program import Kernel, KernelKind, Phase
 
 FORMAT = "measured/1"
-# Measured rates of a machine, as its file names them.
+# Measured rates of a machine, by their keys in the machine file.
 RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
          "d2h_latency_ns", "h2d_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
 MANY = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
 
-Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a truth value, None, or a list of these
+Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a bool, None, or a list of these
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Operator:
 
     Attributes:
         name: for example "aten.convolution.default".
-        arguments, named: positional and keyword arguments; None for anything but tensors, numbers, booleans and lists.
-        result: its tensor; None if it has several.
+        arguments, named: positional and keyword arguments; None replaces all but tensors, numbers, bools and lists.
+        result: the output tensor; None if there are several.
         flops, bytes: of one call, as in the program.
     """
 
@@ -53,19 +53,19 @@ class Operator:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step; None stands for a figure that was not measured.
+    """Measured training step; None marks a quantity that was not measured.
 
     Attributes:
-        source: who measured it, or where it is published; ``licence``: under which it may be passed on.
-        workload: a name for people.
-        device: as its driver names it; ``machine``: the preset of configs/machine that is compared with it.
+        source: author or publication of the measurement; ``licence``: license of the data.
+        workload: display name.
+        device: name that the driver reports; ``machine``: the preset of configs/machine to compare with.
         cuda, cudnn: versions; "" without.
-        cache, event_ns: as of ``Profile``.
-        rates: of RATES, as ``executor.calibrate`` measures them.
-        step_ns: an eager step, the median.
-        context_bytes: of the GPU, that a process takes besides tensors (executor/memory/context.py).
+        cache, event_ns: as in ``Profile``.
+        rates: the entries RATES, as ``executor.calibrate`` measures them.
+        step_ns: median duration of an eager step.
+        context_bytes: device memory of a process beyond its tensors (executor/memory/context.py).
         reserved_bytes, allocated_bytes: peaks of PyTorch's allocator in the first steps.
-        operators: each once; ``kernels``: in order, (operator, phase, ns, workspace in bytes).
+        operators: without duplicates; ``kernels``: in order, (operator index, phase, ns, workspace in bytes).
     """
 
     source: str
@@ -97,7 +97,7 @@ class MeasuredStep:
         """Reads a ``measured/1`` dictionary; raises FormatError if it is of another format."""
         try:
             if (found := dict(data)).pop("format") != FORMAT:
-                raise ValueError("another format")
+                raise ValueError("unknown format")
             found["precision"] = Precision(**found["precision"])
             found["operators"] = [Operator(**operator) for operator in found["operators"]]
             found["kernels"] = [(which, phase, ns, space) for which, phase, ns, space in found["kernels"]]
@@ -110,8 +110,8 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
     """Returns the measured step of a profile.
 
     Args:
-        rates: as ``executor.calibrate`` measured the machine.
-        entries: attributes of MeasuredStep that the profile does not have; those that are left out are None.
+        rates: machine as measured by ``executor.calibrate``.
+        entries: attributes of MeasuredStep that a profile lacks (default: None).
 
     Raises:
         FormatError: the profile is of another program.
@@ -150,11 +150,11 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
 
 
 def written(value: object) -> Value:
-    """Returns a node's argument or result in the form of ``Operator``."""
+    """Serializes a node's argument or result as in ``Operator``."""
     if isinstance(value, fx.Node):
         meta = value.meta.get("tensor_meta")
         if not isinstance(meta, TensorMetadata):
-            return None  # a number that the graph computes, or several tensors
+            return None  # a computed number, or several tensors
         return {"shape": list(meta.shape), "stride": list(meta.stride), "dtype": str(meta.dtype).removeprefix("torch.")}
     if isinstance(value, (list, tuple)):
         return [written(v) for v in value]
@@ -162,19 +162,19 @@ def written(value: object) -> Value:
 
 
 class Call(NamedTuple):
-    """A kernel of a measured step and its operator, as ``kernel_ns`` takes them."""
+    """Kernel of a measured step with its operator, as arguments of ``kernel_ns``."""
 
     kernel: Kernel
     node: fx.Node
     multi_tensor: bool
 
     def ns(self, machine: Machine, precision: Precision) -> int:
-        """Returns the modelled duration in ns."""
+        """Returns the modeled duration in ns."""
         return kernel_ns(self.kernel, (self.node,), machine, precision, self.multi_tensor)
 
 
 def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
-    """Returns a call for each operator and phase of the step, except operators that this PyTorch does not have."""
+    """Returns one call per operator and phase of the step, except operators missing in this PyTorch version."""
     found = {}
     for which, phase in dict.fromkeys((which, phase) for which, phase, _, _ in measured.kernels):
         operator = measured.operators[which]
@@ -186,13 +186,13 @@ def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
 
 
 def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
-    """Returns each kernel's modelled duration in ns; None for an operator that this PyTorch does not have."""
+    """Returns each kernel's modeled duration in ns; None for an operator missing in this PyTorch version."""
     known = {key: call.ns(machine, measured.precision) for key, call in calls(measured).items()}
     return [known.get((which, phase)) for which, phase, _, _ in measured.kernels]
 
 
 def _node(operator: Operator) -> fx.Node | None:
-    """Returns a call of the operator; None if this PyTorch has no such operator."""
+    """Returns a call of the operator; None if this PyTorch version lacks it."""
     namespace, name, overload = operator.name.split(".")
     target = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if target is None:

@@ -1,7 +1,7 @@
-"""YAML files of the user's own in the place of presets: ``machine=my_gpu.yaml``, ``workload=my_net.yaml``.
+"""YAML files of the user in place of presets: ``machine=my_gpu.yaml``, ``workload=my_net.yaml``.
 
-Each becomes an option of its config group in Hydra's config store, which launchers hand on to the processes of a sweep.
-A file replaces the preset as a whole; later words change it as they change a preset.
+Each file becomes an option of its config group in Hydra's config store, so launchers pass it on to the processes of a
+sweep. It replaces the preset as a whole; later overrides apply to it as to a preset.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from experiments.common.endings import UsageError
 from simulator.files import FormatError, read_yaml
 from simulator.machine import Machine
 
-IN_GLOBAL = ("workload", "target")  # keys of a workload for the package _global_
+IN_GLOBAL = ("workload", "target")  # keys that a workload of the package _global_ may set
 SUFFIXES = (".yaml", ".yml", ".json")
-OWN = "own-file:"  # before the file: the name of such an option, which is none of a preset
+OWN = "own-file:"  # prefix of such an option's name; no preset has it
 
 
 def with_own_files(words: list[str]) -> list[str]:
-    """Returns the words of a command line, each file of ``machine=`` and ``workload=`` as an option of that group.
+    """Replaces each file of ``machine=`` and ``workload=`` by an option of that config group.
 
     Raises:
         UsageError, FormatError: a file is missing or malformed.
@@ -48,14 +48,14 @@ def _with_own_file(word: str, group: str, text: str) -> str:
 
 
 def own_option(group: str, name: str, node: object, package: str | None = None) -> str:
-    """Makes an option of a config group; returns the value that chooses it."""
+    """Registers an option of a config group; returns the override value that selects it."""
     folder, _, last = f"{group}/{OWN}{name}".rpartition("/")
     ConfigStore.instance().store(last, node, folder, package or group)
     return quoted(f"{OWN}{name}")
 
 
 def _values(word: str, text: str) -> list[str]:
-    """The values of an override, those of a sweep too; a path may have signs that Hydra would want to be quoted."""
+    """Returns the values of an override, sweeps included; paths may contain unquoted special characters."""
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
@@ -65,22 +65,22 @@ def _values(word: str, text: str) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Returns a text as the grammar of overrides quotes it."""
+    """Quotes a text by Hydra's override grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def as_typed(text: str) -> str:
-    """Returns a text with files as they were typed in the place of their options."""
+    """Replaces option names in a text by the file names that the user typed."""
     return re.sub(rf"'{OWN}((?:[^'\\]|\\.)*)'|{OWN}", lambda own: re.sub(r"\\(.)", r"\1", own[1] or ""), text)
 
 
 def own_overrides() -> list[str]:
-    """Returns the words of this run, one of a sweep too, as they were typed."""
+    """Returns the overrides of this run or sweep job as the user typed them."""
     return [as_typed(word) for word in HydraConfig.get().overrides.task]
 
 
 def read_workload(file: Path) -> tuple[str | None, DictConfig]:
-    """Reads a workload and its package, None by default. Its keys are checked where it is captured.
+    """Reads a workload file; returns its package (None by default) and its config. Capturing it checks the keys.
 
     Raises:
         UsageError: the file is missing or malformed.
@@ -99,7 +99,7 @@ def read_workload(file: Path) -> tuple[str | None, DictConfig]:
         return None, node
     if package[1] != "_global_":
         raise UsageError(f"{file}: a workload is for the package workload or _global_, not {package[1]!r}")
-    # In the package _global_ it could set anything, and what Hydra calls.
+    # The package _global_ could override any key, including those that Hydra instantiates.
     if unknown := [key for key in node if key not in IN_GLOBAL]:
         raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(IN_GLOBAL)}")
     return package[1], node

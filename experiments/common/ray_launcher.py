@@ -1,9 +1,8 @@
-"""Hydra's launcher for Ray: ``-m hydra/launcher=ray`` makes every job of a sweep a task of a Ray cluster.
+"""Hydra launcher for Ray: ``-m hydra/launcher=ray`` runs every job of a sweep as a task of a Ray cluster.
 
-It is ours because hydra-ray-launcher wants the cluster launcher of AWS, the dashboard and an old cloudpickle.
-``hydra.launcher.jobs=N``: how many run at once. What the cluster is, and what becomes of a job whose worker dies:
-workers.py. ``register`` makes it known; Hydra takes launchers of a package hydra_plugins only, so it is
-known by such a name.
+hydra-ray-launcher is no alternative: it depends on the AWS cluster launcher, the dashboard and an old cloudpickle.
+``hydra.launcher.jobs=N`` limits the concurrent jobs. workers.py documents the choice of cluster and the retries.
+``register`` announces the launcher under a module name in ``hydra_plugins``, the only package that Hydra accepts.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from experiments.common import workers
 
 
 class RayLauncher(Launcher):
-    """The jobs of a sweep on Ray; every one is run to its end, whatever becomes of the others."""
+    """Runs the jobs of a sweep on Ray; a failed job does not stop the others."""
 
     def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """As Hydra calls it."""
+        """Stores context, task and config (called by Hydra)."""
         self.context, self.task, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """What each job returned, in their order; raises what Ray says of one whose workers died too often."""
+        """Runs the jobs and returns their results in order; raises Ray's error for a job that ran out of retries."""
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
@@ -56,7 +55,7 @@ class RayLauncher(Launcher):
 
 
 def run_one(context: HydraContext, config: DictConfig, task: TaskFunction, state: dict[Any, Any]) -> JobReturn:
-    """One job, on a worker; its errors are in what it returns."""
+    """Runs one job on a worker; the result carries its errors."""
     setup_globals()
     Singleton.set_state(state)
     HydraConfig.instance().set_config(config)
@@ -64,10 +63,10 @@ def run_one(context: HydraContext, config: DictConfig, task: TaskFunction, state
 
 
 def register() -> None:
-    """Makes ``hydra/launcher=ray`` known, where Ray is installed."""
+    """Registers ``hydra/launcher=ray`` if Ray is installed."""
     if find_spec("ray"):
         RayLauncher.__module__ = "hydra_plugins.headroom"
-        Plugins.instance().register(RayLauncher)  # after those that are installed
+        Plugins.instance().register(RayLauncher)  # after the installed plugins
         sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
         sys.modules[RayLauncher.__module__] = sys.modules[__name__]
         node = {"_target_": f"{RayLauncher.__module__}.RayLauncher", "jobs": None}

@@ -1,14 +1,14 @@
-"""Rows, tables and run directories: how every entry point says what it found.
+"""Result rows, tables and run directories shared by all commands.
 
-A row is what one planner achieved on one program, machine and limit. Its keys are ROW_KEYS, and ``reason`` if it found
-no plan. From the floor under all plans of ``mode`` (agents/floor/):
+A row describes what one planner achieved on a program, machine and limit. Its keys are ROW_KEYS, plus ``reason`` if the
+planner found no plan. Three keys come from the floor of all plans of ``mode`` (agents/floor/):
 
-- ``bound_overhead``: no plan has less; None where no plan fits the limit.
-- ``bound_bytes``: no plan fits a smaller limit.
-- ``gap``: overhead - bound_overhead, how far from the best plan it is at most; None where it is infeasible.
+- ``bound_overhead``: certified lower bound of the overhead; None if no plan fits the limit.
+- ``bound_bytes``: certified lower bound of the feasible limits.
+- ``gap``: overhead - bound_overhead, an upper bound of the optimality gap; None if infeasible.
 
-``workspace`` says which algorithms kernels run with (agents/heuristics/workspace.py): false, their own; "least", those
-of the least workspace; true, under that plan the fastest that fit the memory it leaves.
+``workspace`` selects the kernels' algorithms (agents/heuristics/workspace.py): false: those of the program; "least":
+smallest workspace; true: under that plan the fastest that fit the free memory.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ ROW_KEYS = (
 Row = dict[str, Any]
 T = TypeVar("T")
 Workspace = Literal["least"] | bool
-CONTROL = "uniform edits"  # the DQN's walk over edits that are drawn alike, without a network
-OURS = ("search", "learned")  # families of planners that are no published heuristics
-SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
+CONTROL = "uniform edits"  # no-network ablation: the DQN's walk with uniformly drawn edits
+OURS = ("search", "learned")  # planner families other than published heuristics
+SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics with a long search, or that plan addresses
 MB = 1e6
 VERSIONS = ("torch", "torch-geometric", "stable-baselines3", "sb3-contrib", "numpy", "numba", "gymnasium", "hydra-core")
 
@@ -81,7 +81,7 @@ def row(
     mode: str = "joint",
     workspace: Workspace = False,
 ) -> Row:
-    """One line of results.jsonl, to be certified; without a timeline the planner was infeasible for ``reason``."""
+    """Returns a row of results.jsonl without its bounds; without a timeline it is infeasible for ``reason``."""
     found = {
         "workload": program.name,
         "machine": machine.name,
@@ -107,7 +107,7 @@ def row(
 
 
 def certified(found: Row, floor: Floor) -> Row:
-    """A row with the floor under all plans of its mode within its limit."""
+    """Returns a row with the floor of its mode and limit filled in."""
     bound = floor.overhead if floor.feasible else None
     gap = found["overhead"] - bound if found["feasible"] and bound is not None else None
     return {**found, "bound_overhead": bound, "bound_bytes": floor.least_bytes, "gap": gap}
@@ -117,13 +117,13 @@ def score(
     name: str, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
     workspace: Workspace = False, **options: Any,
 ) -> tuple[Row, Plan | None]:  # fmt: skip
-    """Plans with the planner ``name``, simulates the plan, and says what it achieved.
+    """Plans with the planner ``name``, simulates the plan and returns its row and the plan.
 
     Args:
-        mode: swap, recompute or joint, for every planner that has the option; a plan of a planner without it
-            counts when it happens to be of the mode. None: the planner's own.
-        workspace: which algorithms kernels run with, as in a row.
-        options: more options for the planners that have them, as ``made``.
+        mode: swap, recompute or joint; passed to planners that have the option. A plan of any other planner counts only
+            if all its decisions are of this mode. None: the planner's default.
+        workspace: kernel algorithms, as in a row.
+        options: further planner options, as in ``made``.
     """
     return score_with(made(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)[:2]
 
@@ -132,7 +132,7 @@ def score_with(
     planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
     workspace: Workspace = False, named: str = "",
 ) -> tuple[Row, Plan | None, Timeline | None]:  # fmt: skip
-    """``score`` of a planner that is made, and the plan's timeline; the row has its name, or another one."""
+    """Scores an existing planner as ``score``, and returns the timeline; ``named`` replaces its name in the row."""
     start = time.perf_counter()
     plan, why = None, ""
     try:
@@ -144,10 +144,10 @@ def score_with(
         why = str(error)
     spent = time.perf_counter() - start
     if why and (host := host_needed(program, machine, limit, mode or "joint")):
-        why += f"; the host has too little: {size(machine.host_bytes)} for what is swapped, and {size(host)} would do"
+        why += f"; host memory is too small: {size(machine.host_bytes)} for swapped tensors, {size(host)} needed"
     if plan is not None and (why := other_mode(plan, mode)):
         plan = None
-    # A plan can be for less than was asked: the addresses of smartpool+autoswap hold under its own limit only.
+    # A plan's limit may be lower: addresses of smartpool+autoswap are only valid under its own limit.
     timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
     calls, mode = planner.simulator_calls, mode or "joint"
     found = row(program, machine, limit, named or planner.name, seed, timeline, spent, calls, why, mode, workspace)
@@ -158,10 +158,10 @@ def score_plan(
     plan: Plan, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
     workspace: Workspace = False,
 ) -> Row:  # fmt: skip
-    """What an existing plan achieves, as ``score``; with ``workspace`` its variants are replaced.
+    """Returns the row of an existing plan, as ``score``; with ``workspace`` its variants are replaced.
 
     Raises:
-        PlanError: it is for another program.
+        PlanError: the plan is for another program.
     """
     name, timeline, why = plan.planner or "plan", None, other_mode(plan, mode)
     if not why:
@@ -177,14 +177,16 @@ def score_plan(
 
 
 def made(name: str, **options: Any) -> agents.Planner:
-    """A planner with those of the ``options`` that it has and that are not None; raises ValueError as ``make``."""
+    """Makes a planner with those ``options`` that it has and that are not None; raises ValueError as ``make``."""
     known = agents.options(name)
     return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
 
 
 def controls(calls: int, seconds: float | None, **options: Any) -> dict[str, agents.Planner]:
-    """Returns the controls of a training by name: uniform edits with as many simulator calls, and with as many seconds
-    (None: not known, since the run was resumed)."""
+    """Returns the no-network ablations of a training by name: with equal simulator calls, and with equal seconds.
+
+    ``seconds`` is None for a resumed run, whose total time is unknown; the second ablation is then left out.
+    """
     found = {f"{CONTROL}, equal calls": agents.make("dqn", ranks="uniform", calls=max(calls, LEAST), **options)}
     if seconds is not None:
         found[f"{CONTROL}, equal seconds"] = agents.make("dqn", ranks="uniform", seconds=seconds, **options)
@@ -192,14 +194,14 @@ def controls(calls: int, seconds: float | None, **options: Any) -> dict[str, age
 
 
 def contenders(rows: list[Row]) -> list[Row]:
-    """The rows without the published methods that are not the best of them."""
+    """Returns the rows without the published methods, except the best of them."""
     published = [r for r in rows if r["planner"] in heuristics()]
     best = min((r for r in published if r["feasible"]), key=lambda r: r["overhead"], default=None)
     return [r for r in rows if r is best or r not in published]
 
 
 def other_mode(plan: Plan, mode: str | None) -> str:
-    """Why a plan is none of ``mode`` (swap, recompute, joint or None for any); '' where it is."""
+    """Returns why a plan is not of ``mode`` (swap, recompute, joint or None for any); '' if it is."""
     mode_of = {kind: mode for mode in ("swap", "recompute") for kind in KINDS_OF[mode]}
     kinds = {mode_of.get(d.kind, d.kind) for d in plan.decisions}
     if mode in (None, "joint") or kinds <= {mode}:
@@ -208,30 +210,30 @@ def other_mode(plan: Plan, mode: str | None) -> str:
 
 
 def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
-    """Compiles what a planner calls (Numba) on a program of four kernels, so that it is not timed doing it."""
+    """Compiles a planner's Numba functions on a program of four kernels, to keep compilation out of timings."""
     tiny = warm.TINY
-    if "swap" not in (mode, agents.PLANNERS[name].moves):  # then first, because that serves plans of swaps, too
+    if "swap" not in (mode, agents.PLANNERS[name].moves):  # first, since that also covers plans of swaps
         plan = Plan((Recompute(0, 1, 3),))
         simulator.simulate(tiny, plan, machine, 2 * tiny.peak_bytes)
         simulator.Engine(tiny, machine, 2 * tiny.peak_bytes).residency(rows_of(plan.decisions))
     simulator.simulate(tiny, warm.SWAPPED, machine, 2 * tiny.peak_bytes)
-    for limit in (3 * 2**21, 2 * 2**21):  # a search that is at the ideal time compiles nothing more
+    for limit in (3 * 2**21, 2 * 2**21):  # a search that reaches the ideal time skips functions
         score(name, tiny, machine, limit, 0, mode, calls=40, jobs=1)
 
 
 def planner_names(asked: list[Any], **options: Any) -> list[str]:
-    """The planners of a config, 'all' standing for every one that needs no training, 'published' for ``heuristics``.
+    """Expands the planners of a config: 'all' to every untrained planner, 'published' to ``heuristics``.
 
     Args:
         options: as for ``made``.
 
     Raises:
-        UsageError: there is no such planner, it needs training, or it refuses its options.
+        UsageError: a planner is unknown, needs training, or rejects its options.
     """
     names: list[str] = []
     for name in map(str, asked):
         if name in agents.PLANNERS and agents.PLANNERS[name].learned:
-            raise UsageError(f"planners: {name} is learned: train_dqn trains it, evaluate plan=FILE scores its plan")
+            raise UsageError(f"planners: {name} needs training: use train_dqn, or evaluate plan=FILE")
         names += {"all": agents.untrained(), "published": heuristics()}.get(name, [name])
     for name in names:
         try:
@@ -242,27 +244,27 @@ def planner_names(asked: list[Any], **options: Any) -> list[str]:
 
 
 def heuristics() -> list[str]:
-    """The published heuristics that plan in seconds."""
+    """Returns the published heuristics that plan within seconds."""
     facts = [f for f in agents.PLANNERS.values() if f.paper and f.family not in OURS]
     return [f.key for f in facts if f.key not in SLOW]
 
 
 def planner_list() -> str:
-    """Lines of a help text: key, what it moves, label and paper of every planner that ``planner_names`` knows."""
+    """Returns help lines with key, eviction kinds, label and paper of every planner for ``planner_names``."""
     entries = [agents.PLANNERS[name] for name in agents.untrained()]
     keys, moves = (max(len(getattr(facts, what)) for facts in entries) for what in ("key", "moves"))
     named = ((facts, f"{facts.label}, {facts.paper}" if facts.paper else facts.label) for facts in entries)
     return "\n".join(f"{facts.key:{keys}}  {facts.moves:{moves}}  {text}" for facts, text in named)
 
 
-OmegaConf.register_new_resolver("planner_list", planner_list, replace=True)  # of the help texts in configs/
+OmegaConf.register_new_resolver("planner_list", planner_list, replace=True)  # for help texts in configs/
 
 
-# ------------------------------------------------------------------------------------------ for people
+# ------------------------------------------------------------------------------------------ terminal output
 
 
 def headline(program: Program, machine: Machine, limit: int) -> str:
-    """What is planned, in a sentence."""
+    """Describes program, machine and limit in one sentence."""
     peak, fraction = program.peak_bytes, limit / program.peak_bytes
     return (
         f"{program.name} on {machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:.1f} ms an "
@@ -271,7 +273,7 @@ def headline(program: Program, machine: Machine, limit: int) -> str:
 
 
 def table(rows: Iterable[Row], limits: bool = False) -> Table:
-    """The rows for people, in the order given, the floor above those of a limit; the best at each in bold."""
+    """Returns a table of the rows in the given order, with the floor above each limit and the best row in bold."""
     rows = list(rows)
     best: dict[int, float] = {}
     for r in rows:
@@ -308,8 +310,7 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
 
 
 def reason(r: Row, said: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.0f} MB") -> str:
-    """Why a row is infeasible, for the table: the part that the other columns do not say already; ``said``: bytes for
-    people."""
+    """Returns why a row is infeasible, without facts in other columns; ``said`` formats bytes."""
     if r["bound_overhead"] is None:
         return "no plan fits (the floor)"
     text: str = r["reason"].rpartition("; ")[2].replace("the smallest limit it can reach is", "its smallest limit is")
@@ -317,35 +318,35 @@ def reason(r: Row, said: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.
 
 
 def duration(seconds: float) -> str:
-    """A duration in the unit that reads best."""
+    """Formats a duration in a readable unit."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
 def console(stderr: bool = False) -> Console:
-    """A console: as wide as the terminal, and wide enough for a table where there is none."""
-    out = Console(stderr=stderr, highlight=False, markup=False)  # a name may have brackets
+    """Returns a console as wide as the terminal; without a terminal, wide enough for a table."""
+    out = Console(stderr=stderr, highlight=False, markup=False)  # names may contain brackets
     return out if out.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=150)
 
 
 def progress(on: Console | None = None, still: bool = False) -> Progress:
-    """A progress bar with the time that is left, for work that comes in pieces.
+    """Returns a progress bar with the estimated remaining time.
 
     Args:
-        on: where; stderr by default. Nothing is shown on what is no terminal.
-        still: it is drawn on demand only (``refresh``), so that no thread runs beside what is timed.
+        on: console (default: stderr); the bar is hidden if it is not a terminal.
+        still: draw only on ``refresh``, so that no thread disturbs timings.
     """
     on = on or console(stderr=True)
     return Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
                     TextColumn("left"), TimeRemainingColumn(), console=on, refresh_per_second=4,
                     auto_refresh=not still, disable=not on.is_terminal,
-                    speed_estimate_period=3600,  # a piece may take minutes; the default forgets it after 30 seconds
-                    redirect_stdout=sys.stdout.isatty())  # fmt: skip  # what goes into a file is not for stderr
+                    speed_estimate_period=3600,  # steps may take minutes; default: 30 s
+                    redirect_stdout=sys.stdout.isatty())  # fmt: skip  # keep redirected stdout out of stderr
 
 
 def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterator[T]:
-    """The items, with a progress bar (as ``progress``) that says which one is at work: ``doing`` and its name."""
+    """Yields the items with a progress bar labeled ``doing`` and the current item's name."""
     with progress(on) as bar:
         shown = bar.add_task(doing, total=len(items))
         for item in items:
@@ -356,13 +357,14 @@ def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterat
 
 @contextmanager
 def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callable[[str], None]]:
-    """A progress bar (as ``progress``) of 100 parts over stages that differ in length; gives what is to be called with
-    the name of a stage when it begins, in their order (some may be left out). Where stderr is no terminal, a line for
-    each stage that is over.
+    """Shows a progress bar over stages of different length; yields a function to call when a stage begins.
+
+    The function takes the name of the stage; call it in order (stages may be skipped). If stderr is not a terminal, it
+    prints a line per finished stage.
 
     Args:
-        stages: what each is expected to take, in any unit.
-        still: drawn again when a stage begins only, as ``progress``.
+        stages: expected duration of each stage, in any unit.
+        still: redraw only when a stage begins, as in ``progress``.
     """
     names, whole = list(stages), sum(stages.values())
     with progress(still=still) as bar:
@@ -389,22 +391,22 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
 
 
 class RunDirectory:
-    """The directory that a run leaves behind. As a context: when the run fails, a new directory goes again.
+    """Context manager of a run's output directory; removes a new directory if the run fails.
 
-    Files are written whole or not at all, so a run that is killed leaves only whole files. A run that is
-    interrupted, or that a bug ends, keeps its checkpoint.
+    Files are written atomically, so a killed run leaves only complete files. An interrupted or crashed run keeps its
+    directory if it has a checkpoint.
 
     Args:
-        path: the directory; a default is named after ``label`` and the time.
-        finished: a file that marks a finished run, which is not overwritten.
+        path: the directory; None: a name from ``label`` and the time.
+        finished: file that marks a finished run, which is never overwritten.
 
     Raises:
-        UsageError: it cannot be made, or already holds a finished run.
+        UsageError: the directory cannot be created, or already holds a finished run.
     """
 
     def __init__(self, path: Path | None, label: str, finished: str | None = None):
         if path is not None and finished and (path / finished).exists():
-            raise UsageError(f"out: {path} already holds a finished run ({finished}); name another directory")
+            raise UsageError(f"out: {path} already holds a finished run ({finished}); choose another directory")
         self.named = path
         self.default = Path("runs") / f"{safe(label)}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._new: Path | None = None
@@ -413,7 +415,7 @@ class RunDirectory:
         path = self._made()
         self._held = held(path)
         self._held.__enter__()
-        if HydraConfig.initialized():  # Hydra's own directory is the working directory
+        if HydraConfig.initialized():  # Hydra's run directory is the working directory
             (path / ".hydra").mkdir(exist_ok=True)
             write_text(path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(own_overrides()))
         return path
@@ -427,13 +429,13 @@ class RunDirectory:
                 try:
                     path.mkdir(parents=True)
                     break
-                except FileExistsError:  # another job of a sweep, in the same second
+                except FileExistsError:  # another job of the sweep started in the same second
                     if self.named is not None:
                         raise
                     n += 1
                     path = self.default.with_name(f"{self.default.name}-{n}")
         except OSError as error:
-            raise UsageError(f"out: {path} cannot be made ({error.strerror})") from None
+            raise UsageError(f"out: {path} cannot be created ({error.strerror})") from None
         self._new = path
         return path
 
@@ -451,7 +453,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
-    """Writes summary.json (what was asked, with what, and what came out), and program.json beside it."""
+    """Writes summary.json (command, config, versions, results) and program.json beside it."""
     program.save(path.with_name("program.json"))
     write_json(path, {
         **asked(cfg),
@@ -463,7 +465,7 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
 
 
 def asked(cfg: DictConfig) -> Row:
-    """What was typed, every setting, and the versions of what it runs with: the beginning of summary.json."""
+    """Returns command, config and package versions: the first entries of summary.json."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in VERSIONS:
         try:
@@ -475,6 +477,6 @@ def asked(cfg: DictConfig) -> Row:
 
 
 def command() -> str:
-    """The command that was typed (as cli.py leaves it in ``sys.argv``), without where its result went."""
+    """Returns the typed command (cli.py stores it in ``sys.argv``) without out= and resume=."""
     words = [w for w in sys.argv[1:] if not w.startswith(("out=", "resume="))]
     return " ".join(["python", "-m", sys.argv[0], *words])

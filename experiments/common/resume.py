@@ -1,6 +1,6 @@
-"""The settings of a run directory as words of a command line: what ``train_dqn resume=RUN`` goes on with.
+"""Restores the settings of a run directory as command-line arguments for ``train_dqn resume=RUN``.
 
-A directory may come from a stranger, so only keys that the command has are read, and nothing in them names Python.
+The directory is untrusted input: only keys of the command are accepted, and no entry may name Python code.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from experiments.common.own_files import own_option, quoted
 from simulator.files import load_json
 from simulator.machine import Machine
 
-NOT_SETTINGS = ("program", "workload", "task", "target", "machine", "out", "resume")  # which the directory says instead
-CHOICE = "agent"  # the config group whose option's name counts
+NOT_SETTINGS = ("program", "workload", "task", "target", "machine", "out", "resume")  # the directory decides
+CHOICE = "agent"  # config group whose option is restored by name
 
 
 def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") -> list[str]:
-    """Returns the words that resume a run: its settings, but where ``typed`` says otherwise.
+    """Returns the arguments that resume a run: its settings, overridden by ``typed``.
 
     Args:
-        file: of the settings, as ``report.asked`` returns them.
-        typed: the words of the command line.
+        file: settings of the run, as written by ``report.asked``.
+        typed: arguments of the command line.
 
     Raises:
-        UsageError: they are not of this version, or name Python to be imported, which no file may.
+        UsageError: the settings are of another version, or name Python code to import.
     """
     data = load_json(file, lambda data: data if isinstance(data, dict) else {})
     if not isinstance(data.get("command"), list) or not isinstance(data.get("config"), dict):
-        raise cli.UsageError(f"resume: {file} does not say the settings of a run")
+        raise cli.UsageError(f"resume: {file}: not the settings of a run (expected `command` and `config`)")
     keys = [word.partition("=")[0] for word in typed]
     chosen = [str(word).partition("=") for word in data["command"][3:]]
     words = [f"{CHOICE}={_checked(option)}" for group, _, option in chosen if group == CHOICE]
@@ -42,7 +42,7 @@ def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") 
         if key not in known:
             raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}")
         if key == "network" and value is not None and key not in keys:
-            raise cli.UsageError(f"resume: {file}: config: network is Python, which only a typed word may name")
+            raise cli.UsageError(f"resume: {file}: config: `network` names Python code; type network= yourself")
         if key not in NOT_SETTINGS:
             words += [f"{_checked(name)}={_written(leaf)}" for name, leaf in flat({key: value})]
     program, machine = file.with_name("program.json"), data["config"].get("machine")
@@ -54,17 +54,17 @@ def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") 
 
 
 def _checked(key: object) -> str:
-    """Returns a key that means nothing to Hydra; raises UsageError for another."""
+    """Returns a key without Hydra syntax; raises UsageError for any other."""
     if not isinstance(key, str) or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise cli.UsageError(f"resume: config: {str(key)[:40]!r} is no key of a setting")
+        raise cli.UsageError(f"resume: config: {str(key)[:40]!r} is not a valid key")
     return key
 
 
 def _written(value: Any) -> str:
-    """Returns a value in the grammar of overrides."""
+    """Formats a value in Hydra's override grammar."""
     if isinstance(value, str):
-        if "${" in value:  # OmegaConf would put something else in its place
-            raise cli.UsageError(f"resume: config: {value[:40]!r} is no setting")
+        if "${" in value:  # OmegaConf would interpolate it
+            raise cli.UsageError(f"resume: config: {value[:40]!r} must not contain an interpolation")
         return quoted(value)
     if isinstance(value, list):
         return "[" + ",".join(map(_written, value)) + "]"

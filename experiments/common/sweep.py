@@ -1,5 +1,7 @@
-"""The common table of a sweep (``-m``): every job's limits and planners side by side. It is printed at the end and kept
-in the sweep's directory: table.txt, and results.jsonl with all rows of all jobs."""
+"""Summary table of a sweep (``-m``): limits and planners of all jobs side by side.
+
+It is printed at the end and saved in the sweep's directory as table.txt; results.jsonl holds all rows of all jobs.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from experiments.common.own_files import as_typed
 from simulator.files import write_json, write_text
 
 OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
-JOB = ".job-{}.json"  # what is kept of a job until the sweep is over
-PLANNERS = 6  # columns
+JOB = ".job-{}.json"  # temporary record of a finished job
+PLANNERS = 6  # maximum number of columns
 
 
 class SweepTable(Callback):
-    """Of each job it keeps which run it made, on whatever computer; ``shown`` then puts them together."""
+    """Hydra callback that records the run directory of each job, on any host; ``shown`` merges the records."""
 
-    folder: Path | None = None  # of the sweep that this process has begun
+    folder: Path | None = None  # of the sweep that this process started
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         SweepTable.folder = Path(str(config.hydra.sweep.dir))
@@ -41,14 +43,14 @@ class SweepTable(Callback):
 
 
 def forget() -> None:
-    """Removes the folder of a sweep whose jobs cannot be composed: it holds multirun.yaml, and nothing else."""
+    """Removes the folder of a sweep whose jobs could not be composed, if it only holds multirun.yaml."""
     folder, SweepTable.folder = SweepTable.folder, None
     if folder is not None and [file.name for file in folder.glob("*")] == ["multirun.yaml"]:
         shutil.rmtree(folder)
 
 
 def shown() -> None:
-    """Prints and keeps the table of the sweep that has ended; nothing where no job has left rows."""
+    """Prints and saves the table of the finished sweep; does nothing if no job wrote rows."""
     folder, SweepTable.folder = SweepTable.folder, None
     files = sorted(folder.glob(JOB.format("*")), key=lambda file: (len(file.name), file.name)) if folder else []
     rows: list[dict[str, Any]] = []
@@ -69,8 +71,10 @@ def shown() -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line for each job and limit: what was swept, the floor, and the overheads of the planners that did best, those
-    that were trained before all; the least in brackets."""
+    """Returns a table with a line per job and limit: swept keys, floor, and the overheads of the best planners.
+
+    Trained planners come first; the lowest overhead of a line is in brackets.
+    """
     words = dict.fromkeys(word for row in rows for word in row["overrides"])
     keys = [word.partition("=")[0] for word in words]
     swept = list(dict.fromkeys(key for key in keys if keys.count(key) > 1))

@@ -1,7 +1,7 @@
-"""Where a training's scalars go: TensorBoard (the default), Weights & Biases, MLflow (where installed), or nowhere.
+"""Experiment trackers: TensorBoard (default), Weights & Biases, MLflow (if installed), or none.
 
-MLflow writes where MLFLOW_TRACKING_URI says, else into the run directory (``mlflow ui --backend-store-uri
-RUN/mlruns``); Weights & Biases goes by its own environment (WANDB_MODE=offline keeps it on this computer).
+MLflow writes to MLFLOW_TRACKING_URI, else into the run directory (``mlflow ui --backend-store-uri RUN/mlruns``).
+Weights & Biases reads its own environment variables (WANDB_MODE=offline keeps data local).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from experiments.common.help import flat
 
 
 class Tracker:
-    """Takes the scalars of a training, step by step; this one keeps nothing.
+    """Base class of the trackers; logs nothing.
 
     Args:
-        out: the run directory.
-        config: of the run.
+        out: run directory.
+        config: configuration of the run.
     """
 
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         pass
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes values at a step; those that are no finite numbers are left out."""
+        """Logs values at a step; drops those that are not finite."""
         self.log(step, {key: float(value) for key, value in values.items() if math.isfinite(value)})
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Writes finite values."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the tracker."""
 
 
 class _TensorBoard(Tracker):
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run reports all its steps again.
+        # A resumed run logs all its steps again.
         self._writer = SummaryWriter(str(out / "tb"), purge_step=0)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -71,14 +71,14 @@ class _WandB(Tracker):
 class _MLflow(Tracker):
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         local = "MLFLOW_TRACKING_URI" not in os.environ
-        if local:  # from version 3 on MLflow asks for this where files are its store
+        if local:  # required by MLflow >= 3 for a file store
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         client = import_module("mlflow").MlflowClient((out / "mlruns").absolute().as_uri() if local else None)
         known = client.get_experiment_by_name("headroom")
         experiment = known.experiment_id if known else client.create_experiment("headroom")
         self._client, self._run = client, client.create_run(experiment, run_name=out.name).info.run_id
         for key, value in flat(config):
-            client.log_param(self._run, key, str(value)[:500])  # MLflow takes no more
+            client.log_param(self._run, key, str(value)[:500])  # MLflow's length limit
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():
@@ -94,7 +94,7 @@ KINDS: dict[str, type[Tracker]] = {
 
 
 def chosen(cfg: DictConfig) -> str:
-    """The tracker of the config; raises UsageError where there is no such, or it is not installed."""
+    """Returns the tracker of the config; raises UsageError if it is unknown or not installed."""
     name: str = cli.choice(cfg, "tracker", tuple(KINDS))
     if name in ("wandb", "mlflow") and find_spec(name) is None:
         raise cli.UsageError(f"tracker: {name} is not installed; the extra is {name}")
@@ -102,5 +102,5 @@ def chosen(cfg: DictConfig) -> str:
 
 
 def open_tracker(name: str, out: Path, config: Mapping[str, Any]) -> Tracker:
-    """Opens the tracker ``name`` of KINDS for a training whose run directory is ``out``."""
+    """Opens the tracker ``name`` of KINDS for the run directory ``out``."""
     return KINDS[name](out, config)

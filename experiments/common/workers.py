@@ -1,10 +1,10 @@
-"""Worker processes for the tasks of a command: of this computer, or of a Ray cluster.
+"""Worker processes for the tasks of a command, on this computer or on a Ray cluster.
 
-- ``processes``: spawned here.
-- ``ray``: the cluster at RAY_ADDRESS, else one of this computer's cores that starts and ends with the command. A task
-  whose worker dies is given to another. What a task prints is printed here as it is, when the task is done.
+- ``processes``: spawned on this computer.
+- ``ray``: the cluster at RAY_ADDRESS, else a local one that starts and stops with the command. A task whose worker
+  dies is retried on another. The output of a task is forwarded when it finishes.
 
-Workers of a cluster have the same installation, and the command's directory under the same path.
+Cluster workers need the same installation and the command's directory under the same path.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any
 
 from experiments import ctrl_c_waits
 
-RETRIES = 3  # of a task whose worker died
-STARTS = 10  # of Ray, until it does
+RETRIES = 3  # retries of a task whose worker died
+STARTS = 10  # attempts to start Ray
 Submit = Callable[..., Future[Any]]
 
 
 def results(
     launcher: str, jobs: int | None, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]
 ) -> Iterator[tuple[int, Any]]:
-    """Of every task, as they are done: its index, and what ``function(*task)`` returned, or the Exception it raised.
+    """Yields, in order of completion, the index of each task and the result of ``function(*task)`` or its Exception.
 
     Args:
         launcher: a key of LAUNCHERS.
-        jobs: how many are under way at once; None, for Ray: as many as it has cores for.
+        jobs: number of concurrent tasks; None (Ray only): one per available core.
     """
     most = jobs or len(tasks)
     with LAUNCHERS[launcher](jobs) as submit:
@@ -57,27 +57,31 @@ def results(
 
 
 def missing(launcher: str) -> str | None:
-    """The extra to install for a launcher; None where it is there."""
+    """Returns the extra to install for a launcher; None if it is available."""
     return None if launcher == "processes" or find_spec(launcher) else launcher
 
 
 class Pool(ProcessPoolExecutor):
-    """Spawned processes of one thread each (not forked: a progress bar is a thread), which end with this one.
+    """Pool of spawned single-threaded processes that end with this process.
 
-    Ctrl-C is for this process alone. As a context: where it ends with an exception, so do they, at once.
+    Workers are spawned, not forked, since a progress bar is a thread. Ctrl-C reaches only this process. Leaving the
+    context with an exception terminates the workers at once.
 
     Args:
-        begin: called in each with ``shared``, when it starts.
+        begin: called in each worker with ``shared`` when it starts.
     """
 
     def __init__(self, jobs: int, begin: Callable[..., None] | None = None, shared: tuple[Any, ...] = ()) -> None:
         if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
-            multiprocessing.set_start_method("spawn", force=True)  # joblib's, which a process that is spawned lacks
+            multiprocessing.set_start_method("spawn", force=True)  # joblib's is unknown
         super().__init__(jobs, multiprocessing.get_context("spawn"), _begin, (begin, shared))
 
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
-        """As of an executor. What it starts inherits that SIGINT is blocked; here, where another thread (a progress
-        bar) may receive it, Ctrl-C waits: a process that is half started would say so."""
+        """Submits a task with SIGINT blocked, so that new workers inherit the mask.
+
+        Ctrl-C waits meanwhile: another thread (a progress bar) may receive it, and a half-started worker would print a
+        traceback.
+        """
         with ctrl_c_waits():
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
@@ -93,7 +97,7 @@ class Pool(ProcessPoolExecutor):
 
 
 def _begin(begin: Callable[..., None] | None, shared: tuple[Any, ...]) -> None:
-    """A worker whose parent was killed would wait for its next task forever: it ends with it."""
+    """Initializes a worker: one thread, and an exit when the parent dies (it would wait for tasks forever)."""
     os.environ["OMP_NUM_THREADS"] = "1"
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -103,9 +107,9 @@ def _begin(begin: Callable[..., None] | None, shared: tuple[Any, ...]) -> None:
 
 
 def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
-    """What the function returns, or the exception that it raises, with its traceback as a note."""
+    """Returns the function's result, or its exception with the traceback as a note."""
     os.chdir(folder)
-    os.environ["HEADROOM_WORKER"] = "1"  # the cores are shared out over the workers (simulator/compiled/engine.py)
+    os.environ["HEADROOM_WORKER"] = "1"  # workers share the cores (simulator/compiled/engine.py)
     try:
         return function(*task)
     except Exception as error:
@@ -115,7 +119,7 @@ def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) ->
 
 @dataclass(frozen=True)
 class Heard:
-    """What a task returned, and what it printed meanwhile."""
+    """Result of a task with its captured output."""
 
     value: Any
     out: str
@@ -123,7 +127,7 @@ class Heard:
 
 
 def _heard(*task: Any) -> Heard:
-    """``_caught``, with all that it and the processes that it starts print."""
+    """Runs ``_caught`` and captures its output, including that of subprocesses."""
     with _taken(1) as out, _taken(2) as err:
         value = _caught(*task)
     return Heard(value, out.getvalue(), err.getvalue())
@@ -131,7 +135,7 @@ def _heard(*task: Any) -> Heard:
 
 @contextmanager
 def _taken(descriptor: int) -> Iterator[StringIO]:
-    """All that this process writes to a file descriptor meanwhile; there at the end."""
+    """Captures this process's output on a file descriptor; the text is available after the context."""
     said, stream = StringIO(), (sys.stdout, sys.stderr)[descriptor - 1]
     with tempfile.TemporaryFile() as file:
         stream.flush()
@@ -148,7 +152,7 @@ def _taken(descriptor: int) -> Iterator[StringIO]:
 
 
 def _printed(found: Any) -> Any:
-    """What a task returned; prints what it said."""
+    """Returns the task's result and forwards its captured output."""
     if not isinstance(found, Heard):
         return found
     for text, stream in ((found.out, sys.stdout), (found.err, sys.stderr)):
@@ -164,8 +168,10 @@ def _processes(jobs: int) -> Iterator[Submit]:
 
 
 def start_ray(**own: Any) -> None:
-    """The cluster at RAY_ADDRESS, else an own one (``ray.init``), not that of another command here. Ray gives its
-    processes 30 s to start, which on a computer that others keep busy may be too few: then it is started again."""
+    """Connects to the cluster at RAY_ADDRESS, else starts a new local one (``ray.init`` with ``own``).
+
+    Ray allows its processes 30 s to start, which a busy computer can exceed; timeouts are retried.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -174,7 +180,7 @@ def start_ray(**own: Any) -> None:
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **settings)
             return
-        except Exception as error:  # Ray has no other class for it
+        except Exception as error:  # Ray has no specific class
             if not left or "timed out" not in str(error):
                 raise
             ray.shutdown()
@@ -184,7 +190,7 @@ def start_ray(**own: Any) -> None:
 def _ray(jobs: int | None) -> Iterator[Submit]:
     import ray
 
-    # What tasks print comes with their result; Ray's own forwarding would put "(name pid=…)" before each line.
+    # Output is returned with the result: Ray's forwarding would prefix each line with "(name pid=…)".
     start_ray(num_cpus=jobs, include_dashboard=False)
     remote = ray.remote(max_retries=RETRIES)(_heard)
     try:

@@ -1,1 +1,1 @@
-"""Will it fit? What a training step needs, and the cheapest plan where it does not fit."""
+"""Memory check of a training step: does it fit, and the cheapest plan if it does not."""

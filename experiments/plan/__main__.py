@@ -1,15 +1,14 @@
-"""Will it fit? What a training step needs, whether a memory holds it, and the cheapest plan where it does not.
+"""Checks whether a training step fits in device memory, and finds the cheapest plan if it does not.
 
     python -m experiments.plan target=mymodel:factory machine=h100 memory=24GiB
     python -m experiments.plan workload=gpt2_medium machine=h100 memory=16GiB
     python -m experiments.plan program=step.json machine=my_machine.yaml memory=0.6
 
-Nothing is planned where the step fits. Else published methods and the planner ``best`` plan within ``seconds``, and the
-cheapest plan is recommended; of plans that cost about as much, that which costs least if kernel times are others
-than modelled (times.py).
+If the step does not fit, published methods and the planner ``best`` plan within ``seconds``. The cheapest plan is
+recommended; among plans of similar cost, the one most robust to errors of the kernel times (times.py).
 
-The run directory holds report.html (opens alone), plan.json (where there is a plan), memory.png, timeline.json (for
-Perfetto), results.jsonl and summary.json. Its path is the last line printed. Exit status 1: it does not fit.
+The run directory holds report.html (self-contained), plan.json (if a plan exists), memory.png, timeline.json (for
+Perfetto), results.jsonl and summary.json. Its path is the last line printed. Exit status 1: the step does not fit.
 """
 
 from __future__ import annotations
@@ -58,19 +57,19 @@ from simulator.report import Origins, report as page_of
 from simulator.timeline import Timeline
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
-# Of the published methods: quick ones that see to it that each family has a fair plan, whatever the time; the slowest.
+# Published methods: quick ones, which run even if the time is up, so that each family has a plan; the slowest.
 FIRST, LAST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget"), ("capuchin",)
-SEARCH_NAME, FASTER_NAME, LESS_NAME = "search", "for faster kernels", "less fragmented"  # as PUBLISHED
-CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
-# Of the seconds: of all published methods of a kind, of each; of the search, in less memory, of the largest batch.
+SEARCH_NAME, FASTER_NAME, LESS_NAME = "search", "for faster kernels", "less fragmented"  # further families
+CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # other stages
+# Shares of the time: published methods of one kind, one method, search, lower limits, faster kernels, largest batch.
 KIND, EACH, SEARCH, LESS, FASTER, BATCHES = 0.15, 0.15, 0.5, 0.3, 0.1, 0.15
-PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # seconds by default: by the kernels, within these
+PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # default time in s: per kernel, minimum, maximum
 QUICK = ("autoswap_doa", "memonger")
-TRIES = 16  # of planners, in which the search for the largest batch usually comes to its end
-GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of the search
-WAIT = 3  # times the seconds: how long the floor may take, and until when the largest batch is captured
-PARTS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit, within which a plan that the card's allocator serves is sought
-FIXED = "a program file has the batch that it was captured with"
+TRIES = 16  # planner calls that the search for the largest batch usually needs
+GAPS, DETAIL = 800, 0.15  # of a second floor besides the search's
+WAIT = 3  # multiple of the time: bound for the floor, deadline for capturing the largest batch
+PARTS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit: tried until PyTorch's allocator serves a plan
+FIXED = "a program file has a fixed batch size"
 
 Task = tuple[Program, Machine, int]
 
@@ -82,7 +81,7 @@ def main(cfg: DictConfig) -> Path:
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
     most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
     workload, wanted = workload_of(cfg), cfg.memory if cfg.memory is not None else machine.memory_bytes
-    memory = None if is_fraction(wanted) else size_bytes(wanted, "memory")  # of the card; a fraction is of the tensors
+    memory = None if is_fraction(wanted) else size_bytes(wanted, "memory")  # of the device; a fraction is of tensors
     known = times.read(cfg, machine, workload is not None)
     workload = times.with_step(workload, known)
     todo = stages(mode, known.error)
@@ -90,7 +89,7 @@ def main(cfg: DictConfig) -> Path:
         begin(CAPTURE)
         if workload is None:
             program = times.lasting(cli.program(cfg, machine), known)
-            # Of what stands beside the tensors of a file only the allocator and the context are known.
+            # For a program file, only allocator and context overheads are known.
             step = Step(program, None, of_program(program, machine.context_bytes, memory), "", (), ())
         else:
             step = capture.step(workload, machine, memory)
@@ -125,7 +124,7 @@ def main(cfg: DictConfig) -> Path:
 
 
 def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
-    """What is done for plans of ``mode``, in order, and about how long it takes, of the seconds of planning."""
+    """Returns the stages of planning in ``mode``, in order, with their expected shares of the time."""
     kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
     faster = {FASTER_NAME: FASTER} if error is not None else {}
     return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH, **faster,
@@ -133,14 +132,14 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
 
 
 def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
-    """The workload to capture; None: a program file is planned.
+    """Returns the workload to capture, or None if a program file is planned.
 
     Raises:
-        UsageError: nothing is named, or two things are.
+        UsageError: not exactly one of target=, workload= and program= is given.
     """
     named = cfg.workload.get("family") != "module" or cfg.workload.get("name") != "module"
     if sum((cfg.program is not None, cfg.target is not None, named)) != 1:
-        raise cli.UsageError("what to plan is named by one of target=, workload= and program=")
+        raise cli.UsageError("specify exactly one of target=, workload= and program=")
     if cfg.program is not None:
         return None
     workload = cli.plain(cfg.workload)
@@ -148,7 +147,7 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def get_ready(machine: Machine, mode: str) -> None:
-    """Imports and compiles what is needed later, so that it is not timed."""
+    """Imports and compiles everything that is used later, to keep it out of timings."""
     from experiments.plan import page  # noqa: F401  # Matplotlib
 
     for name in ("annealing", "lp_round"):
@@ -159,7 +158,7 @@ def answered(
     task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float,
     known: Times | None = None,
 ) -> Answer:  # fmt: skip
-    """All that was found; which plan is recommended: ``times.recommended``."""
+    """Assembles the answer; ``times.recommended`` selects the recommended plan."""
     program, machine, limit = task
     others = None if known is None else times.other_times(task, known.error)
     best = times.recommended([b for b in families if b.served], others)
@@ -173,7 +172,7 @@ def answered(
     )  # fmt: skip
     nothing = program.peak_bytes > limit and best is None
     kinds = ("swap", "joint") if mode == "joint" else (mode,)
-    plans = (everything(program, kind, 0) for kind in kinds)  # that empty every gap
+    plans = (everything(program, kind, 0) for kind in kinds)  # plans that evict in every gap
     nearest = min(Engine(program, machine, limit).score(p).required_bytes for p in plans) if nothing else None
     host = host_needed(program, machine, limit, mode) if nothing and families else None
     return Answer(
@@ -184,7 +183,7 @@ def answered(
 
 
 def with_code(a: Answer, plan: Plan, step: Step, cfg: DictConfig, out: Path) -> Answer:
-    """The answer with the code that runs its plan."""
+    """Adds the code that runs the recommended plan to the answer."""
     typed = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     name = a.machine.name
     if not (PRESETS / f"{name}.yaml").exists() or Machine.load(name) != a.machine:
@@ -236,10 +235,13 @@ def planned(
     begin: Callable[[str], object] = str,
     error: TimesError | None = None,
 ) -> tuple[list[Best], Floor]:
-    """The best plan of each family of methods that may have plans of ``mode``, and the floor under all; ``begin`` is
-    told the name of each. Where the times have an error, a search plans for the fast end of it, too.
+    """Returns the best plan of each family of methods for ``mode``, and the floor of all plans.
 
-    Where the step fits, or it is proven that no plan does, none is made.
+    No plan is made if the step fits, or if the floor proves that no plan does.
+
+    Args:
+        begin: callback, receives the name of each stage.
+        error: error of the kernel times; if given, another search plans for the fast end of its range.
     """
     program, machine, limit = task
     quick = floor(program, machine, limit, mode, detail=0.0)
@@ -275,14 +277,14 @@ def best_of(
     family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each: float = math.inf,
     together: float = math.inf, sure: Sequence[str] = (),
 ) -> Best:  # fmt: skip
-    """The best plan that some planners make.
+    """Returns the best plan of several planners.
 
     Args:
-        planners: names, or planners that are made.
-        mode: of the plans.
-        each: seconds of each of the names; one that takes longer and has no budget is broken off.
-        together: seconds from the beginning after which no other is asked, once there is a plan.
-        sure: those that are asked nevertheless, and have WAIT times as long.
+        planners: names, or planner objects.
+        mode: mode of the plans.
+        each: time in s per named planner; a planner without a budget option is aborted after it.
+        together: time in s after which, once a plan exists, the remaining planners are skipped.
+        sure: names that are never skipped and may take WAIT times as long.
     """
     begin, out, huge = time.monotonic(), [], len(task[0].kernels) >= HUGE
     rows: list[tuple[Row, Plan | None, Timeline | None]] = []
@@ -308,25 +310,27 @@ def best_of(
 
 
 def judged(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
-    """The families, with what the card counts under the plan of each: a plan leaves holes of other sizes than the step
-    alone does, so that one whose tensors fit may not run."""
+    """Evaluates the device memory of each family's plan.
+
+    A plan fragments memory differently from the unplanned step, so a plan whose tensors fit may still not run.
+    """
     if card is None:
         return list(families)
     return [b if b.timeline is None else replace(b, card=under_plan(card, b.timeline)) for b in families]
 
 
 def wants_less(families: Sequence[Best]) -> bool:
-    """Whether the cheapest plan is not served, and those that are cost ``times.ROOM`` more or are none."""
+    """Whether the cheapest plan is not served, and served plans cost over ``times.ROOM`` more (or none exist)."""
     least = {served: min((b.overhead for b in families if b.served == served), default=math.inf)
              for served in (True, False)}  # fmt: skip
     return least[False] < least[True] - times.ROOM
 
 
 def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
-    """The first plan that the card's allocator serves, of ``best`` within parts of the limit; None: there is none.
+    """Returns the first plan of ``best``, over decreasing limits, that PyTorch's allocator serves; None without one.
 
     Args:
-        seconds: of all of them.
+        seconds: total time.
     """
     began, (program, machine, limit) = time.monotonic(), task
     for part in PARTS:
@@ -340,7 +344,7 @@ def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) 
 
 
 def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
-    """The least first: by time as far as it differs, then by decisions. Those without a plan come last."""
+    """Sort key: overhead up to TIE, then number of decisions; infeasible plans last."""
     if row is None or plan is None or not row["feasible"]:
         return math.inf, 0
     return round(row["overhead"] / times.TIE), len(plan.decisions)
@@ -350,13 +354,13 @@ def largest_batch(
     workload: Mapping[str, Any] | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
     memory: int | None = None, beside: int = 0,
 ) -> Largest:  # fmt: skip
-    """The largest batch without a plan and with one; see ``Largest``.
+    """Searches for the largest batch without a plan and with one; see ``Largest``.
 
     Args:
-        workload: None: the batch is not to be changed, and ``why`` not.
-        seconds: of all planning; the largest batch is captured, too, unless WAIT times as long have passed.
-        memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
-        beside: bytes of that at the own batch.
+        workload: None: the batch cannot be changed, for the reason ``why``.
+        seconds: time of all planning; the largest batch is also captured, unless WAIT times as long have passed.
+        memory: device memory in bytes, for tensors and everything else; None: the limit applies to tensors only.
+        beside: bytes of device memory not used by tensors, at the original batch.
     """
     program, machine, limit = task
     limit = memory or limit

@@ -1,4 +1,4 @@
-"""What ``experiments.plan`` found: the best plans, the largest batch, and all that its page shows."""
+"""Results of ``experiments.plan``: the best plans, the largest batch, and all data on its page."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class Times:
-    """What is known of the kernel times.
+    """Kernel times and their uncertainty.
 
     Attributes:
-        step_ns: a measured step, to which they are scaled; None: there is none.
-        error: None: not known, or there is none.
-        said: a sentence or two about it.
+        step_ns: a measured step to which the times are scaled; None: not given.
+        error: error of the times; None: unknown or zero.
+        said: a sentence or two about the error.
     """
 
     step_ns: int | None
@@ -33,14 +33,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Best:
-    """The best plan of a family of methods.
+    """Best plan of a family of methods.
 
     Attributes:
-        row: of results.jsonl; of a family without a plan that of the method which came nearest.
-        plan, timeline: None if there is none.
-        seconds: that all methods of the family took.
-        left_out: methods that there was no time for.
-        card: bytes that the card counts under the plan, and whether its allocator serves it; None: only tensors count.
+        row: row of results.jsonl; without a plan, that of the first method.
+        plan, timeline: None if no plan was found.
+        seconds: total time of the family's methods.
+        left_out: methods skipped for lack of time.
+        card: bytes of device memory under the plan, and whether PyTorch's allocator serves it; None: tensors only.
     """
 
     family: str
@@ -53,30 +53,30 @@ class Best:
 
     @property
     def served(self) -> bool:
-        """There is a plan, and it fits the card, not its tensors alone."""
+        """Whether a plan exists whose blocks PyTorch's allocator can serve in the device memory."""
         return self.timeline is not None and (self.card is None or self.card[1])
 
     @property
     def overhead(self) -> float:
-        """Of the plan; infinite without one."""
+        """Overhead of the plan; infinite without one."""
         return float("inf") if self.timeline is None else self.timeline.overhead
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch, and smaller ones whose gradients are added up.
+    """Largest batches, and micro-batches for gradient accumulation.
 
     Attributes:
-        own: examples of the step as it was given; None: not known.
-        without: the largest batch without a plan; 0: none.
-        planned: the largest batch found that fits with a plan of ``planner`` at an overhead of at most
-            ``most_overhead``; None: not looked for.
-        checked: the peak at ``without`` was captured, too, and is as foretold.
-        micro: size and number of micro-batches that make up the own batch and fit without a plan, gradients held;
-            None: there are none, or nothing needs to be split. They cost ``micro_overhead`` of the ideal time.
-        most: nothing larger was looked at.
-        goes_on: seconds of planning with which the search for ``planned`` gets further; None: it came to its end.
-        why: why nothing is known, a sentence; "" if it is.
+        own: batch size of the given step; None: unknown.
+        without: largest batch without a plan; 0: none.
+        planned: largest batch found for which ``planner`` has a plan with an overhead of at most ``most_overhead``;
+            None: not searched.
+        checked: a capture confirmed the peak at ``without``.
+        micro: size and number of micro-batches that make up the original batch and fit without a plan, with gradients
+            held; None: none, or not needed. ``micro_overhead``: their overhead over the ideal time.
+        most: upper bound of the search.
+        goes_on: planning time in s that would extend the search for ``planned``; None: the search finished.
+        why: why the batch cannot be changed, a sentence; "" if it can.
     """
 
     own: int | None = None
@@ -94,23 +94,23 @@ class Largest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What ``experiments.plan`` found.
+    """Result of ``experiments.plan``.
 
     Attributes:
-        page: under the recommended plan; without one, of the step as it is.
-        before, after: the step without a plan, and under the recommended one; None without one.
-        families: in the order of the table; empty if nothing is to be planned.
-        best: the one that is recommended; None: it fits without a plan, or with none.
-        least_bytes: no plan fits less memory. reached_bytes: the smallest limit with a plan that was found.
-        floor: no plan has a lower overhead; None: not known.
-        seconds: of wall-clock time, all in all. budget: of planning.
-        card: the parts of what the card counts without a plan; None: not known.
-        memory: bytes of the card, of which ``limit`` is left for tensors; None: the limit is a fraction of their peak.
-        spread: what the recommended plan costs under other times; None: there is no plan, or it is not known.
-        host: bytes of host memory with which there is a plan; None: it is not the host that is too small.
+        page: report under the recommended plan, else of the unplanned step.
+        before, after: timelines of the step without a plan, and under the recommended one (None without one).
+        families: in the order of the table; empty if planning is not needed or not possible.
+        best: recommended plan; None: the step fits without a plan, or no plan was found.
+        least_bytes: certified lower bound of the feasible limits. reached_bytes: smallest limit with a plan.
+        floor: certified lower bound of the overhead; None: unknown.
+        seconds: total wall-clock time. budget: planning time.
+        card: parts of the device memory without a plan; None: unknown.
+        memory: device memory in bytes, of which ``limit`` is left for tensors; None: the limit is a peak fraction.
+        spread: overhead of the recommended plan under perturbed times; None: no plan, or unknown.
+        host: host memory in bytes with which a plan exists; None: host memory is not the bottleneck.
         slowest: heads and rows of the table of the slowest kernels.
-        run_it: lines of Python that train under the recommended plan.
-        checkpoints: the recommended plan as plain PyTorch does it; None: it does more than that.
+        run_it: Python code that trains under the recommended plan.
+        checkpoints: equivalent of the recommended plan in plain PyTorch; None: no equivalent.
     """
 
     program: Program
@@ -138,29 +138,29 @@ class Answer:
 
     @cached_property
     def size(self) -> Unit:
-        """All sizes are said in one unit, with digits that tell apart what is compared."""
+        """Unit of all sizes on the page, with enough digits to distinguish compared values."""
         need, there = self.compared
         apart = [(need, there), (self.limit, self.reached_bytes or self.least_bytes)]
         return Unit.of(need, there, self.program.peak_bytes, apart=apart)
 
     @property
     def after(self) -> Timeline | None:
-        """The step under the recommended plan; None without one."""
+        """Timeline of the step under the recommended plan; None without one."""
         return None if self.best is None else self.best.timeline
 
     @property
     def compared(self) -> tuple[int, int]:
-        """What is needed without a plan, and what there is: of the card or, where that is not asked, of tensors."""
+        """Required and available bytes: of the device or, without device memory, of tensors only."""
         if self.card is None or self.memory is None:
             return self.program.peak_bytes, self.limit
         return self.card.nbytes, self.memory
 
     @property
     def fits(self) -> bool:
-        """Without a plan."""
+        """Whether the step fits without a plan."""
         return self.program.peak_bytes <= self.limit
 
     @property
     def card_planned(self) -> int | None:
-        """What the card counts under the recommended plan: its blocks by PyTorch's allocator, the rest as without."""
+        """Device memory under the recommended plan: its blocks in PyTorch's allocator plus the other parts."""
         return None if self.best is None or self.best.card is None else self.best.card[0]

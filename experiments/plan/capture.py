@@ -1,6 +1,6 @@
-"""Captures of the workload that ``experiments.plan`` plans: at its own batch, at twice it, and at the largest found.
+"""Captures of the workload of ``experiments.plan``: at its own batch, at twice that, and at the largest found.
 
-Each is the program that the machine's GPU runs, with updates in the buckets that ``fit`` makes. The first capture
+Each capture is the program as it runs on the machine's GPU, with the update buckets of ``fit``. The first capture
 imports PyTorch.
 """
 
@@ -15,21 +15,21 @@ from simulator.pool.card import CardPeak
 from simulator.program import Program
 from simulator.report import Origins
 
-if TYPE_CHECKING:  # which imports PyTorch
+if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.captured import Captured
 
 
 class Step(NamedTuple):
-    """What planning needs of a capture.
+    """Captured step with the data that planning needs.
 
     Attributes:
-        card: of the memory that was asked about, if any was; None where it is not known.
-        arithmetic: a sentence on the types; ``types`` has that of each kernel.
-        modules: paths of those that can be called.
+        card: device memory, for the given capacity if any; None: unknown.
+        arithmetic: a sentence on the data types; ``types``: data type of each kernel.
+        modules: paths of the callable modules.
     """
 
     program: Program
-    origins: Origins | None  # None of a program file
+    origins: Origins | None  # None for a program file
     card: CardPeak | None
     arithmetic: str
     types: tuple[str, ...]
@@ -41,10 +41,10 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
 
     Args:
         workload: a configuration (experiments/workloads).
-        memory_bytes: of the card; None: only tensors count.
+        memory_bytes: device memory; None: only tensors count.
 
     Raises:
-        WorkloadError, CaptureError, FormatError: the workload is wrong, or cannot be captured.
+        WorkloadError, CaptureError, FormatError: the workload is invalid or cannot be captured.
     """
     from torch import nn
 
@@ -65,9 +65,9 @@ def batches(
     """Captures a workload at twice its own batch, and returns the step at any batch.
 
     Args:
-        workload: as ``step``, as are ``machine`` and ``memory_bytes``.
-        program: the step at the own batch.
-        beside: bytes beside its tensors on the card.
+        workload, machine, memory_bytes: as in ``step``.
+        program: the step at its own batch.
+        beside: bytes of device memory not used by its tensors.
 
     Raises:
         BatchError, WorkloadError, CaptureError, FormatError: the batch cannot be changed.
@@ -82,17 +82,16 @@ def batches(
 
 
 def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int) -> None:
-    """Captures a workload at a batch; raises BatchError if it has another peak, and as ``batches``."""
+    """Captures a workload at a batch; raises BatchError if its peak is not ``peak_bytes``, else as ``batches``."""
     from experiments import workloads
 
     found = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
     if found != peak_bytes:
-        raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
+        raise BatchError(f"the peak at batch {batch} is {found:,} bytes, but {peak_bytes:,} were predicted")
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> CardPeak | None:
-    """The card's peak. None where it cannot be followed, and no memory was asked about; else that is a
-    WorkloadError."""
+    """Returns the device memory peak; if it is unknown: None without a capacity, else raises WorkloadError."""
     from executor.card import card_peak
     from experiments.workloads import WorkloadError
 
@@ -101,4 +100,4 @@ def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> Car
     except ValueError as error:
         if memory_bytes is None:
             return None
-        raise WorkloadError(f"memory: what the card counts is not known: {error}") from error
+        raise WorkloadError(f"memory: cannot compute the device memory of this step: {error}") from error

@@ -1,9 +1,8 @@
-"""Code to paste: the call of ``fit`` that trains under the recommended plan, and, of a plan that only runs things
-again, the modules to checkpoint in plain PyTorch.
+"""Code snippets: the call of ``fit`` for the recommended plan, and an equivalent with PyTorch checkpoints.
 
-``torch.utils.checkpoint`` of a module keeps what goes in and what comes out, and runs its forward pass again in the
-backward pass. So it does no single tensors, as a plan can: which modules come near the plan, and what they cost, is
-simulated here.
+``torch.utils.checkpoint`` of a module stores its inputs and outputs and recomputes its forward pass in the backward
+pass, so it cannot select single tensors as a plan can. The simulator finds the modules whose checkpoints approximate a
+recomputation plan, and their cost.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ for name in {names!r}:
 
 
 def fit_call(target: str | None, memory: int | float | str, machine: str, folder: Path) -> str:
-    """Lines of Python that train under the plan of a run directory.
+    """Returns Python code that trains under the plan of a run directory.
 
     Args:
-        target: of the command; None: it named no factory, and the user has the parts.
-        memory, machine: as they were typed.
+        target: target= of the command; None: the user supplies model, loss, optimizer and batch.
+        memory, machine: as typed.
     """
     module, _, factory = (target or "").partition(":")
     parts = "*parts[:-1], example_batch=parts[-1]" if target else "model, loss_fn, optimizer, (x, y)"
@@ -55,10 +54,10 @@ def fit_call(target: str | None, memory: int | float | str, machine: str, folder
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Modules whose checkpoints do in plain PyTorch about what a plan does.
+    """Modules whose checkpoints approximate a plan in plain PyTorch.
 
     Attributes:
-        overhead: as simulated, of the ideal time.
+        overhead: simulated, relative to the ideal time.
         peak_bytes: of the tensors.
     """
 
@@ -68,26 +67,27 @@ class Checkpoints:
 
     @property
     def code(self) -> str:
-        """Lines to paste before the training loop."""
+        """Code to insert before the training loop."""
         return CHECKPOINT.format(names=self.names)
 
     def said(self, size: Unit) -> str:
-        """What they cost, a sentence or two."""
+        """Describes their cost in a sentence or two."""
         return (
-            f"The plan moves nothing, so checkpoints of {len(self.names)} modules do nearly the same without it: about "
-            f"{self.overhead:+.1%}, and {size(self.peak_bytes)} of tensors. The loss is the same; batch norm, if there "
-            "is any, updates its running statistics twice."
+            f"The plan only recomputes, so checkpoints of {len(self.names)} modules approximate it: about "
+            f"{self.overhead:+.1%}, and {size(self.peak_bytes)} of tensors. The loss is unchanged; batch norm "
+            "layers update their running statistics twice."
         )
 
 
 def checkpoints(
     program: Program, machine: Machine, limit: int, plan: Plan, origins: Origins | None, modules: Sequence[str]
 ) -> Checkpoints | None:
-    """The checkpoints that fit ``limit`` and cost least, of modules of one depth, those first of which the plan runs
-    most again; None where the plan does more than run things again, or none fit.
+    """Returns the cheapest set of module checkpoints that fits ``limit``; None without one, or if the plan also swaps.
+
+    Sets consist of modules of one depth; modules of which the plan recomputes the largest share come first.
 
     Args:
-        modules: paths of those that can be called.
+        modules: paths of the callable modules.
     """
     if origins is None or not plan.decisions or not all(isinstance(d, Recompute) for d in plan.decisions):
         return None
@@ -113,7 +113,7 @@ def checkpoints(
 
 
 def _by_depth(program: Program, origins: Origins, modules: frozenset[str]) -> Iterator[dict[str, list[FeatureMap]]]:
-    """By module, in the order of their calls, what a checkpoint of it does not keep; for modules of each depth."""
+    """Yields, for each module depth, the feature maps that a checkpoint of each module drops, in call order."""
     places = [place.module for place in origins.places]
     maps = recomputable(program, feature_maps(program, small(program)))
     for depth in range(1, 1 + max((name.count(".") + 1 for name in modules), default=0)):
@@ -122,7 +122,7 @@ def _by_depth(program: Program, origins: Origins, modules: frozenset[str]) -> It
         for m in maps:
             block = blocks[m.layer]
             uses = (k for k in program.accesses[m.tensor] if program.kernels[k].phase == "forward")
-            if block in modules and all(blocks[k] == block for k in uses):  # what others read is its result
+            if block in modules and all(blocks[k] == block for k in uses):  # else it is a stored output
                 found.setdefault(block, []).append(m)
         if found:
             yield found

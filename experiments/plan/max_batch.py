@@ -1,9 +1,8 @@
-"""The largest batch that fits, without a plan and with one.
+"""Largest batch that fits, without a plan and with one.
 
-A step whose kernels do not depend on its batch has tensors whose sizes are affine in it: two captures, of another batch
-each, say how large every tensor is at any (``Batches``). So a peak without a plan is known to the byte, and planners
-have a program to plan, without a capture for each batch that is tried. Durations are taken to be affine, too, which
-rooflines are only piece by piece.
+If the kernels of a step do not depend on its batch, tensor sizes are affine in the batch, and captures at two batches
+determine them at any other (``Batches``). Peaks without a plan are then exact, and planners get a program without a
+capture per tried batch. Durations are also taken as affine; rooflines are only piecewise affine.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from experiments.common.bisection import largest
 from simulator.program import Program
 
-MOST = 1024  # times the own batch: nothing above is looked at
-PART = 32  # the largest batch with a plan is exact to this part of it
+MOST = 1024  # multiple of the original batch: upper bound of the search
+PART = 32  # relative precision 1 / PART of the largest batch with a plan
 
 
 class BatchError(ValueError):
@@ -29,24 +28,24 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True)
 class Batches:
-    """One step at any batch, from captures at two.
+    """Step at any batch, interpolated from captures at two.
 
     Raises:
-        BatchError: the kernels at the two differ in more than sizes and durations.
+        BatchError: the kernels of the two captures differ in more than sizes and durations.
     """
 
     own: int  # examples
-    program: Program  # with so many
+    program: Program  # captured at batch ``own``
     other: int
-    larger: Program  # with ``other`` of them
-    beside: tuple[int, int] = (0, 0)  # bytes of the card besides the tensors' at the two batches
+    larger: Program  # captured at batch ``other``
+    beside: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
 
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
-            raise BatchError(f"at a batch of {self.other} its kernels are not those at {self.own}")
+            raise BatchError(f"the step's kernels differ between batch {self.own} and {self.other}")
 
     def at(self, batch: int) -> Program:
-        """The step with so many examples."""
+        """Returns the step at a batch."""
 
         size = partial(self._size, batch)
         tensors = tuple(
@@ -61,30 +60,30 @@ class Batches:
         return Program(self.program.name, tensors, kernels)
 
     def peak_bytes(self, batch: int) -> int:
-        """The peak with so many examples, without a plan."""
+        """Returns the peak at a batch, without a plan."""
         small, large = self._live
         return int(np.ceil(small + (large - small) * ((batch - self.own) / (self.other - self.own))).max())
 
     def tensors(self, limit: int, batch: int) -> int:
-        """What is left of ``limit`` bytes for the tensors of so many examples."""
+        """Returns the bytes left for tensors, of ``limit``, at a batch."""
         return max(limit - self._size(batch, *self.beside), 0)
 
     def _size(self, batch: int, small: int, large: int) -> int:
-        """Of what is ``small`` at the own batch and ``large`` at the other."""
+        """Interpolates a quantity from its values at the two captured batches."""
         return max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
 
     def largest(self, limit: int) -> int:
-        """The largest batch with a peak of at most ``limit`` bytes, up to MOST times the own; 0 where none has it."""
+        """Returns the largest batch whose peak fits ``limit`` bytes, up to MOST times the original; 0 if none."""
         return largest(lambda batch: self.peak_bytes(batch) <= self.tensors(limit, batch), self.own, MOST * self.own)
 
     def largest_planned(
         self, costs: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
     ) -> int:
-        """The largest batch at which a plan costs at most so much, to 1 / PART of it.
+        """Returns the largest batch with a plan of at most ``most_overhead``, to a relative precision of 1 / PART.
 
         Args:
-            costs: overhead of a plan for a program within so many bytes; None where there is none.
-            least: a batch that needs no plan; 0: there is none.
+            costs: returns the overhead of a plan for a program within a number of bytes; None without a plan.
+            least: a batch that fits without a plan; 0: none.
         """
 
         def fits(batch: int) -> bool:
@@ -97,12 +96,13 @@ class Batches:
         return largest(fits, max(least, 1), MOST * self.own, PART)
 
     def accumulated(self, limit: int) -> tuple[int, int, float] | None:
-        """The fewest micro-batches that make up the own batch and fit without a plan, while the gradients of all
-        parameters are held.
+        """Returns the fewest micro-batches that make up the original batch and fit without a plan.
+
+        The gradients of all parameters are held between micro-batches.
 
         Returns:
-            The size of each, their number, and what they cost, of the ideal time; None: there are none, or the step
-            changes no parameters.
+            Size and number of micro-batches, and their overhead over the ideal time; None if none fit, or without an
+            optimizer.
         """
         phases = {k.phase for k in self.program.kernels}
         held = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
@@ -132,9 +132,11 @@ def _structure(program: Program) -> tuple[Any, ...]:
 
 
 def on_its_scale(larger: Program, program: Program) -> Program:
-    """The step at twice the batch, its roofline on the scale of the other's durations, which may be measured ones:
-    kernels that are equal in both (an update of the parameters) say how much longer these are, or, where there are
-    none, that it takes twice as long."""
+    """Rescales the durations of the step at the larger batch to those of ``program``, which may be measured.
+
+    Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the larger step is
+    taken to last twice as long.
+    """
     if _structure(larger) != _structure(program) or not larger.ideal_ns:
         return larger
     pairs = [(k.duration_ns, u.duration_ns) for k, u in zip(program.kernels, larger.kernels, strict=True)

@@ -1,8 +1,8 @@
-"""The answer of ``experiments.plan`` for people: one list of sections, as a page and as text for a terminal.
+"""Rendering of the answer of ``experiments.plan``: one list of sections, as an HTML page and as terminal text.
 
-The page is one HTML file that opens alone. It loads nothing and runs no script. Pictures are SVG within the page, whose
-words are HTML beside it: they keep their size on a telephone. Colours follow the reader's choice of light or dark.
-Whatever comes from outside (names of programs, modules, files) is escaped.
+The page is a self-contained HTML file without scripts. Plots are inline SVG with HTML labels, which keep their size on
+small screens. Colors follow the reader's light or dark mode. External text (names of programs, modules, files) is
+escaped.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
 from simulator.report import ITSELF, KINDS, Unit, by_module
 
-WIDTH, HEIGHT = 1000, 300  # of the picture, in its own units
-MODULES = 12  # rows of a table
-MANY = 4  # columns of a table: with more, its rows are blocks on a telephone
+WIDTH, HEIGHT = 1000, 300  # of the plot, in SVG units
+MODULES = 12  # maximum number of table rows
+MANY = 4  # table columns; with more, rows become blocks on small screens
 CLASS, BEST = ' class="n"', ' class="best"'
-POINTS = 500  # of a curve, across
-CHOSEN = "recommended"  # the last cell of a row in bold
+POINTS = 500  # horizontal resolution of a curve
+CHOSEN = "recommended"  # last cell of the row in bold
 
 
 class Table(NamedTuple):
-    """A table; the columns in ``numbers`` are numbers."""
+    """Table; ``numbers`` are the numeric columns."""
 
     heads: Sequence[str]
     cells: Sequence[Sequence[str]]
@@ -43,21 +43,21 @@ class Table(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Bytes by name, in one or two columns: bars on the page, a table in a terminal."""
+    """Bytes by name in one or two columns: bars on the page, a table in a terminal."""
 
     heads: Sequence[str]
     rows: Sequence[tuple[str, Sequence[int]]]
 
 
 class Code(str):
-    """Lines of Python."""
+    """Python code."""
 
 
 Part = str | Table | Bars
 
 
 class Section(NamedTuple):
-    """A part of the page with its title; ``page_only``: a terminal does not show it."""
+    """Part of the page with its title; ``page_only``: omitted in a terminal."""
 
     title: str
     parts: Sequence[Part]
@@ -65,7 +65,7 @@ class Section(NamedTuple):
 
 
 def sections(a: Answer, command: str) -> Iterator[Section]:
-    """Yields all that is said of an answer below the verdict; ``command`` is what was typed."""
+    """Yields the sections below the verdict; ``command`` is the typed command."""
     size, page = a.size, a.page
     peaks = (page.without, page.under) if page.planner else (page.without,)
     heads = ("without a plan", "under the plan")[: len(peaks)]
@@ -78,36 +78,36 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         cells = [[name or ITSELF, *(size(column.get(name, 0)) for column in columns)] for name in names]
         parts.append(Table(["by module", *heads], cells, range(1, 3)))
     else:
-        parts.append("Modules are not known of a program file: only a capture knows them.")
+        parts.append("Modules are unknown for a program file; plan from target= or workload= to see them.")
     for head, peak in zip(heads, peaks, strict=True):
         parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
     yield Section("The peak", parts)
-    yield Section("What the card counts, likely", words.card(a))
+    yield Section("Estimated device memory", words.card(a))
     yield Section("The largest batch", words.batches(a))
     if a.families:
-        proven = " The floor is proven: no plan of any method has less." if a.floor is not None else ""
-        said = f"Overhead over the step in unlimited memory; bytes moved both ways in a step.{proven}"
-        yield Section("What methods cost", [Table(*words.methods(a), range(2, 7)), said])
+        proven = " The floor is a certified lower bound for every plan." if a.floor is not None else ""
+        said = f"Overhead relative to the step in unlimited memory; bytes swapped per step in both directions.{proven}"
+        yield Section("Overhead by method", [Table(*words.methods(a), range(2, 7)), said])
     if a.best is not None:
         said = f"By {label(page.planner)}; it needs {size(page.least_bytes)} for tensors. {words.packed(a)}."
         yield Section("The recommended plan", [f"The plan: {words.moves(a)}", *words.gap(a), said])
-    yield Section("How sure the times are", words.uncertainty(a))
+    yield Section("Uncertainty of the times", words.uncertainty(a))
     if a.slowest[1]:
-        yield Section("The slowest kernels", [Table(*a.slowest, range(2, 5))])
+        yield Section("Slowest kernels", [Table(*a.slowest, range(2, 5))])
     if a.checkpoints is not None:
-        yield Section("The same in plain PyTorch", [a.checkpoints.said(size), Code(a.checkpoints.code)], True)
-    code = a.run_it or ("train as ever: no plan is needed" if a.fits else "there is no plan to run")
+        yield Section("Equivalent in plain PyTorch", [a.checkpoints.said(size), Code(a.checkpoints.code)], True)
+    code = a.run_it or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
     yield Section("How to run it", [Code(code), (
-        f"Beside this page: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
-        f"timeline.json, which opens in Perfetto (ui.perfetto.dev). Made by {command} in {duration(a.seconds)}. All "
+        f"Files in this folder: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
+        f"timeline.json, which opens in Perfetto (ui.perfetto.dev). Created by {command} in {duration(a.seconds)}. All "
         "times are simulated.")], True)  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ for a terminal
+# ------------------------------------------------------------------------------------ terminal
 
 
 def shown(a: Answer) -> RenderableType:
-    """Returns the answer for a terminal."""
+    """Renders the answer for a terminal."""
     lines: list[RenderableType] = [
         Text(f"{a.program.name} on {_headline(a)}"), Text(words.verdict(a), style="bold"), Text(""),
     ]  # fmt: skip
@@ -143,11 +143,11 @@ def _headline(a: Answer) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------ the page
+# ------------------------------------------------------------------------------------------ HTML
 
 
 def html(a: Answer, command: str) -> str:
-    """Returns the whole page; ``command`` is what was typed."""
+    """Renders the HTML page; ``command`` is the typed command."""
     title = f"Will {a.program.name} fit?"
     no = not a.fits and a.best is None
     parts = [
@@ -176,7 +176,7 @@ def _html(part: Part, size: Unit) -> str:
 
 
 def _colours() -> str:
-    """The colours as variables, by the reader's choice."""
+    """Returns the colors as CSS variables for light and dark mode."""
     light, dark = ("".join(f"--{name}: {ink}; " for name, ink in inks.items()) for inks in (LIGHT, DARK))
     return f":root {{ color-scheme: light dark; {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
 
@@ -186,7 +186,7 @@ def _p(text: str, kind: str = "") -> str:
 
 
 def _bars(rows: Sequence[tuple[str, Sequence[int]]], size: Unit) -> str:
-    """A bar for each of a row's numbers, and the numbers."""
+    """Renders a bar and a label for each number of a row."""
     most = max((n for _, columns in rows for n in columns), default=1) or 1
     cells = []
     for name, columns in rows:
@@ -212,7 +212,7 @@ def _table(table: Table) -> str:
 
 
 def _picture(a: Answer) -> str:
-    """Bytes in use over one step, without and under the plan, and the limit."""
+    """Plots memory over one step, unplanned and planned, with the limit."""
     limit, size, before, after = a.limit, a.size, a.before, a.after
     curves = [steady_memory(t) for t in (before, after) if t is not None]
     end = max(x[-1] for x, _ in curves) or 1.0
@@ -242,8 +242,10 @@ def _picture(a: Answer) -> str:
 
 
 def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
-    """Steps through points, x ascending; of many within a POINTS-th of the width, the first, highest, lowest and last
-    are drawn."""
+    """Returns an SVG step path through points, x ascending.
+
+    Within each POINTS-th of the width only the first, highest, lowest and last point are kept.
+    """
     if len(x) > 2 * POINTS:
         cells = np.minimum(x * POINTS // WIDTH, POINTS - 1)
         starts = np.flatnonzero(np.r_[True, cells[1:] != cells[:-1]])

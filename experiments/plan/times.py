@@ -1,8 +1,8 @@
-"""How sure the kernel times of ``experiments.plan`` are, which plan that makes the best, and how it is said.
+"""Uncertainty of the kernel times of ``experiments.plan``, and the choice of the recommended plan.
 
-Times are a model's, with its error; or a model's scaled to a measured step (``step_ms=``), whose sum is then sure; or
-measured, one by one (``times=measured``, of a program file). Of plans that cost about the same under the times that are
-believed, the one is recommended that costs least if kernels are as fast, or as slow, as they may be.
+Times are modelled, with the model's error; or modelled and scaled to a measured step (``step_ms=``), which removes the
+error of their sum; or measured per kernel (``times=measured``, for program files). Among plans of similar cost, the
+plan with the lowest expected cost under perturbed times is recommended.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 KINDS = ("modelled", "measured")
-ROOM = 0.01  # of the ideal time: how much dearer, as is believed, a plan may be that costs less if the times are others
-TIE = 1e-4  # of the ideal time
-MOST = 1_000_000  # kernels of all the programs whose times are drawn, together
-BETTER = "step_ms= makes the sum sure, a profile (executor.calibrate, measure) each of them"
+ROOM = 0.01  # fraction of the ideal time: largest extra nominal cost of a plan that is more robust to time errors
+TIE = 1e-4  # fraction of the ideal time: costs closer than this are equal
+MOST = 1_000_000  # total number of kernel times drawn
+BETTER = "step_ms= removes the error of the sum, a profile (executor.calibrate, measure) that of each kernel"
 
 
 def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
-    """What ``step_ms=``, ``times=`` and the machine say.
+    """Returns the kernel times by ``step_ms=``, ``times=`` and the machine.
 
     Args:
-        captured: the program is captured, which measures nothing.
+        captured: whether the program is captured, with modelled times.
 
     Raises:
-        UsageError: a value is of the wrong kind or out of range.
+        UsageError: a value is of the wrong type or out of range.
     """
     kind = cli.choice(cfg, "times", KINDS)
     if kind == "measured" and captured:
-        raise cli.UsageError("times: those of a capture are modelled; a program file's (program=) can be measured")
+        raise cli.UsageError("times: measured requires a program file (program=); a capture has modelled times")
     step_ns = None if cfg.step_ms is None else round(cli.number(cfg, "step_ms") * 1e6)
     if step_ns == 0:
         raise cli.UsageError(f"step_ms: expected at least 0.000001, got {cfg.step_ms}")
     if kind == "measured":
-        return Times(step_ns, None, "Kernel times are taken as measured, without an error.")
+        return Times(step_ns, None, "Kernel times are taken as exact (times=measured).")
     to = "" if step_ns is None else f", scaled to the step of {step_ns / 1e6:,.1f} ms"
     model = machine.kernel_times
     if model is None:
-        why = f"its error is not known, as no kernel was measured on {machine.name}"
-        return Times(step_ns, None, f"Kernel times are a roofline's{to}; {why}.")
+        why = f"its error is unknown: no kernels were measured on {machine.name}"
+        return Times(step_ns, None, f"Kernel times come from a roofline model{to}; {why}.")
     error = TimesError(model.error, model.step_error if step_ns is None else 0.0)
     sum_of = f", their sum within {error.step:.0%}; {BETTER}" if step_ns is None else ""
     return Times(step_ns, error, f"Kernel times are modelled{to}: each within about {error.kernel:.0%}{sum_of}.")
 
 
 def with_step(workload: dict[str, Any] | None, times: Times) -> dict[str, Any] | None:
-    """The workload as it is captured with these times."""
+    """Returns the workload with the measured step in its configuration."""
     if workload is None or times.step_ns is None:
         return workload
     return {**workload, "iteration_ms": times.step_ns / 1e6}
 
 
 def lasting(program: Program, times: Times) -> Program:
-    """The program of a file with these times.
+    """Scales the durations of a program to the measured step, if any.
 
     Raises:
-        UsageError: none of its kernels takes time.
+        UsageError: all kernels have zero duration.
     """
     if times.step_ns is None:
         return program
@@ -75,14 +75,17 @@ def lasting(program: Program, times: Times) -> Program:
 
 
 def other_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> OtherTimes | None:
-    """What the step of a task may be else; None where that is not known, or sure."""
+    """Returns perturbed times of a task's step; None if the error is unknown or zero."""
     draws = min(DRAWS, max(MOST // len(task[0].kernels), 2))
     return None if error is None else OtherTimes(*task, error, draws, seed)
 
 
 def recommended(families: Sequence[Best], others: OtherTimes | None) -> Best | None:
-    """The cheapest plan; of those at most ROOM dearer, the one of the least expected cost; of equal ones that which
-    decides least. None where there is no plan."""
+    """Returns the recommended plan, None without any.
+
+    Among plans whose overhead is at most ROOM above the lowest, it has the lowest expected cost; ties are broken by the
+    number of decisions.
+    """
     known = [b for b in families if b.plan is not None and b.timeline is not None]
     most = min((b.overhead for b in known), default=0.0) + (ROOM if others is not None else 0.0)
 

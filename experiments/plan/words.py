@@ -1,4 +1,4 @@
-"""Will it fit? The answer of ``experiments.plan`` in sentences and tables."""
+"""Sentences and tables that describe the answer of ``experiments.plan``."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from simulator.machine import Machine
 from simulator.program import Kernel
 from simulator.report import ITSELF, KINDS
 
-SLOWEST = 12  # rows of a table
-FAR = 0.03  # overhead above the floor that is said to be far from it
-LITTLE = 5e-5  # overhead that counts as none
-ERROR = 0.029  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
+SLOWEST = 12  # maximum number of table rows
+FAR = 0.03  # gap to the floor that warrants a hint
+LITTLE = 5e-5  # overhead treated as zero
+ERROR = 0.029  # mean relative error of predicted device-memory peaks; printed by python -m experiments.measured.peaks
 GIB = 2**30
-DEAR = 1.0  # overhead above which a plan is not what to do first
+DEAR = 1.0  # overhead above which a smaller batch is suggested, too
 
 
 def verdict(a: Answer) -> str:
-    """The answer in a sentence or two."""
+    """Returns the answer in a sentence or two."""
     (need, there), size = a.compared, a.size
-    what = "the peak is" if a.card is None or a.memory is None else "the card counts"
+    what = "the peak is" if a.card is None or a.memory is None else "the estimated device memory is"
     if a.fits:
         part = 100 * need // there if need <= there else -(-100 * need // there)
-        return f"It fits without a plan: {what} {size(need)}, {part}% of {size(there)}. Nothing is worth doing."
+        return f"It fits without a plan: {what} {size(need)}, {part}% of {size(there)}. No action is needed."
     more = size.text(max(size.steps(need) - size.steps(there), 0))
-    over = f"{what} {size(need)}, {more} more than the {size(there)} that there are"
+    over = f"{what} {size(need)}, {more} more than the available {size(there)}"
     if a.best is None or a.best.plan is None:
         if a.least_bytes > a.limit:
-            least = f"even with every tensor away whenever it is not used the step needs {size(a.least_bytes)}"
+            least = f"even if every unused tensor is evicted, the step needs {size(a.least_bytes)}"
         elif a.host is not None:
             least = (
-                f"it is the host that is too small for a plan: it has {size(a.machine.host_bytes)} for what is "
-                f"swapped, and {size(a.host)} would do (machine.host_bytes={-(-a.host // GIB)}GiB, if it has them)"
+                f"host memory is too small for a plan: {size(a.machine.host_bytes)} for swapped tensors, but "
+                f"{size(a.host)} are needed (set machine.host_bytes={-(-a.host // GIB)}GiB if the host has them)"
             )
         elif counted := [b.card[0] for b in a.families if b.timeline is not None and b.card is not None]:
             least = (
-                "plans that fit the tensors leave holes that PyTorch's allocator cannot use: of those that were found "
-                f"one needs {size(min(counted))} of the card; seconds={rounded_up(4 * a.budget):g} may find a tighter "
-                "one"
+                "the tensors fit under a plan, but not with fragmentation in PyTorch's allocator: the best plan found "
+                f"needs {size(min(counted))} of device memory; seconds={rounded_up(4 * a.budget):g} may find a "
+                "better one"
             )
         else:
             reached = a.reached_bytes if a.reached_bytes is not None and a.reached_bytes > a.limit else None
-            found = "" if reached is None else f"; the smallest limit with one is {size(reached)}"
-            least = f"no plan was found{found}, and none needs less than {size(a.least_bytes)}"
+            found = "" if reached is None else f" (smallest limit with a plan: {size(reached)})"
+            least = f"no plan was found{found}; every plan needs at least {size(a.least_bytes)}"
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
     costs = a.best.overhead
     cost = f"takes {percent(costs)[1:]} more time" if costs >= LITTLE else "costs no time"
@@ -57,65 +57,65 @@ def verdict(a: Answer) -> str:
 
 
 def _instead(a: Answer) -> str:
-    """What to do where a plan is no help."""
+    """Suggests a smaller batch."""
     if a.largest.micro is None:
         smaller = a.largest.own is not None and 0 < a.largest.without < a.largest.own
         return f" Without a plan a batch of {a.largest.without} fits." if smaller else ""
-    return f" A smaller batch is likely the better way: {accumulation(a.largest)}."
+    return f" Gradient accumulation is likely the better option: {accumulation(a.largest)}."
 
 
 def accumulation(found: Largest) -> str:
-    """Micro-batches in words."""
+    """Describes the micro-batches."""
     assert found.micro is not None
     each, count = found.micro
-    return f"{count} batches of {each}, their gradients added up, fit and cost about {percent(found.micro_overhead)}"
+    return f"{count} batches of {each} with accumulated gradients fit and cost about {percent(found.micro_overhead)}"
 
 
 def card(a: Answer) -> list[str]:
-    """Sentences about what the card counts, likely, beside the exact peak of the tensors."""
+    """Returns sentences about the estimated device memory beside the exact peak of the tensors."""
     found, size = a.card, a.size
-    alone = "The memory is a fraction of the tensors' peak: what the card counts besides is not in it."
+    alone = "The limit is a fraction of the tensors' peak and excludes other device memory."
     if found is None:
         return [alone]
-    loop = "the loop and the optimizer's first step" + (", CUDA's operators taking less," if found.loop < 0 else "")
+    loop = "training loop and first optimizer step" + (" (CUDA operators use less)" if found.loop < 0 else "")
     parts = [("tensors", found.tensors), (loop, found.loop),
-             ("workspaces of libraries", found.workspaces), ("the CUDA context", found.context),
-             ("what PyTorch's allocator rounds up and keeps", found.allocator)]  # fmt: skip
+             ("library workspaces", found.workspaces), ("CUDA context", found.context),
+             ("rounding and caching of PyTorch's allocator", found.allocator)]  # fmt: skip
     said, before = [], 0
     for i, (name, _) in enumerate(parts):
         upto = size.steps(sum(n for _, n in parts[: i + 1]))
         said += [f"{name} {size.text(upto - before)}"] if upto != before else []
         before = upto
     lines = [
-        f"The peak of the tensors, {size(found.tensors)}, is exact. Likely real on the card, as nvidia-smi counts: "
+        f"The peak of the tensors, {size(found.tensors)}, is exact. Estimated device memory, as nvidia-smi reports it: "
     ]
     if a.page.without.modules:
         low, high = (size(round(found.nbytes * (1 + sign * ERROR))) for sign in (-1, 1))
-        lines[0] += f"{size(found.nbytes)} ({low} to {high}, by the mean error of {ERROR:.1%} on published peaks): "
+        lines[0] += f"{size(found.nbytes)} ({low} to {high} by the mean error of {ERROR:.1%} on published peaks): "
     else:
-        lines[0] += f"{size(found.nbytes)} and what the loop and libraries take, which a program file does not say: "
+        lines[0] += f"{size(found.nbytes)}, plus training loop and libraries, which a program file does not cover: "
     lines[0] += f"{', '.join(said)}."
     if a.memory is not None and found.fits and found.nbytes > a.memory:
-        lines.append("It fits nevertheless: PyTorch gives back what it caches before it runs out of memory.")
+        lines.append("It fits nevertheless: PyTorch frees cached blocks before it runs out of memory.")
     if a.card_planned is not None:
         left = "" if a.memory is None else f"; of {size(a.memory)}, {size(a.limit)} are left for tensors"
-        lines.append(f"Under the plan the card likely counts {size(a.card_planned)}{left}.")
+        lines.append(f"Estimated device memory under the plan: {size(a.card_planned)}{left}.")
     return lines if a.memory is not None else [*lines, alone]
 
 
 def moves(a: Answer) -> str:
-    """The recommended plan in words."""
+    """Describes the recommended plan."""
     if a.best is None or a.best.plan is None:
-        return "No plan is needed." if a.fits else "There is none."
+        return "No plan is needed." if a.fits else "No plan was found."
     said, swapped = [], a.page.swapped
     if swapped:
         kinds = _listed([_tensors(m.tensors, kind) for kind, m in swapped.items()])
         out, back = (a.size(sum(getattr(m, way) for m in swapped.values())) for way in ("out_bytes", "back_bytes"))
-        said.append(f"swap {kinds}, {out}" + ("" if out == back else f" out and {back} back"))
+        said.append(f"swap {kinds}, {out}" + ("" if out == back else f" out and {back} in"))
     again = sum(r.kernels for r in a.page.rerun.values())
     if again:
         ns = sum(r.duration_ns for r in a.page.rerun.values())
-        said.append(f"run {again} kernel{'s' if again != 1 else ''} again, {report.duration(ns / 1e9)}")
+        said.append(f"recompute {again} kernel{'s' if again != 1 else ''}, {report.duration(ns / 1e9)}")
     text = "; ".join([*said, percent(a.best.overhead)])
     return text[0].upper() + text[1:] + f"; {_floor(a)}."
 
@@ -124,22 +124,24 @@ def _floor(a: Answer) -> str:
     if a.best is not None and a.best.overhead < LITTLE:
         return "no plan is faster"
     if a.floor is None or a.floor < LITTLE:
-        return "no floor above 0 was proven in this time"
+        return "no floor above 0 was proven in the given time"
     return f"no plan can be below {percent(a.floor)}"
 
 
 def gap(a: Answer) -> list[str]:
-    """A sentence where the plan is far above the floor, with what would help."""
+    """Returns a sentence with hints if the plan is far above the floor."""
     if a.best is None or (far := a.best.overhead - (a.floor or 0.0)) <= FAR:
         return []
-    help_ = [f"seconds={rounded_up(4 * a.budget):g} (it was {a.budget:g}) lets the searches and the floor go on"]
+    help_ = [
+        f"seconds={rounded_up(4 * a.budget):g} (instead of {a.budget:g}) extends the searches and the floor computation"
+    ]
     if a.mode != "joint":
-        help_.append("mode=joint may swap and recompute")
-    return [f"The best plan there is may take up to {100 * far:.1f} points less: {'; '.join(help_)}."]
+        help_.append("mode=joint allows both swapping and recomputation")
+    return [f"The optimal plan may cost up to {100 * far:.1f} points less: {'; '.join(help_)}."]
 
 
 def rounded_up(seconds: float) -> float:
-    """To 1, 2 or 5 times a power of ten."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(seconds, 1.0)))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= seconds - 1e-9)
 
@@ -154,14 +156,14 @@ def _tensors(n: int, kind: str) -> str:
 
 
 def packed(a: Answer) -> str:
-    """What the plan takes once every block has an address."""
+    """Describes the memory of the plan with a fixed address for every block."""
     over = a.page.packed_bytes - a.page.limit
-    end = f": {a.size(over)} over the limit, so plan for less to run it as one CUDA graph" if over > 0 else ""
-    return f"With an address for every block: {a.size(a.page.packed_bytes)}{end}"
+    end = f", {a.size(over)} over the limit; lower the limit to run it as one CUDA graph" if over > 0 else ""
+    return f"With fixed addresses it needs {a.size(a.page.packed_bytes)}{end}"
 
 
 def uncertainty(a: Answer) -> list[str]:
-    """Sentences about the kernel times."""
+    """Returns sentences about the kernel times."""
     if a.times is None:
         return []
     known = a.spread is not None and a.times.error is not None
@@ -169,44 +171,42 @@ def uncertainty(a: Answer) -> list[str]:
 
 
 def batches(a: Answer) -> list[str]:
-    """Sentences about the largest batch."""
+    """Returns sentences about the largest batch."""
     found = a.largest
     if found.why:
-        return [f"The largest batch is not known: {found.why}."]
+        return [f"The largest batch is unknown: {found.why}."]
     if found.own is None:
         return []
-    known = "checked by a capture" if found.checked else f"foretold from captures at {found.own} and {2 * found.own}"
+    known = "checked by a capture" if found.checked else f"predicted from captures at {found.own} and {2 * found.own}"
     most = f"at least {found.without}" if found.without == found.most else f"{found.without}"
     if found.without:
-        lines = [f"The largest batch without a plan is {most} ({known}); the step's own is {found.own}."]
+        lines = [f"The largest batch without a plan is {most} ({known}); the given batch is {found.own}."]
     else:
-        lines = [f"Without a plan not even a batch of 1 fits; the step's own is {found.own}."]
+        lines = [f"Without a plan not even a batch of 1 fits; the given batch is {found.own}."]
     if found.planned is not None:
-        at = f"at no more than {percent(found.most_overhead)}"
+        at = f"with an overhead of at most {percent(found.most_overhead)}"
         if found.planned > found.without:
             lines.append(f"With a plan it is at least {found.planned}, {at} (by {label(found.planner)}).")
         else:
             lines.append(f"No plan was found that makes a larger batch fit {at}.")
         if found.goes_on is not None:
-            lines[-1] += f" The search stopped there for lack of time; it goes on with seconds={found.goes_on:g}."
+            lines[-1] += f" The search stopped for lack of time; extend it with seconds={found.goes_on:g}."
     if found.micro is not None:
-        lines.append(
-            f"Instead of a plan: {accumulation(found)} (batch norm, if there is any, sees the smaller batches)."
-        )
+        lines.append(f"Instead of a plan: {accumulation(found)} (batch norm statistics are then per small batch).")
     return lines
 
 
 def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of the table of what families of methods cost; the recommended one's last cell says so."""
-    heads = ["methods", "the best of them", "overhead", "moved", "run again", "peak", "planned in", ""]
+    """Returns heads and cells of the table of methods; the last cell marks the recommended one."""
+    heads = ["methods", "best method", "overhead", "swapped", "recomputed", "peak", "plan time", ""]
     cells, size = [], a.size
     for best in a.families:
         name = label(best.row["planner"]) if best.row else "–"
         more = [label(one) for one in best.left_out]
-        out = f"{more[0] if len(more) == 1 else len(more)} not tried, for lack of time" if more else ""
+        out = f"{more[0] if len(more) == 1 else len(more)} skipped for lack of time" if more else ""
         if best.timeline is None:
             why = report.reason(best.row, size) if best.row else ""
-            why = "; ".join(filter(None, ["the host is too small" if a.host is not None else why, out]))
+            why = "; ".join(filter(None, ["host memory is too small" if a.host is not None else why, out]))
             cells.append([best.family, name, "–", "–", "–", "–", report.duration(best.seconds), why])
             continue
         moved = sum(
@@ -215,31 +215,31 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
             if s.stream != "compute" and s.start_ns >= best.timeline.last_start_ns
         )
         again = best.timeline.breakdown.recompute_ns
-        said = "recommended" if best is a.best else out if best.served else "too fragmented for the card"
+        said = "recommended" if best is a.best else out if best.served else "too fragmented for device memory"
         cells.append([
             best.family, name, percent(best.timeline.overhead), size(moved) if moved else "–",
             report.duration(again / 1e9) if again else "–", size(best.timeline.peak_bytes),
             report.duration(best.seconds), said,
         ])  # fmt: skip
     if a.floor is not None:
-        cells.append(["no plan has less", "", percent(a.floor), "", "", "", "", "the floor"])
+        cells.append(["certified lower bound", "", percent(a.floor), "", "", "", "", "the floor"])
     return heads, cells
 
 
 def ranged(spread: Spread | None) -> str:
-    """The range in brackets, for a sentence; "" where it is not known."""
+    """Returns the range in parentheses for a sentence; "" if unknown."""
     if spread is None:
         return ""
-    return f" ({_percent(spread.least)} to {_percent(spread.most)} within the error of the times)"
+    return f" ({_percent(spread.least)} to {_percent(spread.most)} within the error of the kernel times)"
 
 
 def other_times(spread: Spread, error: TimesError) -> str:
-    """What a plan costs under other times, a sentence."""
-    parts = [f"{_percent(spread.low)} to {_percent(spread.high)} where single kernels are others"]
+    """Returns a sentence on the plan's overhead under perturbed times."""
+    parts = [f"{_percent(spread.low)} to {_percent(spread.high)} if single kernels deviate"]
     if error.step:
         fast, slow = _percent(spread.fast), _percent(spread.slow)
-        parts = [f"{fast} where all kernels are {error.step:.0%} faster", f"{slow} where they are slower", *parts]
-    return f"Under other times: {', '.join(parts)} (5th to 95th percentile)."
+        parts = [f"{fast} if all kernels are {error.step:.0%} faster", f"{slow} if they are slower", *parts]
+    return f"Overhead under perturbed kernel times: {', '.join(parts)} (5th to 95th percentile)."
 
 
 def percent(part: float) -> str:
@@ -248,11 +248,11 @@ def percent(part: float) -> str:
 
 
 def _percent(part: float) -> str:
-    return percent(part) if part < float("inf") else "it cannot run"
+    return percent(part) if part < float("inf") else "infeasible"
 
 
 def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table, kernels of equal operator, work and time in one row."""
+    """Returns heads and rows of the table of the slowest kernels; equal kernels share a row."""
     program, origins, types = step.program, step.origins, step.types
     groups: dict[tuple[object, ...], list[int]] = {}
     for k, kernel in enumerate(program.kernels):
@@ -278,7 +278,7 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
 
 
 def _bound(kernel: Kernel, machine: Machine, kind: str) -> tuple[str, str]:
-    """The rate of what takes longest at the machine's peaks, and its name."""
+    """Returns the achieved rate in the bottleneck resource, and its name."""
     peak = machine.flops_per_s.get(kind or "float32", 0)
     seconds, moving = kernel.duration_ns / 1e9, kernel.bytes / machine.memory_bytes_per_s
     computing = kernel.flops / peak if peak else 0.0

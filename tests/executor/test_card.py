@@ -120,7 +120,7 @@ def test_an_optimizer_that_cannot_be_followed_is_refused() -> None:
                         p.add_(1)
                     p.add_(p.grad)
 
-    with pytest.raises(ValueError, match="the step of Reads cannot be followed"):
+    with pytest.raises(ValueError, match="the step of Reads cannot be traced"):
         card_peak(linear(Reads), MACHINE)
 
 

@@ -129,10 +129,15 @@ def test_no_gpu_to_profile_on(tiny_mlp: Tiny) -> None:
 @pytest.mark.parametrize(
     ("error", "entry", "memory", "options"),
     [
-        (FitError, r"smallest memory .* aten\.convolution_backward\.default of blocks\.0\.body\.3", "2KiB", {}),
+        (
+            FitError,
+            r"smallest feasible memory .* aten\.convolution_backward\.default of blocks\.0\.body\.3",
+            "2KiB",
+            {},
+        ),
         (FormatError, "^memory: expected a positive fraction", "24G", {}),
         (OutOfMemory, "over the limit", 0.8, {"planner": lambda *_: Plan()}),
-        (FitError, r"some from [\d,]+ bytes on: none: ", 0.8, {"planner": "none"}),
+        (FitError, r"may exist from [\d,]+ bytes: none: ", 0.8, {"planner": "none"}),
         (FormatError, "there is no preset 'h1000'", 0.8, {"machine": "h1000"}),
     ],
 )

@@ -45,11 +45,11 @@ def test_by_hand() -> None:
     again = report(PROGRAM, MACHINE, LIMIT, RECOMPUTE_PLAN)
     assert again.rerun == {"matmul": Rerun(1, 10)} and again.swapped == {} and again.floor_ns is None
     assert (found.iteration_ns, again.iteration_ns, found.ideal_ns) == (170, 130, 120)
-    assert "  swap activations: 1 tensor; a step moves 40 B to the host, 40 B back" in str(found)
+    assert "  swap activations: 1 tensor; per step 40 B swapped out, 40 B swapped in" in str(found)
     assert "41.67% over the ideal 120 ns (waits for memory 30 ns, waits for data 20 ns)" in str(found)
-    assert "  run again: 1 kernel (1 matmul 10 ns)" in str(again)
+    assert "  recompute: 1 kernel (1 matmul 10 ns)" in str(again)
     assert "the step fits without a plan" in str(report(PROGRAM, MACHINE, 180))
-    assert "the step does not fit, and there is no plan" in str(report(PROGRAM, MACHINE, LIMIT))
+    assert "the step does not fit without a plan, and no plan is given" in str(report(PROGRAM, MACHINE, LIMIT))
 
 
 def test_modules_add_up_to_the_peak_with_workspaces() -> None:

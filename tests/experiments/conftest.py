@@ -1,4 +1,4 @@
-"""A small program for the entry points, and a way to run them as a user does."""
+"""Fixtures: a small program, and runs of commands as a user starts them."""
 
 import atexit
 import json
@@ -30,7 +30,7 @@ Run = Callable[..., Done]
 
 
 def figure_settings(name: str, quick: bool = False, **more: Any) -> Any:
-    """The settings of a figure's YAML, some of them changed."""
+    """Returns the settings of a figure's YAML file with changes."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "figure" / f"{name}.yaml"))
@@ -40,7 +40,7 @@ def figure_settings(name: str, quick: bool = False, **more: Any) -> Any:
 
 
 def refused(done: Done, *words: str) -> None:
-    """Asserts that a command ended with status 2 and one sentence on stderr that names all the words."""
+    """Asserts that a command ended with status 2 and one sentence on stderr that contains all the words."""
     assert done.returncode == 2, done.stderr
     (sentence,) = done.stderr.strip().splitlines()
     for word in words:
@@ -53,8 +53,8 @@ def rows_in(directory: Path) -> list[dict[str, Any]]:
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
-    """Asserts what holds of every planner's row."""
-    from experiments.common.report import ROW_KEYS  # a GPU machine may lack what it imports
+    """Asserts properties of every planner's row."""
+    from experiments.common.report import ROW_KEYS  # optional dependency
 
     for row in rows:
         assert set(row) - {"reason"} == set(ROW_KEYS) and ("reason" in row) == (not row["feasible"])
@@ -66,7 +66,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def chain(layers: int = 6, nbytes: int = 32 * MB) -> Program:
-    """A chain of layers, forward and backward: activations wait for the way back, as in training."""
+    """Returns a chain of layers, forward and backward, whose activations live until the backward pass."""
     tensors = [Tensor("weight", 4 * MB, "parameter", True)]
     kernels = []
     for i in range(layers):
@@ -95,7 +95,7 @@ def program_file(program: Program, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs ``python -m experiments.<name>`` in this process, in an empty directory, as a new process would."""
+    """Runs ``python -m experiments.<name>`` in this process, in an empty directory, with the state of a new process."""
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
     def call(name: str, *words: object) -> Done:
@@ -109,9 +109,9 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Run:
-    """Runs ``python -m experiments.<name>`` as ``run``, in a process and session of its own.
+    """Runs ``python -m experiments.<name>`` as ``run``, in its own process and session.
 
-    Its output goes to files: of a pipe a process that it leaves behind would keep the other end, and be waited for.
+    Its output goes to files, since a leftover process would keep a pipe open and block the test.
     """
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
@@ -130,7 +130,7 @@ def start(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planners of ``experiments.plan`` have simulator calls in the place of seconds, so a busy computer is no other."""
+    """Gives planners of ``experiments.plan`` simulator calls instead of seconds, so results do not depend on load."""
     from experiments.common import report
     from experiments.plan import __main__ as command
 
@@ -157,7 +157,7 @@ def status_of(typed: list[str]) -> int:
 
 @contextmanager
 def captured_output() -> Iterator[list[str]]:
-    """Collects what this process and those that it starts write to stdout and stderr: two texts, there at the end."""
+    """Collects stdout and stderr of this process and its children: two texts, complete at the end."""
     output: list[str] = []
     streams, copies = (sys.stdout, sys.stderr), (os.dup(1), os.dup(2))
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -181,8 +181,8 @@ def captured_output() -> Iterator[list[str]]:
 
 @contextmanager
 def process_state(folder: Path) -> Iterator[None]:
-    """Works in a folder, with the state that a new process has; afterwards all is as it was."""
-    from hydra.core.global_hydra import GlobalHydra  # a GPU machine may have none
+    """Works in a folder with the state of a new process; restores everything afterwards."""
+    from hydra.core.global_hydra import GlobalHydra  # optional dependency
     from hydra.core.hydra_config import HydraConfig
 
     from experiments.common.endings import last_words
@@ -199,7 +199,7 @@ def process_state(folder: Path) -> Iterator[None]:
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* found in sys.modules")  # another test has run the command
+            warnings.filterwarnings("ignore", ".* found in sys.modules")  # left by another test
             yield
     finally:
         GlobalHydra.instance().clear()
@@ -215,6 +215,6 @@ def process_state(folder: Path) -> Iterator[None]:
         sys.argv[:], sys.path[:] = argv, path
         os.environ.clear()
         os.environ.update(environment)
-        for name in {*sys.modules} - modules:  # of the folder: another test has others of the same name
+        for name in {*sys.modules} - modules:  # imported from the folder; other tests have modules of the same name
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder.parent)):
                 del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: one sentence and their status; what was promised to go on goes on. Two runs in a directory."""
+"""Ctrl-C and SIGTERM: one sentence, the right status, and resumption as promised. Two runs in one directory."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ from experiments.common.lock import LOCK
 from experiments.train_dqn import SETTINGS
 from tests.experiments.conftest import ROOT, Run, refused
 
-CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
+CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # on a terminal
 TRAINING = ("limit=0.5", "planners=[]", "agent.mode=swap")
 SLOW = """
 import time
@@ -37,11 +37,12 @@ Press = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def interrupted(tmp_path: Path) -> Press:
-    """Runs a command in a process of its own, in an empty directory and a pseudo-terminal, and presses Ctrl-C there as
-    soon as ``until``, given all that was shown.
+    """Runs a command in its own process, an empty directory and a pseudo-terminal, and presses Ctrl-C.
+
+    Ctrl-C is pressed once ``until``, given the output so far, is true.
 
     Returns:
-        The status, all that was on the screen, and the last line of it.
+        The status, all output, and its last line.
     """
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
@@ -54,7 +55,7 @@ def interrupted(tmp_path: Path) -> Press:
             stderr=theirs, start_new_session=True,
         ) as process:  # fmt: skip
             os.close(theirs)
-            with suppress(OSError):  # at its end, if no process is left behind that keeps the terminal
+            with suppress(OSError):  # ends if no leftover process keeps the terminal
                 while process.poll() is None or select([ours], [], [], 0)[0]:
                     if select([ours], [], [], 0.1)[0]:
                         shown += os.read(ours, 65536)
@@ -89,7 +90,7 @@ def test_a_terminated_training_goes_on(
         done = run("train_dqn", f"program={program_file}", *TRAINING, *machine, *chosen, f"out={out}")
     assert (done.returncode, done.stderr) == (143, f"terminated; resume={out} continues this run\n")
     assert (out / "checkpoint.pt").exists() and not (out / LOCK).exists()
-    # The directory alone says the rest of what was asked; what is typed beside it wins.
+    # The directory alone determines the settings; typed arguments override them.
     refused(run("train_dqn", f"resume={out}", "seed=1"), "seed")
     done = run("train_dqn", f"resume={out}")
     assert done.returncode == 0, done.stderr
@@ -98,7 +99,7 @@ def test_a_terminated_training_goes_on(
     config = summary["config"]
     assert (config["limit"], config["planners"], config["agent"]["mode"]) == (0.5, [], "swap")
     assert config["machine"]["name"] == "h100" and config["machine"]["host_bytes"] == 2**33
-    # A run that is done goes on in a new directory, with more episodes or iterations.
+    # A finished run is extended in a new directory, with more episodes or iterations.
     done = run("train_dqn", f"resume={out}", f"agent.{length}={count + 6}", f"out={tmp_path / 'more'}")
     assert done.returncode == 0, done.stderr
     more = json.loads((tmp_path / "more" / "summary.json").read_text())
@@ -116,7 +117,7 @@ def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
     rows = out / "smartpool_table1.jsonl"
     begun = re.compile(r"smartpool_table1 .*1/3 .* left")
     status, screen, last = interrupted(lambda screen: bool(begun.search(screen)), "experiments", "reproduce", *words)
-    assert status == 130 and last == "interrupted; the same command goes on from what is done", screen
+    assert status == 130 and last == "interrupted; run the same command to continue", screen
     kept = len(re.findall(r'"code"', rows.read_text()))
     assert 0 < kept < 3 and not (out / "smartpool_table1.json").exists()
     done = run("reproduce", *words)
@@ -138,7 +139,7 @@ def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
 def test_what_does_not_go_on_leaves_nothing(
     words: tuple[str, ...], shown: str | None, interrupted: Press, tmp_path: Path
 ) -> None:
-    """In worker processes, too. The time that is left is shown."""
+    """Also in worker processes. The remaining time is shown."""
     runs = tmp_path / "work" / "runs"
     status, screen, last = interrupted(
         lambda screen: bool(re.search(shown, screen) if shown else [*runs.glob("evaluate-*")]),
@@ -150,7 +151,7 @@ def test_what_does_not_go_on_leaves_nothing(
 
 @pytest.mark.parametrize("words", [("experiments.plan", "workload=mlp"), ("experiments", "plan")])
 def test_before_a_command_has_begun(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """While it imports what it needs."""
+    """Interrupts a command during its imports."""
     (tmp_path / "hydra.py").write_text(SLOW)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     with subprocess.Popen(
@@ -190,4 +191,4 @@ def test_a_directory_is_one_runs_at_a_time(
         refused(run(*typed), "out", str(out))
     if words[0] == "evaluate":
         assert [path.name for path in out.iterdir()] == [LOCK]
-        assert run(*typed).returncode == 0 and not (out / LOCK).exists()  # whoever had it has died
+        assert run(*typed).returncode == 0 and not (out / LOCK).exists()  # the lock's owner has died

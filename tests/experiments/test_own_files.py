@@ -1,4 +1,4 @@
-"""Machines, workloads and limits of one's own, as a new user types them."""
+"""Machines, workloads and limits from the user's own files."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def factory():
     batch = torch.empty(32, 16), torch.zeros(32).long()
     return model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), batch
 """
-ODD = "a=b (1), ü.yaml"  # a name that Hydra's grammar has no place for
+ODD = "a=b (1), ü.yaml"  # a name outside Hydra's grammar
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -43,7 +43,7 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 def made(work: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The summaries of a sweep by machine and workload."""
+    """Returns the summaries of a sweep by machine and workload."""
     found = [json.loads(file.read_text()) for file in (work / "runs").glob("evaluate-*/summary.json")]
     return {(one["config"]["machine"]["name"], one["program"]["name"]): one for one in found}
 
@@ -64,7 +64,7 @@ def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: P
     found = {name: one for (name, _), one in made(work).items()}
     assert set(found) == {"gtx1080ti", "my_machine", "mine"}
     mine, preset = found["my_machine"]["config"]["machine"], found["gtx1080ti"]["config"]["machine"]
-    assert Machine.from_dict(mine) == replace(machine, copy_engines=1)  # nothing of gtx1080ti, the default
+    assert Machine.from_dict(mine) == replace(machine, copy_engines=1)  # no keys of the default, gtx1080ti
     assert preset["copy_engines"] == 1
     assert all(f"machine=gtx1080ti,my_machine.yaml,'{ODD}'" in one["command"] for one in found.values())
 

@@ -26,7 +26,7 @@ def task() -> Task:
 
 
 def example(folder: Path) -> None:
-    """mine.py, as experiments/README.md has it."""
+    """Writes mine.py from the example in experiments/README.md."""
     page = (ROOT / "experiments" / "README.md").read_text()
     code = page.partition("    # mine_network.py\n")[2].partition("\n\n    .venv")[0]
     (folder / "mine_network.py").write_text("\n".join(line.removeprefix("    ") for line in code.splitlines()) + "\n")
@@ -59,7 +59,7 @@ def test_a_named_task(run: Run, tmp_path: Path) -> None:
 
 
 class Wrong(nn.Module):
-    """Its forward returns ``made(N)``."""
+    """Network whose forward returns ``made(N)``."""
 
     made: Any = staticmethod(lambda n: None)
 
@@ -84,7 +84,7 @@ def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
 
 
 def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
-    """Each form is its own action, with its own Q-value; a checkpoint is of its variant only."""
+    """Each form is an action with its own Q-value; a checkpoint is only valid for its variant."""
     config = PaperConfig(episodes=40, num_envs=2, features=8, embedding_size=16, n_step=1000, optimizer="adam")
     trainer = Trainer(PROGRAM, MACHINE, LIMIT, config, 0, variant=Variant("causal", "full"))
     n = len(trainer.task.graph)
@@ -94,7 +94,7 @@ def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
     taken = trainer.buffer.arrays["action"][: trainer.buffer.size]
     assert set(np.unique(trainer.actions[taken] // n)) == {0, 1, 2}
     assert isinstance(trainer.best, Plan) and trainer.best_overhead < 0.05
-    assert trainer.task.engine.calls < trainer.buffer.size  # with the causal reward one an episode
+    assert trainer.task.engine.calls < trainer.buffer.size  # with the causal reward one per episode
     before = trainer.rng.bit_generator.state, trainer.task.engine.calls
     assert trainer.greedy_overhead() >= 0
     assert before == (trainer.rng.bit_generator.state, trainer.task.engine.calls)

@@ -1,4 +1,4 @@
-"""Packing a file as a user does it: the numbers, the picture and the solution."""
+"""``pack`` from the user's view: numbers, plot and solution."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from simulator.pool.validate import overlap
 from tests.experiments.conftest import Run
 from tests.oracle.packing import overlaps
 
-# lower, upper and bytes. Held at once: a, c and e until 3, b, c and e until 9, then d and e: 12, 12 and 8 bytes.
+# lower, upper, bytes. Live together: a, c, e until 3; b, c, e until 9; then d, e: 12, 12 and 8 bytes.
 TOY = {"a": (0, 3, 4), "b": (3, 9, 4), "c": (0, 9, 4), "d": (9, 21, 4), "e": (0, 21, 4)}
 
 
@@ -29,7 +29,7 @@ def blocks(rows: list[tuple[int, int, int]], period: int = NEVER) -> Intervals:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """Its columns are not in the usual order, and there is one more."""
+    """Writes a file with unusual column order and an extra column."""
     lines = [f"{n},{i},{upper},{lower}" for i, (lower, upper, n) in TOY.items()]
     (tmp_path / "toy.csv").write_text("\n".join(["size,id,upper,lower", *lines, ""]))
     return tmp_path / "toy.csv"
@@ -40,7 +40,7 @@ def toy(tmp_path: Path) -> Path:
 
 def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run("pack", toy, f"out={out}", "seconds=0.2", "capacity=12")  # as a user types it
+    done = run("pack", toy, f"out={out}", "seconds=0.2", "capacity=12")  # as typed by a user
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
     assert {f.name for f in out.iterdir()} == {"results.json", "packing.png", "solution.csv", "summary.json", ".hydra"}
@@ -51,9 +51,9 @@ def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> N
         assert set(row) == {"footprint", "load", "ratio", "seconds", "proven", "allocation_ns"}
         assert row["load"] == 12 and row["ratio"] == row["footprint"] / 12
         assert row["seconds"] >= 0
-    # Three blocks at a time: of 4 bytes, of CnMem's 512 and of the heap's 1024; a segment of PyTorch's small pool.
+    # Three live blocks: of 4 bytes, 512 in CnMem, 1024 in the heap; one segment of PyTorch's small pool.
     assert [row["footprint"] for row in found.values()] == [12, 2 << 20, 3 * 512, 3 * 1024, 12, 12, 12, 12]
-    # A malloc of SmartPool's is a look-up in a table of 5: 3 levels of 2 ns, 5 times. The driver's are far dearer.
+    # SmartPool's malloc looks up a table of 5: 3 levels of 2 ns, 5 times. Driver calls are far slower.
     assert found["smartpool"]["allocation_ns"] == 30 < found["cudamalloc"]["allocation_ns"]
     assert [name for name, row in found.items() if row["proven"]] == [
         "cudamalloc", "smartpool", "smartpool_first", "portfolio", "optimal"
@@ -70,7 +70,7 @@ def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> N
 
 
 def test_a_program_repeats(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
-    """Online allocators get three iterations of it. Alone, theirs is the best packing."""
+    """Online allocators run three iterations; alone, their own packing is the best."""
     words = (f"file={program_file}", "alignment=512")
     assert run("pack", *words, "algorithms=[smartpool,caching]", f"out={tmp_path / 'both'}").returncode == 0
     found = json.loads((tmp_path / "both" / "results.json").read_text())
@@ -79,7 +79,7 @@ def test_a_program_repeats(run: Run, program: Program, program_file: Path, tmp_p
     assert len((tmp_path / "both" / "solution.csv").read_text().splitlines()) == 1 + len(program.tensors)
     assert run("pack", *words, "algorithms=cnmem", f"out={tmp_path / 'one'}").returncode == 0
     ids = [row["id"] for row in csv.DictReader((tmp_path / "one" / "solution.csv").open())]
-    # t0, the weight, and t1, which the first kernel writes and the last one reads, fill the circle.
+    # t0 (the weight) and t1 (first write, last read) span the whole iteration.
     assert set(ids) == {"t0@0", "t1@0"} | {f"t{t}@{k}" for t in range(2, len(program.tensors)) for k in range(3)}
     assert len(ids) == len(set(ids))
 
@@ -103,7 +103,7 @@ def test_a_sweep_over_files(run: Run, toy: Path, tmp_path: Path) -> None:
     found = (tmp_path / "work" / "runs").glob("pack-*/results.json")
     assert sorted(json.loads(f.read_text())["smartpool"]["footprint"] for f in found) == [7, 12]
     done = run("pack", toy, other, "-m", "algorithms=smartpool", f"out={tmp_path / 'out'}")
-    assert done.returncode == 2 and "out: " in done.stderr  # which has the run of the other file
+    assert done.returncode == 2 and "out: " in done.stderr  # already holds the run of the other file
     assert json.loads((tmp_path / "out" / "results.json").read_text())["smartpool"]["footprint"] == 12
 
 
@@ -134,7 +134,7 @@ def test_the_fast_checker_is_the_slow_one(found: list, circle: bool) -> None:
 def test_a_block_over_the_boundary_is_drawn_at_both_ends() -> None:
     some = blocks([(8, 12, 4), (1, 3, 5), (0, 10, 0), (2, 12, 1)], period=10)
     boxes, block = pack_plot.rectangles(some, Packing(np.array([0, 4, 0, 9]), 10))
-    # left, right, bottom, top; what has no bytes is not drawn
+    # left, right, bottom, top; empty blocks are not drawn
     assert boxes.tolist() == [[8, 10, 0, 4], [1, 3, 4, 9], [2, 10, 9, 10], [0, 2, 0, 4], [0, 2, 9, 10]]
     assert block.tolist() == [0, 1, 3, 0, 3]
 

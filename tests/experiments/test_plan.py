@@ -1,4 +1,4 @@
-"""`experiments.plan`: the largest batch, what is recommended, and the page that opens alone."""
+"""``experiments.plan``: largest batch, recommended plan, and the self-contained page."""
 
 import json
 import re
@@ -43,10 +43,10 @@ def shapeless():
 
 
 def read(text: str) -> str:
-    """Returns the words of a page that loads nothing."""
+    """Returns the text of a page after checking that it loads nothing."""
     assert not re.search(r"url\(|@import|http|<(script|link|iframe|object|b)\b|\s(src|href|srcset|action)=", text)
     body = text.partition("<body>")[2]
-    assert not re.search(r"<[^a-z/!]", body)  # "<0.01 GiB" is no tag
+    assert not re.search(r"<[^a-z/!]", body)  # "<0.01 GiB" is not a tag
     return unescape(re.sub(r"<[^>]+>", "\n", body))
 
 
@@ -62,7 +62,7 @@ def pages(a: Answer) -> str:
 
 
 def slow(program: Program) -> Program:
-    """The same with kernels that take long enough for copies."""
+    """Lengthens kernels, so that they can hide copies."""
     return replace(program, kernels=tuple(replace(k, duration_ns=10 * k.duration_ns) for k in program.kernels))
 
 
@@ -77,7 +77,7 @@ def sized(batch: int) -> Program:
 
 @pytest.fixture(scope="module")
 def mlp() -> Batches:
-    """A captured step."""
+    """Captured step at any batch."""
     return capture.batches(MLP, MACHINE, None, capture.step(MLP, MACHINE, None).program, 0)
 
 
@@ -96,7 +96,7 @@ def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
 def test_durations_at_two_batches_are_on_one_scale(mlp: Batches) -> None:
     measured = mlp.program.with_durations([3 * k.duration_ns for k in mlp.program.kernels])
     assert max_batch.on_its_scale(mlp.larger, measured).ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
-    # Nothing in common: in proportion to the batch.
+    # No equal kernels: proportional to the batch.
     other = replace(mlp.larger, kernels=tuple(replace(k, flops=k.flops + 1) for k in mlp.larger.kernels))
     assert max_batch.on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
 
@@ -107,7 +107,7 @@ def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "factories.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
     shapeless = {"name": "m", "target": "factories:shapeless"}
-    program = capture.step(shapeless, MACHINE, None).program  # at its own batch it is captured
+    program = capture.step(shapeless, MACHINE, None).program  # its own batch can be captured
     with pytest.raises(WorkloadError, match="first dimension"):
         capture.batches(shapeless, MACHINE, None, program, 0)
 
@@ -121,14 +121,14 @@ def test_the_largest_batch_with_a_plan() -> None:
         batch = (step.kernels[0].duration_ns - 1000) // 100
         return None if batch > 90 else batch / 1000
 
-    assert steps.largest_planned(costs, 2**40, 10, 0.05) in (49, 50)  # to 1 / 32 of it
+    assert steps.largest_planned(costs, 2**40, 10, 0.05) in (49, 50)  # within 1 / 32
     assert steps.largest_planned(costs, 2**40, 10, 1.0) in (88, 89, 90)
-    assert min(asked) > steps.peak_bytes(10)  # what needs no plan is not planned
+    assert min(asked) > steps.peak_bytes(10)  # batches that fit as is are not planned
     assert steps.largest_planned(lambda *_: None, 2**40, 10, 0.05) == 10
 
 
 def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
-    """10 MiB at 8 examples, 18 at 16: 2 and 1 for each."""
+    """10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
     steps, limit = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB)), 100 * MB
     assert [steps.tensors(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
     most = steps.largest(limit)
@@ -142,7 +142,7 @@ def test_micro_batches_fit_and_make_up_the_batch(mlp: Batches) -> None:
     assert mlp.peak_bytes(each) + held <= limit < mlp.peak_bytes(-(-2048 // (count - 1))) + held
     assert -0.2 < overhead < 3
     assert mlp.accumulated(held) is None
-    assert Batches(8, sized(8), 16, sized(16)).accumulated(2**40) is None  # no optimizer: no gradients to add up
+    assert Batches(8, sized(8), 16, sized(16)).accumulated(2**40) is None  # without an optimizer
 
 
 def test_an_example_batch_of_another_size() -> None:
@@ -176,7 +176,7 @@ def test_the_cheapest_plan_is_recommended() -> None:
     assert all(len(line) == len(heads) for line in cells)
     assert [line[-1] for line in cells].count("recommended") == 1
     text = pages(a)
-    for title in ("The peak", "What methods cost", "The recommended plan", "plan.json"):
+    for title in ("The peak", "Overhead by method", "The recommended plan", "plan.json"):
         assert title in text
     assert words.moves(a) in text and "Will <b>&amp;\"' fit?" in text  # escaped
 
@@ -215,7 +215,7 @@ def test_a_search_that_stopped_says_so_and_how_it_goes_on() -> None:
 
 
 def test_each_family_has_a_fair_plan_whatever_the_time() -> None:
-    """Quick methods are asked even where the time is over; others are left out."""
+    """Quick methods run even if the time is up; others are skipped."""
     program = slow(chain())
     task = (program, MACHINE, program.peak_bytes * 8 // 10)
     for kind, names in (
@@ -239,13 +239,13 @@ def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
     assert a.best is None and a.host == needed
     assert a.size(MB) in words.verdict(a) and a.size(needed) in words.verdict(a)
     row, _ = report.score("autoswap_swdoa", program, small, limit, 0, "swap")
-    assert "the host" in report.reason({**row, "bound_overhead": 0.0})
+    assert "host memory" in report.reason({**row, "bound_overhead": 0.0})
 
 
 def test_where_it_fits_nothing_is_planned_and_where_nothing_fits_smaller_batches_are_named() -> None:
     a = answered(chain(), chain().peak_bytes)
     assert a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It fits")
-    assert "What methods cost" not in pages(a)
+    assert "Overhead by method" not in pages(a)
     a = answered(chain(), 40 * MB)
     assert not a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It does not fit")
     assert a.limit < a.least_bytes <= a.reached_bytes and a.size(a.least_bytes) in words.verdict(a)
@@ -260,7 +260,7 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
         def plan(self, *task: object) -> Plan:
             for _ in range(600):
                 time.sleep(0.1)
-            raise AssertionError("nobody broke it off")
+            raise AssertionError("not aborted")
 
     program = chain()
     monkeypatch.setattr(command.report, "made", lambda *_, **__: Slow())
@@ -270,7 +270,7 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_where_no_plan_is_served_less_memory_is_planned_with() -> None:
-    """An activation waits from the first kernel to the last, while others come and go."""
+    """An activation lives from the first to the last kernel, while others are freed."""
     tensors = tuple(Tensor(f"t{i}", 12 * MB, "activation", False) for i in range(5))
     kernels = (
         Kernel("first", "other", "forward", (), (0,), 10**6),
@@ -293,7 +293,7 @@ def test_where_no_plan_is_served_less_memory_is_planned_with() -> None:
     )
     assert served[0].card == (counted, True) and not small[0].served
     assert command.wants_less(small) and not command.wants_less(served)
-    task = step, gpu, 36 * MB  # within which the step runs as it is, and its allocator takes as much
+    task = step, gpu, 36 * MB  # the step fits it as is; so does its allocator
     found = command.tightened(task, card(26 * MB), "joint", 0, 2.0)
     assert found is not None and found.served and found.card[0] <= 26 * MB
     assert command.tightened(task, card(10 * MB), "joint", 0, 2.0) is None
@@ -303,7 +303,7 @@ def test_where_no_plan_is_served_less_memory_is_planned_with() -> None:
 
 
 def trains_as_eager(code: str, folder: Path) -> None:
-    """What a page prints to be pasted gives the losses of the eager step."""
+    """Asserts that the page's code snippet yields the losses of the eager step."""
     sys.path.insert(0, str(folder))
     try:
         exec(code, parts := {"loader": []})
@@ -323,7 +323,7 @@ def trains_as_eager(code: str, folder: Path) -> None:
 
 
 def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "WAIT", 1000)  # the largest batch is captured, however busy the computer is
+    monkeypatch.setattr(command, "WAIT", 1000)  # capture the largest batch even on a busy computer
     (tmp_path / "work" / "mymodel.py").write_text(FACTORY)
     out = tmp_path / "out"
     done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", f"out={out}")
@@ -343,7 +343,7 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert rows[0]["planner"] == "none" and not rows[0]["feasible"]
     (code,) = re.findall(r"from agents\.saved import.*?eager step", text, re.DOTALL)
     trains_as_eager(code, tmp_path / "work")
-    assert "\r" not in done.stderr  # a line for each stage that is over
+    assert "\r" not in done.stderr  # a line per finished stage
     stages = command.stages("joint", TimesError(0.1, 0.1))
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == list(stages)
 

@@ -1,4 +1,4 @@
-"""`experiments.plan`: code to paste for its plan, and the table of the slowest kernels."""
+"""``experiments.plan``: code snippets for its plan, and the table of the slowest kernels."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,9 @@ def test_a_plan_that_moves_nothing_is_code_for_plain_pytorch() -> None:
         loss.backward()
         pairs.append([loss, *(p.grad for p in one.parameters())])
     assert all(torch.equal(*both) for both in zip(*pairs, strict=True))
-    assert step(model).program.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)  # as it is captured with them
+    assert step(model).program.peak_bytes == pytest.approx(
+        found.peak_bytes, rel=0.1
+    )  # as captured with the checkpoints
     text = found.said(Unit.of(limit))
     assert f"checkpoints of {len(found.names)} modules" in text and f"{found.overhead:+.1%}" in text
     swaps = replace(plan, decisions=(Swap(*program.gaps(1024)[0]),))

@@ -1,4 +1,4 @@
-"""`experiments.plan`: how sure the times are, and which plan is recommended for that."""
+"""``experiments.plan``: uncertainty of kernel times, and its effect on the recommended plan."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Adding a planner is one file: everything else that knows planners is derived from the facts at its class."""
+"""Adding a planner takes one file: everything else is derived from the facts at its class."""
 
 import json
 import os
@@ -42,7 +42,7 @@ print(json.dumps([list(agents.PLANNERS), agents.options("new_search"), report.pl
 
 
 def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Python with the package ``agents`` that lies in ``copy``, all others being this project's."""
+    """Runs Python with the package ``agents`` of ``copy`` and this project's other packages."""
     path = os.pathsep.join([str(copy), str(ROOT)])
     return subprocess.run([sys.executable, *words], cwd=copy, env={**os.environ, "PYTHONPATH": path},
                           capture_output=True, text=True, check=False)  # fmt: skip
@@ -62,4 +62,4 @@ def test_a_file_in_a_room_is_a_planner(tmp_path: Path) -> None:
     assert look[0] == "every gap" and look[1].startswith("#") and family == "other" and feasible
     (tmp_path / "agents" / "search" / "new.py").write_text(NEW.replace('"everything"', '"home"'))
     done = python(tmp_path, "-c", "import agents")
-    assert done.returncode == 1 and "'home'" in done.stderr  # two planners of one key
+    assert done.returncode == 1 and "'home'" in done.stderr  # duplicate key

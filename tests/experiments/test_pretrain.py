@@ -1,4 +1,4 @@
-"""python -m experiments.pretrain: whole, again, and with settings that cannot be."""
+"""``experiments.pretrain``: a full run, a repeated run, and invalid settings."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What is wrong with a file or a setting is one sentence that names it, with status 2, and nothing is left behind.
+"""Invalid files and settings yield one sentence that names the cause, status 2, and no leftover files.
 
-Files come from strangers: nothing in them runs, writes elsewhere, speaks to the terminal or grows without end.
+Files are untrusted: they cannot run code, write elsewhere, control the terminal or use unbounded memory.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_a_setting_that_cannot_be_is_one_sentence(
     assert not any((tmp_path / "work").rglob("*.*"))
 
 
-# ------------------------------------------------------------------------------------ what readers read
+# ------------------------------------------------------------------------------------ readers
 
 
 def test_a_name_is_no_path_no_formula_and_no_markup(

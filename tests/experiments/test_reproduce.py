@@ -1,4 +1,4 @@
-"""`reproduce`: a stopped run goes on, a failed task does not stop the others, and the page shows what is there."""
+"""``reproduce``: resumes interrupted runs, continues after failed tasks, and shows all results on its page."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def square(task: dict[str, Any], machine: Machine) -> dict[str, Any]:
 
 
 def squares_of(run: Any = square) -> Figure:
-    """A figure of three tasks."""
+    """Returns a figure with three tasks."""
 
     class Squares(Figure):
         name, text = "squares", TEXT
@@ -90,7 +90,7 @@ def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytes
         assert isinstance(row, dict) and row.pop(reproduce.SECONDS) >= 0
         figure.keep(task, row)
     with (tmp_path / "squares.jsonl").open("a") as file:
-        file.write('{"code": "sto')  # stopped while writing
+        file.write('{"code": "sto')  # interrupted while writing
     assert start(tmp_path).left == [{"x": 1}]
     assert start(tmp_path, x=[3, 4]).left == [{"x": 4}]
     assert len(start(tmp_path, machine="k40c").left) == 3
@@ -99,12 +99,12 @@ def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytes
         patch.setattr(reproduce, "code", lambda name: "changed")
         assert len(start(tmp_path).left) == 3
     second.keep({"x": 1}, {"x": 1, "y": 1})
-    assert [row["y"] for row in second.rows] == [1, 4, 9]  # in the order of the tasks
+    assert [row["y"] for row in second.rows] == [1, 4, 9]  # in task order
     second.finish()
-    assert start(tmp_path).left == []  # until all figures of a run are finished
+    assert start(tmp_path).left == []  # kept until all figures of the run are finished
     second.forget()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squares.json", "squares.png"]
-    assert len(start(tmp_path).left) == 3  # a finished run is not gone on with
+    assert len(start(tmp_path).left) == 3  # a finished run is not resumed
     found = json.loads((tmp_path / "squares.json").read_text())
     assert found["rows"] == second.rows and found["settings"] == {"x": [1, 2, 3]} and found["machine"] == "gtx1080ti"
 

@@ -1,4 +1,4 @@
-"""The committed results: every figure reads its own, the claims hold in them, and the cheapest are made again."""
+"""Committed results: every figure reads its own, the claims hold, and the cheapest are recomputed."""
 
 import json
 from typing import Any
@@ -19,11 +19,11 @@ NAMES = sorted({path.stem for path in RESULTS.glob("*.json")} & set(reproduce.na
 CHEAP = ("dqn_paper", "home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig10",
          "smartpool_fig11", "smartpool_table1", "superneurons_alexnet", "superneurons_table1", "superneurons_table2",
          "superneurons_table3", "tensile_table1")  # fmt: skip
-TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # entries of a row
-# Planners that take long, or stop by the clock.
+TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # keys of a row
+# Slow planners, and those with time limits.
 SLOW = ("random_search", "autoswap_bo", "smartpool+autoswap", "home", "dqn", "annealing", "lp_round",
         "rerun_search", "policy", "policy_search", "best")  # fmt: skip
-# What experiments/figures/README.md and the notes say of the papers' claims: entries of a figure's numbers.
+# Claims in experiments/figures/README.md and the notes, as entries of a figure's numbers.
 CLAIMS: dict[str, dict[str, Any]] = {
     "checkmate": {"exact": 12, "count": 12},
     "compiled": {"over": 0, "monotone": "yes", "differ": 0, "networks": 4, "lowest": 4},
@@ -58,13 +58,13 @@ def test_a_figure_reads_its_result(name: str) -> None:
 
 
 def test_every_figure_has_a_result() -> None:
-    assert set(reproduce.names()) - set(NAMES) == {"compiled_gpu"}  # not run yet
+    assert set(reproduce.names()) - set(NAMES) == {"compiled_gpu"}  # no results yet
     assert set(CLAIMS) <= set(NAMES)
 
 
 @pytest.mark.nightly
 def test_the_page_is_that_of_the_results() -> None:
-    """``python -m experiments.reproduce figure=all redraw=true out=experiments/results`` writes it again."""
+    """``python -m experiments.reproduce figure=all redraw=true out=experiments/results`` regenerates it."""
     assert reproduce.page(RESULTS) == (RESULTS / "README.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Stable-Baselines3 on GpuMemory-v0, the command that trains it, and the DQN in one file."""
+"""Stable-Baselines3 on GpuMemory-v0: its training command, and the single-file DQN."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def overhead(plan: Plan | None) -> float:
 
 
 class Invalid(BaseCallback):
-    """Counts actions that could not be taken, but for each environment's first: there SB3 has not set epsilon yet."""
+    """Counts invalid actions, except each environment's first: SB3 has not set epsilon by then."""
 
     count = 0
 
@@ -119,7 +119,7 @@ def test_the_dqn_takes_no_invalid_action(settings: dict[str, Any]) -> None:
 
 
 def test_the_maximum_of_the_target_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that may not be taken are worth a million to the network; no target may have it."""
+    """Masked nodes have a Q-value of a million; no target may use it."""
     features = sb3.GraphFeatures.forward
 
     def tempting(extractor: sb3.GraphFeatures, observations: Mapping[str, Tensor]) -> Tensor:

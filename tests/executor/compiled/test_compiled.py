@@ -200,9 +200,7 @@ def test_of_a_model_with_convolutions_a_little_is_left_to_libraries(memory: floa
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
-    with pytest.raises(
-        CompileError, match=r"graph 0/0 does not fit into .*: no plan that only runs kernels again needs less"
-    ):
+    with pytest.raises(CompileError, match=r"graph 0/0 does not fit into .*: every plan without swaps needs at least"):
         graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
 
 

@@ -1,4 +1,4 @@
-"""The entry points as a user meets them: their keys, and what they write."""
+"""Commands from the user's view: their keys and the files that they write."""
 
 import json
 from dataclasses import fields
@@ -21,7 +21,7 @@ GPU = Machine.load("gtx1080ti")
 # ------------------------------------------------------------------------------------------- the keys
 
 
-ONE_TASK = {  # values of agent=dqn that are for one task; the defaults are for many, in experiments.pretrain
+ONE_TASK = {  # values of agent=dqn for one task; the defaults are for many tasks (experiments.pretrain)
     "iterations": 50, "init": "pretrained", "most_calls": 1000, "learning_starts": 4, "learning_rate": 4e-4,
 }  # fmt: skip
 
@@ -165,9 +165,9 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     for picture in ("learning_curve.png", "memory_curve.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     refused(run("train_dqn", *words, f"out={out}"), str(out), "summary.json")
-    # What runs learned, beside each other.
+    # Learning curves of several runs.
     (tmp_path / "runs" / "other").mkdir()
-    (tmp_path / "runs" / "other" / "summary.json").write_text('{"results": []}')  # compared nothing
+    (tmp_path / "runs" / "other" / "summary.json").write_text('{"results": []}')  # no compared planners
     words = ("figure=learning", f"figure.runs={tmp_path / 'runs'}", "jobs=1", f"out={tmp_path / 'figure'}")
     done = run("reproduce", *words)
     assert done.returncode == 0 and "1 of 2 runs" in done.stdout, done.stderr

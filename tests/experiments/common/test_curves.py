@@ -1,4 +1,4 @@
-"""The scalars that every trainer writes, by simulator calls, and the file that keeps them."""
+"""Learning curves: the scalars of every trainer by simulator calls, and the file that stores them."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def test_running_means_are_over_the_last_episodes() -> None:
         curve.episode(overhead)
     mean = (0.3 + 0.1 * (LAST - 2)) / (LAST - 1)
     assert curve.running() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
-    curve.episode(0.2, best=0.05)  # 0.3 is forgotten
+    curve.episode(0.2, best=0.05)  # 0.3 leaves the window
     assert curve.running()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
     assert curve.running()[BEST] == 0.05
 
@@ -51,7 +51,7 @@ def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert kept["agent"] == "a" and kept["seed"] == 3 and kept["floor"] == curve.bound.overhead
     assert [point["calls"] for point in kept["points"]] == [130, 230]
-    again = made(tmp_path / "curve.json")  # of a run that was stopped after 200
+    again = made(tmp_path / "curve.json")  # resumed after 200 calls
     again.goes_on(200)
     again.maybe(299, lambda: 0.1)
     again.point(340, math.nan)
@@ -90,12 +90,12 @@ def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
     config = OmegaConf.create({"runs": str(tmp_path)})
     rows = learning.Learning().tasks(config)
     at, gaps = learning.over_seeds(rows, GREEDY)
-    assert at == [20, 30, 40]  # where all seeds have a value
+    assert at == [20, 30, 40]  # common to all seeds
     assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
     end = learning.Learning().numbers(rows)["ends"][0]
     assert (end["calls"], end["seeds"], end["greedy"]) == (40, 2, pytest.approx((30 + WITHOUT) / 2))
     write_json(file, {**kept, "points": [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]})
-    assert learning.Learning().numbers(learning.Learning().tasks(config))["ends"] == []  # no call in common
+    assert learning.Learning().numbers(learning.Learning().tasks(config))["ends"] == []  # no common number of calls
     for wrong in ({"points": []}, {"agent": "$x^2$"}, {"workload": "\x1b[2J"}, {"floor": "low"}):
         write_json(file, {**kept, **wrong})
         with pytest.raises(FormatError, match=r"curve\.json"):

@@ -1,4 +1,4 @@
-"""``--help`` shows what a command does, with examples, and every key with its default and its meaning."""
+"""``--help`` shows a command's purpose, examples, and every key with default and description."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_a_command_prints_its_help(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_reader_may_end_first() -> None:
-    """As ``--help | head`` does."""
+    """Closes the pipe early, as ``--help | head`` does."""
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run([sys.executable, "-m", "experiments", "--help"], cwd=ROOT, stdout=theirs,

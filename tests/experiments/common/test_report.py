@@ -46,9 +46,9 @@ def test_options_go_to_the_planners_that_have_them() -> None:
     annealing, swarm = report.made("annealing", **options), report.made("home", **options)
     assert (annealing.mode, annealing.calls) == ("swap", 77)  # type: ignore[attr-defined]
     assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)  # type: ignore[attr-defined]
-    report.made("autoswap_doa", **options)  # has none of them
+    report.made("autoswap_doa", **options)  # has none of these options
     assert report.made("annealing", calls=None).calls == agents.make("annealing").calls  # type: ignore[attr-defined]
-    assert "score" not in agents.options("autoswap_doa")  # it is what makes it this planner
+    assert "score" not in agents.options("autoswap_doa")  # this option defines the planner
     with pytest.raises(UsageError, match="planners: annealing: calls"):
         report.planner_names(["autoswap_doa", "annealing"], calls=5)
 
@@ -68,7 +68,7 @@ def test_a_plan_of_another_mode_does_not_count(program: Program) -> None:
 
 
 def with_workspaces(program: Program) -> Program:
-    """Every kernel has an algorithm of twice the time without its workspace of 40 MiB."""
+    """Gives every kernel an algorithm of twice the time that avoids its workspace of 40 MiB."""
     return replace(program, kernels=tuple(
         replace(k, workspace=40 * 2**20, variants=((2 * k.duration_ns, 0),)) for k in program.kernels
     ))  # fmt: skip
@@ -88,7 +88,7 @@ def test_rows_of_the_three_workspaces(program: Program) -> None:
     assert rows[True]["iteration_ns"] < rows["least"]["iteration_ns"]
     assert rows[True]["iteration_ns"] <= rows[False]["iteration_ns"]
     assert rows["least"]["breakdown"]["compute_ns"] == 2 * program.ideal_ns
-    # Below what every plan needs with its own workspaces, another algorithm fits.
+    # Below the limit of every plan with default workspaces, another algorithm fits.
     tight = floor(program, MACHINE, limit).least_bytes - 2**20
     assert not report.score("autoswap_swdoa", program, MACHINE, tight, 0)[0]["feasible"]
     found, _ = report.score("autoswap_swdoa", program, MACHINE, tight, 0, workspace=True)

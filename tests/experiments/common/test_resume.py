@@ -1,4 +1,4 @@
-"""``train_dqn resume=RUN``: the settings of a run as words; those of a stranger's run name nothing that is called."""
+"""``train_dqn resume=RUN``: settings of a run as arguments; settings of an untrusted run never name code."""
 
 from pathlib import Path
 from typing import Any

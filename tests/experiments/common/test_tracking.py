@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and MLflow write files that are read back here; Weights & Biases is a stand-in."""
+"""Trackers: files of TensorBoard and MLflow are read back; Weights & Biases is replaced by a stub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_mlflow_in_files_of_the_run_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     out = tmp_path / "my run"
     out.mkdir()
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # as tracking.py does, and undone after the test
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set by tracking.py; the test restores it
     write("mlflow", out)
     from mlflow import MlflowClient
 

@@ -1,4 +1,4 @@
-"""Tasks on workers: one result of each, whatever the launcher, also where a worker is killed in the middle."""
+"""Tasks on workers: one result per task with every launcher, even if a worker is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from experiments.common import cli, workers
 from simulator.compiled.engine import cores
 
-if TYPE_CHECKING:  # the workers import this module, and need no PyTorch
+if TYPE_CHECKING:  # workers import this module, without PyTorch
     from tests.experiments.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the workers
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of workers
     return tmp_path
 
 
 def square(x: int) -> tuple[int, str, int, int]:
-    """Prints by every way, another process among them; one task has an error."""
+    """Prints in several ways, also from a subprocess; one task raises an error."""
     print(f"printed {x}")
     sys.stderr.write(f"warned {x}\n")
     os.write(1, f"written {x}\n".encode())
@@ -51,21 +51,21 @@ def test_every_task_has_one_result(launcher: str, elsewhere: Path, capfd: pytest
     results = dict(found)
     error = results.pop(2)
     assert isinstance(error, cli.UsageError) and str(error) == "two is refused"
-    assert "in square" in "".join(error.__notes__)  # where it was raised
+    assert "in square" in "".join(error.__notes__)  # traceback of the worker
     for i, (value, folder, process, alone) in results.items():
         assert value == i * i and folder == str(elsewhere) and process != os.getpid() and alone == 1
-    if launcher == "ray":  # what tasks print is printed here
+    if launcher == "ray":  # output of tasks is forwarded
         out, err = capfd.readouterr()
         assert sorted(err.splitlines()) == [f"warned {x}" for x in range(5)]
         lines = out.splitlines()
         assert len(lines) == 15
-        for i in range(0, 15, 3):  # those of a task are together
+        for i in range(0, 15, 3):  # lines of a task stay together
             assert len({line[-1] for line in lines[i : i + 3]}) == 1
             assert {line[:-2] for line in lines[i : i + 3]} == {"printed", "written", "echoed"}
 
 
 def hold(x: int, folder: str) -> int:
-    """Says that it has begun; the first of all waits until it is killed."""
+    """Records its start; the first call waits until it is killed."""
     place = Path(folder)
     (place / f"begun-{x}-{os.getpid()}").touch()
     try:
@@ -79,7 +79,7 @@ def hold(x: int, folder: str) -> int:
 
 @pytest.mark.nightly
 def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Ray cluster on this computer: a head that runs no task, and two nodes of one core."""
+    """On a local Ray cluster: a head without tasks, and two nodes with one core each."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
@@ -90,7 +90,7 @@ def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, mo
         found = []
         for i, result in workers.results("ray", 2, hold, [(x, str(elsewhere)) for x in range(6)]):
             found.append((i, result))
-            if len(found) == 3:  # in the middle
+            if len(found) == 3:  # while running
                 victim = (elsewhere / "victim").read_text()
                 parent = int(subprocess.check_output(["ps", "-o", "ppid=", "-p", victim]))
                 (its,) = (node for node in nodes if node.all_processes["raylet"][0].process.pid == parent)
@@ -127,7 +127,7 @@ def test_a_launcher_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_sweep_on_other_launchers(
     launcher: str, planner: str, start: Run, program_file: Path, tmp_path: Path
 ) -> None:
-    """A planner that is slow has a process of its own under each job: what runs there must not belong to __main__."""
+    """A slow planner runs in a subprocess of each job, so its functions must not belong to __main__."""
     words = (f"program={program_file}", "limits=[0.5],[0.55]", f"planners=[{planner}]", "calls=100", "jobs=2")
     done = start("evaluate", "-m", *words, f"hydra/launcher={launcher}")
     assert done.returncode == 0, done.stderr
@@ -135,10 +135,10 @@ def test_a_sweep_on_other_launchers(
     assert sorted(one["config"]["limits"][0] for one in found) == [0.5, 0.55]
     for one in found:
         assert len(one["results"]) == 1 and one["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
-    if launcher == "ray":  # prints as without it: each job's table whole, nothing of Ray's, and nothing on stderr
+    if launcher == "ray":  # same output as without Ray: complete tables, nothing on stderr
         assert done.stderr == ""
         here = start("evaluate", "-m", *words)
-        timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ m?s")  # names of directories, and what a clock measured
+        timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ m?s")  # directory names and times
         said, expected = (
             sorted(timed.sub("", line).split() for line in text.splitlines()) for text in (done.stdout, here.stdout)
         )
