@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 
 import agents
 from agents.deadline import TimeUp, within
-from agents.floor import Floor, floor
+from agents.floor import UNPROVEN, Floor, floor
 from agents.host import host_needed
 from agents.learned.best import HUGE, LOADING
 from agents.planner import small
@@ -268,7 +268,7 @@ def planned(
     begin(FLOOR)
     floors: list[Floor] = [getattr(search, "floor", None) or quick]
     with suppress(TimeUp), within(min(WAIT * seconds, LONGEST)):
-        floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
+        floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, UNPROVEN, WAIT * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
 
