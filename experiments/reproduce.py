@@ -282,7 +282,8 @@ def page(out: Path) -> str:
     parts = [
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
-        f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core).",
+        f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core). Capuchin, GeePS, "
+        "memonger, TFLMS and vDNN are reconstructions from descriptions in other papers.",
         "\n".join(f"- [{figure(name).title}](#{name})" for name in there),
     ]
     for name, found in there.items():

@@ -70,7 +70,6 @@ class Fig8(Figure):
             "label": figures.label(network), "load": rows[0]["load"], "paper": PAPER[network]["load"],
             "away": rows[0]["load"] - least["peak"], "theirs": PAPER[network]["load"] - LEAST, "lowest": LEAST,
             "least": least, "gradients": None if early else least["gradients"],
-            "early": "near the start" if early else None, "cost": least["iteration_ns"] / least["ideal_ns"] - 1,
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -142,8 +141,7 @@ class Fig9(Figure):
                  "floor": lines.floor[i], "seeds": f"{span(lines.bo[:, i]):.1%}" if seeds[i] > ZERO else "same"}
                 for i, paper in enumerate(lines.paper) if i % EVERY == 0 or i == len(lines.paper) - 1
             ],
-            "load_paper": PAPER[lines.network]["load"], "load": lines.load, "count": len(spread),
-            "paid": int(paid.sum()),
+            "count": len(spread), "paid": int(paid.sum()),
             "weighted": int((np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO)[paid].sum()),
             "near": int((spread < CLOSE).sum()), "apart": 100 * spread.max(), "apart_at": lines.paper[spread.argmax()],
             "below": int((most < HIGHEST).sum()), "most": most.max(), "most_at": lines.paper[most.argmax()],
@@ -184,7 +182,7 @@ class Lines:
         self.scores = np.array([first["overheads"][name] for name in SCORES])
         self.floor = np.array(first["overheads"]["floor"])
         self.bo = np.array([row["overheads"]["bo"] for row in rows if row["seed"] is not None])
-        self.load, self.forward = first["load"], [first["forward"][name] for name in SCORES]
+        self.forward = [first["forward"][name] for name in SCORES]
 
     def free(self, overheads: np.ndarray) -> float:
         """The lowest limit of the paper at which there is no overhead, nor at any above it."""

@@ -238,7 +238,7 @@ class Table1(Figure):
         return {
             "lines": found, "count": len(rows), "same": sum(one["again"] == one["paper"][0] for one in found),
             "close": sum(one["close"] for one in found), "missing": far[-1] if far else None,
-            "exact": None if any(more) else "to the byte", "more": span(more) if any(more) else None,
+            "exact": None if any(more) else "exactly", "more": span(more) if any(more) else None,
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:

@@ -32,7 +32,7 @@ CLAIMS: dict[str, dict[str, Any]] = {
     "smartpool_fig9": {"weighted": 19, "paid": 21, "claimed": 447},
     "smartpool_table2": {"free": 8, "further": 8, "count": 8},
     "superneurons_alexnet": {"exact": 12, "of": 14},
-    "superneurons_table1": {"same": 9, "close": 5, "count": 9, "exact": "to the byte"},
+    "superneurons_table1": {"same": 9, "close": 5, "count": 9, "exact": "exactly"},
     "superneurons_table3": {"limit": 1440},
     "tensile_table2": {"ahead": {"vDNN": (5, 5), "Capuchin": (0, 5)}},
 }

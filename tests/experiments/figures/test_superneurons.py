@@ -99,7 +99,7 @@ def test_table_1() -> None:
         assert peaks == [4 * (4 * a + 2 * b), 4 * 4 * a, 4 * 4 * a]
     assert all(row["planner"] == row["peak"] for row in rows)
     said = Table1().numbers(rows)
-    assert (said["same"], said["close"], said["missing"], said["exact"]) == (6, 4, 5.125, "to the byte")
+    assert (said["same"], said["close"], said["missing"], said["exact"]) == (6, 4, 5.125, "exactly")
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
     assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # nothing explains the paper's 401 MB
 
