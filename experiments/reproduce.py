@@ -1,17 +1,13 @@
-"""Reproduce figures and tables of the papers: ours beside the paper's numbers, and why they differ.
+"""Reproduces figures and tables of the papers: our numbers next to the paper's, with the reasons for differences.
 
     python -m experiments.reproduce figure=smartpool_table1
-    python -m experiments.reproduce figure=all jobs=8 out=experiments/results
-    python -m experiments.reproduce figure=all launcher=ray out=experiments/results     # tasks on a Ray cluster
-    python -m experiments.reproduce figure=all quick=true                  # fewer points, to see that it runs
-    python -m experiments.reproduce figure=all redraw=true out=experiments/results  # of the JSON that is there
+    python -m experiments.reproduce figure=all jobs=8 out=experiments/results       # launcher=ray: on a Ray cluster
+    python -m experiments.reproduce figure=all quick=true                           # fewer points, a smoke test
+    python -m experiments.reproduce figure=all redraw=true out=experiments/results  # redraws from existing JSON
 
-The directory holds NAME.json (the command, the settings, a row per task) and NAME.png of every figure, and README.md,
-which shows all that are there. Its path is the last line printed. A run that was stopped goes on from NAME.jsonl if
-neither the settings nor the code have changed. Each figure is for the GPU of its paper, unless ``gpu=`` names another.
-
-A figure is a YAML in configs/figure/, and a class and a section of a page in experiments/figures/; see the README.md
-there.
+``out`` receives NAME.json (command, settings, a row per task), NAME.png and a README.md with all figures; its path is
+the last line printed. An interrupted run resumes from NAME.jsonl if settings and code are unchanged. Figures use the
+paper's GPU unless ``gpu=`` is given. experiments/figures/README.md describes how a figure is defined.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
-SECONDS = "task_seconds"  # of a row: what it took
+SECONDS = "task_seconds"  # key of a row: seconds that the task took
 CODE = (
     "simulator",
     "envs",
@@ -49,8 +45,8 @@ CODE = (
     "executor",
     "experiments/workloads",
     "experiments/measured",
-)  # that every row depends on
-SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules that figures of several papers have
+)  # folders that every row depends on
+SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules used by figures of several papers
 
 
 @cli.entry("reproduce")
@@ -75,20 +71,24 @@ def make(
     chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
     own: Collection[str] = (),
 ) -> None:  # fmt: skip
-    """Computes and draws figures, by their settings, into ``out``; prints their tables.
+    """Computes and draws figures into ``out``, and prints their tables.
 
     Args:
-        own: settings that the caller chose: ``quick`` leaves them.
-        launcher, jobs: as of ``workers.results``.
+        chosen: Settings of each figure.
+        quick: Whether to compute fewer points.
+        machine: Preset or YAML file that replaces each figure's own machine.
+        launcher, jobs: As for ``workers.results``.
+        out: Output directory.
+        own: Settings given on the command line, which ``quick`` does not reduce.
 
     Raises:
-        UsageError, FormatError: as ``Work``; ``out`` cannot be made.
+        UsageError, FormatError: As for ``Work``, or ``out`` cannot be created.
     """
     works = [Work(settings, quick, machine, out, own) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
+        raise cli.UsageError(f"out: cannot create {out} ({error.strerror})") from None
 
     with report.held(out):
         wrong = compute(works, launcher, jobs)
@@ -108,10 +108,10 @@ def make(
 
 
 def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exception]:
-    """Runs what is left of the figures, and finishes each that has all; returns what tasks raised."""
+    """Runs the remaining tasks and finishes each complete figure; returns the exceptions that tasks raised."""
     wrong: list[Exception] = []
     for work in works:
-        if not work.left:  # stopped when it only had to be drawn
+        if not work.left:  # interrupted before drawing
             work.finish()
     beside, alone = (
         [(work, task) for work in works if work.figure.alone == one for task in reversed(work.left)]
@@ -121,7 +121,7 @@ def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exceptio
         shown = bar.add_task("starting", total=sum(len(work.tasks) for work in works))
         bar.update(shown, advance=sum(len(work.tasks) - len(work.left) for work in works))
         for work, task, row in chain(done(beside, launcher, jobs), done(alone, "processes", 1)):
-            if isinstance(row, Exception):  # the others go on
+            if isinstance(row, Exception):  # the other tasks continue
                 row.add_note(f"in {work.name}, {task}")
                 wrong.append(row)
             else:
@@ -133,33 +133,35 @@ def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exceptio
 
 
 def names() -> list[str]:
-    """Every figure that has a configuration; Fig. 2 before Fig. 10."""
+    """Returns the names of all configured figures in natural order (Fig. 2 before Fig. 10)."""
     found = [path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL]
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def figure(name: object) -> Figure:
-    """The figure of a name; raises UsageError where there is none."""
+    """Returns a figure by name; raises UsageError if the name is unknown."""
     from experiments.figures.figure import find
 
     if name not in names():
-        raise cli.UsageError(f"figure.name: there is no figure {name!r}{cli.nearest(name, set(names()))}")
+        raise cli.UsageError(f"figure.name: unknown figure {name!r}{cli.nearest(name, set(names()))}")
     return find(str(name))
 
 
 class Work:
-    """One figure under way.
+    """Figure in progress.
 
     Attributes:
-        tasks: all of them; ``left``: those that have no row yet; ``rows``: in the order of the tasks.
+        tasks: All tasks of the figure.
+        left: Tasks without a row.
+        rows: Rows in the order of the tasks.
 
     Args:
-        machine: a preset or a YAML file in the place of the one that ``settings`` names.
-        own: settings that are not made fewer by ``quick``.
+        machine: Preset or YAML file that replaces the machine in ``settings``.
+        own: Settings that ``quick`` does not reduce.
 
     Raises:
-        UsageError: there is no such figure, or a setting is wrong.
-        FormatError: the machine is wrong.
+        UsageError: The figure is unknown, or a setting is invalid.
+        FormatError: The machine is invalid.
     """
 
     def __init__(
@@ -179,18 +181,18 @@ class Work:
 
     @property
     def left(self) -> list[Row]:
-        """The tasks that have no row yet."""
+        """Tasks without a row."""
         return [task for task in self.tasks if _key(task) not in self._found]
 
     @property
     def rows(self) -> list[Row]:
-        """A row per task, in their order."""
+        """Rows in the order of the tasks."""
         return [self._found[_key(task)] for task in self.tasks]
 
     def keep(self, task: Row, row: Row) -> None:
-        """Takes a finished task's row, and writes it down at once."""
+        """Records the row of a finished task and appends it to the JSONL file immediately."""
         self._found[_key(task)] = row
-        with self._part.open("a") as file:  # the line before may have been cut off
+        with self._part.open("a") as file:  # the previous line may be incomplete
             file.write("\n" + json.dumps({"code": self._same, "task": task, "row": row}) + "\n")
 
     def _kept(self) -> Iterator[tuple[str, Row]]:
@@ -198,7 +200,7 @@ class Work:
         for line in lines:
             try:
                 entry = json.loads(line)
-            except ValueError:  # empty, or the line that was being written when the run was stopped
+            except ValueError:  # empty, or incomplete from an interrupted run
                 continue
             if entry["code"] == self._same:
                 yield _key(entry["task"]), entry["row"]
@@ -212,7 +214,7 @@ class Work:
         self.figure.draw(self.rows, self.out / f"{self.name}.png")
 
     def forget(self) -> None:
-        """Removes the rows of the unfinished run; only once every figure is finished, so that it can go on."""
+        """Deletes the JSONL file of partial rows, once every figure is finished."""
         self._part.unlink(missing_ok=True)
 
 
@@ -221,7 +223,7 @@ def _key(task: Row) -> str:
 
 
 def code(name: str) -> str:
-    """sha256 of what a figure's rows depend on: code of the packages and its own, and the workloads' settings."""
+    """Returns the sha256 of all code and workload settings that a figure's rows depend on."""
     root = cli.CONFIGS.parent
     files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
@@ -232,13 +234,13 @@ def code(name: str) -> str:
 
 
 def own_command(name: str) -> str:
-    """What was typed, for one of several figures; without who did it."""
+    """Returns the command line that reproduces one figure, without ``jobs`` and ``launcher``."""
     typed = re.sub(r" (figure|jobs|launcher)=\S+", "", report.command())
     return typed.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
 
 
 def draw_again(figures: list[str], out: Path) -> None:
-    """Pictures and page of what is in ``out``; raises FormatError where a JSON is not one of ours."""
+    """Redraws pictures and page from the JSON in ``out``; raises FormatError if a file is not a figure's result."""
     for name in figures:
         if (path := out / f"{name}.json").exists():
             figure(name).draw(result(path)["rows"], out / f"{name}.png")
@@ -246,7 +248,7 @@ def draw_again(figures: list[str], out: Path) -> None:
 
 
 def done(tasks: list[tuple[Work, Row]], launcher: str, jobs: int | None) -> Iterator[tuple[Work, Row, Row | Exception]]:
-    """Every task and its row, or what it raised, as they are done; one of this computer alone is done here."""
+    """Yields each task with its row or exception as it finishes; a single process runs tasks in place."""
     if launcher == "processes" and (jobs == 1 or len(tasks) <= 1):
         for work, task in tasks:
             try:
@@ -265,11 +267,11 @@ def _run(name: str, task: Row, machine: Machine) -> Row:
     return {**task, **row, SECONDS: round(time.perf_counter() - begin, 1)}
 
 
-# ------------------------------------------------------------------------------------------ for people
+# ---------------------------------------------------------------------------------------------- output
 
 
 def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
-    """A figure's table for a terminal."""
+    """Returns a figure's table for the terminal."""
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
         out.add_column(head, justify="right" if i else "left", overflow="fold")
@@ -279,7 +281,7 @@ def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
 
 
 def page(out: Path) -> str:
-    """README.md: a section for every figure whose JSON is in ``out``; raises FormatError where one is not ours."""
+    """Returns README.md with a section per JSON in ``out``; raises FormatError if a file is not a figure's result."""
     there = {path.stem: result(path) for name in names() if (path := out / f"{name}.json").exists()}
     minutes = sum(row.get(SECONDS, 0) for found in there.values() for row in found["rows"]) / 60
     parts = [
@@ -294,10 +296,10 @@ def page(out: Path) -> str:
 
 
 def result(path: Path) -> dict[str, Any]:
-    """A figure's JSON; raises FormatError where it is none."""
+    """Returns the JSON of a figure; raises FormatError if the file has another format."""
     found = read_json(path)
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or "command" not in found:
-        raise FormatError(f"{path}: not a result of a figure (expected rows and command)")
+        raise FormatError(f"{path}: not the result of a figure (expected keys rows and command)")
     return found
 
 
@@ -306,7 +308,7 @@ def _section(path: Path, found: dict[str, Any], figure: Figure) -> list[str]:
     try:
         heads, cells, notes = figure.say(rows)
     except (KeyError, TypeError) as error:
-        raise FormatError(f"{path}: not a result of this figure ({error})") from None
+        raise FormatError(f"{path}: not a result of this figure (missing or invalid: {error})") from None
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *cells]
     return [
         f'<a id="{path.stem}"></a>',
