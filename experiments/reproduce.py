@@ -75,10 +75,8 @@ def make(
 
     Args:
         chosen: Settings of each figure.
-        quick: Whether to compute fewer points.
         machine: Preset or YAML file that replaces each figure's own machine.
         launcher, jobs: As for ``workers.results``.
-        out: Output directory.
         own: Settings given on the command line, which ``quick`` does not reduce.
 
     Raises:

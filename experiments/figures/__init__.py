@@ -39,7 +39,16 @@ def networks(settings: DictConfig, among: Collection[str] = ()) -> list[str]:
 def numbers(
     settings: DictConfig, key: str, fits: Callable[[Any], bool], expected: str, kind: Any = (int, float)
 ) -> list[Any]:
-    """Returns the list ``settings.key``; raises UsageError if an entry is not a number that ``fits``."""
+    """Returns the list of numbers ``settings.key``.
+
+    Args:
+        fits: Whether a value is valid.
+        expected: Description of valid values for the error message.
+        kind: Accepted types; booleans are always rejected.
+
+    Raises:
+        UsageError: An entry has another type, or does not fit.
+    """
     values = cli.values(settings, key)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
@@ -53,11 +62,19 @@ def integers(settings: DictConfig, key: str, least: int) -> list[int]:
 
 
 def chosen(settings: DictConfig, key: str, among: Collection[str], what: str = "") -> list[str]:
-    """Returns the names in ``settings.key``; raises UsageError with the nearest name for one not in ``among``."""
+    """Returns the names in the list ``settings.key``.
+
+    Args:
+        among: Valid names.
+        what: Kind of name for the error message, such as "network ".
+
+    Raises:
+        UsageError: A name is not ``among`` the valid ones; the message suggests the nearest.
+    """
     found = [str(name) for name in cli.values(settings, key)]
     for name in found:
         if name not in among:
-            raise cli.UsageError(f"figure.{key}: there is no {what}{name!r}{cli.nearest(name, set(among))}")
+            raise cli.UsageError(f"figure.{key}: unknown {what}{name!r}{cli.nearest(name, set(among))}")
     return found
 
 
@@ -94,7 +111,7 @@ def network(name: str, key: str) -> str:
     """Returns the name of a shipped workload; raises UsageError, naming the ``key``, if it is unknown."""
     known = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
     if name not in known:
-        raise cli.UsageError(f"figure.{key}: there is no workload {name!r}{cli.nearest(name, known)}")
+        raise cli.UsageError(f"figure.{key}: unknown workload {name!r}{cli.nearest(name, known)}")
     return name
 
 
@@ -105,13 +122,20 @@ def workload(name: str) -> dict[str, Any]:
 
 def program(name: str, machine: Machine, **changes: Any) -> Program:
     """Returns a workload's program with changed configuration keys; raises WorkloadError for an invalid key."""
-    from experiments import workloads  # PyTorch is only needed to capture
+    from experiments import workloads  # only captures need PyTorch
 
     return workloads.load({**workload(name), **changes}, machine).program
 
 
 def planned(program: Program, machine: Machine, limit: int, name: str, **options: Any) -> dict[str, Any]:
-    """Returns a planner's overhead in per cent (None: no plan), planning time in s, and simulator calls.
+    """Runs a planner and simulates its plan.
+
+    Args:
+        limit: Memory limit in bytes.
+        options: Options of ``agents.make``.
+
+    Returns:
+        Overhead in per cent (None without a plan), planning time in s, and simulator calls.
 
     Raises:
         ValueError: As for ``agents.make``.
@@ -149,7 +173,16 @@ def measured_ms(config: Mapping[str, Any], machine: Machine) -> float | None:
 
 
 def packed(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> Packing:
-    """Returns an allocator's packing; raises AssertionError if two blocks share a byte at any time."""
+    """Returns an allocator's packing, checked for overlaps.
+
+    Args:
+        name: Allocator of simulator.pool.
+        alignment: Alignment of addresses in bytes.
+        seconds: Time limit of the search.
+
+    Raises:
+        AssertionError: Two blocks share a byte at some time.
+    """
     blocks, packing = run(name, intervals, alignment, seconds)
     if pair := overlap(blocks, packing.offsets):
         raise AssertionError(f"{name}: blocks {pair[0]} and {pair[1]} share a byte")

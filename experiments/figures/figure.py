@@ -168,7 +168,7 @@ def _cells(templates: list[str], values: Row) -> list[str]:
 
 
 class _Missing(Exception):
-    """A value of a template is None."""
+    """Raised if a value of a template is None."""
 
 
 class _Formatter(string.Formatter):

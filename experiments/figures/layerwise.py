@@ -136,7 +136,12 @@ def backward_order(layers: Sequence[Layer]) -> list[int]:
 
 
 def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 * 227 * 227) -> Program:
-    """Returns the layers' steps as a program; ``image`` is the size of an image, for its gradient."""
+    """Returns the layers' forward and backward steps as a program.
+
+    Args:
+        batch_size: Images per batch.
+        image: Numbers in one image, the size of the gradient of the first layer's input.
+    """
     tensors: list[Tensor] = []
     kernels: list[Kernel] = []
 

@@ -25,7 +25,7 @@ from simulator.machine import Machine
 
 MARGIN = 0.005  # of ideal time, over annealing
 SHOWN = {  # headings by key of a run
-    "dqn": "DQN", "uniform_calls": "uniform edits, equal calls", "uniform_seconds": "uniform edits, equal seconds",
+    "dqn": "DQN", "uniform_calls": "no network, equal calls", "uniform_seconds": "no network, equal seconds",
     "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
 }  # fmt: skip
 CASE = ("workload", "machine", "limit_fraction", "mode")

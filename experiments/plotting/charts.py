@@ -99,10 +99,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars at the positions ``at``, starting at ``base``.
-
-    ``across`` draws them horizontally. Texts stand at the ends, or within the bars if ``inside``.
-    """
+    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars."""
 
     at: Sequence[float]
     values: Values
@@ -134,10 +131,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Rule:
-    """Line across the whole panel, or a band that ends at ``until``.
-
-    The rule is vertical, at a value of x; ``across`` makes it horizontal, at a value of y.
-    """
+    """Line across the panel at a value of x (of y if ``across``), or band from it to ``until``."""
 
     at: float
     until: float | None = None
@@ -220,10 +214,7 @@ class Chart:
 
 
 def draw(path: Path, chart: Chart) -> None:
-    """Saves a chart as PNG.
-
-    Axis labels and row names that equal those of the neighbouring panel are omitted.
-    """
+    """Saves a chart as PNG, without the axis labels and row names that repeat a neighbour's."""
     panels = chart.panels
     with panel_grid(path, len(panels), chart.columns, chart.size, chart.besides) as (grid, columns):
         keys: dict[str, Any] = {}
@@ -271,14 +262,7 @@ def pairs(
 
 def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], across: bool = False, thick: float = 0.8,
            hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
-    """Returns bars side by side at 0, 1, ….
-
-    Args:
-        series: Label, colour, values and texts of each series.
-        across: Whether the bars are horizontal.
-        thick: Total thickness of the bars at one position.
-        hollow: Labels of the series that are drawn hollow.
-    """
+    """Returns bars side by side at 0, 1, …; each of ``series`` is a label, a colour, values and texts."""
     one = thick / len(series)
     return [
         Bars([n + (i - (len(series) - 1) / 2) * one for n in range(len(values))], values, colour, label, 0.92 * one,

@@ -31,9 +31,7 @@ def binary(nbytes: float) -> str:
 
 
 def rectangles(intervals: Intervals, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rectangles of the blocks.
-
-    A block that wraps around the end of the iteration gives two rectangles; a block of zero bytes gives none.
+    """Returns the rectangles of the blocks: two for a block that wraps around, none for a block of zero bytes.
 
     Returns:
         float64[m, 4], left, right, bottom and top of each rectangle; int64[m], the block of each.

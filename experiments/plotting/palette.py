@@ -129,10 +129,7 @@ STYLE = {
 
 
 def look(planner: str) -> Look:
-    """Returns a planner's look; a suffix after a comma is added to the label.
-
-    Unknown planners get a spare look.
-    """
+    """Returns a planner's look, with any suffix after a comma in its label; a spare one for unknown planners."""
     key, comma, said = planner.partition(",")
     return LOOKS[key]._replace(label=LOOKS[key].label + comma + said) if key in LOOKS else spare(planner, planner)
 

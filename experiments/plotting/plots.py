@@ -292,10 +292,7 @@ def _panel(
 
 
 def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
-    """Draws the floor as a band, and hatches limits that no plan fits.
-
-    The floor does not decrease with a tighter limit, so between two limits the wider one's floor holds.
-    """
+    """Draws the floor as a band, which holds from each limit to the next tighter one; hatches infeasible limits."""
     floors = {r["limit_fraction"]: r["bound_overhead"] for r in rows if r["bound_overhead"] is not None}
     fits = max((r["bound_bytes"] / r["limit_bytes"] * r["limit_fraction"] for r in rows), default=0.0)
     if floors:

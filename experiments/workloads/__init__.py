@@ -127,7 +127,7 @@ def build(workload: Mapping[str, Any]) -> Parts:
     if dtype == "float32":
         return parts
     if len(parts) == 2:
-        raise WorkloadError(f"workload.dtype: a user-defined step keeps its own dtype; remove {dtype}")
+        raise WorkloadError(f"workload.dtype: a user-defined step keeps its own dtype; remove this key ({dtype})")
     model, loss_fn, optimizer, batch = parts
     return model.to(_DTYPES[dtype]), loss_fn, optimizer, tree_map_only(Tensor, partial(_in, _DTYPES[dtype]), batch)
 

@@ -21,10 +21,7 @@ SMALL = 64
 
 
 class ReLU(nn.Threshold):
-    """max(x, 0) whose backward pass reads the input, as in Torch7 and cuDNN.
-
-    PyTorch's ``nn.ReLU()`` read its input until 2021 (pull request 63089).
-    """
+    """max(x, 0) whose backward pass reads the input, as in Torch7, cuDNN, and PyTorch until pull request 63089."""
 
     def __init__(self) -> None:
         super().__init__(0.0, 0.0)
@@ -89,10 +86,7 @@ class Squeeze(nn.Module):
 def stages(
     channels: int, table: Iterable[tuple[int, int, int]], block: Callable[[int, int, int], nn.Module]
 ) -> list[nn.Module]:
-    """Returns the blocks of all stages ``(count, width, stride)``.
-
-    ``block`` is called with ``(channels, width, stride)``; only the first block of a stage has the stage's stride.
-    """
+    """Returns the blocks of stages ``(count, width, stride)``; only the first block of each has the stride."""
     blocks = []
     for count, width, stride in table:
         for i in range(count):
@@ -145,16 +139,7 @@ def one_of(known: Mapping[K, V], value: K, key: str, family: str) -> V:
 
 
 def counts(stages: str, what: str, example: str, least: int, most: int | None = None) -> tuple[int, ...]:
-    """Parses stage sizes such as "3-4-6-3".
-
-    Args:
-        what: Description of the value for the error message.
-        example: Valid value for the error message.
-        least, most: Bounds on the number of entries.
-
-    Raises:
-        WorkloadError: The string does not have this form or number of entries.
-    """
+    """Parses stage sizes such as "3-4-6-3"; raises WorkloadError, with ``what`` and ``example``, if malformed."""
     parts = str(stages).split("-")
     if not all(re.fullmatch(r"[1-9]\d*", n) for n in parts) or not least <= len(parts) <= (most or len(parts)):
         raise WorkloadError(f"workload.stages: expected {what} as in '{example}', got {stages!r}")

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from experiments.workloads._shared import one_of
 from experiments.workloads.module import Parts, WorkloadError
 
-# Configuration class, model class, and settings of each model's config.json that differ from the defaults.
 IGNORED = -100  # label without a loss
 CONTIGUOUS = "sdpa_of_contiguous"
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {"decoder_start_token_id": 0}
+# Configuration class, model class, and settings of each model's config.json that differ from the defaults.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
     "distilgpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 6}),

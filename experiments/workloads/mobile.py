@@ -116,11 +116,7 @@ def rounded(width: float) -> int:
 
 
 class Block(Layers):
-    """Inverted residual block from ``[batch, channels, …]`` to ``[batch, shape.out, …]``.
-
-    A widening 1x1 convolution, a depthwise one, optional squeeze-and-excitation, and a narrowing 1x1 convolution; the
-    input is added if the shape is unchanged.
-    """
+    """Inverted residual from ``[batch, channels, …]`` to ``[batch, shape.out, …]``; adds the input if possible."""
 
     def __init__(self, channels: int, shape: Shape, eps: float) -> None:
         kernel, inside, out, squeeze, act, stride = shape

@@ -68,10 +68,10 @@ def named(target: object) -> Callable[..., Any]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise WorkloadError(f"target: there is no module {error.name!r}") from None
-        raise WorkloadError(f"target: module {name!r} does not import (no module {error.name!r})") from error
+            raise WorkloadError(f"target: module {error.name!r} not found") from None
+        raise WorkloadError(f"target: cannot import module {name!r} (no module {error.name!r})") from error
     except Exception as error:
-        raise WorkloadError(f"target: module {name!r} does not import ({type(error).__name__}: {error})") from error
+        raise WorkloadError(f"target: cannot import module {name!r} ({type(error).__name__}: {error})") from error
     finally:
         if added:
             sys.path.remove(here)
