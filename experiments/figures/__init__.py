@@ -1,4 +1,4 @@
-"""Figures and tables of the papers, one module each (README.md here says what a module has), and what several need."""
+"""Figures and tables of the papers, one module each (see README.md), and their shared functions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ WORKLOADS = cli.CONFIGS / "workload"
 
 
 def networks(settings: DictConfig, among: Collection[str] = ()) -> list[str]:
-    """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not, or that is not
-    ``among`` the paper's."""
+    """Returns the shipped workloads in ``settings.networks``.
+
+    Raises:
+        UsageError: A workload is unknown, or not ``among`` the paper's networks.
+    """
     found = [network(str(name), "networks") for name in cli.values(settings, "networks")]
     for name in found:
         if among and name not in among:
@@ -36,7 +39,16 @@ def networks(settings: DictConfig, among: Collection[str] = ()) -> list[str]:
 def numbers(
     settings: DictConfig, key: str, fits: Callable[[Any], bool], expected: str, kind: Any = (int, float)
 ) -> list[Any]:
-    """The list ``settings.key``; raises UsageError where an entry is no number, or does not fit."""
+    """Returns the list of numbers ``settings.key``.
+
+    Args:
+        fits: Whether a value is valid.
+        expected: Description of valid values for the error message.
+        kind: Accepted types; booleans are always rejected.
+
+    Raises:
+        UsageError: An entry has another type, or does not fit.
+    """
     values = cli.values(settings, key)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
@@ -45,28 +57,36 @@ def numbers(
 
 
 def integers(settings: DictConfig, key: str, least: int) -> list[int]:
-    """The list ``settings.key``, of integers; raises UsageError where one is below ``least``."""
+    """Returns the list ``settings.key`` of integers; raises UsageError if one is below ``least``."""
     return numbers(settings, key, lambda value: value >= least, f"integers of at least {least}", int)
 
 
 def chosen(settings: DictConfig, key: str, among: Collection[str], what: str = "") -> list[str]:
-    """The names in the list ``settings.key``; raises UsageError, which has the nearest, for one not ``among`` these."""
+    """Returns the names in the list ``settings.key``.
+
+    Args:
+        among: Valid names.
+        what: Kind of name for the error message, such as "network ".
+
+    Raises:
+        UsageError: A name is not ``among`` the valid ones; the message suggests the nearest.
+    """
     found = [str(name) for name in cli.values(settings, key)]
     for name in found:
         if name not in among:
-            raise cli.UsageError(f"figure.{key}: there is no {what}{name!r}{cli.nearest(name, set(among))}")
+            raise cli.UsageError(f"figure.{key}: unknown {what}{name!r}{cli.nearest(name, set(among))}")
     return found
 
 
 def share_of_peak(limit: Any, key: str = "limit") -> Any:
-    """The limit; raises UsageError unless it is above 0 and at most 1."""
+    """Returns the limit; raises UsageError unless it is above 0 and at most 1."""
     if not 0 < limit <= 1:
         raise cli.UsageError(f"figure.{key}: expected a share of the peak, got {limit!r}")
     return limit
 
 
 def grouped(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
-    """Rows by an entry, in the order in which its values appear."""
+    """Groups rows by an entry, in the order in which its values appear."""
     out: dict[Any, list[Row]] = {}
     for row in rows:
         out.setdefault(row[key], []).append(row)
@@ -74,7 +94,7 @@ def grouped(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
 
 
 def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Plan | None:
-    """A planner's plan; None: it has none."""
+    """Returns a planner's plan, or None if it finds none."""
     try:
         return planner.plan(program, machine, limit)
     except agents.Infeasible:
@@ -82,36 +102,43 @@ def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: 
 
 
 def least_limit(planner: agents.Planner, program: Program, machine: Machine, within: int) -> int:
-    """About the least bytes for which a planner finds a plan: at most ``within`` less do not do."""
+    """Returns the smallest limit for which the planner finds a plan, to within ``within`` bytes (bisection)."""
     has_plan = partial(attempt, planner, program, machine)
     return between(lambda limit: has_plan(limit) is not None, 0, program.peak_bytes, within)[1]
 
 
 def network(name: str, key: str) -> str:
-    """The name of a shipped workload; raises UsageError, which names the ``key``, where there is none."""
+    """Returns the name of a shipped workload; raises UsageError, naming the ``key``, if it is unknown."""
     known = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
     if name not in known:
-        raise cli.UsageError(f"figure.{key}: there is no workload {name!r}{cli.nearest(name, known)}")
+        raise cli.UsageError(f"figure.{key}: unknown workload {name!r}{cli.nearest(name, known)}")
     return name
 
 
 def workload(name: str) -> dict[str, Any]:
-    """The configuration of a workload, by name."""
+    """Returns the configuration of a workload."""
     return yaml.safe_load((WORKLOADS / f"{name}.yaml").read_text())
 
 
 def program(name: str, machine: Machine, **changes: Any) -> Program:
-    """A workload's program, by name, with keys of its configuration changed; raises WorkloadError for a wrong one."""
-    from experiments import workloads  # PyTorch is only needed to capture
+    """Returns a workload's program with changed configuration keys; raises WorkloadError for an invalid key."""
+    from experiments import workloads  # only captures need PyTorch
 
     return workloads.load({**workload(name), **changes}, machine).program
 
 
 def planned(program: Program, machine: Machine, limit: int, name: str, **options: Any) -> dict[str, Any]:
-    """What a planner finds: overhead in per cent (None: no plan), planning time in s, simulator calls.
+    """Runs a planner and simulates its plan.
+
+    Args:
+        limit: Memory limit in bytes.
+        options: Options of ``agents.make``.
+
+    Returns:
+        Overhead in per cent (None without a plan), planning time in s, and simulator calls.
 
     Raises:
-        ValueError: as ``agents.make``.
+        ValueError: As for ``agents.make``.
     """
     planner = agents.make(name, **options)
     begin = time.perf_counter()
@@ -135,18 +162,27 @@ _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochas
 
 
 def label(network: str) -> str:
-    """A network's name for people."""
+    """Returns a network's display name."""
     return _LABELS.get(network) or network.replace("resnet", "ResNet").replace("vgg", "VGG")
 
 
 def measured_ms(config: Mapping[str, Any], machine: Machine) -> float | None:
-    """A workload's measured iteration time on a machine, if there is one."""
+    """Returns a workload's measured iteration time on a machine, or None."""
     times: Mapping[str, float] = config.get("iteration_ms") or {}
     return times.get(machine.name)
 
 
 def packed(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> Packing:
-    """The packing of an allocator of simulator.pool, checked: no two blocks share a byte at any time."""
+    """Returns an allocator's packing, checked for overlaps.
+
+    Args:
+        name: Allocator of simulator.pool.
+        alignment: Alignment of addresses in bytes.
+        seconds: Time limit of the search.
+
+    Raises:
+        AssertionError: Two blocks share a byte at some time.
+    """
     blocks, packing = run(name, intervals, alignment, seconds)
     if pair := overlap(blocks, packing.offsets):
         raise AssertionError(f"{name}: blocks {pair[0]} and {pair[1]} share a byte")

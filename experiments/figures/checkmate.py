@@ -1,4 +1,4 @@
-"""The time of an iteration against the memory budget of "Checkmate" (MLSys 2020), beside planners that recompute."""
+"""Iteration time against the memory budget of "Checkmate" (MLSys 2020), compared with planners that recompute."""
 
 from __future__ import annotations
 
@@ -23,27 +23,23 @@ DATA = cli.CONFIGS.parent / "tests" / "data" / "checkmate"
 LABELS = {"un_11": "U-Net, batch 11", "resnet50_184": "ResNet-50, batch 184"}
 PUBLISHED = ("overhead_percent", "lower_bound_percent", "solve_seconds", "status")
 GIB = 2**30
-SAME = 5e-5  # points: the published overheads have four places
+SAME = 5e-5  # points; the published overheads have four decimals
 
 
 class Checkmate(Figure):
-    """Overhead against the memory budget of "Checkmate" (MLSys 2020), beside planners that recompute."""
+    """Overhead against the memory budget of "Checkmate" (MLSys 2020), compared with planners that recompute."""
 
     name = "checkmate"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         if not (DATA / "answers.json").exists():
-            raise cli.UsageError(
-                f"{DATA} is not there: the graphs come with the repository and the source distribution"
-            )
+            raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
         known = {network: sorted(published(network)) for network in LABELS}
         planners: dict[str, Any] = cli.plain(settings)["planners"]
         out: list[Row] = []
         for network, budgets in cli.plain(settings)["budgets"].items():
             if network not in known:
-                raise cli.UsageError(
-                    f"figure.budgets: there is no network {network!r}{cli.nearest(network, set(known))}"
-                )
+                raise cli.UsageError(f"figure.budgets: unknown network {network!r}{cli.nearest(network, set(known))}")
             for budget in budgets:
                 if budget not in known[network]:
                     raise cli.UsageError(f"figure.budgets.{network}: expected some of {known[network]}, got {budget!r}")
@@ -113,13 +109,13 @@ class Checkmate(Figure):
 
 
 def published(network: str) -> dict[float, Row]:
-    """What is published of a network, by the budget in GiB."""
+    """Returns the published results of a network, by budget in GiB."""
     models: list[Row] = read_json(DATA / "answers.json")["models"]
     return {b["budget_gib"]: b for m in models if m["program"] == f"{network}.json.gz" for b in m["budgets"]}
 
 
 def plan_of(run: Sequence[int]) -> Plan:
-    """A schedule as a plan: kernels in the order in which they run, the first time in program order."""
+    """Converts a schedule, kernels in execution order with first executions in program order, to a plan."""
     decisions: list[Rerun] = []
     waiting: list[int] = []
     at = 0
@@ -133,11 +129,11 @@ def plan_of(run: Sequence[int]) -> Plan:
 
 
 def cell(found: Row) -> str:
-    """Formats a planner's overhead, if it has a plan, and its time."""
+    """Formats a planner's overhead (if it found a plan) and time."""
     over = found["overhead_percent"]
     return ("" if over is None else f"{over:.4f}%") + f" ({found['plan_s']:,.0f} s)"
 
 
 def duration(seconds: float) -> str:
-    """Hours, or seconds."""
+    """Formats a duration in hours or seconds."""
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:,.0f} s"

@@ -1,7 +1,7 @@
-"""Real peaks and times of compiled steps: ours beside PyTorch's memory budgets, checkpoints, and neither.
+"""Measured peaks and times of compiled steps: ours, PyTorch's memory budgets, checkpointing, and plain compilation.
 
-A network is measured in a process of its own, by ``python -m experiments.figures.compiled TASK`` (JSON). There all are
-compiled first, each from a copy of the same model; then their steps take turns, on one core or on a GPU.
+Each network is measured in a separate process, ``python -m experiments.figures.compiled TASK`` (JSON). The process
+compiles all methods from copies of the same model, then runs their steps in turn, on one core or on a GPU.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from experiments.workloads.transformers import GPT2, ViT
 from simulator.machine import Machine
 from simulator.plan import Swap
 
-NEAR = 0.005  # of the memory: peaks that are no farther apart are one point
-EMPTY = {"predicted": "", "time": "", "spread": ""}  # cells of what was refused
+NEAR = 0.005  # of the memory; closer peaks count as one point
+EMPTY = {"predicted": "", "time": "", "spread": ""}  # cells of methods that refused
 
 
 class WithLoss(nn.Module):
-    """The model and its loss: one graph, and nothing of the caller's between forward and backward."""
+    """Model with its loss in one graph, so the caller holds no tensors between forward and backward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class WithLoss(nn.Module):
 
 
 class Compiled(Figure):
-    """Real peaks and times of compiled steps: ours beside PyTorch's memory budgets, checkpoints, and neither."""
+    """Measured peaks and times of compiled steps: ours, PyTorch's memory budgets, checkpointing, and neither."""
 
     name = "compiled"
     alone = True
@@ -81,8 +81,8 @@ class Compiled(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         if task["device"] == "cuda" and not torch.cuda.is_available():
-            raise cli.UsageError("figure.device: there is no CUDA GPU here; figure=compiled measures on the CPU")
-        with tempfile.TemporaryDirectory() as cache:  # so that nothing is compiled before it is timed
+            raise cli.UsageError("figure.device: no CUDA GPU found; figure=compiled measures on the CPU")
+        with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that compilation is timed
             words = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env)
@@ -157,8 +157,11 @@ class Compiled(Figure):
 
 
 def measured(task: Row) -> Row:
-    """Peaks in bytes and seconds of a step (least, median and most) of every method of one network: of CPU time, or of
-    time that a GPU takes."""
+    """Measures every method on one network.
+
+    Returns:
+        Peak in bytes, and minimum, median and maximum seconds of a step (CPU time, or GPU time), by method.
+    """
     device = task["device"]
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # one code object, compiled by every method
@@ -203,7 +206,7 @@ def measured(task: Row) -> Row:
         add(name, lambda own: compile(own, **settings), ours=True, mode=mode, **told)
 
     def beside(name: str) -> None:
-        """Ours in the bytes that a rival took, but where that is as many as another."""
+        """Measures our plan at a rival's peak, unless this equals another rival's."""
         asked = rows[name]["peak_bytes"]
         near = any("beside" in m and abs(m["asked"] / asked - 1) < NEAR for m in rows.values())
         if asked < rows["none"]["peak_bytes"] and not near:
@@ -237,7 +240,7 @@ def measured(task: Row) -> Row:
 
 
 def network(workload: Row) -> tuple[nn.Module, Tensor, Tensor]:
-    """A small network with its loss, and a batch of random numbers."""
+    """Returns a small network with its loss, and a random batch."""
     sizes = {key: value for key, value in workload.items() if key not in ("name", "kind", "batch_size", "dtype")}
     dtype = workload.get("dtype", "float32")
     torch.manual_seed(0)
@@ -273,7 +276,7 @@ def _alone(model: nn.Module) -> Any:
 
 
 def _budgeted(model: nn.Module, budget: float, solver: str) -> Any:
-    """torch.compile by PyTorch's memory budget."""
+    """Compiles with torch.compile under PyTorch's memory budget."""
 
     def backend(gm: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -287,7 +290,7 @@ def _budgeted(model: nn.Module, budget: float, solver: str) -> Any:
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
-    """``checkpoint`` around each member of its longest list of modules."""
+    """Wraps each member of the model's longest list of modules in ``checkpoint``."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     for block in max(lists, key=len):
         forward = block.forward
@@ -296,7 +299,7 @@ def _checkpointed(model: nn.Module) -> nn.Module:
 
 
 def _taken(step: Callable[[], object], device: str) -> float:
-    """Seconds of one step."""
+    """Returns the seconds of one step."""
     if device != "cpu":
         return timed(step, 1, device)[1][0] / 1e9
     begin = time.process_time()
@@ -305,13 +308,13 @@ def _taken(step: Callable[[], object], device: str) -> float:
 
 
 def _seconds() -> float:
-    """CPU time of this process and of compilers that it has waited for."""
+    """Returns the CPU time of this process and of the compiler processes it has waited for."""
     t = os.times()
     return t.user + t.system + t.children_user + t.children_system
 
 
 class CompiledGpu(Compiled):
-    """The same on a GPU: larger networks in bfloat16, whose copies to the host are real ones."""
+    """Same on a GPU: larger networks in bfloat16, with real copies to the host."""
 
     name = "compiled_gpu"
 

@@ -1,11 +1,11 @@
-"""The core suite of the benchmark: named tasks, agents on them within equal budgets, scores.
+"""Core suite of the benchmark: named tasks, agents with equal budgets, and scores.
 
-A task is a program, pinned by its fingerprint, a machine and a limit; it is of the train split where the policy that
-comes with the package learned programs of its family, else of the test split. A run is an agent on a task with a budget
-(simulator calls, or seconds) and a seed; its score is the certified gap: the overhead of its plan less the floor's, in
-points, so that no plan scores below 0. Agents are planners of `agents`, or anybody's own class ("module:Class").
+A task is a program (pinned by its fingerprint), a machine and a limit. It belongs to the train split if the bundled
+policy was trained on its family, otherwise to the test split. A run is one agent on one task with a budget (simulator
+calls or seconds) and a seed. Its score is the certified gap: the overhead of its plan minus the certified lower bound,
+in percentage points, so no plan scores below 0. Agents are planners of ``agents`` or custom classes ("module:Class").
 
-The test split scores planners by their planning time, on networks that the policy never learned.
+The test split scores planners by planning time, on networks that the policy was not trained on.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from simulator.files import read_json
 from simulator.plan import PlanError
 
 PUBLISHED = "published"  # the best of all heuristics, as one agent without a budget
-WITHOUT = 100.0  # points, of no plan or one that is too late, and the most that a run scores
-LATE = 1.25, 0.1  # a plan counts that took at most so many times the seconds, and so many beyond
+WITHOUT = 100.0  # points for a run without a plan in time, and the maximum score
+LATE = 1.25, 0.1  # tolerance of a time budget: a factor, plus seconds
 SPLITS = ("train", "test")
-BUDGETS = {"calls", "seconds", "seed"}  # what an agent may take
+BUDGETS = {"calls", "seconds", "seed"}  # budget options that an agent may accept
 DRAWS, LEVEL = 2_000, 95
 NO_NETWORK = "without_network"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -52,7 +52,7 @@ _TASK = {"workload", "machine", "limit", "split", "fingerprint"}
 
 
 class Core(Figure):
-    """The core suite of the benchmark: named tasks, agents on them within equal budgets, scores."""
+    """Core suite of the benchmark: named tasks, agents with equal budgets, and scores."""
 
     name = "core"
     alone = True
@@ -79,7 +79,7 @@ class Core(Figure):
         built = program(task["workload"], machine)
         if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
             raise cli.UsageError(
-                f"figure.tasks.{task['task']}.fingerprint: the suite is of {task['fingerprint']}, this PyTorch "
+                f"figure.tasks.{task['task']}.fingerprint: the suite uses {task['fingerprint']}, but this PyTorch "
                 f"captures {built.fingerprint[:12]}; scores of different programs cannot be compared"
             )
         limit = int(task["limit"] * built.peak_bytes)
@@ -96,7 +96,7 @@ class Core(Figure):
             budgets: list[dict[str, float]] = [
                 {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
             ] or [{}]
-            outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
+            outcome(make, budgets[0], built, machine, limit, bound.overhead)  # warm-up, not timed
             for budget in budgets:
                 for seed in task["seeds"] if "seed" in takes else [0]:
                     options = {**budget, **({"seed": seed} if "seed" in takes else {})}
@@ -149,8 +149,11 @@ class Core(Figure):
 
 
 def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner], set[str]]:
-    """What makes an agent, by the ``planner`` or the ``target`` of its settings, and which of calls, seconds and seed
-    it takes; raises UsageError."""
+    """Returns a factory of the agent's ``planner`` or ``target``, and its budget options (calls, seconds, seed).
+
+    Raises:
+        UsageError: The planner or the target is invalid.
+    """
     chosen = {key: value for key, value in agent.items() if key not in ("planner", "target")}
     if "target" not in agent:
         try:
@@ -163,16 +166,16 @@ def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner],
     try:
         kind = named(agent["target"])
     except WorkloadError as error:
-        raise cli.UsageError(f"{where}: {agent['target']!r} is no 'module:Class' that can be had ({error})") from None
+        raise cli.UsageError(f"{where}: cannot import {agent['target']!r} as 'module:Class' ({error})") from None
     if not callable(getattr(kind, "plan", None)):
-        raise cli.UsageError(f"{where}: {agent['target']} is no class with a method plan(program, machine, limit)")
+        raise cli.UsageError(f"{where}: {agent['target']} must be a class with a method plan(program, machine, limit)")
     return partial(kind, **chosen), BUDGETS & set(inspect.signature(kind).parameters)
 
 
 def outcome(
     make: Callable[..., Planner], options: Mapping[str, Any], built: Program, machine: Machine, limit: int, bound: float
 ) -> Row:
-    """One run."""
+    """Runs one agent on one task and returns its result."""
     begin = time.perf_counter()
     planner = make(**options)
     try:
@@ -185,14 +188,14 @@ def outcome(
         try:
             gap = round(100 * (simulate(built, plan, machine, limit).overhead - bound), 4)
         except (PlanError, agents.Infeasible) as error:
-            raise cli.UsageError(f"the plan of {planner.name!r} for {built.name!r} cannot be run: {error}") from None
+            raise cli.UsageError(f"the plan of {planner.name!r} for {built.name!r} is invalid: {error}") from None
     late = "seconds" in options and seconds > LATE[0] * options["seconds"] + LATE[1]
     return {"gap": None if late else gap, "late": late, "plan_s": round(seconds, 3),
             "simulator_calls": planner.simulator_calls}  # fmt: skip
 
 
 def published(built: Program, machine: Machine, limit: int, bound: float) -> Row:
-    """The best heuristic; its time is that of all."""
+    """Returns the best heuristic's result; its time is the total of all heuristics."""
     found = []
     for name in heuristics():
         warm_up(machine, name)
@@ -204,7 +207,7 @@ def published(built: Program, machine: Machine, limit: int, bound: float) -> Row
 
 
 def committed(task: Row, new: set[str]) -> list[Row]:
-    """The runs of this task that come with the package, of other agents; their seconds are of another computer."""
+    """Returns the bundled runs of this task by other agents; their seconds are from another computer."""
     file = RESULTS / "core.json"
     rows = read_json(file)["rows"] if file.exists() else []
     same = (row for row in rows if all(row[key] == task[key] for key in (*_TASK, "task")))
@@ -215,7 +218,10 @@ Budget = tuple[float | None, float | None]  # calls, seconds
 
 
 def scores(rows: Sequence[Row]) -> dict[tuple[str, Budget], NDArray[np.float64]]:
-    """Of each agent and budget, float64[tasks, seeds]: gaps in points, ``WITHOUT`` where there is no plan in time."""
+    """Returns the gaps in points by agent and budget, float64[tasks, seeds].
+
+    Runs without a plan in time score ``WITHOUT``.
+    """
     found: dict[tuple[str, Budget], list[list[float]]] = {}
     for i, row in enumerate(rows):
         for one in row["runs"]:
@@ -226,12 +232,15 @@ def scores(rows: Sequence[Row]) -> dict[tuple[str, Budget], NDArray[np.float64]]
 
 
 def iqm(values: NDArray[np.float64]) -> float:
-    """The mean of the middle half of all (Agarwal et al., "Deep RL at the edge of the statistical precipice")."""
+    """Returns the interquartile mean (Agarwal et al., "Deep RL at the edge of the statistical precipice")."""
     return float(trim_mean(values.ravel(), 0.25))
 
 
 def interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Of the interquartile mean of float64[tasks, seeds]: tasks are drawn with replacement, and the seeds of each."""
+    """Returns the stratified bootstrap interval of the interquartile mean of float64[tasks, seeds].
+
+    Tasks are drawn with replacement, and so are the seeds of each task.
+    """
     random, (n, seeds) = np.random.default_rng(0), values.shape
     of_tasks = random.integers(n, size=(DRAWS, n, 1))
     drawn = values[of_tasks, random.integers(seeds, size=(DRAWS, n, seeds))].reshape(DRAWS, -1)
@@ -240,13 +249,13 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def order(budget: Budget) -> tuple[bool, float, float]:
-    """Calls before seconds, the least first."""
+    """Sort key of budgets: calls before seconds, smallest first."""
     calls, seconds = budget
     return (calls is None, calls or 0.0, seconds or 0.0)
 
 
 def named(budget: Budget) -> str:
-    """A budget for people."""
+    """Formats a budget."""
     calls, seconds = budget
     return f"{calls:,.0f} calls" if calls is not None else f"{seconds:g} s" if seconds is not None else "–"
 
@@ -255,12 +264,12 @@ LABELS = {PUBLISHED: "best published", NO_NETWORK: "the same search without the 
 
 
 def label(agent: str) -> str:
-    """An agent's name for people."""
+    """Returns an agent's display name."""
     return LABELS.get(agent) or palette.label(agent)
 
 
 class TestSplit(Figure):
-    """How far plans are from the floor against the time that they took, on networks that the policy never learned."""
+    """Gap to the certified lower bound against planning time, on networks not used in training the policy."""
 
     name = "test_split"
     alone = True
@@ -294,7 +303,7 @@ class TestSplit(Figure):
             else:
                 warm_up(machine, name)
         begin = time.perf_counter()
-        # The LP of ConvNeXt, which is fresh, takes more than 10 minutes.
+        # No floor for fresh networks: the LP of ConvNeXt takes more than 10 minutes.
         bound = 0.0 if task["fresh"] else 100 * floor(built, machine, limit).overhead
         floor_s = time.perf_counter() - begin
 
@@ -309,7 +318,7 @@ class TestSplit(Figure):
         found = [entry(PUBLISHED, None, None, [figures.planned(built, machine, limit, name) for name in heuristics()])]
         for line, calls, options in methods_of(task):
             for seed in task["seeds"]:
-                name = planners.get(line) or planners[line.split(",")[0]]  # or the method's with other weights
+                name = planners.get(line) or planners[line.split(",")[0]]  # or the same method with other weights
                 one = figures.planned(built, machine, limit, name, **options, seed=seed)
                 found.append(entry(line, calls, seed, [one]))
         floors = {"floor_percent": round(bound, 4), "floor_s": round(floor_s, 2)}
@@ -344,7 +353,7 @@ class TestSplit(Figure):
 
 
 def methods_of(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
-    """Every method with every budget and weights: its line, its calls, and the planner's options."""
+    """Returns the line, calls and planner options of every method with every budget and weights."""
     out: list[tuple[str, int | None, dict[str, Any]]] = []
     for name, method in task["methods"].items():
         learns = method["planner"].startswith("policy") and method.get("guide", True)
@@ -358,7 +367,7 @@ def methods_of(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
 
 
 def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
-    """Of each line and budget, float64[tasks, seeds, 2]: gaps (not a number: no plan) and seconds."""
+    """Returns float64[tasks, seeds, 2] by line and budget: gap (nan without a plan) and seconds."""
     out: dict[tuple[str, int | None], np.ndarray] = {}
     for line, calls in dict.fromkeys((f["line"], f["calls"]) for f in rows[0]["found"]):
         each = [
@@ -371,7 +380,7 @@ def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
 
 
 def mean_interval(of_tasks: np.ndarray) -> Range | None:
-    """Of the mean of float64[tasks]; None where one is not a number."""
+    """Returns the bootstrap interval of the mean of float64[tasks], or None if a value is nan."""
     if np.isnan(of_tasks).any():
         return None
     drawn = np.random.default_rng(0).integers(len(of_tasks), size=(DRAWS, len(of_tasks)))
@@ -379,7 +388,7 @@ def mean_interval(of_tasks: np.ndarray) -> Range | None:
 
 
 def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
-    """Overheads of every method and budget, by fresh family and in the mean of the families."""
+    """Returns the overheads of every method and budget, by fresh family and averaged over families."""
     out = []
     for (line, calls), values in gaps_of(rows).items() if rows else ():
         of_tasks = values[..., 0].mean(1)
@@ -390,7 +399,7 @@ def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
 
 
 def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """The table of some tasks; and what the policy's network adds to its search at equal calls."""
+    """Returns the table of some tasks, and the gain over the no-network ablation at equal calls."""
     found, lines, networks = gaps_of(rows), [], []
     for (line, calls), values in found.items():
         gaps = values[..., 0]

@@ -1,4 +1,4 @@
-"""Fig. 5 of the DQN paper with the DQN over edits, and trainings of its Algorithm 1."""
+"""Fig. 5 of the DQN paper with the DQN over edits, and trainings of the paper's Algorithm 1."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from agents.learned.dqn_paper import Trainer
 
 
-CLOSE = 0.005  # of the peak: how exactly the smallest limit of a baseline is found
-SAME = 1e-6  # overheads that differ by less are equal
+CLOSE = 0.005  # of the peak; resolution of a baseline's smallest limit
+SAME = 1e-6  # overheads that differ by less count as equal
 
 
 class Baseline(NamedTuple):
-    """A planner that the paper compares with."""
+    """Baseline planner of the paper."""
 
     label: str
     planner: str
@@ -55,29 +55,29 @@ BASELINES = {
     ),
     "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P", ("lstm", *_OTHERS)),
 }
-BEST_OF: dict[str, list[dict[str, Any]]] = {  # settings of a planner that are tried
+BEST_OF: dict[str, list[dict[str, Any]]] = {  # candidate settings of a planner
     "superneurons": [
         {"early": early, **strategy} for early in (False, True)
         for strategy in ({}, {"recompute": "speed"}, {"recompute": "memory"})
     ],
 }  # fmt: skip
-SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # key in the rows: planner and options, at equal simulator calls
+SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by key of the rows; equal simulator calls
     "planned": ("dqn", {}), "uniform": ("dqn", {"ranks": "uniform"}),
     "policy_search": ("policy_search", {}), "annealing": ("annealing", {}),
 }  # fmt: skip
-RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # who does no more than this mode of the DQN
-ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # of families, as the paper has them
-WHY = {  # a family: why baselines have no plan for it
+RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # baselines whose decisions the DQN's mode includes
+ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # families in the paper's order
+WHY = {  # why baselines find no plan, by family
     "unet": "SuperNeurons swaps outputs of convolutions only: without batch norm these die at the next ReLU in U-Net.",
     "lstm": "An LSTM has no convolution, and memonger cuts where one tensor crosses: between its steps four states do.",
     "kmeans": "All five plan what a backward pass uses again, and K-means has none.",
 }
-TOP = 0.6  # of the axis of overheads: what is above is named
+TOP = 0.6  # of the overhead axis; points above it are labelled
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
 
 class Fig5(Figure):
-    """Fig. 5: overhead against memory reduction, for a DQN over edits and the baselines of the paper."""
+    """Fig. 5: overhead against memory reduction, for the DQN over edits and the paper's baselines."""
 
     name = "dqn_fig5"
 
@@ -178,7 +178,7 @@ class Fig5(Figure):
 
 
 def compare(program: Program, machine: Machine, task: Row) -> Row:
-    """One program: the baselines, the agent in both modes, the floor."""
+    """Computes one program's baselines, the DQN in both modes, and the certified lower bound."""
     peak, min_bytes = program.peak_bytes, task["min_bytes"]
     grid = [int(f * peak) for f in task["limits"]]
     ends = [end for key in BASELINES if (end := smallest(key, program, machine, grid, min_bytes)) is not None]
@@ -202,10 +202,10 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
 def sweep(
     program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]
 ) -> list[Row]:  # fmt: skip
-    """Overheads of SEARCHES at every limit, the loosest first.
+    """Returns the overheads of SEARCHES at every limit, the loosest first.
 
-    A plan for a tighter limit fits the next, too, and so does one of ``also``, of a mode that this one includes; where
-    one has no overhead, no search is made.
+    A plan for a tighter limit also fits the next, as does one of ``also``, from a mode that this mode includes. No
+    search is run at limits with a plan of zero overhead.
     """
     peak, out = program.peak_bytes, list[Row]()
     for limit in sorted(limits):
@@ -225,7 +225,7 @@ def sweep(
 
 
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
-    """A baseline's overhead within a limit, with the settings that serve it best; None where it has no plan."""
+    """Returns a baseline's overhead within a limit, with its best settings, or None if it finds no plan."""
     baseline, found = BASELINES[key], list[float]()
     for settings in BEST_OF.get(baseline.planner, [{}]):
         if "recompute" in settings and baseline.options.get("mode") == "swap":
@@ -237,7 +237,7 @@ def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes
 
 
 def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
-    """About the smallest limit at which a baseline finds a plan; None where it finds none at any of the grid."""
+    """Returns approximately a baseline's smallest feasible limit, or None if no limit of the grid is feasible."""
     fits = [limit for limit in grid if overhead(key, program, machine, limit, min_bytes) is not None]
     if not fits:
         return None
@@ -248,17 +248,17 @@ def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_
 
 
 class Network(NamedTuple):
-    """One network over the seeds."""
+    """Results of one network over the seeds."""
 
     name: str
-    first: Row  # what does not depend on the seed
+    first: Row  # results that do not depend on the seed
     dqn: dict[str, dict[float, list[float]]]  # by mode and limit, over the seeds that found a plan
     details: dict[str, list[Row]]  # by mode, over limits and seeds
     seeds: int
 
 
 def panels(rows: list[Row]) -> list[Network]:
-    """In the order of the paper's families, else of the tasks."""
+    """Returns the networks in the order of the paper's families, then of the tasks."""
     names = list(dict.fromkeys(name for row in rows for name in row["networks"]))
     names.sort(key=lambda name: [*ORDER, family(name)].index(family(name)))
     out = []
@@ -272,13 +272,16 @@ def panels(rows: list[Row]) -> list[Network]:
 
 
 def family(network: str) -> str:
-    """The family of a workload."""
+    """Returns the family of a workload."""
     return str(figures.workload(network)["family"])
 
 
 def duels(panel: Network) -> Iterator[Row]:
-    """Every limit at which a rival of a mode has a plan, with the DQN's mean and worst overhead over its seeds and the
-    rival's; the DQN counts as infinite if a seed has no plan."""
+    """Yields a comparison at every limit at which a rival of a mode has a plan.
+
+    Each has the DQN's mean and worst overhead over its seeds (infinite if a seed has no plan), and the rival's
+    overhead.
+    """
     for mode, rivals in RIVALS.items():
         for key in rivals:
             for limit, theirs in panel.first["baselines"][key]:
@@ -290,12 +293,12 @@ def duels(panel: Network) -> Iterator[Row]:
 
 
 def at(points: dict[float, list[float]], limit: float) -> list[float]:
-    """The overheads at a limit, over the seeds."""
+    """Returns the overheads at a limit, over the seeds."""
     return next((found for there, found in points.items() if abs(there - limit) < SAME), [])
 
 
 def mean(overheads: list[float]) -> str:
-    """The mean, with the range over the seeds."""
+    """Formats the mean, with the range over the seeds."""
     if not overheads:
         return "–"
     spread = f" ({span(overheads):.2%})" if max(overheads) - min(overheads) >= 0.00005 else ""
@@ -303,7 +306,7 @@ def mean(overheads: list[float]) -> str:
 
 
 def cells(panel: Network, limits: list[float]) -> list[str]:
-    """At each limit both modes, means over the seeds, and the best baseline."""
+    """Returns, for each limit, the means of both modes over the seeds and the best baseline."""
     out = []
     for limit in limits:
         theirs = [(o, BASELINES[key].label) for key in BASELINES for there, o in panel.first["baselines"][key]
@@ -314,7 +317,7 @@ def cells(panel: Network, limits: list[float]) -> list[str]:
 
 
 def most(entries: list[tuple[float, str, float, str]]) -> Row | None:
-    """The largest difference, in points, and where it is: network, limit, and mode or baseline."""
+    """Returns the largest difference, in points, with its network, limit, and mode or baseline."""
     if not entries:
         return None
     points, name, limit, what = max(entries)
@@ -323,14 +326,14 @@ def most(entries: list[tuple[float, str, float, str]]) -> Row | None:
 
 
 def who(pairs: list[tuple[Network, str]]) -> str | None:
-    """Baselines by network."""
+    """Formats baselines by network."""
     found: dict[str, list[str]] = {}
     for panel, key in pairs:
         found.setdefault(figures.label(panel.name), []).append(BASELINES[key].label)
     return "; ".join(f"{name}: {', '.join(labels)}" for name, labels in found.items()) or None
 
 
-PARTS = 10  # of a training, whose mean overheads are kept
+PARTS = 10  # parts of a training whose mean overheads are stored
 KEYS = {"network", "episodes", "tuned", "agent", "small", "small_episodes"}
 INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
 
@@ -387,7 +390,7 @@ class Paper(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         marks = []
-        for (name, runs), ink in zip(grouped(rows, "line").items(), INKS, strict=False):  # the others are in the table
+        for (name, runs), ink in zip(grouped(rows, "line").items(), INKS, strict=False):  # others are in the table
             parts = np.array([run["parts"] for run in runs])
             marks.append(Line((np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS, parts.mean(0), ink, name,
                               band=(parts.min(0), parts.max(0))))  # fmt: skip
@@ -396,14 +399,14 @@ class Paper(Figure):
 
 
 def config_of(task: Row) -> PaperConfig:
-    """The settings of ``agent=dqn_paper``, or of ``agent=dqn_paper_tuned``, with those that the task changes."""
+    """Returns the settings of ``agent=dqn_paper`` or ``agent=dqn_paper_tuned``, with the task's changes."""
     file = cli.CONFIGS / "agent" / ("dqn_paper_tuned.yaml" if task.get("tuned") else "dqn_paper.yaml")
     known = cli.plain(OmegaConf.load(file))  # type: ignore[arg-type]
     return config_from({**known, "mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}, PaperConfig)
 
 
 def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:
-    """A training on the network ``name``, and its greedy overhead and first Q-value before it."""
+    """Trains on the network ``name``; returns the trainer, the initial greedy overhead and first Q-value."""
     from agents.learned.dqn_paper import Trainer  # PyTorch
 
     built = program(name, machine)
@@ -415,7 +418,7 @@ def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tupl
 
 
 def percent(overhead: float) -> float | None:
-    """In per cent; None for a dead end."""
+    """Converts an overhead to per cent; None for a dead end."""
     return None if math.isnan(overhead) else round(100 * overhead, 4)
 
 

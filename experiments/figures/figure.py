@@ -1,9 +1,9 @@
-"""What a figure is: a class in the module of its paper, and a section of the paper's page (Markdown) with its words.
+"""Base class of figures, and the templates of their texts.
 
-A section has a title, a paragraph that names the paper, a table and a list of notes; what follows its ``###`` is not on
-the generated page. ``{name}`` is a number, as of ``str.format`` (see ``fill``). A row of the table, or a note, that
-begins with ``[networks]`` is repeated for each mapping in the list ``networks``; a cell that is nothing but
-``[limits]`` is a column for each entry of that list.
+A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
+paragraph that names the paper, a table and a list of notes; text after its ``###`` is not on the generated page.
+``{name}`` is replaced as in ``str.format`` (see ``fill``). A table row or note that begins with ``[networks]`` is
+repeated for each mapping in the list ``networks``; a cell ``[limits]`` becomes a column per entry of that list.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Figure:
     """One figure or table.
 
     Attributes:
-        name: of its YAML in configs/figure and of its section in a page.
-        among: the networks of the paper's table; empty: any shipped workload.
-        alone: a task needs all cores to itself.
-        on_demand: ``figure=all`` leaves it out.
-        simulated: whether the picture's title says so; False for what was measured.
+        name: Name of its YAML in configs/figure and of its section in a page.
+        among: Networks of the paper's table; if empty, any shipped workload.
+        alone: Whether a task needs all cores.
+        on_demand: Whether ``figure=all`` skips the figure.
+        simulated: Whether the picture's title says "(simulated)"; False for measurements.
     """
 
     name = ""
@@ -48,21 +48,21 @@ class Figure:
     simulated = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        """Returns what to compute, by default one task per network, as data that can be JSON.
+        """Returns what to compute, by default one task per network, as JSON-serializable data.
 
-        The longest task is last, as they are begun from the end; a process runs one at a time.
+        The longest task comes last, since tasks start from the end; a process runs one at a time.
 
         Raises:
-            UsageError: a setting of the YAML is wrong.
+            UsageError: A setting of the YAML is invalid.
         """
         return [{"network": name} for name in networks(settings, self.among)]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        """Returns the result of a task, which is added to it: a row."""
+        """Returns the result of a task, which is added to the task to form a row."""
         raise NotImplementedError
 
     def numbers(self, rows: list[Row]) -> Row:
-        """Returns what the table and the notes say of the rows."""
+        """Returns the values that the table and the notes use."""
         raise NotImplementedError
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -71,21 +71,21 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The Markdown of the figure's section."""
+        """Markdown of the figure's section."""
         return _sections()[self.name]
 
     @property
     def title(self) -> str:
-        """The heading of the section."""
+        """Heading of the section."""
         return self.text.partition("\n")[0].removeprefix("## ")
 
     @property
     def about(self) -> str:
-        """The first paragraph."""
+        """First paragraph of the section."""
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
     def say(self, rows: list[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-        """Returns headings and cells of the table (empty without a number), and the notes that have all numbers."""
+        """Returns headings and cells of the table (empty without a value), and the notes with all values present."""
         head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
         numbers = self.numbers(rows)
@@ -95,7 +95,7 @@ class Figure:
 
     def draw(self, rows: list[Row], path: Path) -> None:
         """Saves the picture as PNG."""
-        from experiments.plotting import charts  # Matplotlib takes long to import
+        from experiments.plotting import charts  # importing Matplotlib is slow
 
         chart = self.chart(rows)
         if self.simulated and "imulated" not in chart.title:
@@ -105,7 +105,7 @@ class Figure:
 
 @cache
 def find(name: str) -> Figure:
-    """Returns the figure of a name; raises KeyError if no module defines it."""
+    """Returns a figure by name; raises KeyError if no module defines it."""
     for path in FOLDER.glob("*.py"):
         if f'name = "{name}"\n' in path.read_text():
             module = vars(import_module(f"experiments.figures.{path.stem}"))
@@ -115,14 +115,14 @@ def find(name: str) -> Figure:
 
 @cache
 def _sections() -> dict[str, str]:
-    """Returns the section of each figure, of all pages."""
+    """Returns the section of each figure on all pages."""
     text = "\n".join(page.read_text() for page in sorted(FOLDER.glob("*.md")))
     _, *parts = re.split(r'<a id="(\w+)"></a>\n', text)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 class Range:
-    """The least and the most of some numbers: ``{:.0%}`` makes "10% to 20%"."""
+    """Range of some numbers; ``{:.0%}`` formats it as "10% to 20%"."""
 
     def __init__(self, values: Iterable[float]) -> None:
         self.values = list(values)
@@ -133,18 +133,18 @@ class Range:
 
 
 def span(values: Iterable[float | None]) -> Range | None:
-    """The range of those that are there."""
+    """Returns the range of the values that are not None, or None if all are."""
     there = [value for value in values if value is not None]
     return Range(there) if there else None
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str | None:
-    """Returns a template with its values, or None if one of them is None.
+    """Fills a template, or returns None if one of its values is None.
 
-    A list is joined by commas. ``{x!M}`` is in MiB, ``!G`` in GiB, ``!B`` in GB of 10^9 bytes; ``!t`` is ns in ms.
+    A list is joined by commas. ``{x!M}`` converts to MiB, ``!G`` to GiB, ``!B`` to GB of 10^9 bytes, ``!t`` ns to ms.
 
     Raises:
-        KeyError: there is no value of a name.
+        KeyError: A name has no value.
     """
     try:
         return _Formatter().vformat(template, (), values)
@@ -153,7 +153,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _each(parts: list[str], numbers: Row) -> Iterator[tuple[list[str], Row]]:
-    """A row, or a note, as often as its first part asks for, with the values of each time."""
+    """Yields a row or note once per entry of the list that it names, with the values of each."""
     found = re.match(r"\[(\w+)\] ", parts[0])
     for one in numbers[found[1]] if found else [{}]:
         yield [parts[0][found.end() :] if found else parts[0], *parts[1:]], {**numbers, **one}
@@ -168,12 +168,12 @@ def _cells(templates: list[str], values: Row) -> list[str]:
 
 
 class _Missing(Exception):
-    """A number that there is not."""
+    """Raised if a value of a template is None."""
 
 
 class _Formatter(string.Formatter):
     def get_field(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, str]:
-        """As of ``str.format``; raises _Missing for None."""
+        """Looks up a field as ``str.format`` does; raises _Missing for None."""
         first, *keys = re.findall(r"[^\[\].]+", name)
         found = values[first]
         for key in keys:

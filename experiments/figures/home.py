@@ -31,7 +31,7 @@ from simulator.timeline import Timeline
 
 
 class Table2(Figure):
-    """Table 2: the largest batch of PyTorch, Capuchin and HOME, and images per second there."""
+    """Table 2: largest batches of PyTorch, Capuchin and HOME, and their images per second."""
 
     name = "home_table2"
     among = NETWORKS
@@ -64,7 +64,7 @@ class Table2(Figure):
             batch = highest(partial(fits, method), plain, bounds[method], task["resolution"])
             program = of.timed(home.program(network, machine, batch))
             if program.fingerprint != of.at(batch).fingerprint:
-                raise AssertionError(f"{network}: the capture at batch {batch} is not the one that was planned")
+                raise AssertionError(f"{network}: the capture at batch {batch} differs from the planned program")
             theirs = NETWORKS[network].batch[i]
             found[method] = {
                 "batch": batch, "bound": bounds[method], "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns,
@@ -103,7 +103,7 @@ class Table2(Figure):
 
 
 def least(method: str, program: Program) -> int:
-    """Bytes that a method cannot get below: the peak with everything away that it may move."""
+    """Returns a lower bound on a method's bytes: the peak with everything swapped out that the method may move."""
     if method == "PyTorch":
         return program.peak_bytes
     gaps = [m.gap for m in feature_maps(program)] if method == "HOME" else program.gaps(MIB)
@@ -111,18 +111,22 @@ def least(method: str, program: Program) -> int:
 
 
 def highest(fits: Callable[[int], bool], low: int, high: int, resolution: float) -> int:
-    """The largest batch that fits, from ``low``, which does, to ``high``, which is tried first: itself, or less than
-    ``resolution`` of it below one that does not fit."""
+    """Returns the largest batch that fits, to within the fraction ``resolution``.
+
+    Args:
+        low: Batch that fits.
+        high: Upper bound, which is tried first.
+    """
     if fits(high):
         return high
     while high - low > max(1, resolution * low):
-        middle = min(2 * low, (low + high) // 2)  # from below: a planner takes longest to find that it has no plan
+        middle = min(2 * low, (low + high) // 2)  # approach from below: infeasible batches take longest
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
 def facts(row: Row) -> Row:
-    """A network: batches, images/s at one's own largest batch and at the paper's, by method; what bounds HOME's."""
+    """Returns one network's batches and images/s by method, at its own and at the paper's largest batch."""
     paper, found = NETWORKS[row["network"]], row["found"]
     ideal = {m: one["batch"] / one["ideal_ns"] for m, one in found.items()}
     at_paper = {m: one["at_paper"] and batch / one["at_paper"]["iteration_ns"] * 1e9
@@ -140,13 +144,13 @@ def facts(row: Row) -> Row:
     }  # fmt: skip
 
 
-FIG6_SHOWN = (1.0, 2.0)  # shares in the table; the picture has all
+FIG6_SHOWN = (1.0, 2.0)  # shares in the table; the picture shows all
 CLAIMS = {"vDNN": 5.7, "SuperNeurons": 2.0, "Capuchin": 1.3}  # "up to": HOME's throughput over theirs, at one batch
 DASHES = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--"}
 
 
 class Fig6(Figure):
-    """Figure 6: images per second against the batch size, five methods, six networks."""
+    """Fig. 6: images per second against the batch size, five methods, six networks."""
 
     name = "home_fig6"
     among = NETWORKS
@@ -209,13 +213,13 @@ class Fig6(Figure):
 
 
 def rate(row: Row, method: str) -> float | None:
-    """Images per second; None where nothing fits."""
+    """Returns the images per second, or None if nothing fits."""
     found = row["methods"][method]
     return float(row["batch"] / found["iteration_ns"] * 1e9) if found else None
 
 
 def cells(row: Row) -> list[str]:
-    """Images/s of every method."""
+    """Returns the images/s of every method."""
     found = [(rate(row, method), row["methods"][method]) for method in METHODS]
     return [
         f"{images:,.0f}{' (all)' * (of['planner'] == 'vdnn_all')}" if images else "does not fit" for images, of in found
@@ -234,7 +238,7 @@ PAPER: dict[str, dict[str, dict[str, float]]] = {
 
 
 class Fig7(Figure):
-    """Figure 7: an iteration of vDNN, SuperNeurons, Capuchin and HOME, taken apart."""
+    """Fig. 7: breakdown of an iteration of vDNN, SuperNeurons, Capuchin and HOME."""
 
     name = "home_fig7"
 
@@ -308,7 +312,7 @@ class Fig7(Figure):
 
 
 def parts(timeline: Timeline) -> dict[str, int]:
-    """Nanoseconds of the last iteration: computation, overlap, recomputation, swapping; they add up to it."""
+    """Splits the last iteration into ns of computation, overlap, recomputation and swapping."""
     begin, end = timeline.last_start_ns, timeline.boundaries[-1]
     kernels, outs, ins = (
         [(max(s.start_ns, begin), min(s.end_ns, end)) for s in timeline.spans if s.kind == kind and s.end_ns > begin]
@@ -328,7 +332,7 @@ def meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tup
 
 
 def fig7_lines(rows: list[Row]) -> list[Row]:
-    """One per network and method."""
+    """Returns a line per network and method."""
     return [
         {
             "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ideal_ns": row["ideal_ns"],
@@ -348,7 +352,7 @@ REPLAYED = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 me
 
 
 class Fig9(Figure):
-    """Fig. 9: what the evaluator predicts, and what an H200 measured."""
+    """Fig. 9: times predicted by the evaluator, and measured on an H200."""
 
     name = "home_fig9"
 

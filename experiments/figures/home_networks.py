@@ -1,7 +1,7 @@
-"""What HOME's tables and figures share: its networks at any batch size, at the paper's scale of time, and its rivals.
+"""Shared parts of HOME's tables and figures: its networks at any batch size, time scales, and rivals.
 
 "HOME: A Holistic GPU Memory Management Framework for Deep Learning" (IEEE TC 2022), section 4: six networks on CIFAR-10
-on an RTX 2080 Ti. The limit is all the memory that CUDA reports there (``Machine.memory_bytes``, 11,019 MiB).
+on an RTX 2080 Ti. The limit is all memory that CUDA reports there (``Machine.memory_bytes``, 11,019 MiB).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from simulator.program import Program
 class Paper(NamedTuple):
     """Tables 2 and 3 for one network.
 
-    Of PyTorch, Capuchin and HOME: the largest batch, and images/s there. Of HOME: seconds of the search, ms of an
-    evaluation.
+    Largest batch and images/s of PyTorch, Capuchin and HOME; HOME's search time in seconds and evaluation time in ms.
     """
 
     label: str
@@ -37,8 +36,8 @@ class Paper(NamedTuple):
     evaluation_ms: float
 
 
-# By workload. The paper names the networks and CIFAR-10, no more; the variants are those whose largest batch in PyTorch
-# and roofline come near the paper's.
+# By workload. The paper names only the networks and CIFAR-10; the variants are those whose largest batch in PyTorch
+# and whose roofline come close to the paper's.
 NETWORKS = {
     "mobilenet": Paper("MobileNet", (2012, 3954, 4200), (1706, 2999, 3426), 28, 1.7),
     "squeezenet": Paper("SqueezeNet", (1667, 4056, 4347), (6273, 5719, 6613), 9, 0.5),
@@ -48,8 +47,8 @@ NETWORKS = {
     "inception_v3_cifar": Paper("InceptionV3", (125, 345, 365), (257, 240, 280), 350, 21.8),
 }
 TABLE2 = ("PyTorch", "Capuchin", "HOME")
-# As HOME's authors describe them (section 4.1): vDNN and SuperNeurons are fixed rules, whether or not memory is short.
-# Of two planners the first that fits is taken.
+# As HOME's authors describe them (section 4.1): vDNN and SuperNeurons apply fixed rules, whether or not memory is
+# short. The first planner that fits is used.
 METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "PyTorch": (("none", {}),),
     "vDNN": (("vdnn_conv", {}), ("vdnn_all", {})),
@@ -58,12 +57,12 @@ METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "HOME": (("home", {"jobs": 1}),),
 }
 SEARCH = ("particles", "iterations")  # HOME's options
-CAPTURED = (64, 128)  # batch sizes; those between and beyond follow
+CAPTURED = (64, 128)  # batch sizes; others are interpolated or extrapolated
 MOST = 100_000  # batch size
 
 
 def share(settings: DictConfig) -> float:
-    """``settings.share``, of the largest batch without a plan; raises UsageError unless it is above 1."""
+    """Returns ``settings.share``, relative to the largest unplanned batch; raises UsageError unless it is above 1."""
     found = cli.number(settings, "share")
     if found <= 1:
         raise cli.UsageError(f"figure.share: expected a number above 1, got {found}")
@@ -71,15 +70,15 @@ def share(settings: DictConfig) -> float:
 
 
 def search(settings: DictConfig) -> Row:
-    """HOME's options, of a figure's settings."""
+    """Returns HOME's options from a figure's settings."""
     return {key: cli.integer(settings, key, least=1) for key in SEARCH}
 
 
 def planned(method: str, program: Program, machine: Machine, task: Row) -> Plan | None:
-    """The plan of the first planner of ``method`` that fits the machine's memory; None: none does.
+    """Returns the plan of the first planner of ``method`` that fits the machine's memory, or None.
 
     Args:
-        task: has HOME's options.
+        task: Contains HOME's options.
     """
     for name, fixed in METHODS[method]:
         options = {key: task[key] for key in SEARCH} if name == "home" else {}
@@ -90,7 +89,7 @@ def planned(method: str, program: Program, machine: Machine, task: Row) -> Plan 
 
 
 def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None:
-    """What a plan does within the machine's memory."""
+    """Simulates a plan within the machine's memory."""
     if plan is None:
         return None
     timeline = simulate(program, plan, machine, machine.memory_bytes)
@@ -102,21 +101,21 @@ def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None
 
 
 def unplanned(of: Sizes) -> int:
-    """The largest batch that fits without a plan."""
+    """Returns the largest batch that fits without a plan."""
     return largest(lambda batch: of.at(batch).peak_bytes <= of.machine.memory_bytes, CAPTURED[1], MOST)
 
 
 class Sizes:
-    """A network's program at any batch size, of captures at two: sizes, FLOPs and bytes are affine in it.
+    """Program of a network at any batch size, interpolated from two captures: sizes, FLOPs and bytes are affine in it.
 
     Durations are the machine's roofline times one factor.
 
     Args:
-        batches: of the captures, the smaller one first.
-        scale: the iteration time, in seconds, that the roofline's at a batch size is scaled to; None: factor 1.
+        captures, batches: Programs at two batch sizes, the smaller one first.
+        scale: Batch size and iteration time in seconds to which the roofline's time is scaled; None is factor 1.
 
     Raises:
-        ValueError: the captures differ in more than numbers, or a number is not affine in whole steps.
+        ValueError: The captures differ in more than numbers, or a number is not affine with an integer slope.
     """
 
     def __init__(
@@ -127,18 +126,18 @@ class Sizes:
         for at_small, at_large in zip(*map(_numbers, captures), strict=True):
             if (at_large - at_small) % step:
                 both = f"{at_small:,} and {at_large:,}"
-                raise ValueError(f"{both} are not on a line of whole steps for {step} images")
+                raise ValueError(f"{both} differ by no multiple of {step} images; cannot interpolate")
         self.machine, self.factor = machine, 1.0
         if scale is not None:
             self.factor = scale[1] * 1e9 / self.at(scale[0]).ideal_ns
 
     def at(self, batch: int) -> Program:
-        """The program of one batch size."""
+        """Returns the program at one batch size."""
         return self.timed(self._batches.at(batch))
 
     def timed(self, program: Program) -> Program:
-        """A program of the network with its durations."""
-        from executor.capture.durations import with_roofline  # its package imports PyTorch, which only a run needs
+        """Returns a program of the network with scaled roofline durations."""
+        from executor.capture.durations import with_roofline  # imports PyTorch, which only a run needs
 
         program = with_roofline(program, self.machine)
         if self.factor != 1:
@@ -147,22 +146,22 @@ class Sizes:
 
 
 def _numbers(program: Program) -> list[int]:
-    """What depends on the batch size."""
+    """Returns the numbers of a program that depend on the batch size."""
     return [t.nbytes for t in program.tensors] + [n for k in program.kernels for n in (k.flops, k.bytes)]
 
 
 def program(network: str, machine: Machine, batch: int) -> Program:
-    """A network of the paper, captured at a batch size."""
+    """Captures a network of the paper at a batch size."""
     return figures.program(network, machine, batch_size=batch, algorithms=False)
 
 
-@lru_cache(maxsize=1)  # a process has the tasks of one network one after the other
+@lru_cache(maxsize=1)  # a process runs the tasks of one network consecutively
 def _captured(network: str) -> tuple[Program, Program]:
-    on = Machine.load("rtx2080ti")  # its durations are replaced
+    on = Machine.load("rtx2080ti")  # any machine; durations are replaced
     return program(network, on, CAPTURED[0]), program(network, on, CAPTURED[1])
 
 
 def sizes(network: str, machine: Machine) -> Sizes:
-    """A network of the paper at any batch size: PyTorch's largest batch of the paper takes batch / throughput there."""
+    """Returns a network at any batch size, scaled to PyTorch's throughput at its largest batch in the paper."""
     batch, throughput = NETWORKS[network].batch[0], NETWORKS[network].throughput[0]
     return Sizes(_captured(network), CAPTURED, machine, (batch, batch / throughput))

@@ -1,4 +1,4 @@
-"""HOME's Fig. 8 and Table 3: how its search converges, and what it costs."""
+"""HOME's Fig. 8 and Table 3: convergence and cost of its search."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from simulator.machine import Machine
 
 PAPER = {"resnet18_cifar": 16, "squeezenet": 30, "inception_v3_cifar": 89}  # iterations until close to the end
 OTHERS = 42  # "other models only need 42 iterations on average"
-NEAR = 0.01  # of the last time: "close"
+NEAR = 0.01  # of the final time; counts as "close"
 NAMES = dict(zip(UPDATES, ("Algorithm 3", "one evaluation"), strict=True))
 
 
 class Fig8(Figure):
-    """Figure 8: worst, average and best particle over the iterations of HOME's search."""
+    """Fig. 8: worst, average and best particle over the iterations of HOME's search."""
 
     name = "home_fig8"
     among = NETWORKS
@@ -97,21 +97,23 @@ class Fig8(Figure):
 
 
 def curve(runs: list[Row], which: str) -> NDArray[np.float64]:
-    """float64[iterations]: the mean over the seeds, over the time of the kernels; a search that has ended stays as it
-    was. Iterations in which no particle fits are nan."""
+    """Returns float64[iterations]: mean over the seeds, relative to the time of the kernels.
+
+    A finished search keeps its last value; iterations without a feasible particle are nan.
+    """
     most = max(len(run[which]) for run in runs)
     padded = [np.array(run[which] + run[which][-1:] * (most - len(run[which])), float) for run in runs]
     return np.asarray(np.mean([times / run["ideal_ns"] for times, run in zip(padded, runs, strict=True)], axis=0))
 
 
 def needed(run: Row) -> int:
-    """Iterations until the best particle is within ``NEAR`` of the last one."""
+    """Returns the iterations until the best particle is within ``NEAR`` of the final one."""
     best = run["best"]
     return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
 
 
 def fig8_facts(runs: list[Row]) -> Row:
-    """A network by one way of updating, means over the seeds."""
+    """Returns the means over the seeds of one network with one update rule."""
     network = runs[0]["network"]
     worst, mean, best = (curve(runs, which) for which in ("worst", "mean", "best"))
     return {
@@ -129,7 +131,7 @@ EVALUATIONS = 500  # timed
 
 
 class Table3(Figure):
-    """Table 3: what HOME's search, and one evaluation of a policy, takes."""
+    """Table 3: cost of HOME's search, and of one evaluation of a policy."""
 
     name = "home_table3"
     among = NETWORKS
@@ -186,7 +188,7 @@ class Table3(Figure):
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
@@ -194,7 +196,7 @@ def processor() -> str:
 
 
 def table3_facts(row: Row) -> Row:
-    """A network, beside the paper's."""
+    """Returns one network's numbers with the paper's."""
     paper = NETWORKS[row["network"]]
     return {
         **row, "label": paper.label, "search_paper": paper.search_s, "paper_ms": paper.evaluation_ms,

@@ -1,18 +1,19 @@
-"""A network as SuperNeurons counts it (its paper, sections 3.1, 3.2 and 4.1): one kernel per layer forward and one
-backward, over the tensors that cuDNN's calls take; images, parameters and workspaces are not counted.
+"""Networks as SuperNeurons counts them (sections 3.1, 3.2, 4.1): one forward and one backward kernel per layer.
 
-The tensors of a layer's backward step decide every number of Table 1 and section 4.1.1. As in the authors' code
-(github.com/linnanwang/superneurons-release, src/layer); nothing else gives the paper's 36 tensors and 2189.437 MB:
-
-- convolution, fully connected: input, output's gradient, and a new gradient of the input (also of the images);
-- pooling: input, output, output's gradient, and a new gradient of the input;
-- activation, LRN: input, output, and one gradient, changed in place;
-- batch-norm: input, output's gradient, and a new gradient of the input; its output is not read;
-- dropout: the output's gradient and a new gradient of the input; neither input nor output is read;
-- softmax: input and output, which becomes the gradient in place; the loss is no tensor;
-- fork: forward a copy per branch; backward the first branch's gradient, to which the others are added;
-- join: forward a new sum; backward the gradient, and a copy for every branch but the first.
+Kernels read and write the tensors of cuDNN's calls; images, parameters and workspaces are not counted. The tensors of
+a layer's backward step determine every number of Table 1 and section 4.1.1. They follow the authors' code
+(github.com/linnanwang/superneurons-release, src/layer); only this gives the paper's 36 tensors and 2189.437 MB.
 """
+
+# Tensors of a layer's backward step:
+# - convolution, fully connected: input, output's gradient, and a new gradient of the input (also of the images);
+# - pooling: input, output, output's gradient, and a new gradient of the input;
+# - activation, LRN: input, output, and one gradient, updated in place;
+# - batch-norm: input, output's gradient, and a new gradient of the input; the output is not read;
+# - dropout: output's gradient and a new gradient of the input; neither input nor output is read;
+# - softmax: input and output, which becomes the gradient in place; the loss is not a tensor;
+# - fork: forward a copy per branch; backward the first branch's gradient, to which the others are added;
+# - join: forward a new sum; backward the gradient, and a copy for every branch but the first.
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ from simulator.modes import RECOMPUTED, SWAPPED
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
 
-MB = 2**20  # the paper's: CONV1's output at batch 200 is 221.56
+MB = 2**20  # the paper's unit: CONV1's output at batch 200 is 221.56
 FLOAT = 4
-STEP_NS = 1000  # of every kernel: the accounting has no clock
+STEP_NS = 1000  # of every kernel; the accounting ignores time
 IN_PLACE: tuple[KernelKind, ...] = ("activation", "lrn")
 Part = tuple[str, KernelKind, int]  # name, kind, numbers in the output for one image
 FREE = Machine("copies that take no time", 2**60, 10**18, 10**18, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=2**60)
 
 
 class Layer(NamedTuple):
-    """One layer; its output for one image has ``floats`` numbers. ``inputs`` are positions of earlier layers."""
+    """Layer whose output has ``floats`` numbers per image; ``inputs`` are indices of earlier layers."""
 
     name: str
     kind: KernelKind  # copy: fork; elementwise: join; other: softmax
@@ -45,7 +46,7 @@ class Layer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is in memory during one kernel."""
+    """Memory contents during one kernel."""
 
     name: str
     phase: Phase
@@ -54,7 +55,7 @@ class Step(NamedTuple):
 
 
 def alexnet() -> list[Layer]:
-    """AlexNet's 23 layers, for images of 3 x 227 x 227 (section 4.1.1, footnote)."""
+    """Returns AlexNet's 23 layers, for images of 3 x 227 x 227 (section 4.1.1, footnote)."""
     return _chain([
         ("CONV1", "conv", 96 * 55 * 55), ("RELU1", "activation", 0), ("LRN1", "lrn", 0),
         ("POOL1", "pool", 96 * 27 * 27),
@@ -70,8 +71,11 @@ def alexnet() -> list[Layer]:
 
 
 def resnet(*blocks: int) -> list[Layer]:
-    """A ResNet of bottleneck blocks per stage, for images of 3 x 227 x 227, as in the authors' code: CONV1's output is
-    114 x 114, and pooled without padding 56 x 56; a block begins with a fork and ends with a join and a ReLU."""
+    """Returns a ResNet with the given bottleneck blocks per stage, for images of 3 x 227 x 227.
+
+    As in the authors' code, CONV1's output is 114 x 114, and pooled without padding 56 x 56. A block begins with a fork
+    and ends with a join and a ReLU.
+    """
     pixels = 56 * 56
     layers = _chain([("CONV1", "conv", 64 * 114 * 114), ("BN1", "norm", 0), ("ACT1", "activation", 0),
                      ("POOL1", "pool", 64 * pixels)], [])  # fmt: skip
@@ -102,7 +106,7 @@ def resnet(*blocks: int) -> list[Layer]:
 
 
 def _chain(parts: Sequence[Part], before: list[Layer], after: int = -1) -> list[Layer]:
-    """``before`` and layers that each read the one before it, the first of them ``after``; 0 floats: its input's."""
+    """Appends a chain of layers after layer ``after`` to ``before``; 0 floats copies the input's size."""
     layers = list(before)
     previous = len(layers) - 1 if after < 0 else after
     for name, kind, floats in parts:
@@ -113,8 +117,10 @@ def _chain(parts: Sequence[Part], before: list[Layer], after: int = -1) -> list[
 
 
 def backward_order(layers: Sequence[Layer]) -> list[int]:
-    """The paper's Algorithm 1 from the last layer: depth first, a layer when all that read it are done; the first
-    branch of a join last."""
+    """Returns the order of the paper's Algorithm 1: depth first from the last layer.
+
+    A layer follows once all its readers are done; the first branch of a join comes last.
+    """
     readers = [0] * len(layers)
     for layer in layers:
         for i in layer.inputs:
@@ -130,7 +136,12 @@ def backward_order(layers: Sequence[Layer]) -> list[int]:
 
 
 def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 * 227 * 227) -> Program:
-    """The layers' steps over their tensors; ``image``: numbers in one, for the gradient of the first layer's input."""
+    """Returns the layers' forward and backward steps as a program.
+
+    Args:
+        batch_size: Images per batch.
+        image: Numbers in one image, the size of the gradient of the first layer's input.
+    """
     tensors: list[Tensor] = []
     kernels: list[Kernel] = []
 
@@ -145,14 +156,14 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     for i, layer in enumerate(layers):
         for source in layer.inputs:
             readers[source].append(i)
-    outputs: list[dict[int, int]] = []  # of a layer: the tensor for each of its readers; a fork has several
+    outputs: list[dict[int, int]] = []  # per layer, the tensor for each reader; a fork has several
     for i, layer in enumerate(layers):
         names = [f"{layer.name} for {layers[r].name}" for r in readers[i]] if layer.kind == "copy" else [layer.name]
         made = [new(label, layer.floats, "activation") for label in names]
         outputs.append({r: made[b % len(made)] for b, r in enumerate(readers[i] or [-1])})
         step(layer, "forward", [outputs[s][i] for s in layer.inputs], made)
 
-    gradients: list[dict[int, int]] = [{} for _ in layers]  # of a layer's output, by the reader that it comes from
+    gradients: list[dict[int, int]] = [{} for _ in layers]  # of each layer's output, by the reader that it comes from
     for i in backward_order(layers):
         layer = layers[i]
         x, y = [outputs[s][i] for s in layer.inputs], next(iter(outputs[i].values()))
@@ -180,18 +191,18 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
 
 
 def plan(program: Program, offload: bool = True, strategy: str | None = None, branches: bool = False) -> Plan:
-    """The paper's techniques, applied to all that they may be applied to, short of memory or not.
+    """Applies the paper's techniques wherever allowed, whether or not memory is short.
 
     Args:
-        offload: section 3.3.1; outputs of convolutions go to the host, and come back when the backward step of the
-            last checkpoint before their use begins (a fully connected layer is one, or nothing would bring CONV5 of
-            AlexNet back).
-        strategy: speed, memory or cost (section 3.4); None recomputes nothing.
-        branches: forks and joins are checkpoints that go to the host, too, as in the authors' code, and whatever is
-            there comes back only when it is used. Table 1's ResNets need both.
+        offload: Section 3.3.1: outputs of convolutions are swapped out, and swapped in when the backward step of the
+            last checkpoint before their use begins. Fully connected layers count as checkpoints, since CONV5 of AlexNet
+            has no other.
+        strategy: "speed", "memory" or "cost" (section 3.4); None recomputes nothing.
+        branches: Forks and joins are checkpoints that are swapped out too, as in the authors' code, and swapped-out
+            tensors return only when used. Table 1's ResNets need both.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: The strategy is unknown.
     """
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
@@ -214,7 +225,7 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
 
 
 def _prefetch(program: Program, gap: Gap) -> int:
-    """The kernel before the last checkpoint's backward step in the gap."""
+    """Returns the kernel before the last checkpoint's backward step within the gap."""
     for k in range(gap.before - 1, gap.after, -1):
         if program.kernels[k].kind in ("conv", "matmul") and program.kernels[k].phase == "backward":
             return k - 1
@@ -222,10 +233,10 @@ def _prefetch(program: Program, gap: Gap) -> int:
 
 
 def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
-    """Simulates a program under a plan whose copies take no time.
+    """Simulates a program under a plan, with copies that take no time.
 
     Returns:
-        What is in memory during each kernel; how many kernels are recomputed; and the peak in bytes, with what a
+        Memory contents during each kernel; number of recomputed kernels; peak in bytes, including the inputs that a
         recomputation needs before its kernel.
     """
     timeline = simulate(program, plan, FREE, FREE.memory_bytes)

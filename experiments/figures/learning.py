@@ -1,5 +1,4 @@
-"""What trainings learned, over the seeds: curves of every trainer by simulator calls (common/curves.py), and a table of
-runs of train_dqn beside uniform edits and other planners."""
+"""Results of trainings over seeds: curves by simulator calls (common/curves.py), and a table of train_dqn runs."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from simulator.files import FormatError, read_json
 from simulator.machine import Machine
 
 MARGIN = 0.005  # of ideal time, over annealing
-SHOWN = {  # keys of a run, and their headings
-    "dqn": "DQN", "uniform_calls": "uniform edits, equal calls", "uniform_seconds": "uniform edits, equal seconds",
+SHOWN = {  # headings by key of a run
+    "dqn": "DQN", "uniform_calls": "no network, equal calls", "uniform_seconds": "no network, equal seconds",
     "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
 }  # fmt: skip
 CASE = ("workload", "machine", "limit_fraction", "mode")
@@ -35,7 +34,7 @@ INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
 
 
 class Learning(Figure):
-    """Curves of trainings by simulator calls, and a table of runs of train_dqn, over the seeds."""
+    """Curves of trainings by simulator calls, and a table of train_dqn runs, over the seeds."""
 
     name = "learning"
     on_demand = True
@@ -47,7 +46,7 @@ class Learning(Figure):
         found = [one for file in files if (one := summarise(file)) is not None]
         curves = [curve(file) for file in sorted(folder.rglob("curve.json"))]
         if not curves:
-            raise cli.UsageError(f"figure.runs: there is no training with a curve.json under {folder}")
+            raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}")
         if len(found) < len(files):
             reason = "they are not of train_dqn, were resumed, or compared too few planners"
             count = f"{len(files) - len(found)} of {len(files)} runs"
@@ -98,10 +97,10 @@ class Learning(Figure):
 
 
 def curve(file: Path) -> Row:
-    """The row of a curve.json: its points as lists.
+    """Returns the row of a curve.json, with its points as lists.
 
     Raises:
-        FormatError: the file is none.
+        FormatError: The file is not a training curve.
     """
     kept = read_json(file)
     try:
@@ -117,11 +116,12 @@ def curve(file: Path) -> Row:
 
 
 def summarise(file: Path) -> Row | None:
-    """One run's overheads; None for a summary that is not of train_dqn or has no comparison in it, as one of a run that
-    was resumed.
+    """Returns one run's overheads.
+
+    None if the summary is not from train_dqn or has no comparison, as after a resumed run.
 
     Raises:
-        FormatError: the file is not a summary.
+        FormatError: The file is not a summary.
     """
     summary = read_json(file)
     try:
@@ -147,7 +147,7 @@ def summarise(file: Path) -> Row | None:
 
 
 def spread(values: list[float | None]) -> str:
-    """Mean, least and largest; how many are missing."""
+    """Formats mean, least and largest, and the number of missing values."""
     known = [v for v in values if v is not None]
     if not known:
         return "infeasible"
@@ -156,8 +156,11 @@ def spread(values: list[float | None]) -> str:
 
 
 def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
-    """Simulator calls at which each of the runs has a value, and the gaps there, float64[points, seeds], in points of
-    ideal time. Between two points of a run the last one stands; without a plan: WITHOUT."""
+    """Returns the simulator calls at which every run has a value, and the gaps there in points of ideal time.
+
+    Gaps are float64[points, seeds]. Between two points of a run the previous one holds; without a plan the gap is
+    WITHOUT.
+    """
     at = sorted({calls for run in runs for calls in run["calls"]})
     at = [calls for calls in at if max(run["calls"][0] for run in runs) <= calls <= min(r["calls"][-1] for r in runs)]
     out = np.full((len(at), len(runs)), WITHOUT)
@@ -169,7 +172,7 @@ def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64
 
 
 def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
-    """The curves: of each task those of each agent."""
+    """Groups the curves by task, then by agent."""
     out: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
         if "calls" in row:
@@ -179,8 +182,10 @@ def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
 
 
 def cases(rows: list[Row]) -> list[Row]:
-    """The runs of each workload, limit and mode; ``holds``: the agent is never above the best AutoSwap score, nor more
-    than ``MARGIN`` above annealing."""
+    """Groups the runs by workload, limit and mode.
+
+    ``holds``: the agent is never above the best AutoSwap score, nor more than ``MARGIN`` above annealing.
+    """
     keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
     return [
         {**runs[0], "runs": runs, "seeds": len(runs), "cells": [spread([run[key] for run in runs]) for key in SHOWN],

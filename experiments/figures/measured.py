@@ -1,4 +1,4 @@
-"""Compares predictions with measurements of real GPUs: times of kernels and of whole steps, and peaks."""
+"""Comparison of predictions with measurements of real GPUs: times of kernels and whole steps, and peaks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from experiments.plotting.palette import CONTROL, FAINT, GRID, INK, KERNELS, OUR
 from simulator.machine import Machine
 
 DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
-WHOLE = "steps.csv"  # of steps of which only the time is published
+WHOLE = "steps.csv"  # steps with only the time published
 PEAKS = "xmem_points.csv"
 PARTS = ("steps", "fit", "peaks", "plans")
 STEP_BAR, KERNEL_BAR, PEAK_BAR, LEFT_OUT_BAR = 0.1, 0.15, 0.042, 0.12
-PLAN_BAR = 0.03  # of the ideal time: points of overhead
-MODEL, ROOFLINE = "model", "roofline"  # times of experiments/measured/plans.py
+PLAN_BAR = 0.03  # of the ideal time, in points of overhead
+MODEL, ROOFLINE = "model", "roofline"  # time models of experiments/measured/plans.py
 ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 LEAST_US = 20.0
 FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv", *(
@@ -35,7 +35,7 @@ GPUS = {"h100": "H100", "h200": "H200", "v100": "V100", "a100_80gb": "A100 80 GB
 
 
 class Measured(Figure):
-    """Compares predictions with measurements of real GPUs: times of kernels and of whole steps, and peaks."""
+    """Comparison of predictions with measurements of real GPUs: times of kernels and whole steps, and peaks."""
 
     name = "measured"
     simulated = False
@@ -43,7 +43,7 @@ class Measured(Figure):
     def tasks(self, settings: DictConfig) -> list[Row]:
         asked = figures.chosen(settings, "parts", PARTS, "part ")
         if not (DATA / WHOLE).exists():
-            raise cli.UsageError(f"{DATA} is not there: the measurements come with the repository")
+            raise cli.UsageError(f"{DATA} not found: the measurements come with the repository")
         found: list[Row] = []
         if "steps" in asked:
             found += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
@@ -142,7 +142,7 @@ class Measured(Figure):
 
 
 def _files() -> list[Path]:
-    """Traces, sums by kind, profiled steps, whole steps."""
+    """Returns the files of traces, sums by kind, profiled steps and whole steps."""
     found = [path for path in DATA.glob("*.csv") if path.name in (*FITTED, WHOLE) or path.with_suffix(".yaml").exists()]
     return [*sorted(found), *sorted(DATA.glob("*.json"))]
 
@@ -157,7 +157,7 @@ def _plain(rows: list[Any]) -> list[list[Any]]:
 
 
 def all_steps(rows: list[Row]) -> list[Row]:
-    """Every step, in ms, with the errors of ours and of the control as shares; those that were fitted to first."""
+    """Returns every step in ms with relative errors of our model and the control, fitted steps first."""
     found: list[Row] = []
     for row in _of(rows, "steps"):
         steps = row["rows"]
@@ -184,24 +184,24 @@ def _named(label: str) -> str:
 
 
 def kernels(rows: list[Row]) -> Iterator[tuple[Row, list[list[Any]]]]:
-    """Of each file with kernels, those that are compared one by one."""
+    """Yields each file with kernels, and its individually compared kernels."""
     for row in _of(rows, "steps"):
         if row["kind"] == "kernels" and (large := [one for one in row["rows"] if one[2] >= LEAST_US]):
             yield row, large
 
 
 def off(large: list[list[Any]], column: int = 3) -> float:
-    """The median error."""
+    """Returns the median error."""
     return median(abs(one[column] / one[2] - 1) for one in large)
 
 
 def bar(error: float, most: float) -> str:
-    """Whether a bar was reached."""
+    """Formats whether the error meets its threshold."""
     return f"{100 * most:g}%: {'reached' if error <= most else 'missed'}"
 
 
 def means(points: list[Row]) -> dict[str, Row]:
-    """By estimator, ours first, as ``experiments.measured.peaks.means`` has it; those that have an error."""
+    """Returns the estimators that have an error, ours first, as ``experiments.measured.peaks.means`` does."""
     if not points:
         return {}
     from experiments.measured import peaks  # PyTorch
@@ -210,13 +210,13 @@ def means(points: list[Row]) -> dict[str, Row]:
 
 
 def of_kernels(row: Row, large: list[list[Any]]) -> Row:
-    """A file of kernels."""
+    """Returns the facts of a file of kernels."""
     return {"name": _named(row["label"]), "count": len(large), "errors": [off(large), off(large, 4)],
             "bar": bar(off(large), KERNEL_BAR)}  # fmt: skip
 
 
 def of_plans(row: Row) -> Row:
-    """A limit: what was said of plans, and what they take under the measured times."""
+    """Returns the predictions for plans at a limit, and their times under measured durations."""
     by = {one["times"]: one for one in row["rows"]}
     model, old = by[MODEL], by[ROOFLINE]
     apart, more = abs(model["said"] - model["measured"]), model["measured"] - model["own"]
@@ -227,14 +227,14 @@ def of_plans(row: Row) -> Row:
 
 
 def of_peaks(name: str, mean: Row) -> Row:
-    """An estimator of peaks."""
+    """Returns the facts of an estimator of peaks."""
     wrong = "missed" if mean["wrong"] else "reached"
     reached = f"{bar(mean['error'], PEAK_BAR)}; none wrong: {wrong}" if name == "ours" else None
     return {**mean, "name": ESTIMATORS[name], "bar": reached}
 
 
 def pair(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:
-    """A row for each: one roofline's value, and ours, hollow or filled."""
+    """Draws a row per entry: the plain roofline's value, and ours, hollow or filled."""
     (ours, control), rows = x, range(len(hollow))
     marks: list[Mark] = [between(ours, control, rows, FAINT),
                          Line(control, rows, CONTROL, "one roofline", "o", "", size=7)]  # fmt: skip
@@ -245,7 +245,7 @@ def pair(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> li
 
 
 def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
-    """What is said of each kernel against what was measured, by kind."""
+    """Draws predicted against measured times of each kernel, by kind."""
     low, high = min(one[2] for one in large) / 1.5, max(one[2] for one in large) * 1.5
     ends = np.array([low, high])
     marks: list[Mark] = [Line(ends, ends, INK, width=1, band=((1 - KERNEL_BAR) * ends, (1 + KERNEL_BAR) * ends))]
@@ -260,7 +260,7 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
 
 
 def of_kinds(row: Row) -> Panel:
-    """Sums by kind."""
+    """Draws sums by kind."""
     found = [one for one in row["rows"] if one[2] >= 100 and one[3]]
     series = [(label, ink, [one[i] / 1e3 for one in found], ())
               for i, ink, label in ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))]  # fmt: skip
@@ -270,7 +270,7 @@ def of_kinds(row: Row) -> Panel:
 
 
 def planned(rows: list[Row]) -> Panel:
-    """By limit: overhead as said (hollow) and under the measured times, by belief; the plan for these; the floor."""
+    """Draws the overheads by limit and time model: predicted (hollow), under measured times, and the floor."""
     marks: list[Mark] = []
     x = np.arange(len(rows))
     for key, ink, name, shift in ((MODEL, OURS, "ours", -0.12), (ROOFLINE, CONTROL, "one roofline", 0.12)):

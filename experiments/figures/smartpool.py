@@ -90,7 +90,7 @@ class Fig8(Figure):
 
 
 def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
-    """Load per kernel (int64[n]) when every candidate of AutoSwap is away, and the run of its synchronous swaps."""
+    """Returns the load per kernel (int64[n]) with all AutoSwap candidates swapped out, and the synchronous run."""
     candidates = Candidates(program, peak_gaps(program))
     load = candidates.residency(np.ones(len(candidates), dtype=bool))
     n = len(program.kernels)
@@ -100,9 +100,9 @@ def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
 
 SCORES = tuple(f"autoswap_{score}" for score in BASIC)
 FREE = 447  # MB: the limit down to which the paper's overhead is zero
-EVERY = 3  # of so many limits one is in the table; the picture has all
-CLOSE, HIGHEST = 0.03, 0.2  # claimed: the scores differ by less, all are below
-DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # of SCORES
+EVERY = 3  # every third limit is in the table; the picture shows all
+CLOSE, HIGHEST = 0.03, 0.2  # the paper's claims: maximum difference of the scores, maximum overhead
+DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # by SCORES
 
 
 class Fig9(Figure):
@@ -154,7 +154,7 @@ class Fig9(Figure):
     def chart(self, rows: list[Row]) -> Chart:
         lines = Lines(rows)
         bo = np.median(lines.bo, axis=0)
-        # A tighter limit has no lower floor: between two limits that of the wider one holds.
+        # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
         x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
         marks: list[Mark] = [floor_area(x, y, -0.003, step=True),
                              Rule(FREE, colour=FAINT, text="the paper's limit\nof no overhead")]  # fmt: skip
@@ -174,7 +174,7 @@ class Fig9(Figure):
 
 
 class Lines:
-    """The rows as arrays over the limits, float64[limits]; ``bo`` is [seeds, limits]."""
+    """Rows as float64[limits] arrays; ``bo`` is [seeds, limits]."""
 
     def __init__(self, rows: list[Row]) -> None:
         first = next(row for row in rows if row["seed"] is None)
@@ -185,7 +185,7 @@ class Lines:
         self.forward = [first["forward"][name] for name in SCORES]
 
     def free(self, overheads: np.ndarray) -> float:
-        """The lowest limit of the paper at which there is no overhead, nor at any above it."""
+        """Returns the paper's lowest limit at and above which no limit has overhead."""
         paid = np.flatnonzero(overheads > ZERO)
         return float(self.paper[paid[0] - 1 if len(paid) else -1]) if not len(paid) or paid[0] else np.nan
 
@@ -195,7 +195,7 @@ REDUCED = {  # MB
     "vgg19": 561,
 }  # fmt: skip
 PLANNER = "autoswap_bo"
-BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # of the link
+BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # speeds relative to the link
 
 
 class Table2(Figure):
@@ -253,15 +253,14 @@ def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANN
 
 
 def lowest_free(program: Program, machine: Machine, steps: int, above: int, planner: str = PLANNER) -> int:
-    """Returns the lowest of ``steps`` limits, and of the load, at which AutoSwap has no overhead, from ``above`` on."""
+    """Returns AutoSwap's lowest limit without overhead, from ``above`` to the load in ``steps``."""
     least = Candidates(program, peak_gaps(program)).least
     limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
     return min(limit for limit in limits if limit >= above and is_free(program, machine, limit, planner))
 
 
 def lowest_floor(program: Program, machine: Machine) -> int:
-    """A limit below which every plan of swaps has overhead, or fits not at all: the highest such, to 1 % of the
-    load."""
+    """Returns the highest limit below which every plan of swaps has overhead or does not fit, to 1 % of the load."""
     high = program.peak_bytes
     low = floor(program, machine, high, "swap").least_bytes
 
@@ -272,8 +271,10 @@ def lowest_floor(program: Program, machine: Machine) -> int:
 
 
 def slowest_link(program: Program, machine: Machine, limit: int) -> float | None:
-    """The least multiple of the link's speed at which AutoSwap has no overhead at ``limit``; None if ``FASTEST`` is too
-    slow."""
+    """Returns the smallest link speed without overhead at ``limit``, as a multiple of the machine's.
+
+    None if ``FASTEST`` is too slow.
+    """
 
     def enough(factor: float) -> bool:
         speeds = (round(speed * factor) for speed in (machine.h2d_bytes_per_s, machine.d2h_bytes_per_s))
@@ -290,7 +291,7 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
 
 
 def facts(row: Row) -> Row:
-    """A network: MB, and shares of a load."""
+    """Returns a network's MB and fractions of the load."""
     load, left = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
     return {
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
@@ -302,9 +303,9 @@ def facts(row: Row) -> Row:
 
 
 EXAMPLE = ("vgg16", 350)  # network, MB
-# Of the example; the last: less than.
+# The paper's times for the example; the last is an upper bound.
 EXAMPLE_MS = {"ramp_ms": 24.0, "out_ms": 28.9, "overhead_ms": 7.3, "avoidable_ms": 1.7}
-NEGLIGIBLE = 0.005  # of an iteration
+NEGLIGIBLE = 0.005  # fraction of an iteration
 
 
 class Optimality(Figure):
@@ -371,7 +372,7 @@ class Optimality(Figure):
 
 
 def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:
-    """Times of an iteration at one limit; None where AutoSwap's candidates do not reach it."""
+    """Returns the times of an iteration at one limit, or None if AutoSwap's candidates do not reach it."""
     if (plan := figures.attempt(agents.make("autoswap_bo"), program, machine, limit)) is None:
         return None
     timeline = simulate(program, plan, machine, limit)
@@ -388,7 +389,7 @@ def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: 
 
 
 def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
-    """ns that the last iteration waits in the forward pass, and that could be avoided there, by the paper's way."""
+    """Returns the forward-pass wait of the last iteration, and the part avoidable by the paper's method, in ns."""
     begin, kernels = timeline.last_start_ns, last_kernels(timeline, program)
     end = max(k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward") + 1
     waited = waits(timeline, program)[:end]
@@ -397,7 +398,7 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
         return 0, 0
     last = max(k for k, ns in enumerate(waited) if ns)
     selected = {(d.tensor, d.after, d.before) for d in plan.decisions}
-    ready = {}  # gaps that are open at the last wait, and since when
+    ready = {}  # gaps open at the last wait, with the time since which they are
     for g in program.gaps(MIB):
         if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
             ready[g] = kernels[g.after].end_ns if g.after < last else begin
@@ -419,7 +420,7 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
 
 
 def idle(timeline: Timeline, begin: int, until: int) -> list[tuple[int, int]]:
-    """When the swap-out stream has nothing to do, between two times: [start, end) each."""
+    """Returns the intervals [start, end) between two times in which the swap-out stream is idle."""
     busy = sorted((s.start_ns, s.end_ns) for s in timeline.spans if s.stream == "d2h" and s.end_ns > begin)
     out, now = [], begin
     for start, end in [*busy, (until, until)]:
@@ -432,8 +433,8 @@ def idle(timeline: Timeline, begin: int, until: int) -> list[tuple[int, int]]:
 def points(rows: list[Row]) -> list[Row]:
     """Returns a row per limit of every network.
 
-    Overheads are AutoSwap's ("ours"), the best known plan's, the floor's, and those avoidable: by the paper's method
-    ("paper"), at least (best known plan) and at most (floor).
+    Overheads: "ours" is AutoSwap's, "known" the best known plan's, "floor" the certified lower bound. Avoidable
+    overheads: "paper" by the paper's method, "least" relative to the best known plan, "most" relative to the floor.
     """
     out = []
     for row in rows:
@@ -452,5 +453,5 @@ def points(rows: list[Row]) -> list[Row]:
 
 
 def named(share: float | None, paper: str) -> str:
-    """What must leave, for people."""
+    """Formats the part of the load that must be swapped out."""
     return paper if share is None else f"{share:.0%}"

@@ -16,7 +16,7 @@ from experiments.plotting.charts import Axis, Chart, Line, Panel
 from experiments.plotting.palette import INK
 from simulator.machine import Machine
 
-PLANNER = "autoswap_swdoa"  # the optimization takes thirty times as long
+PLANNER = "autoswap_swdoa"  # Bayesian optimization takes thirty times as long
 LOOKS = (("#1f5fa8", "s"), ("#f16913", "^"), ("#8c564b", "v"), ("#238b45", "D"), ("#8e5bd0", "P"), ("#cb181d", "X"))
 
 

@@ -32,7 +32,7 @@ CLAIMS = (  # overhead, least reduction of CnMem's footprint, quotation
 
 
 class Fig10(Figure):
-    """Fig. 10: footprint against batch size, four ways to allocate."""
+    """Fig. 10: footprint against batch size, for four allocators."""
 
     name = "smartpool_fig10"
 
@@ -46,7 +46,7 @@ class Fig10(Figure):
         return [{**task, "batch": batch, **search} for task in super().tasks(settings) for batch in batches]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        from experiments import workloads  # PyTorch is only needed to capture
+        from experiments import workloads  # only captures need PyTorch
 
         config = figures.workload(task["network"])
         program = at_batch(config, task["batch"], machine)
@@ -92,7 +92,7 @@ class Fig10(Figure):
             for pool in PLAIN:
                 name, ink, marker = ALLOCATORS[pool]
                 y, name = [row["footprints"][pool] / 2**30 for row in lines], name.partition(",")[0]
-                dotted = Line(x, y, INK, line=DOTTED, width=1.2, front=4, end=name)  # SmartPool lies on it
+                dotted = Line(x, y, INK, line=DOTTED, width=1.2, front=4, end=name)  # hides SmartPool
                 marks.append(dotted if pool == "cudamalloc" else Line(x, y, ink, marker=marker, width=1.8, end=name))
             top = 1.06 * max(max(m.y) for m in marks if isinstance(m, Line))
             if memory < top:
@@ -105,7 +105,7 @@ class Fig10(Figure):
 
 
 def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
-    """A workload at another batch size; its durations as the module says."""
+    """Returns a workload at another batch size, with its measured time scaled by the roofline."""
     from experiments import workloads
 
     captured = workloads.load({**config, "batch_size": batch, "iteration_ms": {}}, machine)
@@ -119,7 +119,7 @@ def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
 
 
 def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
-    """For each of the overheads the smallest footprint that the planner finds."""
+    """Returns the smallest footprint that the planner finds for each overhead."""
     pool, seconds = search["pool"], search["seconds"]
     planner = SmartPoolAutoSwap(pool=pool, seconds=seconds, steps=search["steps"])
     out = []
@@ -135,12 +135,12 @@ def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
 
 
 def saved(row: Row, i: int, more: int = 0) -> float:
-    """What part of CnMem's footprint the i-th overhead saves, ``more`` bytes on both sides."""
+    """Returns the fraction of CnMem's footprint saved at the i-th overhead, with ``more`` bytes added to both."""
     return float(1 - (row["swapped"][i]["footprint"] + more) / (row["footprints"]["cnmem"] + more))
 
 
 def line(lines: list[Row], sizes: list[int]) -> tuple[float, float]:
-    """Slope of the least-squares line, bytes per image, and how far the sizes are off it, of themselves, at most."""
+    """Returns the slope of the least-squares line in bytes per image, and the maximum relative deviation from it."""
     x, y = np.array([row["batch"] for row in lines], float), np.array(sizes, float)
     if len(x) < 2:
         return float(y[0] / x[0]), 0.0
@@ -149,7 +149,7 @@ def line(lines: list[Row], sizes: list[int]) -> tuple[float, float]:
 
 
 def fig10_facts(network: str, lines: list[Row], batch: int) -> Row:
-    """A network: footprints at one batch size, and what swapping saves at all."""
+    """Returns a network's footprints at one batch size, and the savings of swapping."""
     here = next(row for row in lines if row["batch"] == batch)
     cells = []
     for i, one in enumerate(here["swapped"]):
@@ -162,17 +162,17 @@ def fig10_facts(network: str, lines: list[Row], batch: int) -> Row:
 
 
 def by_network(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows of each network, from small batches to large ones."""
+    """Groups rows by network, in order of batch size."""
     return {name: sorted(lines, key=lambda row: row["batch"]) for name, lines in figures.grouped(rows).items()}
 
 
-POOLS = {  # allocator without a plan, and with one
+POOLS = {  # allocators without and with a plan
     "smartpool+autoswap": ("cnmem", "smartpool"), "memonger": ("cudamalloc", "cudamalloc"),
     "superneurons": ("superneurons", "superneurons"), "geeps": ("cudamalloc", "cudamalloc"),
 }  # fmt: skip
-BUDGETS = (0.25, 0.5, 1.0)  # of memonger's B
-TOP = 0.8  # overhead that the picture shows
-CLOSE = 0.02  # points of overhead: comparable
+BUDGETS = (0.25, 0.5, 1.0)  # multiples of memonger's budget B
+TOP = 0.8  # maximum overhead in the picture
+CLOSE = 0.02  # points of overhead within which methods are comparable
 
 
 class Fig11(Figure):
@@ -246,12 +246,12 @@ class Fig11(Figure):
 
 
 def footprint(pool: str, lives: Intervals, machine: Machine, seconds: float = 5.0) -> int:
-    """Bytes that an allocator takes, of which "cudamalloc" is the load."""
+    """Returns the bytes that an allocator reserves; for "cudamalloc" this is the load."""
     return figures.packed(pool, lives, machine.alignment, seconds).footprint
 
 
 def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine) -> list[float]:
-    """Overhead and footprint of a plan run under a limit, and the bytes that it moves, both ways."""
+    """Returns overhead and footprint of a plan under a limit, and the bytes it moves in both directions."""
     timeline = simulate(program, plan, machine, limit)
     moved = [s for s in timeline.spans if s.stream != "compute" and s.start_ns >= timeline.last_start_ns]
     size = footprint(pool, timeline_lifetimes(timeline).intervals, machine)
@@ -259,18 +259,18 @@ def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine)
 
 
 def autoswap(program: Program, machine: Machine, overheads: list[float], steps: int) -> Iterator[tuple[Plan, int]]:
-    """SmartPool alone, then with AutoSwap at each of the overheads."""
+    """Yields SmartPool alone, then with AutoSwap at each overhead."""
     yield Plan(), program.peak_bytes
     found = SmartPoolAutoSwap(steps=steps).smallest(program, machine, [max(o, ZERO) for o in overheads])
-    # The same swaps are another run under another load limit.
+    # Equal swaps under different limits give different timelines.
     yield from ((plan, plan.limit) for plan in {(plan.decisions, plan.limit): plan for plan in found}.values())
 
 
 def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
-    """Recomputation at the budgets."""
+    """Yields plans of recomputation at the budgets."""
     stages = Stages(program)
     budget = 0
-    for _ in range(3):  # as the planner does
+    for _ in range(3):  # as in the planner
         kept, largest, _ = stages.divide(budget)
         budget = math.isqrt(kept * largest)
     for share in BUDGETS:
@@ -279,7 +279,7 @@ def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
 
 
 def superneurons(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
-    """All that may leave, in each of the modes."""
+    """Yields SuperNeurons' plans in each mode, with everything evicted that may be."""
     for mode in MODES:
         planner = agents.make("superneurons", mode=mode)
         limit = figures.least_limit(planner, program, machine, program.peak_bytes // 200)  # to 0.5 %
@@ -287,7 +287,7 @@ def superneurons(program: Program, machine: Machine) -> Iterator[tuple[Plan, int
 
 
 def geeps(program: Program, machine: Machine, shares: list[float]) -> Iterator[tuple[Plan, int]]:
-    """A plan for each limit, a share of the load, as far as there is one."""
+    """Yields a plan for each limit, a fraction of the load, as long as one is found."""
     planner = agents.make("geeps")
     for share in shares:
         limit = int(share * program.peak_bytes)
@@ -297,23 +297,23 @@ def geeps(program: Program, machine: Machine, shares: list[float]) -> Iterator[t
 
 
 def reductions(row: Row, method: str, base: int | None = None) -> np.ndarray:
-    """float64[points, 2]: reduction of the footprint without a plan (or of ``base`` bytes), and overhead."""
+    """Returns float64[points, 2]: footprint reduction (relative to no plan, or to ``base`` bytes) and overhead."""
     found = np.array(row["points"][method], dtype=float).reshape(-1, 3)
     return np.stack([1 - found[:, 1] / (base or row["bases"][method]), found[:, 0]], 1)
 
 
 def at(points: np.ndarray, reduction: float) -> float:
-    """The least overhead of points that reduce by at least so much; inf where none does."""
+    """Returns the least overhead of points that reduce by at least ``reduction``; inf if none does."""
     return float(points[points[:, 0] >= reduction - 1e-9, 1].min(initial=np.inf))
 
 
 def free(points: np.ndarray, overhead: float = ZERO) -> float:
-    """The largest reduction within an overhead, at least 0."""
+    """Returns the largest reduction within an overhead, at least 0."""
     return float(points[points[:, 1] <= overhead, 0].max(initial=0.0))
 
 
 def fig11_facts(row: Row) -> Row:
-    """A network: reduction and overhead of each method's points, the extremes of the wide ranges."""
+    """Returns a network's reductions and overheads by method, with the extremes of wide ranges."""
     ours, memonger, both, geeps = (reductions(row, name) for name in POOLS)
     return {
         "label": figures.label(row["network"]), "free": free(ours), "at_15": free(ours, 0.15),
@@ -322,12 +322,12 @@ def fig11_facts(row: Row) -> Row:
         "geeps": said(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",
         "deeper": both[:, 0].max() > memonger[:, 0].max(), "dearer": both[-1, 1] > memonger[:, 1].max(),
         "further": ours[:, 0].max() > geeps[:, 0].max(initial=0),
-        # Overhead of GeePS less ours, at each of its points; -inf: ours does not go so far.
+        # Overhead of GeePS minus ours, at each of its points; -inf if ours does not reduce as much.
         "off": [float(p[1]) - at(ours, float(p[0])) for p in geeps],
         "wide": free(reductions(row, "geeps", row["caffe"])),
     }  # fmt: skip
 
 
 def said(point: Any) -> str:
-    """Reduction and overhead of a point."""
+    """Formats reduction and overhead of a point."""
     return f"{point[0]:.0%} ({point[1]:.0%})"

@@ -36,7 +36,7 @@ PAPER: dict[str, dict[str, float]] = {  # ratios, ms of an iteration with cudaMa
     }.items()
 }
 WORST = 1.016  # the paper's worst ratio of SmartPool
-ZERO = 0.0005  # an overhead up to this is 0.0 %
+ZERO = 0.0005  # overheads up to this print as 0.0 %
 
 
 class Table1(Figure):
@@ -46,7 +46,7 @@ class Table1(Figure):
     among = PAPER
 
     def run(self, task: Row, machine: Machine) -> Row:
-        from experiments import workloads  # PyTorch is only needed to capture
+        from experiments import workloads  # only captures need PyTorch
 
         config = figures.workload(task["network"])
         program = workloads.load({**config, "algorithms": False}, machine).program
@@ -105,14 +105,14 @@ class Table1(Figure):
 
 
 def ratios(lives: Intervals, machine: Machine) -> dict[str, float]:
-    """Footprints over the load; ``aligned``: SmartPool's with the machine's alignment."""
+    """Returns footprints relative to the load; ``aligned`` is SmartPool with the machine's alignment."""
     load = lives.peak_bytes
     found = {name: figures.packed(name, lives).footprint / load for name in POOLS}
     return {**found, "aligned": figures.packed("smartpool", lives, machine.alignment).footprint / load}
 
 
 def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of the previous iteration, and the transformed filters of 3x3 convolutions of stride 1."""
+    """Returns the previous iteration's gradients, and transformed filters of 3x3 convolutions of stride 1."""
     gradients = [
         Tensor(f"previous gradient of {name}", p.numel() * p.element_size(), "gradient", True)
         for name, p in model.named_parameters()
@@ -130,13 +130,13 @@ def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def speedup(row: Row, pool: str) -> float:
-    """Of an iteration with a pool over one with cudaMalloc."""
+    """Returns the speedup of an iteration with a pool over one with cudaMalloc."""
     slow, fast = (row["ideal_ns"] + row["allocation_ns"][name] for name in ("cudamalloc", pool))
     return float(slow / fast)
 
 
 def facts(row: Row) -> Row:
-    """A network's numbers, beside the paper's."""
+    """Returns a network's numbers with the paper's."""
     paper, singa = PAPER[row["network"]], row["singa"]
     return {
         **row, "label": figures.label(row["network"]), "paper": paper,
@@ -147,8 +147,10 @@ def facts(row: Row) -> Row:
 
 
 def multiples(rows: list[Row]) -> list[float]:
-    """From each ResNet to the next: how many times the weights the paper's load grows by beside our activations. Of
-    weights and momentum, the captured peak holds two."""
+    """Returns, from each ResNet to the next, how many copies of the weights the paper's load includes.
+
+    The captured peak holds two copies: weights and momentum.
+    """
     nets = [(PAPER[r["network"]]["load"] * MB, r["load"], r["weights"]) for r in rows if "resnet" in r["network"]]
     return [
         2 + ((theirs - theirs0) - (ours - ours0)) / (weights - weights0)
@@ -157,7 +159,7 @@ def multiples(rows: list[Row]) -> list[float]:
 
 
 class Operation(NamedTuple):
-    """One operation: malloc, free, read or write of a tensor, by number in order of appearance."""
+    """Operation on a tensor (malloc, free, read or write); tensors are numbered in order of appearance."""
 
     kind: str
     tensor: int
@@ -175,7 +177,7 @@ class Fig2(Figure):
         return [{"network": name, "iterations": iterations, "curve": name == found[0]} for name in found]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        from experiments import workloads  # PyTorch is only needed to run the network
+        from experiments import workloads  # only the run needs PyTorch
 
         config = figures.workload(task["network"])
         before, lines, starts = record(workloads.build(config), task["iterations"])
@@ -188,7 +190,7 @@ class Fig2(Figure):
         return {
             "operations": [len(part) for part in parts],
             "peaks": [max(loads[a : b + 1]) for a, b in zip(bounds, bounds[1:], strict=False)],
-            "same": [found == signatures[1] for found in signatures],  # as the second
+            "same": [found == signatures[1] for found in signatures],  # equal to the second iteration
             "starts": starts,
             "before": before,
             "captured": figures.program(task["network"], machine).peak_bytes,
@@ -234,19 +236,19 @@ class Fig2(Figure):
 
 
 def signature(lines: list[Operation]) -> list[tuple[str, int, int]]:
-    """Operations with the tensors renumbered by when each first appears among them."""
+    """Returns operations with tensors renumbered by first appearance."""
     number: dict[int, int] = {}
     return [(line.kind, line.nbytes, number.setdefault(line.tensor, len(number))) for line in lines]
 
 
 def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]]:
-    """Trains for some iterations and records the operations.
+    """Trains for some iterations and records the operations on tensors.
 
     Args:
-        parts: model, loss function, optimizer and batch, as of ``workloads.build``.
+        parts: Model, loss function, optimizer and batch, as from ``workloads.build``.
 
     Returns:
-        Bytes that are there before the first iteration; the operations; where among them each iteration starts.
+        Bytes allocated before the first iteration; the operations; the index of each iteration's first operation.
     """
     import torch
 
@@ -267,7 +269,7 @@ def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]
 
 
 def _recorder() -> Any:
-    """A dispatch mode that writes down what every operator does to storages: ``lines``."""
+    """Returns a dispatch mode that records the effects of every operator on storages in ``lines``."""
     from torch import Tag, Tensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,11 +281,11 @@ def _recorder() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.lines: list[Operation] = []
-            self.number: dict[Any, int] = {}  # of storages, dead ones too
-            self.live: dict[Any, int] = {}  # their bytes
+            self.number: dict[Any, int] = {}  # by storage, including dead ones
+            self.live: dict[Any, int] = {}  # bytes of live storages
 
         def know(self, tensor: Tensor) -> int:
-            """Bytes of a tensor whose storage is new here; 0 of another."""
+            """Registers a tensor; returns its bytes if the storage is new, else 0."""
             key = StorageWeakRef(tensor.untyped_storage())
             if key in self.number:
                 return 0
@@ -292,7 +294,7 @@ def _recorder() -> Any:
             return self.live[key]
 
         def reap(self) -> None:
-            """Writes down the storages that died since the last operator."""
+            """Records the storages freed since the last operator."""
             for key in [key for key in self.live if key.expired()]:
                 self.lines.append(Operation("free", self.number[key], self.live.pop(key)))
 
@@ -325,7 +327,7 @@ def _recorder() -> Any:
 
 
 def limits_of(settings: DictConfig, network: Any) -> list[float]:
-    """The limits of the YAML in MB, in the paper's terms; raises UsageError for what is none of this network."""
+    """Returns the YAML's limits in the paper's MB; raises UsageError for an invalid limit of this network."""
     if network not in PAPER:
         raise cli.UsageError(f"figure.network: {network!r} is not in Table I ({', '.join(PAPER)})")
     most = PAPER[network]["load"]
@@ -334,31 +336,31 @@ def limits_of(settings: DictConfig, network: Any) -> list[float]:
 
 
 def our_limit(program: Program, network: str, paper_mb: float) -> int:
-    """The limit in bytes at which as much must be swapped out as at the paper's limit in MB.
+    """Returns the limit in bytes that requires as much swapping out as the paper's limit in MB.
 
     Raises:
-        ValueError: the paper's limit is above its load.
+        ValueError: The paper's limit is above its load.
     """
     load = PAPER[network]["load"]
     if paper_mb > load:
-        raise ValueError(f"{network}: the paper's load is {load} MB, below a limit of {paper_mb:g} MB")
+        raise ValueError(f"{network}: the paper's load of {load} MB is below the limit of {paper_mb:g} MB")
     return program.peak_bytes - round((load - paper_mb) * MB)
 
 
 def planned(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Timeline:
-    """The run of a planner's plan under its limit, which the simulator enforces; raises Infeasible without one."""
+    """Returns the timeline of a planner's plan under its enforced limit; raises Infeasible if it finds none."""
     plan = planner.plan(program, machine, limit)
     return simulate(program, plan, machine, min(limit, plan.limit))
 
 
 def last_kernels(timeline: Timeline, program: Program) -> list[Span]:
-    """The kernels of the last iteration of a plan without recomputation, in program order."""
+    """Returns the kernels of the last iteration in program order, for a plan without recomputation."""
     begin = timeline.last_start_ns
     return [s for s in timeline.spans if s.kind == "kernel" and s.start_ns >= begin][: len(program.kernels)]
 
 
 def waits(timeline: Timeline, program: Program) -> list[int]:
-    """ns that the compute stream waits before each kernel in the last iteration of a plan without recomputation."""
+    """Returns the compute stream's wait before each kernel of the last iteration in ns, without recomputation."""
     kernels = last_kernels(timeline, program)
     free = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
     return [s.start_ns - ready for s, ready in zip(kernels, free, strict=False)]

@@ -20,9 +20,9 @@ from simulator.pool import program_lifetimes
 from simulator.pool.times import allocation_ns
 
 GB = 10**9
-POOL = "superneurons"  # of simulator.pool: their heap
+POOL = "superneurons"  # SuperNeurons' heap in simulator.pool
 FIG2_BATCH = 32
-FIG2_PAPER = {"resnet152_imagenet": 18.5, "inception_v4": 44.3}  # GB with workspaces, the two that the text names
+FIG2_PAPER = {"resnet152_imagenet": 18.5, "inception_v4": 44.3}  # GB with workspaces, from the text
 
 
 class Fig2(Figure):
@@ -34,7 +34,7 @@ class Fig2(Figure):
         program = figures.program(task["network"], machine, batch_size=FIG2_BATCH, algorithms=True)
         chosen = [min(algorithms(kernel)) for kernel in program.kernels]
         held = [live - kernel.workspace for live, kernel in zip(program.live_bytes, program.kernels, strict=True)]
-        tensors = sum(tensor.nbytes for tensor in program.tensors)  # none of them ever freed
+        tensors = sum(tensor.nbytes for tensor in program.tensors)  # without freeing any
         return {
             "without": max(held), "fastest": max(a + b for a, (_, b, _) in zip(held, chosen, strict=True)),
             "sum": tensors + sum(nbytes for _, nbytes, _ in chosen), "all": tensors,
@@ -105,7 +105,7 @@ class Fig8(Figure):
 
 
 class Fig12(Figure):
-    """Fig. 12: convolution workspaces in the memory that tensors leave, and training speed."""
+    """Fig. 12: convolution workspaces in the memory that tensors leave free, and training speed."""
 
     name = "superneurons_fig12"
 
@@ -206,9 +206,10 @@ class Table2(Figure):
 
 
 def table2_facts(rows: list[Row]) -> list[Row]:
-    """Every network: what cudaMalloc adds to an iteration, in the paper and here, and what the pool gains by that.
+    """Returns the time that cudaMalloc adds to an iteration, in the paper and here, and the pool's speedup.
 
-    ``each``: with one cost per block for all networks, the median of what would give the paper's differences.
+    ``each``: speedup with one cost per block for all networks, the median of the costs that give the paper's
+    differences.
     """
     out = []
     for row in rows:

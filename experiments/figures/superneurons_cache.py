@@ -15,7 +15,7 @@ from simulator import simulate
 from simulator.machine import Machine
 from simulator.program import Program
 
-CLAIM = 1 / 3  # the paper's largest loss without the cache
+CLAIM = 1 / 3  # the paper's largest loss of speed without the cache
 LINEAR = ("alexnet", "vgg16_imagenet")
 
 

@@ -1,13 +1,13 @@
 """SuperNeurons' Tables 4 and 5: the deepest network and the largest batches that train in 12 GB, by framework.
 
-The paper runs Caffe, MXNet, Torch, TensorFlow and its own runtime on a K40c. Here memory strategies run on the captured
-programs of PyTorch, with no workspaces and nothing else on the GPU:
+The paper runs Caffe, MXNet, Torch, TensorFlow and its own runtime on a K40c. Here memory strategies run on captured
+PyTorch programs, without workspaces or other GPU memory:
 
-- ``own``: every tensor has memory of its own, the paper's baseline; Caffe and Torch are at best twice as good (2.2);
-- ``none``: dead tensors are freed (liveness analysis), as MXNet's and TensorFlow's engines do; nothing is planned;
-- ``superneurons``: CONV outputs are swapped out, cheap layers recomputed; ``superneurons_joins``: sums and
-  concatenations are swapped out, too (agents/heuristics/superneurons.py, choice 1);
-- ``bound``: no method, but what none exceeds: every tensor swapped out whenever no kernel uses it.
+- ``own``: every tensor has separate memory, the paper's baseline; Caffe and Torch are at best twice as good (2.2);
+- ``none``: dead tensors are freed (liveness analysis), as in MXNet's and TensorFlow's engines, without a plan;
+- ``superneurons``: CONV outputs are swapped out, cheap layers recomputed; ``superneurons_joins`` also swaps out sums
+  and concatenations (agents/heuristics/superneurons.py, choice 1);
+- ``bound``: not a method but an upper bound: every tensor is swapped out whenever no kernel uses it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from simulator.timeline import Timeline
 
 
 class Method(NamedTuple):
-    """One strategy: a planner of ``agents`` with its options; "" plans nothing."""
+    """Strategy: a planner of ``agents`` with its options; "" does not plan."""
 
     label: str
     planner: str = ""
@@ -62,12 +62,12 @@ FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
 
 
 def methods(settings: DictConfig) -> list[str]:
-    """``settings.methods``; raises UsageError for one that there is not."""
+    """Returns ``settings.methods``; raises UsageError if one is unknown."""
     return chosen(settings, "methods", METHODS)
 
 
 def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
-    """The iteration of a method in the machine's memory; None where it does not fit."""
+    """Returns the timeline of a method in the machine's memory, or None if it does not fit."""
     if floor(method, program) > machine.memory_bytes:
         return None
     how = METHODS[method]
@@ -76,7 +76,7 @@ def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
 
 
 def floor(method: str, program: Program) -> int:
-    """Bytes that a method cannot do without: with everything away that it moves, whenever it is not in use."""
+    """Returns a lower bound on a method's bytes: with all tensors it moves swapped out whenever unused."""
     if method == "own":
         return sum(t.nbytes for t in program.tensors)
     if method == "none":
@@ -90,12 +90,11 @@ def floor(method: str, program: Program) -> int:
 
 
 def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:
-    """The largest size of a program with which a method fits, at most ``limit``, and what an iteration takes there, if
-    the method has a plan.
+    """Returns the largest size up to ``limit`` at which a method fits, and its iteration if the method has a planner.
 
     Args:
-        at: the program of a size.
-        first: a size to begin with.
+        at: Returns the program of a size.
+        first: Initial size of the search.
     """
     top = largest(lambda n: floor(method, at(n)) <= machine.memory_bytes, min(first, limit), limit)
     if not METHODS[method].planner:
@@ -107,7 +106,7 @@ def most(method: str, at: Callable[[int], Program], machine: Machine, first: int
             found[n] = planned(method, at(n), machine)
         return n == 0 or found[n] is not None
 
-    # The floor is near, so the search goes down from it: how far does it not fit?
+    # The lower bound is close, so the search starts there and goes down.
     size = top if fits(top) else top - 1 - largest(lambda less: not fits(top - less), 1, top)
     timeline = found[size]
     if timeline is None:
@@ -117,7 +116,7 @@ def most(method: str, at: Callable[[int], Program], machine: Machine, first: int
 
 def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str, int]], texts: Sequence[str], axis: str,
           room: float, bound: int | None = None) -> Panel:  # fmt: skip
-    """A bar for each framework of the paper, hollow, and for each of our methods, with its text."""
+    """Returns a panel with a hollow bar per framework of the paper, and a labelled bar per method of ours."""
     n = len(paper)
     named = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
     marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=named)]
@@ -129,18 +128,18 @@ def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str,
 
 
 class Deeper:
-    """A network at any depth, of one capture: its program with one of a row of equal layers repeated.
+    """Network at any depth, derived from one capture by repeating one of several equal layers.
 
-    A layer is what touches the parameters ``layers.N.…``, with the kernels behind it in the forward pass and before it
-    in the backward pass that touch none; a tensor is of the layer whose kernel accesses it first. A copy is linked with
-    the copies around it as layer N is with its neighbours. What reads a tensor of layer N elsewhere (a marker at the
-    end that keeps all gradients) reads those of all copies.
+    A layer consists of the kernels that use parameters ``layers.N.…``, the following kernels without parameters in the
+    forward pass, and the preceding ones in the backward pass. A tensor belongs to the layer whose kernel accesses it
+    first. Copies are linked as layer N is with its neighbors. A kernel elsewhere that reads a tensor of layer N (such
+    as a marker that keeps all gradients) reads the tensors of all copies.
 
     Args:
-        layer: N; the layers before and behind must be its equals.
+        layer: N; the adjacent layers must be equal to it.
 
     Raises:
-        ValueError: they are not, or the layer's kernels are not in one piece in every phase.
+        ValueError: Adjacent layers differ, or the layer's kernels are not contiguous in every phase.
     """
 
     def __init__(self, program: Program, layer: int) -> None:
@@ -151,16 +150,16 @@ class Deeper:
             for t, uses in zip(program.tensors, program.accesses, strict=True)
         ]
         mine = self._of(layer)
-        self._twin: dict[int, int] = {}  # a neighbour's tensor: the one of the layer in its place
+        self._twin: dict[int, int] = {}  # a neighbor's tensor: the corresponding tensor of the layer
         for beside in (layer - 1, layer + 1):
             theirs = self._of(beside)
             if [_plain(program.tensors[t]) for t in mine] != [_plain(program.tensors[t]) for t in theirs]:
-                raise ValueError(f"{program.name}: layers {beside} and {layer} are not alike")
+                raise ValueError(f"{program.name}: layers {beside} and {layer} differ")
             self._twin.update(zip(theirs, mine, strict=True))
         self._pieces = [list(piece) for _, piece in groupby(range(len(program.kernels)), self._piece)]
         phases = [program.kernels[p[0]].phase for p in self._pieces if self._kernels[p[0]] == layer]
         if len(phases) != len(set(phases)):
-            raise ValueError(f"{program.name}: the kernels of layer {layer} are not in one piece")
+            raise ValueError(f"{program.name}: the kernels of layer {layer} are not contiguous")
 
     def _of(self, layer: int) -> list[int]:
         return [t for t, owner in enumerate(self._tensors) if owner == layer]
@@ -169,7 +168,7 @@ class Deeper:
         return self._kernels[k] == self._layer, self._program.kernels[k].phase
 
     def by(self, more: int) -> Program:
-        """The program with ``more`` layers; 0: as it was. Raises ValueError for less."""
+        """Returns the program with ``more`` layers (0: unchanged); raises ValueError if negative."""
         if more < 0:
             raise ValueError(f"more: expected at least 0, got {more}")
         program, layer = self._program, self._layer
@@ -195,7 +194,7 @@ class Deeper:
         return Program(program.name, tuple(tensors), tuple(kernels))
 
     def _ids(self, t: int, layer: int | None, c: int, copies: Sequence[Mapping[int, int]]) -> Iterable[int]:
-        """What tensor ``t`` is to a kernel of copy ``c`` of a layer."""
+        """Returns the tensors that replace ``t`` for a kernel of copy ``c`` of a layer."""
         owner, last = self._tensors[t], len(copies) - 1
         if layer == self._layer and owner is not None:
             if owner == layer:
@@ -210,13 +209,13 @@ class Deeper:
 
 
 def number(name: str) -> int | None:
-    """N of a parameter, buffer or optimizer state ``…layers.N.…``."""
+    """Returns N for a parameter, buffer or optimizer state ``…layers.N.…``."""
     found = re.search(r"\blayers\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 def _kernel_layers(program: Program) -> list[int | None]:
-    """The layer of every kernel."""
+    """Returns the layer of every kernel."""
     numbers = [number(t.name) if t.persistent else None for t in program.tensors]
     touched = [{numbers[t] for t in kernel.accesses} - {None} for kernel in program.kernels]
     out: list[int | None] = [None] * len(touched)
@@ -234,8 +233,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def anonymous(program: Program) -> tuple[list[Tensor], list[Kernel]]:
-    """What is left of a program when tensors have no names and are in the order of their first accesses: equal for
-    programs that do the same."""
+    """Returns a program's tensors and kernels without names, with tensors in the order of first access.
+
+    Equal results mean equivalent programs.
+    """
     order = list(dict.fromkeys(t for kernel in program.kernels for t in kernel.accesses))
     place = {t: i for i, t in enumerate(order)}
     return [_plain(program.tensors[t]) for t in order], [
@@ -246,7 +247,7 @@ def anonymous(program: Program) -> tuple[list[Tensor], list[Kernel]]:
 
 TABLE4_PAPER = dict(zip(FRAMEWORKS, (148, 480, 152, 592, 1920), strict=True))
 STAGES = (6, 32, 6)  # n1, n2, n4
-CAPTURED = 4  # n3 of the capture; its third block is repeated
+CAPTURED = 4  # n3 of the capture, whose third block is repeated
 FIRST, TABLE4_MOST = {"own": CAPTURED, "none": 128}, 2048  # n3
 
 
@@ -258,7 +259,7 @@ class Table4(Figure):
     def tasks(self, settings: DictConfig) -> list[Row]:
         found, captured = methods(settings), str(settings.captured)
         if captured not in found:
-            raise cli.UsageError(f"figure.captured: {captured!r} is not one of the methods ({', '.join(found)})")
+            raise cli.UsageError(f"figure.captured: expected one of the methods {', '.join(found)}, got {captured!r}")
         batch = cli.integer(settings, "batch_size", least=2)
         return [{"method": name, "batch": batch, "captured": name == captured} for name in found]
 
@@ -272,10 +273,10 @@ class Table4(Figure):
         if task["captured"]:
             whole = captured(batch, n3, machine)
             if anonymous(whole) != anonymous(program):
-                raise AssertionError(f"n3 = {n3}: the program captured is not the one of a block repeated")
+                raise AssertionError(f"n3 = {n3}: the captured program differs from the one with repeated blocks")
             program = whole
             if METHODS[method].planner and planned(method, whole, machine) is None:
-                raise AssertionError(f"{method}: n3 = {n3} fits as repeated, and not as captured")
+                raise AssertionError(f"{method}: n3 = {n3} fits with repeated blocks, but not as captured")
         sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
         return {
             "n3": n3, "depth": depth(n3), "kernels": len(program.kernels), "memory": machine.memory_bytes,
@@ -308,23 +309,23 @@ class Table4(Figure):
 
 
 def captured(batch: int, n3: int, machine: Machine) -> Program:
-    """The network, captured."""
+    """Captures the network."""
     n1, n2, n4 = STAGES
     return figures.program("resnet50_imagenet", machine, batch_size=batch, stages=f"{n1}-{n2}-{n3}-{n4}")
 
 
-@lru_cache(maxsize=1)  # a process has several tasks
+@lru_cache(maxsize=1)  # a process runs several tasks
 def first(batch: int) -> Program:
-    """The capture of which the deeper ones are made; of its durations none is used."""
+    """Captures the network from which deeper ones are derived; its durations are not used."""
     return captured(batch, CAPTURED, Machine.load("k40c"))
 
 
 def depth(n3: int) -> int:
-    """Layers with weights."""
+    """Returns the number of layers with weights."""
     return 3 * (sum(STAGES) + n3) + 2
 
 
-TABLE5_PAPER = {  # None: could not be run
+TABLE5_PAPER = {  # None: not run
     name: dict(zip(FRAMEWORKS, row, strict=True))
     for name, row in {
         "alexnet": (768, 768, 1024, 1408, 1792),
@@ -338,7 +339,7 @@ TABLE5_PAPER = {  # None: could not be run
 BATCHES = (32, 64)  # captured
 TABLE5_MOST = 1 << 14
 CHECKED = "superneurons"
-NEAR = 0.97  # of the memory: full
+NEAR = 0.97  # fraction of the memory that counts as full
 
 
 class Table5(Figure):
@@ -350,7 +351,7 @@ class Table5(Figure):
         found = figures.networks(settings, TABLE5_PAPER)
         asked, ours = methods(settings), str(settings.ours)
         if CHECKED not in asked:
-            raise cli.UsageError(f"figure.methods: {CHECKED} is not among them; at its batch the captures are compared")
+            raise cli.UsageError(f"figure.methods: {CHECKED} is required, since captures are compared at its batch")
         searches: list[Row] = [{"network": name, "methods": asked} for name in found]
         return searches + [{"network": n, "planner": ours, "batch": TABLE5_PAPER[n]["SuperNeurons"]} for n in found]
 
@@ -370,7 +371,7 @@ class Table5(Figure):
             found[method] = {"batch": batch, **there}
         batch = found[CHECKED]["batch"]
         if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at(batch):
-            raise AssertionError(f"{name}: at batch {batch} the program captured is not the one on the line")
+            raise AssertionError(f"{name}: at batch {batch} the captured program differs from the interpolated one")
         kernels = len(small.kernels)
         return {"found": found, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
 
@@ -404,7 +405,7 @@ class Table5(Figure):
 
 
 def facts(row: Row, ours: Row) -> Row:
-    """A network: what fits."""
+    """Returns what fits for a network."""
     cells = [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
              for there in row["found"].values()]  # fmt: skip
     return {

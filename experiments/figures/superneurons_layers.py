@@ -113,7 +113,7 @@ class Fig10(Figure):
 
 
 def captured(batch_size: int, machine: Machine) -> Row:
-    """The program that PyTorch runs: bytes at every kernel, and what is in memory at its peak, by who wrote it."""
+    """Returns the bytes at every kernel of PyTorch's program, and the contents of its peak by producing operator."""
     program = figures.program("alexnet", machine, batch_size=batch_size)
     kept = sum(t.nbytes for t in program.tensors if t.persistent)
     most = max(range(len(program.kernels)), key=lambda k: program.live_bytes[k])
@@ -138,7 +138,7 @@ def captured(batch_size: int, machine: Machine) -> Row:
 
 
 def found(rows: list[Row]) -> dict[str, float]:
-    """Our numbers, by the names of ``PAPER``; of the techniques that were run."""
+    """Returns our numbers, by the keys of ``FIG10_PAPER``, for the techniques that were computed."""
     out: dict[str, float] = {}
     for row in rows:
         name, steps = row["shown"], row["steps"]
@@ -164,7 +164,7 @@ def _most(row: Row) -> int:
 
 
 def lines(rows: list[Row], ours: dict[str, float]) -> list[Row]:
-    """A line of the table for every number in the paper's text; PyTorch's beside the peaks."""
+    """Returns a table line per number in the paper's text, with PyTorch's values for the peaks."""
     names = {"MB": "peak, MB", "step": "step of the peak", "tensors": "tensors in memory then"}
     theirs = next((row for row in rows if row["shown"] == "captured"), None)
     pytorch = {} if theirs is None else {
@@ -186,12 +186,12 @@ def lines(rows: list[Row], ours: dict[str, float]) -> list[Row]:
 
 
 def exact(value: float) -> str:
-    """A number of the paper as it is printed."""
+    """Formats a number of the paper as printed."""
     return f"{value:,.3f}".rstrip("0").rstrip(".")
 
 
 def operator(name: str) -> str:
-    """aten.add.Tensor: add."""
+    """Shortens an operator's name: aten.add.Tensor becomes add."""
     return name.removeprefix("aten.").partition(".")[0]
 
 
@@ -201,7 +201,7 @@ NETWORKS = {
     "resnet50": (lambda: layerwise.resnet(3, 4, 6, 3), 32),
     "resnet101": (lambda: layerwise.resnet(3, 4, 23, 3), 32),
 }
-TABLE1_PAPER: dict[str, dict[str, tuple[int, float]]] = {  # layers computed again, MB
+TABLE1_PAPER: dict[str, dict[str, tuple[int, float]]] = {  # recomputed layers, MB
     "alexnet": {"speed": (14, 993.018), "memory": (23, 886.23), "cost": (17, 886.23)},
     "resnet50": {"speed": (84, 455.125), "memory": (118, 401), "cost": (85, 401)},
     "resnet101": {"speed": (169, 455.125), "memory": (237, 401), "cost": (170, 401)},
@@ -209,7 +209,7 @@ TABLE1_PAPER: dict[str, dict[str, tuple[int, float]]] = {  # layers computed aga
 
 
 class Table1(Figure):
-    """Table 1: layers computed again, and peak memory, by strategy."""
+    """Table 1: recomputed layers, and peak memory, by strategy."""
 
     name = "superneurons_table1"
 
@@ -260,7 +260,7 @@ class Table1(Figure):
 
 
 def facts(row: Row) -> Row:
-    """A network and strategy, beside the paper's."""
+    """Returns a network and strategy with the paper's numbers."""
     again, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
     return {
         **row, "label": figures.label(row["network"]), "named": TABLE1_LABELS[row["strategy"]], "paper": (again, peak),
@@ -276,7 +276,7 @@ KEPT = ("weights", "gradients of weights", "momentum")
 
 
 class Table3(Figure):
-    """Table 3: what the Tensor Cache saves in copies of AlexNet."""
+    """Table 3: copies that the Tensor Cache avoids on AlexNet."""
 
     name = "superneurons_table3"
 
@@ -284,7 +284,7 @@ class Table3(Figure):
         return [{"batch_size": batch} for batch in figures.integers(settings, "batches", 1)]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        from experiments import workloads  # PyTorch is only needed to count weights and biases
+        from experiments import workloads  # only counting parameters needs PyTorch
 
         model = workloads.build(figures.workload("alexnet"))[0]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -330,5 +330,5 @@ class Table3(Figure):
 
 
 def copied(program: Program, plan: Plan) -> int:
-    """Bytes that a plan copies in one iteration, out and back in."""
+    """Returns the bytes that a plan copies in one iteration, out and back in."""
     return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))

@@ -1,4 +1,4 @@
-"""TENSILE's Tables 1 and 2, and how well it predicts kernel times (section 4.3)."""
+"""TENSILE's Tables 1 and 2, and the accuracy of its kernel-time predictions (section 4.3)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 Ratios = tuple[float, float, float]  # MSR, EOR, CBR
-MOST = 5.0  # of the cost-benefit ratio in a picture
+MOST = 5.0  # maximum cost-benefit ratio in the picture
 PANELS = (
     ("Memory saved (MSR)", "of the peak without a plan", "%", 1.0),
     ("Time lost (EOR)", "of the time without a plan", "%", 1.0),
@@ -47,11 +47,11 @@ Plans = TypeVar("Plans")
 
 
 class _Ratios(Figure):
-    """A table of three ratios by method, the paper's and ours.
+    """Table of three ratios by method, the paper's and ours.
 
     Attributes:
-        planners: of ``agents``, by method.
-        time: entry of a method's result, and of ``without``, that is its time.
+        planners: Planners of ``agents``, by method.
+        time: Key of the time in a method's result, and in ``without``.
     """
 
     planners: Mapping[str, str] = {}
@@ -119,7 +119,7 @@ def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plan
 
 
 class Table1(_Ratios):
-    """Table 1: what vDNN, Capuchin and TENSILE save of the peak, and what that costs."""
+    """Table 1: peak reduction of vDNN, Capuchin and TENSILE, and its cost."""
 
     name = "tensile_table1"
     planners: Mapping[str, str] = {**dict(list(PLANNERS.items())[:3]), HELD: "tensile"}
@@ -186,7 +186,7 @@ def table1_outcome(program: Program, plan: Plan | None, machine: Machine, limit:
     }  # fmt: skip
 
 
-TABLE2_PAPER = {  # of VGG x 1, 2, 3: MSR, EOR, CBR
+TABLE2_PAPER = {  # VGG x 1, 2, 3: MSR, EOR, CBR
     "vDNN": ((0.2822, 0.8507, 0.3317), (0.2368, 0.9103, 0.2602), (0.2613, 0.9202, 0.2840)),
     "Capuchin": ((0.1003, 0.8921, 0.1124), (0.0056, 0.9208, 0.006), (0.1109, 0.9215, 0.1204)),
     "TENSILE": ((0.2001, 0.0838, 2.5112), (0.2295, 0.1016, 3.2256), (0.2767, 0.2793, 1.0478)),
@@ -280,11 +280,11 @@ TIMES_PAPER = {"all": 0.582, "expensive": 0.805}
 NAMES = {"all": "all kernels", "expensive": "convolutions, products"}
 EXPENSIVE = ("conv", "matmul")
 SOURCES = ("model", "measured")
-LEAST = -0.02  # of R² in the picture
+LEAST = -0.02  # minimum R² in the picture
 
 
 class Times(Figure):
-    """Section 4.3: how well a small network predicts the times of kernels never measured."""
+    """Section 4.3: accuracy of a small neural network that predicts the times of unmeasured kernels."""
 
     name = "tensile_times"
     alone = True
@@ -296,7 +296,7 @@ class Times(Figure):
         if not sources or not set(sources) <= set(SOURCES):
             raise cli.UsageError(f"figure.sources: expected some of {', '.join(SOURCES)}, got {sources!r}")
         if len(names) < 2:
-            raise cli.UsageError("figure.networks: expected at least two, one to learn from")
+            raise cli.UsageError("figure.networks: expected at least two, one of them for training")
         return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -353,7 +353,7 @@ class Times(Figure):
 
 
 def timed(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
-    """A network's program with the source's times, and on what they are."""
+    """Returns a network's program with the source's times, and the device they are for."""
     if task["source"] == "model":
         return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
     from executor.capture.profile import measure, with_profile  # PyTorch

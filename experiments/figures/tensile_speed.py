@@ -14,15 +14,15 @@ from experiments.plotting.charts import Axis, Chart, Line, Panel, Rule
 from simulator import simulate
 from simulator.machine import Machine
 
-FREE = 0.0005  # an overhead up to this is 0.0 %
-CLAIM = 0.335  # of an MLP's peak without extra time, section 4.1
+FREE = 0.0005  # overheads up to this print as 0.0 %
+CLAIM = 0.335  # fraction of an MLP's peak saved without extra time, section 4.1
 VGG = 0.2241  # Table 1
 NETWORKS = ("vgg16_imagenet", "mlp")
 STYLES = (("#1f5fa8", "o"), ("#f16913", "^"), ("#238b45", "s"), ("#8e5bd0", "D"))
 
 
 class Speed(Figure):
-    """Saved memory of TENSILE's plans with kernels that take several times as long."""
+    """Memory saved by TENSILE's plans with kernels that take several times as long."""
 
     name = "tensile_speed"
 

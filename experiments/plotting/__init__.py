@@ -1,1 +1,1 @@
-"""Pictures: the shared panels and axes, colours and names, packings."""
+"""Plotting: shared panels and axes, colours and labels, and pictures of packings."""

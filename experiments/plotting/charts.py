@@ -1,7 +1,7 @@
-"""Charts from data: a figure says which panels it has and what is on them, and ``draw`` makes the picture.
+"""Declarative charts: a figure describes its panels and marks as data, and ``draw`` renders them.
 
-Lines (or points), bars, rules (a level, or a band) and words make every chart; what many have of these is made by
-``pairs`` (the paper's values hollow, ours filled) and ``groups`` (bars side by side).
+Marks are lines (or points), bars, rules (a level or a band) and words. ``pairs`` (the paper's values hollow, ours
+filled) and ``groups`` (bars side by side) build common combinations of marks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from experiments.plotting.palette import FAINT, INK, Look
 from experiments.plotting.plots import labels_at_right, panel_grid
 
-Values = Sequence[float | None] | NDArray[np.float64]  # None: nothing there
+Values = Sequence[float | None] | NDArray[np.float64]  # None: missing
 DASHED, DOTTED = (0, (5, 3)), (0, (1, 1.5))
-HOLLOW = {"x": "o"}  # markers without an inside, and what stands for them
+HOLLOW = {"x": "o"}  # markers that cannot be hollow, and their replacements
 STRIPE = "#f6f6f6"
 SIDES: dict[str, dict[str, Any]] = {
     "right": {"xytext": (7, 0), "ha": "left", "va": "center"},
@@ -36,10 +36,10 @@ class Axis:
     """One axis of a panel.
 
     Attributes:
-        format: of a tick, for ``str.format``; "%": per cent.
-        limits: None: as the data need it.
-        names: of the positions 0, 1, …: rows from top to bottom, or columns; or of the ``ticks``.
-        room: times the upper limit that the data need, for words beside them.
+        format: Format of a tick for ``str.format``; "%" formats fractions as per cent.
+        limits: Lower and upper limit; None fits the data.
+        names: Labels of the positions 0, 1, … (rows from top to bottom, or columns), or of ``ticks`` if given.
+        room: Factor on the upper limit that leaves space for texts.
     """
 
     label: str = ""
@@ -53,12 +53,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """Points, joined unless ``line`` is "".
+    """Line through points, or markers only if ``line`` is "".
 
     Attributes:
-        band: the lower and the upper edge of an area, over ``x``.
-        texts: at the points, on the ``side`` of each.
-        end: the line's name at the right edge of the panel.
+        band: Lower and upper edge of a shaded area over ``x``.
+        texts: Labels of the points, on the given ``side`` of each.
+        end: Name of the line at the right edge of the panel.
     """
 
     x: Values
@@ -80,7 +80,7 @@ class Line:
     front: float = 3.0
 
     def draw(self, axes: Axes) -> None:
-        """Draws it, with its band and texts."""
+        """Draws the line with its band and texts."""
         x, y = _numbers(self.x), _numbers(self.y)
         if self.band is not None:
             low, high = (np.broadcast_to(_numbers(np.atleast_1d(edge)), x.shape) for edge in self.band)
@@ -99,7 +99,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar at each of ``at``, from ``base`` on; ``across``: from left to right. Texts are at the ends, or inside."""
+    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars."""
 
     at: Sequence[float]
     values: Values
@@ -114,7 +114,7 @@ class Bars:
     shade: float = 1.0
 
     def draw(self, axes: Axes) -> None:
-        """Draws them, with what is written on them."""
+        """Draws the bars with their texts."""
         values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
         make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
         make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
@@ -131,7 +131,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Rule:
-    """A line over the whole panel at a value of x (``across``: of y), or a band from it ``until`` another."""
+    """Line across the panel at a value of x (of y if ``across``), or band from it to ``until``."""
 
     at: float
     until: float | None = None
@@ -144,7 +144,7 @@ class Rule:
     below: bool = False
 
     def draw(self, axes: Axes) -> None:
-        """Draws it across the panel."""
+        """Draws the rule across the panel."""
         if self.until is not None:
             span = axes.axhspan if self.across else axes.axvspan
             span(self.at, self.until, color=self.colour, linewidth=0, zorder=0.5, label=self.label or None)
@@ -162,7 +162,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Words:
-    """A text at a point; ``top``: its y is of the panel's height instead."""
+    """Text at a point; with ``top``, y is a fraction of the panel's height."""
 
     x: float
     y: float
@@ -173,7 +173,7 @@ class Words:
     size: float = 9.5
 
     def draw(self, axes: Axes) -> None:
-        """Writes them."""
+        """Writes the text."""
         axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=self.size,
                   color=self.colour, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
 
@@ -184,7 +184,7 @@ ONE = Rule(1, line="-", width=1)
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes and what is on it, from back to front."""
+    """Pair of axes with its marks, from back to front."""
 
     title: str
     marks: Sequence[Mark]
@@ -194,13 +194,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture.
+    """Picture of one or more panels.
 
     Attributes:
-        columns: panels beside each other, at most.
-        size, besides: inches, width and height, of each panel, and of the whole besides.
-        keys: columns of the legend, which has every label once.
-        note: below all.
+        columns: Maximum number of panels per row.
+        size: Width and height of each panel, in inches.
+        besides: Additional width and height of the whole picture, in inches.
+        keys: Columns of the legend, which lists every label once.
+        note: Text below the panels.
     """
 
     title: str
@@ -213,7 +214,7 @@ class Chart:
 
 
 def draw(path: Path, chart: Chart) -> None:
-    """A chart as PNG. Labels and names that a neighbour repeats are left out."""
+    """Saves a chart as PNG, without the axis labels and row names that repeat a neighbour's."""
     panels = chart.panels
     with panel_grid(path, len(panels), chart.columns, chart.size, chart.besides) as (grid, columns):
         keys: dict[str, Any] = {}
@@ -239,7 +240,7 @@ def draw(path: Path, chart: Chart) -> None:
 
 
 def between(start: Values, end: Values, rows: Values, colour: str, upright: bool = False) -> Line:
-    """A thin line from ``start`` to ``end`` in each of ``rows``; ``upright``: from below, at each x."""
+    """Returns thin lines from ``start`` to ``end`` in each of ``rows``; vertical at each x if ``upright``."""
     along = [value for pair in zip(start, end, strict=True) for value in (*pair, None)]
     across = [value for row in rows for value in (row, row, None)]
     x, y = (across, along) if upright else (along, across)
@@ -249,7 +250,7 @@ def between(start: Values, end: Values, rows: Values, colour: str, upright: bool
 def pairs(
     look: Look, theirs: Values, ours: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
 ) -> list[Mark]:
-    """A row for each value: the paper's hollow, ours filled, and a line between them."""
+    """Returns one row per value: the paper's marker hollow, ours filled, joined by a line."""
     rows = [y + shift for y in range(len(ours))]
     name, colour, marker = look
     return [
@@ -261,7 +262,7 @@ def pairs(
 
 def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], across: bool = False, thick: float = 0.8,
            hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
-    """Bars side by side at 0, 1, …: for each series its label, colour, values and texts."""
+    """Returns bars side by side at 0, 1, …; each of ``series`` is a label, a colour, values and texts."""
     one = thick / len(series)
     return [
         Bars([n + (i - (len(series) - 1) / 2) * one for n in range(len(values))], values, colour, label, 0.92 * one,
@@ -280,7 +281,7 @@ def _say(axes: Axes, x: float, y: float, text: str, side: str, colour: str) -> N
 
 
 def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
-    """Scale, limits, ticks and names."""
+    """Sets scale, limits, ticks and names of an axis."""
     of, limits, set_limits = (getattr(axes, name) for name in (f"{which}axis", f"get_{which}lim", f"set_{which}lim"))
     of.set_label_text(label)
     n = len(axis.names)
@@ -317,5 +318,5 @@ def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
 
 
 def floor(x: Values, y: Values, low: float = 0.0, step: bool = False) -> Line:
-    """The floor of every plan, as an area."""
+    """Returns the certified lower bound on the overhead as a shaded area."""
     return Line(x, y, FAINT, "the floor: no plan is below", width=1.1, band=(low, y), shade=0.35, step=step, front=2)

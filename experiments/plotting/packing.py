@@ -1,4 +1,4 @@
-"""The picture of a packing: time across, address up, every block a rectangle."""
+"""Picture of a packing: time on the x axis, addresses on the y axis, one rectangle per block."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.plotting.palette import BLOCKS, CAPACITY, INK, LOAD
 from experiments.plotting.plots import figure, labels_at_right
 from simulator.pool import Intervals, Packing
 
-EDGE = 4.0  # pixels: narrower or lower rectangles have no white edge, which would be all that is seen of them
-SHADES, GOLDEN = 0.35, (5**0.5 - 1) / 2  # at most so much white in a colour; its multiples spread over [0, 1) evenly
-NAMED = 60  # blocks whose names are written, where they have room
+EDGE = 4.0  # pixels; smaller rectangles have no white edge, which would cover them
+SHADES, GOLDEN = 0.35, (5**0.5 - 1) / 2  # maximum share of white in a colour; multiples spread evenly over [0, 1)
+NAMED = 60  # maximum number of blocks that are labelled
 
 
 def binary(nbytes: float) -> str:
-    """Bytes in the binary unit that reads best: 768 B, 1.5 KiB, 23.4 MiB, 1.02 GiB."""
+    """Formats bytes in the most readable binary unit: 768 B, 1.5 KiB, 23.4 MiB, 1.02 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1000 or unit == "GiB":
             break
@@ -31,10 +31,10 @@ def binary(nbytes: float) -> str:
 
 
 def rectangles(intervals: Intervals, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
-    """What to draw: a block that stays over the end of the circle is two rectangles, one of no bytes is none.
+    """Returns the rectangles of the blocks: two for a block that wraps around, none for a block of zero bytes.
 
     Returns:
-        float64[m, 4], left, right, bottom and top of each; int64[m], the block that it is of.
+        float64[m, 4], left, right, bottom and top of each rectangle; int64[m], the block of each.
     """
     held = np.flatnonzero(intervals.nbytes)
     over = held[intervals.upper[held] > intervals.period]
@@ -50,15 +50,15 @@ def rectangles(intervals: Intervals, packing: Packing) -> tuple[np.ndarray, np.n
 def draw(
     path: Path, intervals: Intervals, packing: Packing, title: str, ids: Sequence[str] = (), capacity: int | None = None
 ) -> None:
-    """A packing as PNG, with the peak load, its footprint and the ``capacity`` as lines.
+    """Saves a packing as PNG, with lines at the peak load, the footprint and the ``capacity``.
 
     Args:
-        intervals: at least one block of at least one byte.
-        ids: of the blocks, to be written into them where they have room.
+        intervals: Lifetimes and sizes of at least one block of at least one byte.
+        ids: Names of the blocks, written into the rectangles that have room.
     """
     boxes, block = rectangles(intervals, packing)
     scale = ScalarMappable(_norm(boxes), LinearSegmentedColormap.from_list("blocks", BLOCKS))
-    # Neighbours are often of one size: shades tell them apart where there is no room for an edge.
+    # Neighbours often have the same size; shades separate those too small for an edge.
     white = SHADES * (block * GOLDEN % 1)[:, None]
     inks = (1 - white) * scale.to_rgba(boxes[:, 3] - boxes[:, 2])[:, :3] + white
     with figure(path, 11.0, 6.4) as axes:
@@ -83,7 +83,7 @@ def draw(
         bar.ax.minorticks_off()
         bar.set_label("size of a block")
         bar.outline.set_visible(False)
-        axes.figure.draw_without_rendering()  # lays it out: from here on a rectangle has its size in pixels
+        axes.figure.draw_without_rendering()  # runs the layout, which fixes the size of rectangles in pixels
         low, high = (axes.transData.transform(boxes[:, corner]) for corner in ([0, 2], [1, 3]))
         pixels = high - low
         made.set_linewidths(np.where(pixels.min(axis=1) > EDGE, 0.7, 0.0))
@@ -92,7 +92,7 @@ def draw(
 
 
 def _norm(boxes: np.ndarray) -> LogNorm:
-    """Of sizes to colours: from the largest down to where the smaller ones cover 1 % of what is drawn."""
+    """Maps sizes to colours, from the size below which blocks cover 1 % of the area to the largest."""
     sizes = boxes[:, 3] - boxes[:, 2]
     order = np.argsort(sizes)
     area = np.cumsum((sizes * (boxes[:, 1] - boxes[:, 0]))[order])
@@ -101,7 +101,7 @@ def _norm(boxes: np.ndarray) -> LogNorm:
 
 
 def _lines(axes: Axes, levels: dict[str, int | None]) -> None:
-    """A line across and a label at its right for every level; levels that are the same share them."""
+    """Draws a labelled horizontal line per level; equal levels share one line."""
     inks = {"peak load": LOAD, "capacity": CAPACITY, "footprint": INK}
     labels = []
     for level in sorted({level for level in levels.values() if level is not None}):
@@ -113,7 +113,7 @@ def _lines(axes: Axes, levels: dict[str, int | None]) -> None:
 
 
 def _names(axes: Axes, boxes: np.ndarray, names: list[str], pixels: np.ndarray, inks: np.ndarray) -> None:
-    """Names in the middle of the rectangles that have room for them."""
+    """Writes names into the rectangles that have room for them."""
     for (left, right, bottom, top), name, (wide, high), ink in zip(boxes, names, pixels, inks, strict=True):
         if wide > 8 * (len(name) + 1) and high > 16:
             dark = ink @ (0.299, 0.587, 0.114) < 0.55

@@ -1,8 +1,8 @@
-"""How each planner and allocator looks: its name for people, its colour and its marker. Every colour is in this file,
-a planner's by its family and slot (``agents.planner.PlannerInfo``).
+"""Labels, colours and markers of planners and allocators.
 
-Hues of planners are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both
-green, search red, none black, learned pink. Of allocators: the rivals grey and warm, offline ones cool.
+All colours are defined here. A planner's colour follows from its family and slot (``agents.planner.PlannerInfo``).
+Hues are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, swapping and
+recomputation green, search red, learned pink. Online allocators are grey and warm, offline ones cool.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from experiments.common.report import CONTROL as UNIFORM_EDITS
 
 INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
 BEST_OF = "the best of each family"
-GREEDY = ("dqn", "dqn_paper")  # agents whose greedy policy has a row of its own in a training (train_dqn)
+GREEDY = ("dqn", "dqn_paper")  # agents whose greedy policy has a separate row in a training (train_dqn)
 
 
 class Look(NamedTuple):
-    """A planner or an allocator in a figure."""
+    """Label, colour and marker of a planner or an allocator."""
 
     label: str
     colour: str
@@ -29,7 +29,7 @@ class Look(NamedTuple):
 
 
 class Hues(NamedTuple):
-    """A family of planners: the colour of the whole; those of its members, and markers, by ``PlannerInfo.slot``."""
+    """Colour of a family of planners, and colours and markers of its members by ``PlannerInfo.slot``."""
 
     colour: str
     slots: tuple[str, ...] = ()
@@ -49,16 +49,16 @@ HUES: dict[Family, Hues] = {
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
-SPARE = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # of planners without a slot
+SPARE = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # for planners without a slot
 
 
 def spare(planner: str, text: str) -> Look:
-    """Looks from a fixed cycle, by the planner's name."""
+    """Returns a look from a fixed cycle, chosen by the planner's name."""
     return Look(text, SPARE[sum(planner.encode()) % len(SPARE)])
 
 
 def _entries() -> Iterator[PlannerInfo]:
-    """Yields the facts of every planner, of the greedy policies of trainings, and of the DQN's control."""
+    """Yields the facts of every planner, of the trainings' greedy policies, and of the no-network ablation."""
     yield PlannerInfo(UNIFORM_EDITS, UNIFORM_EDITS, family="search", slot=6)
     for facts in agents.PLANNERS.values():
         yield facts
@@ -82,7 +82,7 @@ for _name in HUES:
         FAMILIES[_name] = {facts.key: _look(facts) for facts in _members}
 LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
 FAMILY_COLOURS: dict[str, str] = {name: hues.colour for name, hues in HUES.items()}
-ALLOCATORS = {  # of simulator.pool, whose names they have; "superneurons" is its heap
+ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeurons
     "cudamalloc": Look("cudaMalloc", "#9a9a9a", "x"),
     "caching": Look("PyTorch's caching allocator", "#e6550d", "o"),
     "cnmem": Look("CnMem", "#fdae6b", "s"),
@@ -92,28 +92,28 @@ ALLOCATORS = {  # of simulator.pool, whose names they have; "superneurons" is it
     "portfolio": Look("portfolio of heuristics", "#238b45", "^"),
     "optimal": Look("optimal", "#222222", "P"),
 }
-BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # of a packing, from small to large
+BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # in a packing, from small to large
 LOAD, CAPACITY = "#cb181d", "#238b45"  # lines across a packing
-KEPT = "#238b45"  # a load with what a framework keeps besides
-SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from no overhead to much
-OURS, CONTROL = "#1f5fa8", "#f16913"  # beside measurements
+KEPT = "#238b45"  # load including memory that the framework keeps
+SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from zero to high overhead
+OURS, CONTROL = "#1f5fa8", "#f16913"  # predictions compared with measurements
 KERNELS = {  # by kind
     "conv": "#1f5fa8", "matmul": "#cb181d", "norm": "#f16913", "activation": "#238b45", "pool": "#8e5bd0",
     "elementwise": "#00a6c8", "optimizer": "#222222", "reduce": "#d6336c", "copy": "#b8860b", "dropout": "#9a9a9a",
     "rnn": "#8c564b", "lrn": "#bcbd22", "other": "#7a5c3a",
 }  # fmt: skip
-SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # of a timeline
-STRATEGY = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}  # of recomputation, SuperNeurons'
+SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # in a timeline
+STRATEGY = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}  # SuperNeurons' recomputation strategies
 TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0", "captured": "#5f6b75"}
 LAYERS = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "other": "#d9d9d9"}  # SuperNeurons'
-# Of an iteration.
+# Parts of an iteration.
 PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
-SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # of HOME's particles
+SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # HOME's particles
 CAPACITY_OF = {  # methods of SuperNeurons' Tables 4 and 5
     "own": "#c9c9c9", "none": "#6b6b6b", "superneurons_joins": "#238b45",
     **{name: LOOKS[name].colour for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
 }  # fmt: skip
-# Of pages, by the reader's choice.
+# Themes of web pages.
 LIGHT = {"ink": "#222222", "faint": "#666666", "line": "#dddddd", "paper": "#ffffff", "soft": "#f3f3f5",
          "before": "#b3b3b8", "after": "#1f5fa8", "limit": "#cc2222"}  # fmt: skip
 DARK = {"ink": "#e8e8ea", "faint": "#a0a0a8", "line": "#3a3a40", "paper": "#17171a", "soft": "#222227",
@@ -124,26 +124,26 @@ STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
     "legend.frameon": False, "hatch.linewidth": 0.6,
-    "text.parse_math": False,  # a name may have dollars
+    "text.parse_math": False,  # names may contain dollar signs
 }  # fmt: skip
 
 
 def look(planner: str) -> Look:
-    """A planner's looks, whatever is said of it after a comma; those of one that is not known are spare ones."""
+    """Returns a planner's look, with any suffix after a comma in its label; a spare one for unknown planners."""
     key, comma, said = planner.partition(",")
     return LOOKS[key]._replace(label=LOOKS[key].label + comma + said) if key in LOOKS else spare(planner, planner)
 
 
 def colour(planner: str) -> str:
-    """The planner's colour."""
+    """Returns the planner's colour."""
     return look(planner).colour
 
 
 def label(planner: str) -> str:
-    """The planner's name for people."""
+    """Returns the planner's display name."""
     return look(planner).label
 
 
 def family(planner: str) -> str:
-    """The family of methods that the planner is of."""
+    """Returns the planner's family of methods, or "other"."""
     return next((name for name, members in FAMILIES.items() if planner in members), "other")

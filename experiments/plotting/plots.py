@@ -1,4 +1,4 @@
-"""Figures. Colours and labels are in palette.py."""
+"""Plots of memory, trainings and overhead by limit; colours and labels are in palette.py."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from experiments.plotting.palette import (
 )
 from simulator.timeline import Timeline
 
-Levels = list[tuple[float, str, str]]  # of lines at their right ends: value, name, colour
-TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead
-BOTTOM = -0.0003  # of a logarithmic axis: a line at 0 is seen whole
+Levels = list[tuple[float, str, str]]  # labels at the right ends of lines: value, name, colour
+TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead axis
+BOTTOM = -0.0003  # of a logarithmic axis, so that a line at 0 is not clipped
 DOTTED, HATCH = (0, (1, 1.2)), "////"
 MARKERS = "osD^vPX"
-CROWD = 8  # planners that one pair of axes can show
+CROWD = 8  # maximum number of planners in one panel
 
 
 @contextmanager
 def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, columns: int = 1) -> Iterator[Any]:
-    """Axes (one pair, or an array [rows, columns] of them), saved as PNG at the end: whole or not at all."""
+    """Yields axes (one pair, or an array [rows, columns]) and saves them as PNG atomically at the end."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(width, height), layout="constrained")
         yield fig.subplots(rows, columns)
@@ -58,10 +58,11 @@ def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, c
 def panel_grid(
     path: Path, n: int, most: int, size: tuple[float, float], besides: tuple[float, float]
 ) -> Iterator[tuple[list[Axes], int]]:
-    """``n`` axes in rows of at most ``most``, and how many are in a row; saved as by ``figure``.
+    """Yields ``n`` axes in rows of at most ``most`` and the number of columns; saves them as ``figure`` does.
 
     Args:
-        size, besides: inches [width, height] of each of the axes, and of the whole besides.
+        size: Width and height of each pair of axes, in inches.
+        besides: Additional width and height of the whole picture, in inches.
     """
     columns = min(n, most)
     rows = -(-n // columns)
@@ -74,10 +75,10 @@ def panel_grid(
 
 
 def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """The memory curve of the last simulated iteration, as steps.
+    """Returns the memory curve of the last simulated iteration, as steps.
 
     Returns:
-        float64[n] time in ms from its start, float64[n] MB in use from then on.
+        float64[n], time in ms since the start of the iteration; float64[n], MB in use from that time on.
     """
     end = timeline.boundaries[-1]
     begin = timeline.last_start_ns
@@ -92,7 +93,7 @@ def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
 def memory_curve(
     path: Path, before: Timeline, after: Timeline | None, machine: str, planner: str, limit: int | None = None
 ) -> None:
-    """Bytes in use over one iteration, without and, if there is one, with the plan; and the limit, by default its."""
+    """Plots memory over one iteration, unplanned and (if given) planned, with the limit (default: the plan's)."""
     limit_mb = (after.limit if limit is None and after is not None else limit or 0) / MB
     with figure(path) as axes:
         x0, y0 = steady_memory(before)
@@ -116,11 +117,11 @@ def memory_curve(
 
 
 def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], planner: str, title: str) -> None:
-    """Overhead of every training episode, the best so far, and the other planners' as level lines.
+    """Plots the overhead of every training episode and the best so far, with the other planners as level lines.
 
     Args:
-        history: episodes with ``episode``, ``overhead``, ``feasible`` and ``best_overhead``.
-        rows: what the other planners achieved.
+        history: Episodes with ``episode``, ``overhead``, ``feasible`` and ``best_overhead``.
+        rows: Results of the other planners.
     """
     with figure(path, 9.0, 4.8) as axes:
         good = [e for e in history if e.feasible]
@@ -155,10 +156,12 @@ def edit_learning(
     path: Path, history: Sequence[Mapping[str, float]], points: Sequence[Mapping[str, Any]], rows: Sequence[Row],
     title: str,
 ) -> None:  # fmt: skip
-    """Plots a training of the DQN by simulator calls: overhead, share of tried edits that improve, temporal difference.
+    """Plots a training of the DQN by simulator calls: overhead, hit rate of edits, and temporal-difference error.
 
     Args:
-        history: rows of agents.learned.dqn.DQN.iterate. points: of curve.json. rows: what the planners achieved.
+        history: Rows of ``agents.learned.dqn.DQN.iterate``.
+        points: Points of curve.json.
+        rows: Results of the planners.
     """
     with figure(path, 12.6, 4.2, columns=3) as (overhead, hits, error):
         calls = [row["calls"] for row in history]
@@ -197,16 +200,16 @@ def edit_learning(
 
 
 def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:
-    """Overhead against the limit: a line a planner, over the floor; a line ends where its planner finds no plan.
+    """Plots overhead against the limit: one line per planner above the certified lower bound.
 
-    Up to ``CROWD`` planners share one pair of axes. More of them have a pair for each family of methods, and one for
-    the best of each.
+    A line ends where its planner finds no plan. Up to ``CROWD`` planners share one panel. A larger number gets a panel
+    per family of methods, and one with the best of each family.
 
     Args:
-        rows: certified, of at least one limit.
-        scale: of the overhead, log or linear.
+        rows: Certified results for one or more limits.
+        scale: Scale of the overhead axis, "log" or "linear".
     """
-    lines: dict[str, dict[float, float]] = {}  # of planners: overhead by limit
+    lines: dict[str, dict[float, float]] = {}  # overhead by limit, per planner
     for r in rows:
         line = lines.setdefault(r["planner"], {})
         if r["feasible"]:
@@ -244,7 +247,7 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
 
 
 def lowest(lines: Iterable[dict[float, float]]) -> dict[float, float]:
-    """The least overhead at each limit."""
+    """Returns the least overhead at each limit."""
     out: dict[float, float] = {}
     for line in lines:
         for x, y in line.items():
@@ -253,7 +256,7 @@ def lowest(lines: Iterable[dict[float, float]]) -> dict[float, float]:
 
 
 def _top(scale: str, overheads: list[float], best: list[float]) -> float:
-    """The highest overhead that an axis shows. Linear: where the best plans can be told apart, so not all."""
+    """Returns the upper limit of the overhead axis; the linear scale cuts off large overheads."""
     top = max(overheads, default=0.01)
     return top if scale == "log" else min(top, max(0.2, 2 * max(best, default=0.0)))
 
@@ -262,7 +265,7 @@ def _panel(
     axes: Axes, rows: Sequence[Row], lines: list[tuple[dict[float, float], Look]], best: dict[float, float],
     top: float, scale: str,
 ) -> None:  # fmt: skip
-    """One pair of axes of ``overhead_by_limit``: the floor, the ``best`` of all, and lines with their names."""
+    """Draws one panel of ``overhead_by_limit``: the floor, the ``best`` of all planners, and labelled lines."""
     limits = sorted({r["limit_fraction"] for r in rows})
     margin = 0.06 * (limits[-1] - limits[0]) or 0.02
     left, right = limits[-1] + margin, limits[0] - margin
@@ -289,10 +292,7 @@ def _panel(
 
 
 def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
-    """The floor as a band, and hatching over limits that no plan fits, between the edges of the axes.
-
-    A tighter limit has no lower floor, so that between two limits the floor of the wider one holds.
-    """
+    """Draws the floor as a band, which holds from each limit to the next tighter one; hatches infeasible limits."""
     floors = {r["limit_fraction"]: r["bound_overhead"] for r in rows if r["bound_overhead"] is not None}
     fits = max((r["bound_bytes"] / r["limit_bytes"] * r["limit_fraction"] for r in rows), default=0.0)
     if floors:
@@ -306,18 +306,18 @@ def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
 
 
 def _overhead_axis(axes: Axes, top: float, scale: str = "log") -> None:
-    """Overhead in per cent. Log: linear up to 1 %, logarithmic above, so that 0, 2 % and 80 % can all be read."""
+    """Formats the overhead axis in per cent; "log" is linear up to 1 % and logarithmic above."""
     top = 1.3 * max(top, 0.01) if scale == "log" else 1.05 * max(top, 0.01)
     if scale == "log":
         axes.set_yscale("symlog", linthresh=0.01, linscale=0.7)
         axes.yaxis.set_ticks([t for t in TICKS if t <= top])
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(BOTTOM if scale == "log" else -0.01 * top, top)  # a line at 0 is seen whole
+    axes.set_ylim(BOTTOM if scale == "log" else -0.01 * top, top)  # a line at 0 is not clipped
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
 
 
 def labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
-    """Names lines at their right ends, each as near to its own as ``points`` between two of them allow."""
+    """Labels lines at their right ends, moved apart to at least ``points`` between two labels."""
     if not levels:
         return
     to_axes = axes.transData + axes.transAxes.inverted()

@@ -1,4 +1,4 @@
-"""What a training leaves in its run directory: the best plan, its timeline, pictures and rows."""
+"""Output files of a training: the best plan, its timeline, pictures and rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ def write_training(
     rows: list[report.Row],
     edits: tuple[Sequence[Any], Sequence[Any]] | None = None,
 ) -> None:
-    """Writes what a training leaves in its run directory besides its summary: the best plan, its timeline, pictures and
-    rows.
+    """Writes the best plan of a training, its timeline, pictures and rows to the run directory.
 
     Args:
-        history: episodes, as ``plots.learning_curve``.
-        rows: certified, the trained planner's among them.
-        edits: of the DQN, iterations and points of ``plots.edit_learning``, in the place of ``history``.
+        history: Episodes, as for ``plots.learning_curve``.
+        rows: Certified results, including the trained planner's.
+        edits: Iterations and points for ``plots.edit_learning``, which replace ``history`` for the DQN over edits.
     """
     before = simulator.simulate(program, Plan(), machine, program.peak_bytes)
     after = simulator.simulate(program, plan, machine, plan.limit)

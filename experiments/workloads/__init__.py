@@ -1,15 +1,12 @@
-"""Workloads: the papers' networks, and anybody's own model.
+"""Workloads: networks of the papers, and user-defined models.
 
-A workload is a configuration (``configs/workload/*.yaml``, or a file of one's own): ``name``, ``family`` (``module``
-where there is a ``target``), what the family's function in FAMILIES asks for (its keyword arguments: ``depth``,
-``batch_size``, …), and
+A workload is a YAML file (``configs/workload/*.yaml`` or your own) with ``name``, ``family`` (default for a
+``target``: ``module``), the arguments of the family's function in FAMILIES, and optionally:
 
-- ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
-  scaled to it, elsewhere they are the roofline's;
-- ``dtype``: of parameters, optimizer state, activations and batch: float32 (the default), bfloat16 or float16; a
-  ``target`` in another type needs no such word, as every kernel is timed in its own;
-- ``algorithms``: true gives convolutions the workspace of their fastest algorithm, and the others as variants
-  (executor/capture/algorithms.py); the durations stay. Without it no kernel has a workspace;
+- ``iteration_ms``: measured iteration times by machine name, to which kernel durations are scaled; the default is
+  the roofline's durations.
+- ``dtype``: float32 (default), bfloat16 or float16, for the whole step; a ``target`` keeps its own dtype.
+- ``algorithms``: true adds the workspace of the fastest convolution algorithm, with the others as variants.
 - ``paper_peak_mb``: the paper's peak load, for comparison.
 """
 
@@ -70,13 +67,13 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     """Captures a workload's training step, with durations for ``machine``.
 
     Args:
-        batch: examples of a batch, in the place of the workload's own; durations are then the roofline's.
-        as_cuda: as in ``capture``, with updates of several parameters in buckets, as ``fit`` captures them.
+        batch: Batch size that replaces the workload's own; durations are then the roofline's.
+        as_cuda: As in ``capture``, with optimizer updates of several parameters in buckets, as ``fit`` captures them.
 
     Raises:
-        WorkloadError: the configuration is wrong.
-        CaptureError: the model cannot be traced.
-        FormatError: the machine has no FLOP rate for the dtype.
+        WorkloadError: The configuration is invalid.
+        CaptureError: The model cannot be traced.
+        FormatError: The machine has no FLOP rate for the dtype.
     """
     parts = build(workload)
     if batch is not None:
@@ -92,8 +89,8 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     name = str(workload.get("name") or type(parts[0]).__name__)
     buckets = BUCKET_BYTES if as_cuda else None
-    options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # it is planned, not trained
-    with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
+    options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # the program is planned, not trained
+    with ctrl_c_waits():  # an interrupt within PyTorch's C++ may abort the process
         if len(parts) == 2:
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)
         else:
@@ -103,10 +100,12 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
 
 
 def build(workload: Mapping[str, Any]) -> Parts:
-    """Model, loss function, optimizer and example batch of a workload; ours are on the meta device.
+    """Returns model, loss function, optimizer and example batch of a workload.
+
+    Bundled networks are built on the meta device.
 
     Raises:
-        WorkloadError: the configuration is wrong.
+        WorkloadError: The configuration is invalid.
     """
     make = _maker(workload)
     asked = inspect.signature(make).parameters
@@ -114,7 +113,7 @@ def build(workload: Mapping[str, Any]) -> Parts:
     for key, value in given.items():
         if key not in asked:
             raise WorkloadError(f"workload: unknown key {key!r}; {_family(workload)} has {', '.join(asked)}")
-        # Numbers of a network are counts; what a family demands beyond that it checks itself.
+        # Integer arguments are counts; families check further constraints.
         if asked[key].annotation == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise WorkloadError(f"workload.{key}: expected a positive integer, got {value!r}")
     for key, parameter in asked.items():
@@ -125,19 +124,19 @@ def build(workload: Mapping[str, Any]) -> Parts:
         raise WorkloadError(f"workload.dtype: expected {', '.join(_DTYPES)}, got {dtype!r}")
     with torch.device("cpu" if _own(workload) else "meta"):
         parts = make(**given)
-    if dtype == "float32":  # as it is
+    if dtype == "float32":
         return parts
     if len(parts) == 2:
-        raise WorkloadError(f"workload.dtype: a step of one's own is in the type that it has, not in {dtype}")
+        raise WorkloadError(f"workload.dtype: a user-defined step keeps its own dtype; remove this key ({dtype})")
     model, loss_fn, optimizer, batch = parts
     return model.to(_DTYPES[dtype]), loss_fn, optimizer, tree_map_only(Tensor, partial(_in, _DTYPES[dtype]), batch)
 
 
 def batch_of(workload: Mapping[str, Any], parts: Parts) -> int:
-    """How many examples the batch of a workload, which was built, has.
+    """Returns the batch size of a workload's example batch.
 
     Raises:
-        WorkloadError: the tensors of a factory's batch do not say.
+        WorkloadError: The tensors of a user-defined batch do not share a first dimension.
     """
     if _own(workload):
         return leading(parts)
@@ -146,7 +145,7 @@ def batch_of(workload: Mapping[str, Any], parts: Parts) -> int:
 
 
 def _own(workload: Mapping[str, Any]) -> bool:
-    """Is it anybody's own model?"""
+    """Returns whether the workload is a user-defined model."""
     return _family(workload) == "module"
 
 

@@ -1,4 +1,4 @@
-"""What the families share: layers, a loss and optimizer for image classifiers, batches, and checks of settings."""
+"""Shared parts of the families: layers, loss and optimizer of image classifiers, batches, and checks of settings."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ K = TypeVar("K")
 V = TypeVar("V")
 Activation = Callable[[], nn.Module]
 
-# px; up to here (CIFAR-10's images have 32) a network made for ImageNet does not reduce the image in its stem.
+# px; up to this side (CIFAR-10 has 32) the stem of an ImageNet network does not reduce the image.
 SMALL = 64
 
 
 class ReLU(nn.Threshold):
-    """max(x, 0) whose gradient reads the input, as Torch7's ``nn.ReLU`` and cuDNN's do, and as PyTorch's ``nn.ReLU()``
-    did until 2021 (pull request 63089)."""
+    """max(x, 0) whose backward pass reads the input, as in Torch7, cuDNN, and PyTorch until pull request 63089."""
 
     def __init__(self) -> None:
         super().__init__(0.0, 0.0)
 
 
 class Dropout(nn.Dropout):
-    """Dropout by the one kernel that PyTorch runs on a GPU, with a mask of one byte per element."""
+    """Dropout by PyTorch's fused GPU kernel, with a mask of one byte per element."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.native_dropout(x, self.p, self.training)[0]
@@ -42,13 +41,13 @@ def conv(
     channels: int, width: int, kernel: int, stride: int = 1, act: Activation | None = None, groups: int = 1,
     bias: bool = False, eps: float = 1e-5,
 ) -> list[nn.Module]:  # fmt: skip
-    """A convolution that keeps the image's size but for the stride, batch-norm, and an activation if one is given."""
+    """Returns a convolution with same padding, batch-norm and (if given) an activation."""
     layer = nn.Conv2d(channels, width, kernel, stride, kernel // 2, groups=groups, bias=bias)
     return [layer, nn.BatchNorm2d(width, eps), *([act()] if act else [])]
 
 
 class Layers(nn.Module):
-    """Modules one after the other: images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+    """Sequence of modules for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Layers(nn.Module):
 
 
 class Residual(nn.Module):
-    """``residual`` plus the shortcut, which is the input where no layers are given for it; then ``act``."""
+    """Sum of ``residual`` and a shortcut (the identity if no layers are given), followed by ``act``."""
 
     def __init__(self, residual: list[nn.Module], shortcut: list[nn.Module], act: Activation = nn.Identity) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class Residual(nn.Module):
 
 
 class Squeeze(nn.Module):
-    """Squeeze and excitation, with ``inside`` channels in between."""
+    """Squeeze-and-excitation block with ``inside`` hidden channels."""
 
     def __init__(self, channels: int, inside: int, gate: Activation) -> None:
         super().__init__()
@@ -87,8 +86,7 @@ class Squeeze(nn.Module):
 def stages(
     channels: int, table: Iterable[tuple[int, int, int]], block: Callable[[int, int, int], nn.Module]
 ) -> list[nn.Module]:
-    """The blocks of stages ``(count, width, stride)``, each made of ``(channels, width, stride)``; only the first of a
-    stage has its stride."""
+    """Returns the blocks of stages ``(count, width, stride)``; only the first block of each has the stride."""
     blocks = []
     for count, width, stride in table:
         for i in range(count):
@@ -98,16 +96,19 @@ def stages(
 
 
 def head(channels: int, classes: int) -> list[nn.Module]:
-    """Average pooling and a linear layer."""
+    """Returns average pooling and a linear layer."""
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
 def classifier(model: nn.Module, batch_size: int, image: int = 32, least: int = 1) -> Parts:
-    """A model of images with cross-entropy, SGD with momentum and a batch, on the default device.
+    """Returns an image classifier with cross-entropy, SGD with momentum, and a batch on the default device.
+
+    Args:
+        image: Side of the images in pixels.
+        least: Smallest side that the model's strides do not reduce to nothing.
 
     Raises:
-        WorkloadError: a batch of one, which batch-norm refuses; images of less than ``least`` px, which the model's
-            strides reduce to nothing.
+        WorkloadError: The batch has a single image, which batch-norm rejects, or ``image`` is below ``least``.
     """
     if batch_size < 2:
         raise WorkloadError(f"workload.batch_size: expected an integer of at least 2, got {batch_size}")
@@ -118,12 +119,12 @@ def classifier(model: nn.Module, batch_size: int, image: int = 32, least: int = 
 
 
 def labels(*shape: int) -> Tensor:
-    """Numbers of classes, or of words."""
+    """Returns class or token indices of the given shape."""
     return torch.empty(shape, dtype=torch.int64)
 
 
 def tokens(batch_size: int, length: int) -> tuple[Tensor, Tensor]:
-    """A batch of sequences ``[batch, length]``, and the word that is expected at each of their places."""
+    """Returns sequences ``[batch, length]`` and the expected token at each position."""
     return labels(batch_size, length), labels(batch_size * length)
 
 
@@ -131,14 +132,14 @@ def tokens(batch_size: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def one_of(known: Mapping[K, V], value: K, key: str, family: str) -> V:
-    """What ``known`` has for the value of a key; raises WorkloadError where it has nothing."""
+    """Returns ``known[value]``; raises WorkloadError if the value of ``key`` is unknown."""
     if value not in list(known):
         raise WorkloadError(f"workload.{key}: {family} has {', '.join(map(str, known))}, not {value!r}")
     return known[value]
 
 
 def counts(stages: str, what: str, example: str, least: int, most: int | None = None) -> tuple[int, ...]:
-    """The numbers of "3-4-6-3", at least and at most so many; raises WorkloadError, by ``what`` and an example."""
+    """Parses stage sizes such as "3-4-6-3"; raises WorkloadError, with ``what`` and ``example``, if malformed."""
     parts = str(stages).split("-")
     if not all(re.fullmatch(r"[1-9]\d*", n) for n in parts) or not least <= len(parts) <= (most or len(parts)):
         raise WorkloadError(f"workload.stages: expected {what} as in '{example}', got {stages!r}")
@@ -146,18 +147,18 @@ def counts(stages: str, what: str, example: str, least: int, most: int | None = 
 
 
 def flag(value: object, key: str) -> None:
-    """Raises WorkloadError where a value is neither true nor false."""
+    """Raises WorkloadError unless the value is true or false."""
     if not isinstance(value, bool):
         raise WorkloadError(f"workload.{key}: expected true or false, got {value!r}")
 
 
 def positive(value: object, key: str) -> None:
-    """Raises WorkloadError where a value is no number above 0."""
+    """Raises WorkloadError unless the value is a number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         raise WorkloadError(f"workload.{key}: expected a number above 0, got {value!r}")
 
 
 def rate(value: object, key: str = "dropout") -> None:
-    """Raises WorkloadError where a value is no number in [0, 1)."""
+    """Raises WorkloadError unless the value is a number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise WorkloadError(f"workload.{key}: expected a number in [0, 1), got {value!r}")

@@ -1,10 +1,10 @@
-"""ConvNeXt (Liu et al., "A ConvNet for the 2020s", 2022), as torchvision has it.
+"""ConvNeXt (Liu et al., "A ConvNet for the 2020s", 2022), as in torchvision.
 
 A 4x4 stem, four stages of blocks (7x7 depthwise convolution, layer norm, two linear layers with GELU, a learned scale,
-stochastic depth), 2x2 convolutions of stride 2 between stages. Parameters at 1000 classes, as torchvision documents
-them: 28,589,128 (tiny), 50,223,688 (small), 88,591,464 (base).
+stochastic depth), and 2x2 convolutions of stride 2 between stages. Parameters for 1000 classes, as torchvision
+documents them: 28,589,128 (tiny), 50,223,688 (small), 88,591,464 (base).
 
-Stochastic depth drops a sample's branch by a factor drawn for each, so that its kernels do not depend on the draw.
+Stochastic depth scales each sample's branch by a random factor, so the kernels do not depend on the draw.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from experiments.workloads._shared import Layers, classifier, one_of
 from experiments.workloads.module import Parts
 
-# Blocks of the stages, width of the first (it doubles), probability of dropping the last block's branch.
+# Blocks per stage, width of the first stage (it doubles), drop probability of the last block's branch.
 SIZES = {"tiny": ((3, 3, 9, 3), 96, 0.1), "small": ((3, 3, 27, 3), 96, 0.4), "base": ((3, 3, 27, 3), 128, 0.5)}
 
 
@@ -29,7 +29,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """``[batch, width, height, width]`` to the same."""
+    """Residual block on ``[batch, width, height, width]``."""
 
     def __init__(self, width: int, drop: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class ConvNeXt(Layers):
-    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+    """Module for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
 
     def __init__(self, counts: tuple[int, ...], width: int, drop: float, classes: int = 1000) -> None:
         layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, eps=1e-6)]
@@ -66,5 +66,5 @@ class ConvNeXt(Layers):
 
 
 def convnext(*, size: str = "tiny", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """See ``_shared.classifier``; one of SIZES, of at least 32 px, which the strides leave one of."""
+    """Returns a ConvNeXt of one of SIZES, for images of at least 32 px; see ``_shared.classifier``."""
     return classifier(ConvNeXt(*one_of(SIZES, size, "size", "convnext"), classes), batch_size, image, least=32)

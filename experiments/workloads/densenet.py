@@ -1,4 +1,4 @@
-"""DenseNet and FC-DenseNet: every layer reads the concatenation of all results before it."""
+"""DenseNet and FC-DenseNet: every layer reads the concatenation of all earlier outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STEM, FC_STEM = 64, 48
 
 
 def preactivated(channels: int, width: int, kernel: int) -> list[nn.Module]:
-    """Batch-norm, ReLU, convolution."""
+    """Returns batch-norm, ReLU and a convolution."""
     conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=False)
     return [nn.BatchNorm2d(channels), ReLU(), conv]
 
 
 class Block(nn.ModuleList):
-    """``[batch, channels, …]`` to ``[batch, channels + layers · 32, …]``."""
+    """Dense block from ``[batch, channels, …]`` to ``[batch, channels + layers · 32, …]``."""
 
     def __init__(self, channels: int, layers: int) -> None:
         widths = range(channels, channels + layers * GROWTH, GROWTH)
@@ -38,11 +38,11 @@ class Block(nn.ModuleList):
 class DenseNet(Layers):
     """DenseNet121 (Huang et al., "Densely Connected Convolutional Networks", 2017, Table 1).
 
-    Growth rate 32; 6, 12, 24 and 16 layers of batch-norm, ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU, 3x3
-    convolution to 32; between the blocks a transition that halves channels and image; 7,978,856 parameters at 1000
-    classes. Open or different (experiments/workloads/README.md):
+    Growth rate 32; 6, 12, 24 and 16 layers of batch-norm, ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU and
+    3x3 convolution to 32. A transition between blocks halves channels and image. 7,978,856 parameters for 1000 classes.
+    Unspecified or different (experiments/workloads/README.md):
 
-    1. Every layer concatenates all results before it, as torchvision's does without ``memory_efficient``.
+    1. Every layer concatenates all earlier outputs, as in torchvision without ``memory_efficient``.
     2. On images of at most 64 px the stem is a 3x3 convolution of stride 1 without max-pool, as in CIFAR-10
        collections.
     3. ReLU keeps its input (``_shared.ReLU``), as in the frameworks of its time.
@@ -64,7 +64,7 @@ class DenseNet(Layers):
 
 
 class FCBlock(nn.ModuleList):
-    """``[batch, channels, …]`` to the same with ``layers · growth`` channels more, and to those alone."""
+    """Dense block that returns its input with ``layers · growth`` more channels, and these new channels alone."""
 
     def __init__(self, channels: int, layers: int, growth: int) -> None:
         super().__init__(FCDenseNet.convolution(channels + i * growth, growth, 3) for i in range(layers))
@@ -78,16 +78,15 @@ class FCBlock(nn.ModuleList):
 
 
 class FCDenseNet(nn.Module):
-    """FC-DenseNet (Jégou et al., "The One Hundred Layers Tiramisu", CVPR Workshops 2017): images ``[batch, 3, image,
-    image]`` to logits ``[batch, classes, image, image]``.
+    """FC-DenseNet for images ``[batch, 3, image, image]``, returning logits ``[batch, classes, image, image]``.
 
-    Section 3 and Table 2: a 3x3 convolution to 48 channels; on the way down dense blocks of batch-norm, ReLU, 3x3
-    convolution and dropout 0.2, each followed by a transition (the same with a 1x1 convolution, and 2x2 max-pool); on
-    the way up a transposed 3x3 convolution of stride 2 of what the block before has added, the concatenation with the
-    result of the block on the way down, and a dense block; at the end a 1x1 convolution to the classes. 56, 67 and 103
-    layers have 1.5, 3.5 and 9.4 million parameters (Table 3).
+    Jégou et al., "The One Hundred Layers Tiramisu", CVPR Workshops 2017, section 3 and Table 2: a 3x3 convolution to 48
+    channels. Down path: dense blocks of batch-norm, ReLU, 3x3 convolution and dropout 0.2, each followed by a
+    transition (the same with a 1x1 convolution, and 2x2 max-pool). Up path: a transposed 3x3 convolution of stride 2 of
+    the previous block's new channels, concatenation with the down path's output, and a dense block. At the end a 1x1
+    convolution to the classes. 56, 67 and 103 layers have 1.5, 3.5 and 9.4 million parameters (Table 3).
 
-    1. ``stages`` has the layers of the blocks down to the bottleneck; on the way up they are as many, in reverse.
+    1. ``stages`` lists the layers of the blocks down to the bottleneck; the up path mirrors them.
     """
 
     def __init__(self, stages: tuple[int, ...], growth: int, classes: int) -> None:
@@ -111,7 +110,7 @@ class FCDenseNet(nn.Module):
 
     @staticmethod
     def convolution(channels: int, width: int, kernel: int) -> nn.Sequential:
-        """Batch-norm, ReLU, convolution, dropout."""
+        """Returns batch-norm, ReLU, a convolution and dropout."""
         conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2)
         return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv, Dropout(0.2))
 
@@ -128,18 +127,18 @@ class FCDenseNet(nn.Module):
 
 
 def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """See ``DenseNet`` and ``_shared.classifier``; at least 8 px, which three transitions leave one of."""
+    """Returns a DenseNet121 for images of at least 8 px; see ``_shared.classifier``."""
     return classifier(DenseNet(image, classes), batch_size, image, least=8)
 
 
 def fc_densenet(*, stages: str, growth: int = 16, batch_size: int = 3, image: int = 224, classes: int = 11) -> Parts:
-    """Images with a class for every pixel; RMSprop at 1e-3 with weight decay 1e-4 (section 4.1).
+    """Returns an FC-DenseNet with a class per pixel; RMSprop at 1e-3 with weight decay 1e-4 (section 4.1).
 
     Args:
-        stages: the layers of the blocks down to the bottleneck, as in "4-5-7-10-12-15".
+        stages: Layers of the blocks down to the bottleneck, as in "4-5-7-10-12-15".
 
     Raises:
-        WorkloadError: ``stages`` are no such numbers, or a side that the pools do not halve.
+        WorkloadError: ``stages`` is malformed, or the pools do not divide the side of the image.
     """
     layers = counts(stages, "numbers of layers", "4-5-7-10-12-15", 2)
     if image % 2 ** (len(layers) - 1):

@@ -1,8 +1,8 @@
-"""Language models of Hugging Face's transformers, made from their configuration alone: nothing is downloaded.
+"""Language models of Hugging Face's transformers, built from their configuration without downloads.
 
-The step is that of transformers 4.49 to 4.53, which published measurements agree with, under any version of the
-package from 5 on: the result holds the logits and, as configured by default, every layer's keys and values, which are
-not copied; attention is what these versions take. The extra ``hf`` installs the package.
+The step reproduces transformers 4.49 to 4.53, the versions of the published measurements, under any version from 5 on:
+the result holds the logits and (by default) every layer's keys and values, uncopied, and attention is computed as in
+those versions. The extra ``hf`` installs the package.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from experiments.workloads._shared import one_of
 from experiments.workloads.module import Parts, WorkloadError
 
-# Class of the configuration, of the model, and what differs from its defaults, as each model's config.json says.
-IGNORED = -100  # a label
+IGNORED = -100  # label without a loss
 CONTIGUOUS = "sdpa_of_contiguous"
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {"decoder_start_token_id": 0}
+# Configuration class, model class, and settings of each model's config.json that differ from the defaults.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
     "distilgpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 6}),
@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 class Network(nn.Module):
-    """Calls a model with a dictionary of tensors; what it returns has logits and every layer's keys and values."""
+    """Wrapper that calls a model with a dictionary of tensors; the result has logits, keys and values."""
 
     def __init__(self, model: nn.Module, pairs: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Network(nn.Module):
         from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
         class Kept(DynamicLayer):
-            """Keys and values as they are; the package has copied them since version 4.54."""
+            """Cache layer that keeps keys and values uncopied; the package copies them since version 4.54."""
 
             def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
                 self.keys, self.values, self.is_initialized = key_states, value_states, True
@@ -60,21 +60,21 @@ class Network(nn.Module):
 
 
 def next_token(result: Any, tokens: Tensor) -> Tensor:
-    """Cross-entropy of each next token, of ``[batch, length, vocabulary]``: the labels are shifted, not the logits."""
+    """Returns next-token cross-entropy of ``[batch, length, vocabulary]``; labels, not logits, are shifted."""
     labels = F.pad(tokens, (0, 1), value=IGNORED)[..., 1:].contiguous()
     return F.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 def same_token(result: Any, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the tokens, of ``[batch, length, vocabulary]``."""
+    """Returns the cross-entropy of the tokens, for logits ``[batch, length, vocabulary]``."""
     return F.cross_entropy(result.logits.flatten(0, 1), tokens.flatten())
 
 
 def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
-    """``batch_size`` sequences of ``length`` tokens for one of MODELS, with AdamW.
+    """Returns one of MODELS with AdamW, and ``batch_size`` sequences of ``length`` tokens.
 
     Raises:
-        WorkloadError: no such model, or transformers is not installed.
+        WorkloadError: The model is unknown, or transformers is not installed.
     """
     config, network, options = one_of(MODELS, model, "model", "huggingface")
     try:
@@ -83,7 +83,7 @@ def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
         raise WorkloadError("workload.family: huggingface needs transformers (pip install headroom[hf])") from error
     transformers.AttentionInterface.register(CONTIGUOUS, contiguous_attention)
     transformers.AttentionMaskInterface.register(CONTIGUOUS, transformers.AttentionMaskInterface()["sdpa"])
-    # T5 and GPT-Neo had no other attention than "eager" until version 5.
+    # T5 and GPT-Neo had only "eager" attention until version 5.
     kind = "eager" if model.startswith(("t5", "gpt-neo")) else CONTIGUOUS
     inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=kind))
     pairs = hasattr(inner, "encoder")
@@ -96,7 +96,7 @@ def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
 
 
 def contiguous_attention(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """transformers' "sdpa", of copies of queries, keys and values that are not contiguous, as until version 4.53."""
+    """Computes SDPA with non-contiguous queries, keys and values copied, as transformers 4.53 did."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, *(x.contiguous() for x in args[:3]), *args[3:], **options)

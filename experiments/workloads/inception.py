@@ -1,19 +1,12 @@
-"""Inception V3 and V4.
+"""Inception V3 and V4, for 299 px and 1000 classes, with batch-norm and ReLU after every convolution.
 
-V3: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, Table 1 and Figures 5 to 7 and
-10; V4: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on Learning", 2017,
-Figures 3 to 9. 299 px, 1000 classes; batch-norm and ReLU after every convolution. 23,834,568 parameters
-(torchvision's, without the auxiliary classifier) and 42,679,816 (Cadene's pretrained-models).
+V3: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, Table 1, Figures 5 to 7 and 10.
+V4: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on Learning", 2017,
+Figures 3 to 9. 23,834,568 parameters (torchvision, without the auxiliary classifier) and 42,679,816 (Cadene's
+pretrained-models).
 
-A network is written in a small notation. A string is a sequence of steps: ``64`` a 1x1 convolution to 64 channels,
-``64/5`` a 5x5 one, ``64/1x7`` one of height 1 and width 7; ``avg`` and ``max`` are 3x3 pools. Images keep their size,
-but for steps that end in ``v`` (no padding) or ``s`` (no padding, stride 2). A list is branches on one input whose
-results are concatenated by channel, a tuple a sequence of any of these.
-Open or different (experiments/workloads/README.md, also for what is inferred for HOME):
-
-1. V3 is torchvision's, which follows the authors' model where Table 1 is open; no auxiliary classifier.
-2. On images of at most 64 px the stem has stride 1, padding and no max-pools of its own.
-3. ReLU keeps its input (``_shared.ReLU``).
+Networks are specified in a compact notation: a string is a sequence of steps, a list holds parallel branches whose
+outputs are concatenated by channel, and a tuple is a sequence of any of these (see the comments below).
 """
 
 from __future__ import annotations
@@ -24,6 +17,12 @@ from torch import Tensor, nn
 from experiments.workloads._shared import SMALL, Dropout, ReLU, classifier
 from experiments.workloads.module import Parts, WorkloadError
 
+# Steps: ``64`` is a 1x1 convolution to 64 channels, ``64/5`` a 5x5 one, ``64/1x7`` one of height 1 and width 7; ``avg``
+# and ``max`` are 3x3 pools. Sizes are kept except by steps that end in ``v`` (no padding) or ``s`` (no padding, stride
+# 2).
+# Unspecified or different (see also experiments/workloads/README.md): V3 follows torchvision where Table 1 is open,
+# without auxiliary classifier; on images of at most 64 px the stem has stride 1, padding and no max-pools; ReLU keeps
+# its input.
 Spec = str | list["Spec"] | tuple["Spec", ...]
 
 
@@ -67,14 +66,14 @@ STEM4_SMALL: Spec = (
 
 
 class Branches(nn.ModuleList):
-    """Applies every branch to the input and concatenates the results by channel."""
+    """Concatenation by channel of the outputs of all branches."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self], 1)
 
 
 def network(spec: Spec, channels: int) -> tuple[nn.Module, int]:
-    """The module of a specification, and how many channels come out where ``channels`` go in."""
+    """Returns the module of a specification and its number of output channels."""
     if isinstance(spec, list):
         branches = [network(branch, channels) for branch in spec]
         return Branches(module for module, _ in branches), sum(width for _, width in branches)
@@ -104,7 +103,7 @@ def _step(step: str, channels: int) -> tuple[nn.Module, int]:
 
 
 class Inception(nn.Module):
-    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+    """Module for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
 
     def __init__(self, version: int, image: int = 299, classes: int = 1000) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class Inception(nn.Module):
 
 
 def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:
-    """Versions 3 and 4; see ``_shared.classifier``. Two pixels are left of 7, or of 75 where the stem reduces."""
+    """Returns Inception V3 or V4; see ``_shared.classifier``."""
     if version not in (3, 4):
         raise WorkloadError(f"workload.version: inception has 3 and 4, not {version}")
     return classifier(Inception(version, image, classes), batch_size, image, least=7 if image <= SMALL else 75)

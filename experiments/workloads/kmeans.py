@@ -1,10 +1,10 @@
-"""K-means: one iteration of Lloyd's algorithm on random points, as github.com/src-d/kmcuda and NVIDIA/kmeans do it.
+"""K-means: one iteration of Lloyd's algorithm on random points, as in github.com/src-d/kmcuda and NVIDIA/kmeans.
 
-First every point gets the label of its nearest centroid, by the matrix of all distances, which one matrix product gives
-(NVIDIA/kmeans, labels.cu); then every centroid becomes the mean of its points. Two passes over the points, as in both.
-Centroids are the state that the step updates; there are no gradients and there is no optimizer. Open or different:
+Every point gets the label of its nearest centroid, from the distance matrix of one matrix product (NVIDIA/kmeans,
+labels.cu); then every centroid becomes the mean of its points. The centroids are the state that the step updates,
+without gradients or optimizer. Unspecified or different:
 
-1. Sizes: the DQN paper gives none; kmcuda's example: 300,000 points of 480 numbers in 5,000 clusters, 32-bit floats.
+1. Sizes: the DQN paper gives none; kmcuda's example has 300,000 points of 480 float32 numbers and 5,000 clusters.
 2. The points come in ``chunks`` tensors (20), whose distances are computed one after the other, and stored.
 3. A cluster without points keeps its centroid; kmcuda makes it NaN.
 """
@@ -18,9 +18,9 @@ from experiments.workloads.module import Parts, WorkloadError
 
 
 class KMeans(nn.Module):
-    """Points, a tuple of chunks ``[points, dimensions]``, to the sum over the points p of |p - c|² - |p|².
+    """Module that maps points, a tuple of chunks ``[points, dimensions]``, to the sum over points p of |p - c|² - |p|².
 
-    c is the nearest of ``centroids`` ``[clusters, dimensions]``; ``forward`` then moves these.
+    c is the nearest of ``centroids`` ``[clusters, dimensions]``; ``forward`` then updates the centroids.
     """
 
     def __init__(self, clusters: int, dimensions: int) -> None:
@@ -34,7 +34,7 @@ class KMeans(nn.Module):
         squares = centroids.square().sum(1)
         total, labels = centroids.new_zeros(()), []
         for points in chunks:
-            # |p|² is the same for all centroids
+            # |p|² does not depend on the centroid
             nearest, label = torch.addmm(squares, points, centroids.T, alpha=-2).min(1)
             total += nearest.sum()
             labels.append(label)
@@ -48,15 +48,15 @@ class KMeans(nn.Module):
 
 
 def loss(total: Tensor, squares: Tensor) -> Tensor:
-    """Sum of the squared distances; ``squares`` is the sum of all |p|², known before the first iteration."""
+    """Returns the sum of squared distances; ``squares`` is the constant sum of all |p|²."""
     return total + squares
 
 
 def kmeans(*, batch_size: int = 300_000, dimensions: int = 480, clusters: int = 5_000, chunks: int = 20) -> Parts:
-    """``batch_size`` is the number of points: every iteration takes them all.
+    """Returns a k-means step; ``batch_size`` is the number of points, all of which every iteration reads.
 
     Raises:
-        WorkloadError: chunks that the points do not divide into.
+        WorkloadError: ``chunks`` does not divide ``batch_size``.
     """
     if batch_size % chunks:
         raise WorkloadError(f"workload.chunks: expected a divisor of batch_size ({batch_size}), got {chunks}")

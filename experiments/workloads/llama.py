@@ -1,12 +1,12 @@
-"""Decoders of Llama's kind, from sizes: Llama, Qwen3, and Mixtral with a mixture of experts.
+"""Llama-style decoders by size: Llama, Qwen3, and Mixtral with a mixture of experts.
 
 Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023, section 2.2: RMSNorm before each part,
-SwiGLU, rotary positions; no biases. Grouped-query attention as in Llama 2 (2023, section 2.2 and appendix A.2.1).
+SwiGLU, rotary positions, no biases. Grouped-query attention as in Llama 2 (2023, section 2.2 and appendix A.2.1).
 
-What is open: dimensions i and i + size / 2 are rotated together, as in Hugging Face's code (the authors' takes
-neighbours, the same up to the order of weights); attention runs in one fused kernel, which reads keys and values
-repeated for their groups; the output has weights of its own; the loss is in float32, as in torchtitan. AdamW keeps its
-two moments in the parameters' dtype, and no copy of them: what ``torch.optim.AdamW`` does.
+Choices: rotary positions pair dimensions i and i + size / 2, as in Hugging Face's code (equal to the authors' code up
+to the order of weights); one fused attention kernel reads keys and values repeated for their groups; embedding and
+output weights are separate; the loss is in float32, as in torchtitan; AdamW keeps its moments in the parameters' dtype,
+as ``torch.optim.AdamW`` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from experiments.workloads.module import Parts, WorkloadError
 
 @torch.library.custom_op("headroom::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x ``[..., width]`` over its root mean square, times weight ``[width]``; and 1 / root ``[..., 1]``, in float32."""
+    """Returns RMSNorm of x ``[..., width]`` with weight ``[width]``, and 1 / RMS ``[..., 1]`` in float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * scale * weight.float()).to(x.dtype), scale
@@ -38,7 +38,7 @@ def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("headroom::rms_norm_backward", mutates_args=())
 def rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight, of ``rms_norm``'s first result's."""
+    """Returns the gradients of x and weight for the gradient of ``rms_norm``'s first result."""
     wide, unit = grad.float(), x.float() * scale
     inner = wide * weight.float()
     dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
@@ -65,11 +65,11 @@ rms_norm.register_autograd(_backward, setup_context=_keep)
 
 
 class RMSNorm(nn.Module):
-    """``nn.RMSNorm`` over the last dimension, in one kernel.
+    """``nn.RMSNorm`` over the last dimension as a single kernel.
 
-    It is one on CUDA (``aten._fused_rms_norm``), which keeps its input and a number per row. On the CPU, where steps
-    are captured, it is eight, which keep two copies in float32. So it is an operator of our own here, whose arithmetic
-    is that of the eight and whose memory and traffic are those of the one.
+    CUDA has one kernel (``aten._fused_rms_norm``), which keeps its input and one number per row. On the CPU, where
+    steps are captured, PyTorch runs eight kernels, which keep two copies in float32. This custom operator has the
+    arithmetic of the CPU's kernels and the memory and traffic of the CUDA kernel.
     """
 
     def __init__(self, width: int, epsilon: float) -> None:
@@ -81,13 +81,13 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: x ``[batch, heads, length, size]``, turned by the angles ``[length, size / 2]``."""
+    """Applies rotary positions with angles ``[length, size / 2]`` to x ``[batch, heads, length, size]``."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal attention ``[batch, length, width]`` to the same, of heads of ``size``; ``kv_heads`` divides ``heads``."""
+    """Causal attention on ``[batch, length, width]``, with heads of ``size``; ``kv_heads`` divides ``heads``."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, size: int, epsilon: float, qk_norm: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward layer ``[..., width]`` to the same."""
+    """SwiGLU feed-forward layer on ``[..., width]``."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after RMSNorm and added to its input."""
+    """Attention and a feed-forward layer, each after RMSNorm and with a residual connection."""
 
     def __init__(self, width: int, attention: nn.Module, feed: nn.Module, epsilon: float) -> None:
         super().__init__()
@@ -133,11 +133,12 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens ``[batch, length]`` to logits ``[batch · length, vocabulary]``; ``length`` as given to ``__init__``.
+    """Decoder from tokens ``[batch, length]`` to logits ``[batch · length, vocabulary]``.
 
     Args:
-        feed: makes a block's feed-forward layer.
-        base: of the rotary angles.
+        length: Fixed sequence length.
+        feed: Returns a new feed-forward layer for a block.
+        base: Base of the rotary angles.
     """
 
     def __init__(
@@ -167,17 +168,16 @@ class Llama(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of SwiGLU layers (Jiang et al., "Mixtral of Experts", 2024), ``[batch, length, width]`` to the same.
+    """Mixture of SwiGLU experts on ``[batch, length, width]`` (Jiang et al., "Mixtral of Experts", 2024).
 
-    Every token goes to the ``top`` experts with the largest logits of the router, whose outputs are added with the
-    softmax of those logits as weights (section 2.1). Which expert gets how many tokens depends on the data, and a
-    program has one size for every tensor. So an expert has room for a fixed number of tokens, as in GShard (Lepikhin et
-    al., 2020, section 2.2) and the Switch Transformer (Fedus et al., 2022, section 2.2). Tokens are dispatched by
-    index, without a mask of tokens x experts x places; a token that finds no place gets nothing from that expert, and
-    what a place without a token computes is not read. The paper gives no auxiliary loss; there is none.
+    Every token goes to the ``top`` experts with the largest router logits; their outputs are summed with the softmax of
+    those logits as weights (section 2.1). A program needs fixed tensor sizes, so each expert has a fixed capacity, as
+    in GShard (Lepikhin et al., 2020, section 2.2) and the Switch Transformer (Fedus et al., 2022, section 2.2). Tokens
+    are dispatched by index, without a mask of tokens x experts x places. A token beyond an expert's capacity gets no
+    output from it, and the output of empty places is not read. As in the paper, the loss has no auxiliary term.
 
     Attributes:
-        places: tokens that an expert has room for.
+        places: Capacity of an expert, in tokens.
     """
 
     def __init__(self, width: int, hidden: int, experts: int, top: int, places: int) -> None:
@@ -191,7 +191,7 @@ class Experts(nn.Module):
         logits, chosen = self.router(tokens).topk(self.top, dim=-1)  # [tokens, top]
         places, held = self.assign(chosen)
         weights = logits.softmax(-1, dtype=torch.float32).to(x.dtype) * held
-        # One row more than there are places, for the tokens that find none.
+        # The additional last row receives tokens without a place.
         source = torch.zeros(count * self.places + 1, dtype=torch.int64, device=x.device)
         source.scatter_(0, places.flatten(), torch.arange(places.numel(), device=x.device) // self.top)
         inputs = tokens.index_select(0, source[:-1]).split(self.places)
@@ -200,11 +200,11 @@ class Experts(nn.Module):
         return (found.unflatten(0, (-1, self.top)) * weights[:, :, None]).sum(1).view_as(x)
 
     def assign(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Places for the experts ``[tokens, top]`` that tokens chose, first come first served.
+        """Assigns places to the chosen experts ``[tokens, top]``, first come first served.
 
         Returns:
-            expert · ``places`` + the number in its queue, ``experts`` · ``places`` where it is full; whether there is
-            a place.
+            expert · ``places`` + position in its queue, or ``experts`` · ``places`` if the expert is full; whether the
+            token has a place.
         """
         count = len(self.experts)
         flat = chosen.flatten()
@@ -222,10 +222,10 @@ class Loss(nn.Module):
 
 
 def checked(width: int, heads: int, kv_heads: int, head_size: int | None) -> None:
-    """Whether the heads fit.
+    """Checks the sizes of the heads.
 
     Raises:
-        WorkloadError: heads of an odd size, or that do not divide the width; groups that do not divide the heads.
+        WorkloadError: Heads have an odd size or do not divide the width, or groups do not divide the heads.
     """
     if head_size is None and width % (2 * heads):
         raise WorkloadError(f"workload.heads: width / heads must be an even integer, got {width} / {heads}")
@@ -238,7 +238,7 @@ def checked(width: int, heads: int, kv_heads: int, head_size: int | None) -> Non
 
 
 def parts(model: nn.Module, batch_size: int, length: int) -> Parts:
-    """A decoder with its loss, AdamW (LLaMA, section 2.3) and ``batch_size`` sequences of ``length`` tokens."""
+    """Returns a decoder with its loss, AdamW (LLaMA, section 2.3) and ``batch_size`` sequences of ``length`` tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     return model, Loss(), optimizer, tokens(batch_size, length)
 
@@ -248,16 +248,16 @@ def llama(
     vocabulary: int = 32000, length: int = 2048, batch_size: int = 1, head_size: int | None = None,
     rope_base: float = 10000.0, epsilon: float = 1e-5, qk_norm: bool = False,
 ) -> Parts:  # fmt: skip
-    """``batch_size`` sequences of ``length`` tokens. The defaults are the block of TinyLlama 1.1B (Zhang et al., 2024,
-    Table 2), of which there are 22.
+    """Returns a Llama decoder; the defaults are TinyLlama 1.1B (Zhang et al., 2024, Table 2).
 
     Args:
-        kv_heads: heads of keys and values, which the ``heads`` of queries share.
-        head_size: None: width / heads.
-        qk_norm: queries and keys pass an RMSNorm over each head (Qwen3 Technical Report, 2025, section 2).
+        batch_size: Sequences of ``length`` tokens.
+        kv_heads: Heads of keys and values, shared by the ``heads`` of queries.
+        head_size: Size of a head; None is width / heads.
+        qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3 Technical Report, 2025, section 2).
 
     Raises:
-        WorkloadError: heads that do not fit (``checked``), or a base, epsilon or qk_norm that is none.
+        WorkloadError: The heads do not fit (``checked``), or base, epsilon or qk_norm is invalid.
     """
     checked(width, heads, kv_heads, head_size)
     positive(rope_base, "rope_base")
@@ -273,14 +273,15 @@ def mixtral(
     experts: int = 8, top: int = 2, capacity: float = 1.0, vocabulary: int = 32000, length: int = 8192,
     batch_size: int = 1,
 ) -> Parts:  # fmt: skip
-    """``batch_size`` sequences of ``length`` tokens. The defaults are Table 1's, whose 32 layers are 93 GB in bfloat16.
+    """Returns a Mixtral decoder; the defaults are those of Table 1, whose 32 layers take 93 GB in bfloat16.
 
     Args:
-        capacity: an expert has room for so many times the ``top`` · tokens / ``experts`` of balanced routing, rounded
-            up; with 1 balanced routing fills every place. The paper gives none: Mixtral drops nothing.
+        batch_size: Sequences of ``length`` tokens.
+        capacity: Capacity factor of an expert, relative to balanced routing (``top`` · tokens / ``experts``), rounded
+            up; 1 fills every place if routing is balanced. The paper gives none: Mixtral drops no tokens.
 
     Raises:
-        WorkloadError: heads that do not fit (``checked``), more of the top than experts, or no capacity.
+        WorkloadError: The heads do not fit (``checked``), ``top`` exceeds ``experts``, or ``capacity`` is invalid.
     """
     checked(width, heads, kv_heads, None)
     if top > experts:

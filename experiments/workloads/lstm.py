@@ -1,14 +1,13 @@
 """Karpathy's character-level LSTM (github.com/karpathy/char-rnn: train.lua and model/LSTM.lua), unrolled.
 
-One-hot characters, layers of LSTM cells with dropout 0, a linear decoder and cross-entropy over all time steps;
-RMSprop with learning rate 0.002 and decay 0.95. The cells are plain layers, not one cuDNN call, so that the kernels
-and tensors of every time step are seen: both linear layers of a cell have a bias, the three sigmoid gates are computed
-in one go, in the order in, forget, out, as in the source. Open or different (experiments/workloads/README.md):
+One-hot characters, LSTM layers with dropout 0, a linear decoder and cross-entropy over all time steps; RMSprop with
+learning rate 0.002 and decay 0.95. The cells are plain layers instead of one cuDNN call, so that kernels and tensors of
+every time step are visible. As in the source, both linear layers of a cell have a bias, and the three sigmoid gates are
+computed together in the order in, forget, out. Unspecified or different (experiments/workloads/README.md):
 
 1. The batch is 2048 sequences, so that a state ``[batch, hidden]`` has 1 MiB; train.lua has 50.
-2. Vocabulary: 65 characters, those of its example, the works of Shakespeare.
-3. The state is zero at the start of every step; the source takes the last state of the batch before it.
-4. Gradients are not clamped to [-5, 5], which the source does.
+2. Vocabulary: 65 characters, those of the example, the works of Shakespeare.
+3. The state starts at zero in every step; the source continues from the previous batch. Gradients are not clamped.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from experiments.workloads.module import Parts
 
 
 class Cell(nn.Module):
-    """One layer at one time step: x ``[batch, inputs]``, h and c ``[batch, hidden]`` to the next h and c."""
+    """One layer at one time step: maps x ``[batch, inputs]``, h and c ``[batch, hidden]`` to the next h and c."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class Cell(nn.Module):
 
 
 class CharRNN(nn.Module):
-    """Characters ``[batch, length]`` to logits ``[length · batch, vocabulary]``, time first."""
+    """LSTM from characters ``[batch, length]`` to logits ``[length · batch, vocabulary]``, time first."""
 
     def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class CharRNN(nn.Module):
 def lstm(
     *, batch_size: int = 2048, hidden: int = 128, layers: int = 2, length: int = 50, vocabulary: int = 65
 ) -> Parts:
-    """``length`` characters of ``batch_size`` sequences, and the character that follows each."""
+    """Returns the LSTM with ``batch_size`` sequences of ``length`` characters and the next character of each."""
     model = CharRNN(vocabulary, hidden, layers)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=2e-3, alpha=0.95)
     return model, nn.CrossEntropyLoss(), optimizer, tokens(batch_size, length)

@@ -1,5 +1,6 @@
-"""Networks whose output is a map of the image, with skips from the way down to the way up: U-Net, stacked hourglasses
-and YOLOv3. What is open in the papers, or not followed: experiments/workloads/README.md.
+"""Image-to-map networks with skip connections: U-Net, stacked hourglasses and YOLOv3.
+
+Unspecified details and deviations from the papers: experiments/workloads/README.md.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ from torch.nn import functional as F
 from experiments.workloads._shared import Dropout, conv, counts, labels
 from experiments.workloads.module import Parts, WorkloadError
 
-WIDTHS = (64, 128, 256, 512, 1024)  # of U-Net
-SCALES, BOXES = 3, 3  # of YOLOv3
+WIDTHS = (64, 128, 256, 512, 1024)  # U-Net's channels per level
+SCALES, BOXES = 3, 3  # YOLOv3's scales, and boxes at each place
 
 
 class Twice(nn.Sequential):
-    """Two 3x3 convolutions without padding, each with ReLU: 4 pixels less a side."""
+    """Two unpadded 3x3 convolutions with ReLU, which reduce each side by 4 pixels."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__(nn.Conv2d(channels, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU())
 
 
 class UNet(nn.Module):
-    """U-Net (Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation", 2015):
-    images ``[batch, 1, size, size]`` to logits ``[batch, classes, output(size), output(size)]``.
+    """U-Net for images ``[batch, 1, size, size]``, returning logits ``[batch, classes, output(size), output(size)]``.
 
-    Figure 1 of the paper: on the way down twice a 3x3 convolution without padding and ReLU, then 2x2 max-pool; 64 to
-    1024 channels; on the way up a 2x2 up-convolution that halves the channels, the concatenation with the cropped
-    feature map from the way down, and two 3x3 convolutions with ReLU; at the end a 1x1 convolution to two classes.
+    Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation", 2015, Figure 1.
+    Down path: two unpadded 3x3 convolutions with ReLU, then 2x2 max-pool; 64 to 1024 channels. Up path: a 2x2
+    up-convolution that halves the channels, concatenation with the cropped feature map of the down path, and two 3x3
+    convolutions with ReLU. At the end a 1x1 convolution to two classes.
 
-    1. Dropout "at the end of the contracting path": here 0.5 after the last two levels of the way down.
-    2. The weight of every pixel in the loss (equation 2), one number per pixel, is left out.
+    1. Dropout "at the end of the contracting path": here 0.5 after the last two levels of the down path.
+    2. The per-pixel weights in the loss (equation 2) are left out.
     3. The batch is 8; the paper takes one image.
     """
 
@@ -59,10 +60,10 @@ class UNet(nn.Module):
 
 
 def output(image: int) -> int:
-    """Side of the map that an image of side ``image`` gives: 388 for 572.
+    """Returns the side of the output map for an image of side ``image``: 388 for 572.
 
     Raises:
-        WorkloadError: a 2x2 pool would meet an odd side, or nothing is left.
+        WorkloadError: A 2x2 pool would get an odd side, or the output would be empty.
     """
     size = image
     for _ in WIDTHS[1:]:
@@ -83,10 +84,10 @@ def output(image: int) -> int:
 
 
 def unet(*, batch_size: int = 8, image: int = 572) -> Parts:
-    """Images of one channel with two classes per pixel; SGD with momentum 0.99 (section 3).
+    """Returns U-Net with one-channel images and two classes per pixel; SGD with momentum 0.99 (section 3).
 
     Raises:
-        WorkloadError: a side that the network cannot take.
+        WorkloadError: The network does not support this side of the image.
     """
     side, model = output(image), UNet()
     batch = torch.empty(batch_size, 1, image, image), labels(batch_size, side, side)
@@ -97,7 +98,7 @@ def unet(*, batch_size: int = 8, image: int = 572) -> Parts:
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each after batch-norm and ReLU, added to the input ``[batch, channels, …]``."""
+    """Pre-activated 1x1, 3x3 and 1x1 convolutions with a residual connection on ``[batch, channels, …]``."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Bottleneck(nn.Module):
 
 
 class Hourglass(nn.Module):
-    """``levels`` pools and as many upsamplings, with what goes beside each pool."""
+    """Hourglass of ``levels`` poolings and upsamplings, with a skip branch at each level."""
 
     def __init__(self, levels: int, width: int) -> None:
         super().__init__()
@@ -127,14 +128,13 @@ class Hourglass(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Stacked hourglasses (Newell, Yang and Deng, "Stacked Hourglass Networks for Human Pose Estimation", ECCV 2016):
-    images ``[batch, 3, image, image]`` to heat maps ``[batch, stacks, joints, image / 4, image / 4]``.
+    """Stacked hourglasses (Newell, Yang and Deng, "Stacked Hourglass Networks for Human Pose Estimation", ECCV 2016).
 
-    Section 3: a 7x7 convolution of stride 2, residual modules and a max-pool reduce an image of 256 pixels to 64; an
-    hourglass pools ``levels`` times, with a residual module beside every pool, comes back by nearest-neighbour
-    upsampling and adds what went beside. After each of the ``stacks`` a heat map per joint is predicted and fed back by
-    1x1 convolutions. Residual modules are the bottlenecks of He et al. (2016) with batch-norm and ReLU first (the
-    paper's Figure 4).
+    Maps images ``[batch, 3, image, image]`` to heat maps ``[batch, stacks, joints, image / 4, image / 4]``. Section 3:
+    a 7x7 convolution of stride 2, residual modules and a max-pool reduce an image of 256 pixels to 64. An hourglass
+    pools ``levels`` times, with a residual module in parallel to every pool, upsamples by nearest neighbours and adds
+    the parallel branches. After each of the ``stacks``, a heat map per joint is predicted and fed back by 1x1
+    convolutions. Residual modules are the pre-activated bottlenecks of He et al. (2016; the paper's Figure 4).
 
     1. The batch is 16 images; the paper does not give it.
     """
@@ -167,17 +167,17 @@ class Stacked(nn.Module):
 
 
 def squared_error(maps: Tensor, targets: Tensor) -> Tensor:
-    """The mean of the heat maps of every stack, beside the same targets ``[batch, joints, …]``."""
+    """Returns the mean squared error of every stack's heat maps against targets ``[batch, joints, …]``."""
     return F.mse_loss(maps, targets[:, None].expand_as(maps))
 
 
 def hourglass(
     *, stacks: int = 8, levels: int = 4, width: int = 256, joints: int = 16, batch_size: int = 16, image: int = 256
 ) -> Parts:
-    """Images with a heat map per joint; mean squared error (section 3.2), RMSprop at 2.5e-4 (3.3).
+    """Returns stacked hourglasses with a heat map per joint; mean squared error (section 3.2), RMSprop at 2.5e-4 (3.3).
 
     Raises:
-        WorkloadError: a side that the pools do not halve, or channels that do not divide by 4.
+        WorkloadError: The pools do not divide the side of the image, or the channels are no multiple of 4.
     """
     if image % (4 << levels):
         raise WorkloadError(f"workload.image: expected a multiple of {4 << levels} with {levels} levels, got {image}")
@@ -192,12 +192,12 @@ def hourglass(
 
 
 def leaky(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Convolution, batch-norm, leaky ReLU."""
+    """Returns a convolution with batch-norm and leaky ReLU."""
     return nn.Sequential(*conv(channels, width, kernel, stride, lambda: nn.LeakyReLU(0.1)))
 
 
 class DarkBlock(nn.Sequential):
-    """1x1 to half the channels and 3x3 back, added to the input."""
+    """Residual block of a 1x1 convolution to half the channels and a 3x3 convolution back."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(leaky(channels, channels // 2, 1), leaky(channels // 2, channels, 3))
@@ -207,16 +207,16 @@ class DarkBlock(nn.Sequential):
 
 
 class YOLO(nn.Module):
-    """YOLOv3 (Redmon and Farhadi, "YOLOv3: An Incremental Improvement", 2018): Darknet-53 and detections on three
-    scales, images ``[batch, 3, image, image]`` to ``[batch, outputs, side, side]`` of image / 32, / 16 and / 8.
+    """YOLOv3 (Redmon and Farhadi, "YOLOv3: An Incremental Improvement", 2018): Darknet-53, detections on three scales.
 
+    Maps images ``[batch, 3, image, image]`` to ``[batch, outputs, side, side]`` for side image / 32, / 16 and / 8.
     Table 1: 3x3 convolutions, five of them of stride 2, and 1, 2, 8, 8 and 4 residual blocks of a 1x1 and a 3x3
-    convolution, each with batch-norm and leaky ReLU. Section 2.3: detections from the last of them; then, twice, a 1x1
-    convolution, upsampling, and the concatenation with the last block of twice the side, from which the next are made;
-    three boxes of 4 + 1 + 80 numbers at each place. 61,949,149 parameters at 80 classes.
+    convolution, each with batch-norm and leaky ReLU. Section 2.3: detections from the last block; then, twice, a 1x1
+    convolution, upsampling and concatenation with the last block of twice the side, from which the next detections are
+    made; three boxes of 4 + 1 + 80 numbers at each place. 61,949,149 parameters for 80 classes.
 
-    1. Loss: the binary cross-entropy of every number beside a dense target; the paper's squared errors of the boxes
-       that match depend on the data.
+    1. Loss: binary cross-entropy of every number against a dense target; the paper's squared errors of matching boxes
+       depend on the data.
     2. The batch is 8 images, as the paper's implementation has in memory at a time (64 in 8 parts); SGD with momentum
        0.9.
     """
@@ -238,7 +238,7 @@ class YOLO(nn.Module):
             self.heads.append(nn.Sequential(leaky(half, w, 3), nn.Conv2d(w, outputs, 1)))
             if len(self.heads) < SCALES:
                 self.routes.append(leaky(half, half // 2, 1))
-                channels = half // 2 + half  # beside a stage of half the channels
+                channels = half // 2 + half  # concatenated with a stage of half the channels
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         x, kept = self.stem(images), []
@@ -255,7 +255,7 @@ class YOLO(nn.Module):
 
 
 def entropies(found: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    """The sum of the scales' binary cross-entropies beside targets of the same shapes, flat in one tensor."""
+    """Returns the summed binary cross-entropies of all scales; ``targets`` is one flat tensor for all of them."""
     wanted = targets.split([one.numel() for one in found])
     return torch.stack(
         [F.binary_cross_entropy_with_logits(one, t.view_as(one)) for one, t in zip(found, wanted, strict=True)]
@@ -265,14 +265,14 @@ def entropies(found: tuple[Tensor, ...], targets: Tensor) -> Tensor:
 def yolov3(
     *, stages: str = "1-2-8-8-4", width: int = 32, classes: int = 80, batch_size: int = 8, image: int = 416
 ) -> Parts:
-    """Images with a dense target for every number of every box.
+    """Returns YOLOv3 with a dense target for every number of every box.
 
     Args:
-        stages: the residual blocks of the five stages.
-        width: channels of the first convolution.
+        stages: Residual blocks of the five stages.
+        width: Channels of the first convolution.
 
     Raises:
-        WorkloadError: ``stages`` are no five numbers, or a side that is no multiple of 32.
+        WorkloadError: ``stages`` does not have five numbers, or the side of the image is no multiple of 32.
     """
     blocks = counts(stages, "five numbers of blocks", "1-2-8-8-4", 5, 5)
     if image % 32 or image < 32:

@@ -1,8 +1,8 @@
-"""A multi-layer perceptron on flattened CIFAR images with ReLU between its layers, cross-entropy and Adam.
+"""Multi-layer perceptron on flattened CIFAR images, with ReLU between layers, cross-entropy and Adam.
 
-The example network of the TENSILE paper (2021, Figure 5). The paper gives no sizes and does not name the optimizer of
-its example; it swaps optimizer state across iterations, with Adam as its case. All sizes are chosen here: layers wide
-enough that parameters and optimizer state outweigh the activations, which is what that paper is about.
+This is the example network of the TENSILE paper (2021, Figure 5). The paper gives neither sizes nor the optimizer of
+its example; it swaps optimizer state across iterations, with Adam as its case. The sizes are ours: layers wide enough
+that parameters and optimizer state outweigh the activations, the case that the paper targets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PIXELS, CLASSES = 3 * 32 * 32, 10
 
 
 def mlp(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
-    """``layers`` linear layers, ``width`` between them: ``[batch_size, 3072]`` to logits ``[batch_size, 10]``.
+    """Returns ``layers`` linear layers of ``width``, from ``[batch_size, 3072]`` to logits ``[batch_size, 10]``.
 
     Raises:
-        WorkloadError: fewer than two layers.
+        WorkloadError: Fewer than two layers.
     """
     if layers < 2:
         raise WorkloadError(f"workload.layers: expected an integer of at least 2, got {layers}")

@@ -1,7 +1,7 @@
-"""Networks that are made to be small: SqueezeNet, MobileNet, and those of inverted residual blocks.
+"""Small networks: SqueezeNet, MobileNet, and networks of inverted residual blocks.
 
-Parameters are those at 1000 classes; MobileNet's and SqueezeNet's ReLU keeps its input (``_shared.ReLU``). What is open
-or different: experiments/workloads/README.md.
+Parameter counts are for 1000 classes. ReLU of MobileNet and SqueezeNet keeps its input (``_shared.ReLU``). Unspecified
+details and deviations: experiments/workloads/README.md.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FIRES = (128, 128, 256, 0, 256, 384, 384, 512, 0, 512)
 
 
 class MobileNet(Layers):
-    """MobileNet (Howard et al., "MobileNets: Efficient Convolutional Neural Networks for Mobile Vision Applications",
-    2017).
+    """MobileNet (Howard et al., "MobileNets", 2017).
 
     Table 1: a 3x3 convolution to 32 channels, thirteen depthwise separable blocks (3x3 depthwise, then 1x1; each
     followed by batch-norm and ReLU), average pooling and a linear layer; 4.2 M parameters at 224 px.
 
-    1. The table gives the last depthwise convolution a stride of 2, but 7x7 pixels before and after it: it has 1 here.
+    1. The table gives the last depthwise convolution stride 2, but 7x7 pixels before and after it; the stride is 1
+       here.
     2. On images of at most 64 px the first convolution has stride 1, as in CIFAR-10 collections: 32 px end in 2x2.
     """
 
@@ -53,7 +53,7 @@ class MobileNet(Layers):
 
 
 class Fire(nn.Module):
-    """1x1 convolution to an eighth of ``width``; from there 1x1 and 3x3 ones to half of it each; maybe a bypass."""
+    """1x1 convolution to an eighth of ``width``, then 1x1 and 3x3 convolutions to half each; optional bypass."""
 
     def __init__(self, channels: int, width: int, norm: bool, bypass: bool) -> None:
         super().__init__()
@@ -73,11 +73,12 @@ class Fire(nn.Module):
 
 
 class SqueezeNet(Layers):
-    """SqueezeNet 1.0 (Iandola et al., "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB model
-    size", 2016, Table 1): a convolution to 96 channels, eight fire modules, a 1x1 convolution to the classes, average
-    pooling. 1.25 M parameters (1,248,424) at 224 px.
+    """SqueezeNet 1.0 (Iandola et al., "SqueezeNet", 2016, Table 1).
 
-    1. On images of at most 64 px it is the form of the usual PyTorch collections for CIFAR-10.
+    A convolution to 96 channels, eight fire modules, a 1x1 convolution to the classes, average pooling. 1.25 M
+    parameters (1,248,424) at 224 px.
+
+    1. On images of at most 64 px it has the form common in PyTorch collections for CIFAR-10.
     """
 
     def __init__(self, image: int = 32, classes: int = 10) -> None:
@@ -98,7 +99,7 @@ class SqueezeNet(Layers):
 
 
 class Shape(NamedTuple):
-    """Of a block: kernel, channels inside, channels that leave, squeeze and excitation, activation, stride."""
+    """Shape of a block: kernel, inner and output channels, squeeze-and-excitation, activation, stride."""
 
     kernel: int
     inside: int
@@ -109,14 +110,13 @@ class Shape(NamedTuple):
 
 
 def rounded(width: float) -> int:
-    """The next multiple of 8, but not 10 % below."""
+    """Rounds to a multiple of 8 that is at least 90 % of ``width``."""
     near = max(8, int(width + 4) // 8 * 8)
     return near + 8 if near < 0.9 * width else near
 
 
 class Block(Layers):
-    """``[batch, channels, …]`` to ``[batch, shape.out, …]``: a 1x1 convolution that widens, a depthwise one, squeeze
-    and excitation in some, and a 1x1 one that narrows; the input is added where the shape is kept."""
+    """Inverted residual from ``[batch, channels, …]`` to ``[batch, shape.out, …]``; adds the input if possible."""
 
     def __init__(self, channels: int, shape: Shape, eps: float) -> None:
         kernel, inside, out, squeeze, act, stride = shape
@@ -134,15 +134,16 @@ class Block(Layers):
 
 
 class InvertedResiduals(Layers):
-    """MobileNetV2, MobileNetV3 and MnasNet as torchvision has them, with activations in place.
+    """MobileNetV2, MobileNetV3 and MnasNet as in torchvision, with in-place activations.
 
     Sandler et al., "MobileNetV2", 2018, Table 2; Howard et al., "Searching for MobileNetV3", 2019, Tables 1 and 2; Tan
     et al., "MnasNet", 2019, Figure 7. Parameters, as torchvision documents them: 3,504,872 (mobilenet_v2), 4,383,312
     (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small).
 
     Args:
-        stem, last: channels after the first convolution and after the last; ``linear``: of a linear layer after it.
-        act: after the first convolution; ``last_act``: after the last.
+        stem, last: Channels after the first and after the last convolution.
+        act, last_act: Activations after the first and after the last convolution.
+        linear: Width of a linear layer after the last convolution; 0 for none.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class InvertedResiduals(Layers):
 
 
 def expanded(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
-    """Blocks of stages (kernel, expansion, channels, repeats, stride), after a stem of 32."""
+    """Returns the blocks of stages (kernel, expansion, channels, repeats, stride) after a stem of 32 channels."""
     shapes, channels = [], 32
     for kernel, expansion, out, repeats, stride in table:
         for i in range(repeats):
@@ -185,7 +186,7 @@ V3_SMALL = [Shape(*row) for row in (
     (5, 240, 40, True, H, 1), (5, 240, 40, True, H, 1), (5, 120, 48, True, H, 1), (5, 144, 48, True, H, 1),
     (5, 288, 96, True, H, 2), (5, 576, 96, True, H, 1), (5, 576, 96, True, H, 1),
 )]  # fmt: skip
-# The arguments of InvertedResiduals.
+# Arguments of InvertedResiduals.
 NETWORKS = {
     "mobilenet_v2": (32, expanded(V2, R6), 1280, R6, R6),
     "mnasnet1_0": (32, expanded(MNASNET, R), 1280, R, R),
@@ -198,18 +199,18 @@ NETWORKS = {
 
 
 def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
-    """See ``MobileNet`` and ``_shared.classifier``."""
+    """Returns MobileNet; see ``_shared.classifier``."""
     return classifier(MobileNet(image, classes), batch_size, image)
 
 
 def squeezenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
-    """See ``SqueezeNet`` and ``_shared.classifier``; at least 8 px, which three pools leave one of."""
+    """Returns SqueezeNet for images of at least 8 px; see ``_shared.classifier``."""
     return classifier(SqueezeNet(image, classes), batch_size, image, least=8)
 
 
 def inverted_residual(
     *, network: str = "mobilenet_v2", batch_size: int = 32, image: int = 224, classes: int = 1000
 ) -> Parts:
-    """See ``InvertedResiduals`` and ``_shared.classifier``; one of NETWORKS."""
+    """Returns one of NETWORKS; see ``InvertedResiduals`` and ``_shared.classifier``."""
     settings = one_of(NETWORKS, network, "network", "inverted_residual")
     return classifier(InvertedResiduals(*settings, classes=classes), batch_size, image)

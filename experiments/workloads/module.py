@@ -1,4 +1,4 @@
-"""Anybody's own model: ``pkg.mod:factory``, imported and called."""
+"""User-defined models, imported and called as ``pkg.mod:factory``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torch.utils._pytree import tree_unflatten
 
 from executor.capture.batches import flatten
 
-# What capture() takes; no optimizer: a step without gradients. Or a step of one's own, and its arguments.
+# Arguments of capture() (no optimizer: a step without gradients), or a user-defined step and its arguments.
 Parts = tuple[nn.Module, Callable[[Any, Any], Any] | None, optim.Optimizer | None, Any] | tuple[Callable[..., Any], Any]
 
 
 class WorkloadError(ValueError):
-    """A workload's configuration is wrong; the message is one sentence naming the entry."""
+    """Raised if a workload's configuration is invalid; the message is one sentence naming the entry."""
 
 
 def build(*, target: object) -> Parts:
-    """Calls the factory ``target`` names.
+    """Calls the factory that ``target`` names.
 
     Args:
-        target: ``"pkg.mod:factory"``; modules in the working directory are found too.
+        target: ``"pkg.mod:factory"``; the working directory is on the import path.
 
     Returns:
-        model, loss function (None: the model returns its loss), optimizer, example batch; or a step of any form, as
-        ``capture_step`` takes it, and its arguments.
+        Model, loss function (None if the model returns its loss), optimizer and example batch; or a step of any form,
+        as ``capture_step`` accepts it, and its arguments.
 
     Raises:
-        WorkloadError: the target cannot be imported or called, or returns something else.
+        WorkloadError: The target cannot be imported or called, or returns something else.
     """
     factory = named(target)
     try:
@@ -52,10 +52,10 @@ def build(*, target: object) -> Parts:
 
 
 def named(target: object) -> Callable[..., Any]:
-    """What ``"pkg.mod:name"`` names, a function or a class; modules in the working directory are found too.
+    """Returns the function or class ``"pkg.mod:name"``; the working directory is on the import path.
 
     Raises:
-        WorkloadError: it cannot be imported, or is nothing that can be called.
+        WorkloadError: The target cannot be imported, or is not callable.
     """
     if not isinstance(target, str) or target.count(":") != 1 or not all(target.split(":")):
         raise WorkloadError(f"target: expected 'pkg.mod:factory', got {target!r}")
@@ -68,10 +68,10 @@ def named(target: object) -> Callable[..., Any]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise WorkloadError(f"target: there is no module {error.name!r}") from None
-        raise WorkloadError(f"target: module {name!r} does not import (no module {error.name!r})") from error
+            raise WorkloadError(f"target: module {error.name!r} not found") from None
+        raise WorkloadError(f"target: cannot import module {name!r} (no module {error.name!r})") from error
     except Exception as error:
-        raise WorkloadError(f"target: module {name!r} does not import ({type(error).__name__}: {error})") from error
+        raise WorkloadError(f"target: cannot import module {name!r} ({type(error).__name__}: {error})") from error
     finally:
         if added:
             sys.path.remove(here)
@@ -83,10 +83,10 @@ def named(target: object) -> Callable[..., Any]:
 
 
 def leading(parts: Parts) -> int:
-    """How many examples the batch has: the first dimension, which all its tensors (but numbers) share.
+    """Returns the batch size: the first dimension, shared by all tensors of the batch except scalars.
 
     Raises:
-        WorkloadError: they do not.
+        WorkloadError: The tensors do not share a first dimension.
     """
     sizes = {tuple(t.shape[:1]) for t in flatten(parts[-1])[0] if isinstance(t, Tensor) and t.dim()}
     if len(sizes) != 1 or 0 in (size := sizes.pop()):
@@ -95,9 +95,9 @@ def leading(parts: Parts) -> int:
 
 
 def with_batch(parts: Parts, batch: int) -> Parts:
-    """The same with an example batch of so many examples; raises WorkloadError as ``leading`` does.
+    """Returns the parts with an example batch of ``batch`` examples; raises WorkloadError as ``leading`` does.
 
-    A tensor that stands there twice does so in it, too, and tensors that are parts of one memory stay that.
+    Aliasing is kept: a tensor that appears twice still does, and views of one storage still share it.
     """
     own = leading(parts)
     made: dict[int, Tensor] = {}
@@ -112,8 +112,8 @@ def with_batch(parts: Parts, batch: int) -> Parts:
 
     def larger(tensor: Tensor) -> Tensor:
         whole, shape = tensor.untyped_storage(), (batch, *tensor.shape[1:])
-        if tensor.stride(0) * tensor.itemsize * own != whole.nbytes():  # a part of larger memory
-            if tensor.stride(0) != math.prod(shape[1:]):  # the examples do not lie one after the other
+        if tensor.stride(0) * tensor.itemsize * own != whole.nbytes():  # a view of a larger storage
+            if tensor.stride(0) != math.prod(shape[1:]):  # examples are not contiguous
                 return tensor.new_empty(shape)
             return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         if whole._cdata not in memory:

@@ -1,11 +1,10 @@
-"""Randomly wired networks (Xie, Kirillov, Girshick and He, "Exploring Randomly Wired Neural Networks for Image
-Recognition", ICCV 2019).
+"""Randomly wired networks (Xie et al., "Exploring Randomly Wired Neural Networks for Image Recognition", ICCV 2019).
 
-Section 3.2: a random graph of Watts and Strogatz, its edges directed from the lower to the higher node; a node adds its
+Section 3.2: a random Watts-Strogatz graph, its edges directed from the lower to the higher node. A node sums its
 inputs, each weighted by the sigmoid of a learned number, then runs ReLU, a 3x3 separable convolution and batch-norm.
-Nodes without an input read the stage's input, with stride 2; the mean of those without an output is the stage's.
-Section 3.4 and Table 1, the small regime: two convolutions, of which the second has a graph of half the nodes, then
-three stages whose widths double; a 1x1 convolution to 1280 channels, average pooling and a linear layer.
+Nodes without an input read the stage's input with stride 2; the stage's output is the mean of the nodes without an
+output. Section 3.4 and Table 1, the small regime: two convolutions, the second a graph of half the nodes, then three
+stages whose widths double; a 1x1 convolution to 1280 channels, average pooling and a linear layer.
 
 1. The graphs are WS(4, 0.75), the best of the paper's Figure 3; ``draw`` is their seed.
 """
@@ -20,12 +19,12 @@ from torch import Tensor, nn
 from experiments.workloads._shared import Layers, classifier, conv, head
 from experiments.workloads.module import Parts, WorkloadError
 
-NEIGHBOURS, REWIRED = 4, 0.75  # K and P of Watts and Strogatz
-LAST = 1280  # channels before the pooling
+NEIGHBOURS, REWIRED = 4, 0.75  # K and P of the Watts-Strogatz graph
+LAST = 1280  # channels before pooling
 
 
 def graph(nodes: int, rng: random.Random) -> list[list[int]]:
-    """The inputs of every node, by Watts and Strogatz (1998): a ring whose edges are rewired one after the other."""
+    """Returns the inputs of every node of a Watts-Strogatz (1998) graph, a ring with rewired edges."""
     around = {frozenset((v, (v + i) % nodes)) for v in range(nodes) for i in range(1, NEIGHBOURS // 2 + 1)}
     edges = set(around)
     for i in range(1, NEIGHBOURS // 2 + 1):
@@ -46,7 +45,7 @@ class Unit(Layers):
 
 
 class Stage(nn.Module):
-    """One random graph, ``[batch, channels, side, side]`` to ``[batch, width, side / 2, side / 2]``."""
+    """Stage of one random graph, from ``[batch, channels, side, side]`` to ``[batch, width, side / 2, side / 2]``."""
 
     def __init__(self, channels: int, width: int, inputs: list[list[int]]) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class Stage(nn.Module):
 
 
 class RandWire(nn.Module):
-    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+    """Module for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
 
     def __init__(self, nodes: int, width: int, draw: int, classes: int) -> None:
         super().__init__()
@@ -82,10 +81,10 @@ class RandWire(nn.Module):
 def randwire(
     *, nodes: int = 32, width: int = 78, draw: int = 1, batch_size: int = 32, image: int = 224, classes: int = 1000
 ) -> Parts:
-    """See ``_shared.classifier``.
+    """Returns a randomly wired network; see ``_shared.classifier``.
 
     Raises:
-        WorkloadError: fewer nodes than two rings of neighbours need, or a width of one.
+        WorkloadError: Fewer nodes than two rings of neighbours need, or a width of one.
     """
     if nodes < 4 * NEIGHBOURS:
         raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBOURS}, got {nodes}")

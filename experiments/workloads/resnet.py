@@ -1,9 +1,8 @@
-"""Residual networks: blocks of batch-normed convolutions whose result is added to a shortcut.
+"""Residual networks: ResNets for ImageNet and CIFAR-10 in the variants of the reproduced papers, and RegNet.
 
-He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", 2016, for ImageNet (Table 1) and CIFAR-10
-(section 4.2), in the forms that the papers which we reproduce ran; RegNet. Where the shape changes the shortcut is a
-1x1 convolution with batch-norm (He's option B), where nothing else is said. What is open or different:
-experiments/workloads/README.md.
+He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", 2016, Table 1 (ImageNet) and section 4.2
+(CIFAR-10). Unless noted otherwise, a shortcut that changes the shape is a 1x1 convolution with batch-norm (He's option
+B). Unspecified details and deviations: experiments/workloads/README.md.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from experiments.workloads.module import Parts, WorkloadError
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 CONVOLUTIONS = {18: 2, 34: 2, 50: 3, 101: 3}
 WIDTHS = (64, 128, 256, 512)
-EXPANSION = 4  # channels that leave a bottleneck, over its width
-# RegNets: blocks and widths of the stages, width of a group, squeeze and excitation.
+EXPANSION = 4  # output channels of a bottleneck over its width
+# RegNets: blocks and widths of the stages, group width, squeeze-and-excitation.
 REGNETS = {
     "x_400mf": ((1, 2, 7, 12), (32, 64, 160, 400), 16, False),
     "y_400mf": ((1, 3, 6, 6), (48, 104, 208, 440), 8, True),
@@ -45,7 +44,7 @@ STOCHASTIC = (16, 32, 64)  # widths
 
 
 def projection(channels: int, width: int, stride: int, bias: bool = False) -> list[nn.Module]:
-    """The layers of a shortcut: none where the shape stays."""
+    """Returns the layers of a shortcut; none if the shape is unchanged."""
     return conv(channels, width, 1, stride, bias=bias) if stride > 1 or channels != width else []
 
 
@@ -53,7 +52,7 @@ def projection(channels: int, width: int, stride: int, bias: bool = False) -> li
 
 
 class Block(Residual):
-    """Batch-normed 3x3 convolutions plus the shortcut; no ReLU after the sum."""
+    """3x3 convolutions with batch-norm plus the shortcut, without ReLU after the sum."""
 
     def __init__(self, channels: int, width: int, stride: int, convolutions: int) -> None:
         layers = conv(channels, width, 3, stride, bias=True)
@@ -65,11 +64,11 @@ class Block(Residual):
 class ResNet(Layers):
     """ResNet18, 34, 50 and 101 for CIFAR-10, as in Table I of the SmartPool and AutoSwap paper.
 
-    "Efficient Memory Management for GPU-based Deep Learning Systems" names torch.ch/blog/2016/02/04/resnets.html and
-    runs on SINGA, whose CIFAR example is adapted from that page; neither says what the depths are at 32x32 pixels. The
-    definition here follows SINGA's example (no ReLU after the sum, which the page found better; convolutions with a
-    bias) and was completed so that Table I comes out: no pooling in the stem; strides 1, 1, 2, 2, so that the last
-    stage is 8x8; three 3x3 convolutions per block in ResNet50 and 101, at the stage's width, not the 1-3-1 bottleneck.
+    "Efficient Memory Management for GPU-based Deep Learning Systems" cites torch.ch/blog/2016/02/04/resnets.html and
+    runs on SINGA, whose CIFAR example is adapted from that page; neither defines the depths at 32x32 pixels. This
+    definition follows SINGA's example (no ReLU after the sum, convolutions with a bias). The rest is chosen to match
+    Table I: no pooling in the stem; strides 1, 1, 2, 2, so that the last stage is 8x8; three 3x3 convolutions per block
+    in ResNet50 and 101, at the stage's width, instead of the 1-3-1 bottleneck.
     """
 
     def __init__(self, depth: int, classes: int = 10) -> None:
@@ -80,7 +79,7 @@ class ResNet(Layers):
 
 
 class PlainBlock(nn.Module):
-    """Two batch-normed 3x3 convolutions, plus the shortcut if ``residual``; ReLU after the first and at the end."""
+    """Two 3x3 convolutions with batch-norm and ReLU; the shortcut is added before the last ReLU if ``residual``."""
 
     def __init__(self, channels: int, width: int, stride: int, residual: bool) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers(x)
         if self.shortcut is not None:
-            y += self.shortcut(x)  # in place: batch-norm does not need its result
+            y += self.shortcut(x)  # in place, since the backward pass of batch-norm does not read its output
         y = self.relu(y)
         return y
 
@@ -101,9 +100,9 @@ class Plain(Layers):
 
     A 3x3 convolution to ``width`` channels, then stages; every stage but the first halves the image and doubles the
     width. He's plain network of depth 6n + 2 has n-n-n blocks and ``width`` 16: 3-3-3 has 20 layers and 0.27 M
-    parameters (Table 6). The shortcut is as in CIFAR-10 collections; on CIFAR-10 He uses option A, without parameters.
+    parameters (Table 6). The shortcut is as in CIFAR-10 collections; He uses the parameter-free option A on CIFAR-10.
 
-    HOME (2022) gives neither widths nor depth; inferred for it:
+    HOME (2022) gives neither widths nor depth. Inferred:
 
     1. Plain20 is four times as wide as He's: 64-128-256.
     2. ResNet is ResNet18 as in the usual PyTorch collections for CIFAR-10: ``2-2-2-2`` of width 64 with shortcuts.
@@ -116,7 +115,7 @@ class Plain(Layers):
 
 
 class StochasticBlock(nn.Module):
-    """Two batch-normed 3x3 convolutions plus the shortcut; the shortcut alone if the block does not survive."""
+    """Two 3x3 convolutions with batch-norm plus the shortcut; only the shortcut if the block is dropped."""
 
     def __init__(self, channels: int, width: int, survives: bool) -> None:
         super().__init__()
@@ -134,19 +133,19 @@ class StochasticResNet(Layers):
     """ResNet with stochastic depth (Huang et al., "Deep Networks with Stochastic Depth", 2016) on CIFAR-10.
 
     Three stages of 16, 32 and 64 channels, 18 blocks each (110 layers). In every iteration block l of L survives with
-    probability 1 - l / L * (1 - 0.5) (equation 4 with p_L = 0.5); one that does not is replaced by its shortcut, in the
-    forward and the backward pass. From the authors' code (github.com/yueatsprograms/Stochastic_Depth): where the shape
-    changes the shortcut is an average pool and channels of zeros; SGD with Nesterov momentum 0.9 and weight decay 1e-4.
-    A captured step is straight-line code, so blocks are drawn before: one program for each draw.
+    probability 1 - l / L * (1 - 0.5) (equation 4 with p_L = 0.5); a dropped block is replaced by its shortcut in both
+    passes. From the authors' code (github.com/yueatsprograms/Stochastic_Depth): a shortcut that changes the shape is an
+    average pool with zero channels; SGD with Nesterov momentum 0.9 and weight decay 1e-4. A captured step is
+    straight-line code, so blocks are drawn beforehand: one program per draw.
 
-    1. PyTorch's SGD does nothing for the parameters of a dropped block: no momentum, no weight decay.
-    2. ReLU after the sum is in place, as in the authors' code; a dropped block has none: its input has no negative
-       numbers.
-    3. The DQN paper says "ResNet with stochastic depth" and CIFAR-10, no depth: 110 is what Huang et al. train most.
+    1. PyTorch's SGD skips the parameters of a dropped block: no momentum, no weight decay.
+    2. ReLU after the sum is in place, as in the authors' code. A dropped block has none, since its input is
+       nonnegative.
+    3. The DQN paper says "ResNet with stochastic depth" and CIFAR-10, but no depth; 110 is the main one of Huang et al.
     """
 
     def __init__(self, survives: list[bool]) -> None:
-        """``survives`` has an entry for every block."""
+        """Builds the network; ``survives`` has an entry for every block."""
         widths = [width for width in STOCHASTIC for _ in range(len(survives) // len(STOCHASTIC))]
         blocks = map(StochasticBlock, [STOCHASTIC[0], *widths], widths, survives)
         super().__init__(*conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True), *blocks, nn.AvgPool2d(8), nn.Flatten(),
@@ -154,7 +153,7 @@ class StochasticResNet(Layers):
 
 
 def survival(blocks: int, draw: int, last: float = 0.5) -> list[bool]:
-    """Which of ``blocks`` survive: block l with probability 1 - l / blocks * (1 - last), drawn with seed ``draw``."""
+    """Draws with seed ``draw`` which blocks survive: block l with probability 1 - l / blocks * (1 - last)."""
     generator = random.Random(draw)
     return [generator.random() < 1 - (i + 1) / blocks * (1 - last) for i in range(blocks)]
 
@@ -163,7 +162,7 @@ def survival(blocks: int, draw: int, last: float = 0.5) -> list[bool]:
 
 
 class Bottleneck(Residual):
-    """Convolutions 1x1, 3x3 and 1x1, plus the shortcut; then ReLU. ``halve``: the size of the one with the stride."""
+    """Convolutions 1x1, 3x3 and 1x1 plus the shortcut, then ReLU; ``halve`` is the kernel size that has the stride."""
 
     def __init__(self, channels: int, out: int, stride: int, halve: int = 1) -> None:
         width = out // EXPANSION
@@ -175,14 +174,14 @@ class Bottleneck(Residual):
 class ImageNetResNet(Layers):
     """ResNet of any depth for ImageNet, with bottleneck blocks (He et al., Table 1).
 
-    Depth is 3 (n1 + n2 + n3 + n4) + 2 for ni ``blocks`` in stage i, after a stem of one convolution and before a linear
-    layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 and 3-8-36-3 ResNet152. SuperNeurons (2018, section 4.2) goes
-    deeper in the third stage only: 6-32-n3-6 in the program that its authors released.
+    The depth is 3 (n1 + n2 + n3 + n4) + 2 for ni ``blocks`` in stage i, including a convolution as stem and a linear
+    layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 and 3-8-36-3 ResNet152. SuperNeurons (2018, section 4.2) varies
+    the third stage only: 6-32-n3-6 in the authors' released program.
 
-    Stages 2 to 4 halve the image in their first 1x1 convolution, as in the paper; torchvision halves it in the 3x3
-    convolution (``halve`` 3), which keeps larger images and no other number of parameters: 25,557,032, 44,549,160 and
-    60,192,808. ReLU is in place, as in He's and torchvision's: batch-norm keeps its input for the backward pass and
-    ReLU its output.
+    Stages 2 to 4 halve the image in their first 1x1 convolution, as in the paper. torchvision halves it in the 3x3
+    convolution (``halve`` 3), which keeps larger images and the same number of parameters: 25,557,032, 44,549,160 and
+    60,192,808. ReLU is in place, as in He's code and torchvision: the backward pass reads the input of batch-norm and
+    the output of ReLU.
     """
 
     def __init__(self, blocks: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
@@ -194,7 +193,7 @@ class ImageNetResNet(Layers):
 
 
 class RegBlock(Residual):
-    """Convolutions 1x1, 3x3 in groups and 1x1, squeeze and excitation if asked for, plus the shortcut; then ReLU."""
+    """Convolutions 1x1, grouped 3x3 and 1x1, optional squeeze-and-excitation, plus the shortcut; then ReLU."""
 
     def __init__(self, channels: int, width: int, stride: int, group: int, squeeze: bool) -> None:
         super().__init__(
@@ -208,10 +207,10 @@ class RegBlock(Residual):
 
 
 class RegNet(Layers):
-    """RegNetX and RegNetY of 400 MFLOP (Radosavovic et al., "Designing Network Design Spaces", 2020), as torchvision.
+    """RegNetX and RegNetY of 400 MFLOP (Radosavovic et al., "Designing Network Design Spaces", 2020), from torchvision.
 
-    A stem of 32 channels and four stages of blocks. Widths and depths are those of the paper's Table 12. Parameters at
-    1000 classes, as torchvision documents them: 5,495,976 (x_400mf), 4,344,144 (y_400mf).
+    A stem of 32 channels and four stages of blocks, with the widths and depths of Table 12. Parameters for 1000
+    classes, as torchvision documents them: 5,495,976 (x_400mf), 4,344,144 (y_400mf).
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class RegNet(Layers):
 
 
 def resnet(*, depth: int, batch_size: int = 100) -> Parts:
-    """See ``ResNet`` and ``_shared.classifier``."""
+    """Returns a CIFAR-10 ``ResNet``; see ``_shared.classifier``."""
     one_of(STAGES, depth, "depth", "resnet")
     return classifier(ResNet(depth), batch_size)
 
@@ -235,14 +234,14 @@ def resnet(*, depth: int, batch_size: int = 100) -> Parts:
 def plain(
     *, stages: str, width: int = 16, residual: bool = False, batch_size: int = 128, image: int = 32, classes: int = 10
 ) -> Parts:
-    """See ``Plain`` and ``_shared.classifier``; ``stages`` are the blocks of every stage, as in "3-3-3"."""
+    """Returns a ``Plain`` network with ``stages`` blocks, as in "3-3-3"; see ``_shared.classifier``."""
     blocks = counts(stages, "numbers of blocks", "3-3-3", 1)
     flag(residual, "residual")
     return classifier(Plain(blocks, width, residual, classes), batch_size, image)
 
 
 def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128) -> Parts:
-    """``blocks`` in each of the three stages, ``draw`` the seed; see ``StochasticResNet``, ``_shared.classifier``."""
+    """Returns a ``StochasticResNet`` of ``blocks`` per stage, drawn with seed ``draw``."""
     model, loss_fn, _, batch = classifier(StochasticResNet(survival(3 * blocks, draw)), batch_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
     return model, loss_fn, optimizer, batch
@@ -251,7 +250,7 @@ def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128)
 def resnet_imagenet(
     *, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, halve: int = 1
 ) -> Parts:
-    """See ``ImageNetResNet`` and ``_shared.classifier``; ``stages`` are the blocks of the four, as in "3-4-6-3"."""
+    """Returns an ``ImageNetResNet`` with ``stages`` blocks, as in "3-4-6-3"; see ``_shared.classifier``."""
     if halve not in (1, 3):
         raise WorkloadError(f"workload.halve: expected 1 or 3, got {halve!r}")
     blocks = counts(stages, "four numbers of blocks", "3-4-6-3", 4, 4)
@@ -259,5 +258,5 @@ def resnet_imagenet(
 
 
 def regnet(*, size: str = "x_400mf", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """See ``RegNet`` and ``_shared.classifier``; one of REGNETS."""
+    """Returns one of REGNETS; see ``RegNet`` and ``_shared.classifier``."""
     return classifier(RegNet(*one_of(REGNETS, size, "size", "regnet"), classes), batch_size, image)

@@ -1,7 +1,7 @@
-"""Transformers with layer norm: GPT-2, the Vision Transformer, BERT, and the one for translation.
+"""Transformers with layer norm: GPT-2, the Vision Transformer, BERT, and the Transformer for translation.
 
-Attention itself runs in one fused kernel, and in GPT-2 and the Vision Transformer without dropout, as is usual today.
-Decoders of Llama's kind: llama.py.
+Attention is one fused kernel, without dropout in GPT-2 and the Vision Transformer, as is usual today. Llama-style
+decoders are in llama.py.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from experiments.workloads.module import Parts, WorkloadError
 # Layers, width, heads.
 GPT2_SIZES = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20)}
 VIT_SIZES = {"base": (12, 768, 12), "large": (24, 1024, 16), "huge": (32, 1280, 16)}
-VOCABULARY, CONTEXT = 50257, 1024  # of GPT-2
+VOCABULARY, CONTEXT = 50257, 1024  # GPT-2's
 
 
 class Block(nn.Module):
-    """Attention and a GELU layer four times as wide, each after layer norm: ``[batch, length, width]`` to the same.
+    """Attention and a GELU layer of four times the width, each after layer norm, on ``[batch, length, width]``.
 
     Args:
-        rate: of the dropout of both results; none where it is 0, which would still draw.
-        epsilon: of the layer norms.
+        rate: Dropout rate of both results; 0 adds no dropout kernel.
+        epsilon: Epsilon of the layer norms.
     """
 
     def __init__(self, width: int, heads: int, rate: float, epsilon: float) -> None:
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT2Block(Block):
-    """A causal block, whose GELU is the approximate one and has no dropout."""
+    """Causal block with approximate GELU and no dropout after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x, causal=True)
@@ -56,15 +56,15 @@ class GPT2Block(Block):
 
 
 def dropout(rate: float) -> nn.Module:
-    """Dropout, or nothing: a rate of 0 would still draw."""
+    """Returns dropout, or the identity for rate 0, where dropout would still draw random numbers."""
     return nn.Dropout(rate) if rate else nn.Identity()
 
 
 class GPT2(nn.Module):
-    """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019), Table 2: tokens ``[batch,
-    length]`` to logits ``[batch · length, vocabulary]``.
+    """GPT-2 from tokens ``[batch, length]`` to logits ``[batch · length, vocabulary]``.
 
-    Pre-norm blocks, learned positions, dropout 0.1, the output's weights those of the embedding.
+    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, Table 2. Pre-norm blocks, learned
+    positions, dropout 0.1, output weights tied to the embedding.
     """
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int = VOCABULARY, context: int = CONTEXT):
@@ -86,13 +86,12 @@ class GPT2(nn.Module):
 
 
 class ViT(nn.Module):
-    """The Vision Transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021), Table 1: images ``[batch, 3,
-    image, image]`` to logits ``[batch, classes]``.
+    """Vision Transformer for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``.
 
-    Section 3.1: patches of 16 px and a class token, learned positions, pre-norm blocks, layer norm and a linear layer
-    on the class token at the end. Dropout 0.1 "after every dense layer except for the qkv-projections and directly
-    after adding positional- to patch embeddings" (appendix B.1; Table 3 has 0.1 for ImageNet and ImageNet-21k, 0 for
-    ViT-L/16 on JFT-300M).
+    Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, Table 1 and section 3.1: patches of 16 px and a class
+    token, learned positions, pre-norm blocks, layer norm and a linear layer on the class token at the end. Dropout 0.1
+    "after every dense layer except for the qkv-projections and directly after adding positional- to patch embeddings"
+    (appendix B.1; Table 3 has 0.1 for ImageNet and ImageNet-21k, 0 for ViT-L/16 on JFT-300M).
     """
 
     def __init__(self, layers: int, width: int, heads: int, patch: int, image: int, classes: int, rate: float) -> None:
@@ -112,13 +111,13 @@ class ViT(nn.Module):
 
 
 class Bert(nn.Module):
-    """BERT (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019):
-    words ``[batch, length]`` to logits ``[batch · length, vocabulary]``.
+    """BERT from tokens ``[batch, length]`` to logits ``[batch · length, vocabulary]``.
 
-    Encoder blocks of Vaswani et al. (2017) with GELU and layer norm after each part; embeddings of words, positions and
-    segments; the masked language model (section 3.1), whose output shares the words' embeddings.
+    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019. Encoder
+    blocks of Vaswani et al. (2017) with GELU and layer norm after each part; embeddings of tokens, positions and
+    segments; the masked language model (section 3.1), whose output weights are tied to the token embeddings.
 
-    1. The loss is over all positions of a batch; the paper's is over the 15 % that are masked.
+    1. The loss covers all positions of a batch; the paper's covers the 15 % that are masked.
     2. No next-sentence prediction, as in RoBERTa (2019), and no pooler.
     """
 
@@ -143,14 +142,13 @@ class Bert(nn.Module):
 
 
 class Translator(nn.Module):
-    """The Transformer (Vaswani et al., "Attention Is All You Need", 2017): words ``[batch, 2, length]``, of both
-    languages, to logits ``[batch · length, vocabulary]``.
+    """Transformer from tokens ``[batch, 2, length]``, of both languages, to logits ``[batch · length, vocabulary]``.
 
-    Section 3, the base model: encoder and decoder of six layers each, width 512, 8 heads, feed-forward layers of 2048,
-    layer norm after each part, sinusoidal positions; one embedding for both languages and the output, multiplied by
-    √width on the way in (3.4).
+    Vaswani et al., "Attention Is All You Need", 2017, section 3, the base model: encoder and decoder of six layers
+    each, width 512, 8 heads, feed-forward layers of 2048, layer norm after each part, sinusoidal positions. Both
+    languages and the output share one embedding, multiplied by √width at the input (3.4).
 
-    1. Sentences have one length, without padding; the paper's batches have 25,000 words of sentences of similar
+    1. Sentences have one length, without padding; the paper's batches have 25,000 tokens of sentences of similar
        lengths.
     """
 
@@ -175,10 +173,10 @@ class Translator(nn.Module):
 
 
 def gpt2(*, size: str, batch_size: int = 8, length: int = CONTEXT) -> Parts:
-    """``batch_size`` sequences of ``length`` tokens for one of GPT2_SIZES, with AdamW.
+    """Returns one of GPT2_SIZES with AdamW, and ``batch_size`` sequences of ``length`` tokens.
 
     Raises:
-        WorkloadError: no such size, or more tokens than positions.
+        WorkloadError: The size is unknown, or ``length`` exceeds the number of positions.
     """
     sizes = one_of(GPT2_SIZES, size, "size", "gpt2")
     if length > CONTEXT:
@@ -192,11 +190,15 @@ def vit(
     *, size: str, batch_size: int = 256, image: int = 224, patch: int = 16, classes: int = 1000,
     layers: int | None = None, dropout: float = 0.1,
 ) -> Parts:  # fmt: skip
-    """``batch_size`` images for one of VIT_SIZES; ``layers`` None: all that it has. Adam with high weight decay
-    (section 4.1): AdamW here.
+    """Returns one of VIT_SIZES, and ``batch_size`` images.
+
+    The paper uses Adam with high weight decay (section 4.1); this uses AdamW.
+
+    Args:
+        layers: Number of blocks; None is the size's own.
 
     Raises:
-        WorkloadError: no such size; patches that do not divide the image; no number of layers; no rate of dropout.
+        WorkloadError: The size is unknown, patches do not divide the image, or layers or dropout are invalid.
     """
     depth, width, heads = one_of(VIT_SIZES, size, "size", "vit")
     if image % patch:
@@ -213,11 +215,12 @@ def bert(
     *, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 30522, length: int = 512,
     batch_size: int = 16, dropout: float = 0.1,
 ) -> Parts:  # fmt: skip
-    """``batch_size`` sequences of ``length`` words for BERT-base; Adam at 1e-4, its L2 weight decay 0.01 as AdamW's
-    (appendix A.2).
+    """Returns BERT-base, and ``batch_size`` sequences of ``length`` tokens.
+
+    Adam at 1e-4 with L2 weight decay 0.01 (appendix A.2), as AdamW.
 
     Raises:
-        WorkloadError: heads that do not divide the width, or a dropout outside [0, 1).
+        WorkloadError: Heads do not divide the width, or the dropout is outside [0, 1).
     """
     check(width, heads, dropout)
     model = Bert(layers, width, heads, vocabulary, length, dropout)
@@ -229,8 +232,10 @@ def transformer(
     *, layers: int = 6, width: int = 512, heads: int = 8, vocabulary: int = 37000, length: int = 128,
     batch_size: int = 64, dropout: float = 0.1,
 ) -> Parts:  # fmt: skip
-    """``batch_size`` pairs of sentences of ``length`` words; dropout and label smoothing 0.1 (section 5.4), Adam with β
-    0.9 and 0.98 (5.3). Raises WorkloadError as ``bert``."""
+    """Returns the Transformer, and ``batch_size`` pairs of sentences of ``length`` tokens.
+
+    Dropout and label smoothing 0.1 (section 5.4), Adam with β 0.9 and 0.98 (5.3). Raises WorkloadError as ``bert``.
+    """
     check(width, heads, dropout)
     model = Translator(layers, width, heads, vocabulary, length, dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
@@ -239,7 +244,7 @@ def transformer(
 
 
 def check(width: int, heads: int, dropout: float) -> None:
-    """What the encoder and the translator ask of their sizes; raises WorkloadError."""
+    """Raises WorkloadError if heads do not divide the width, or the dropout is outside [0, 1)."""
     if width % heads:
         raise WorkloadError(f"workload.heads: expected a divisor of width ({width}), got {heads}")
     rate(dropout)

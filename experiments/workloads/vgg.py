@@ -1,8 +1,8 @@
-"""VGG for CIFAR-10 and for ImageNet, and AlexNet: convolutions and pools in a row, then linear layers.
+"""VGG for CIFAR-10 and for ImageNet, and AlexNet.
 
 Depths and blocks are those of Simonyan and Zisserman ("Very Deep Convolutional Networks for Large-Scale Image
-Recognition", 2014), Table 1. Where nothing else is said, ReLU and dropout keep for the backward pass what Torch7 and
-cuDNN keep, on which the papers' runs are: ReLU its input, not its output, and dropout one byte per element.
+Recognition", 2014), Table 1. Unless noted otherwise, the backward pass reads what Torch7 and cuDNN keep, on which the
+papers ran: the input of ReLU, not its output, and one byte per element for dropout.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from experiments.workloads.module import Parts
 # Convolutions in each of the five blocks.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 WIDTHS = (64, 128, 256, 512, 512)
-STD = {"fc1": 0.005, "fc2": 0.005}  # of AlexNet's initial weights; the others' is 0.01
-BIAS = {"conv2": 0.1, "conv4": 0.1, "conv5": 0.1, "fc1": 0.1, "fc2": 0.1}  # initial; the others are 0
+STD = {"fc1": 0.005, "fc2": 0.005}  # standard deviation of AlexNet's initial weights; 0.01 for the other layers
+BIAS = {"conv2": 0.1, "conv4": 0.1, "conv5": 0.1, "fc1": 0.1, "fc2": 0.1}  # AlexNet's initial biases; 0 otherwise
 
 
 class VGG(Layers):
     """VGG11, 13, 16 and 19 for CIFAR-10, with batch-norm and dropout (Zagoruyko, "92.45% on CIFAR-10 in Torch", 2015).
 
-    The networks of Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (SmartPool and
-    AutoSwap), which names that page as its source, and ran on SINGA: 3x3 convolution, batch-norm and ReLU; dropout
-    between the convolutions of a block (0.3 in the first block, 0.4 in the others); 2x2 max-pool after each block; then
-    dropout 0.5, linear 512, batch-norm, ReLU, dropout 0.5, linear 10. The page gives VGG16. How near the captured peaks
-    come to Table I: experiments/workloads/README.md.
+    These are the networks of Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (SmartPool
+    and AutoSwap), which cites that page and ran on SINGA. 3x3 convolution, batch-norm and ReLU; dropout between the
+    convolutions of a block (0.3 in the first block, 0.4 in the others); 2x2 max-pool after each block; then dropout
+    0.5, linear 512, batch-norm, ReLU, dropout 0.5, linear 10. The page gives VGG16. experiments/workloads/README.md
+    compares the captured peaks with Table I.
     """
 
     def __init__(self, depth: int, classes: int = 10) -> None:
@@ -49,10 +49,10 @@ class VGG(Layers):
 class ImageNetVGG(Layers):
     """VGG for ImageNet: convolutions without batch-norm, two linear layers of 4096 with dropout 0.5, one of classes.
 
-    Configuration D of Table 1 has 138 M parameters (138,357,544) at 224 px and 1000 classes. The network of
-    SuperNeurons (2018) and, of 16 or 19 layers, of TENSILE (2021), which says "VGG" only. torchvision's (``pooled``)
-    has ReLU in place, dropout as PyTorch runs it, and pools to 7x7 before the linear layers, which then have the
-    parameters of 224 px.
+    Configuration D of Table 1 has 138 M parameters (138,357,544) at 224 px and 1000 classes. SuperNeurons (2018) and,
+    with 16 or 19 layers, TENSILE (2021, which says only "VGG") use this network. torchvision's variant (``pooled``) has
+    in-place ReLU and PyTorch's dropout, and pools to 7x7 before the linear layers, which then have the parameters of
+    224 px.
     """
 
     def __init__(self, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False) -> None:
@@ -71,12 +71,12 @@ class ImageNetVGG(Layers):
 
 
 class AlexNet(nn.Sequential):
-    """AlexNet as SuperNeurons writes it (section 4.1.1, footnote 3): images ``[batch, 3, 227, 227]`` to logits.
+    """AlexNet as in SuperNeurons (section 4.1.1, footnote 3): images ``[batch, 3, 227, 227]`` to logits.
 
-    The layers of Krizhevsky et al. (2012) without groups, so that CONV2, CONV4 and CONV5 read all channels, and local
-    response normalization before pooling, with cuDNN's defaults: a window of 5, alpha 1e-4, beta 0.75 and k 2. Sizes,
-    and the initial values that let it train, are those of the authors' code
-    (github.com/linnanwang/superneurons-release, testing/alexnet.cpp). The last layer, softmax, is in the loss.
+    The layers of Krizhevsky et al. (2012) without groups, so that CONV2, CONV4 and CONV5 read all channels, with local
+    response normalization before pooling and cuDNN's defaults: a window of 5, alpha 1e-4, beta 0.75 and k 2. Sizes and
+    initial values are those of the authors' code (github.com/linnanwang/superneurons-release, testing/alexnet.cpp). The
+    last layer, softmax, is part of the loss.
     """
 
     def __init__(self, classes: int = 1000) -> None:
@@ -99,7 +99,7 @@ class AlexNet(nn.Sequential):
 
 
 def vgg(*, depth: int, batch_size: int = 100) -> Parts:
-    """See ``VGG`` and ``_shared.classifier``."""
+    """Returns a CIFAR-10 ``VGG``; see ``_shared.classifier``."""
     one_of(BLOCKS, depth, "depth", "vgg")
     return classifier(VGG(depth), batch_size)
 
@@ -107,11 +107,11 @@ def vgg(*, depth: int, batch_size: int = 100) -> Parts:
 def vgg_imagenet(
     *, batch_size: int = 32, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False
 ) -> Parts:
-    """See ``ImageNetVGG`` and ``_shared.classifier``; at least 32 px, which five pools leave one of."""
+    """Returns an ``ImageNetVGG`` for images of at least 32 px; see ``_shared.classifier``."""
     one_of(BLOCKS, depth, "depth", "vgg_imagenet")
     return classifier(ImageNetVGG(max(image, 32), classes, depth, pooled), batch_size, image, least=32)
 
 
 def alexnet(*, batch_size: int = 200) -> Parts:
-    """See ``AlexNet`` and ``_shared.classifier``."""
+    """Returns ``AlexNet``; see ``_shared.classifier``."""
     return classifier(AlexNet(), batch_size, 227)

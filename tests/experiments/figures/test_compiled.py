@@ -1,4 +1,4 @@
-"""figure=compiled in small: the same partitions, whose graphs FX's interpreter runs instead of Inductor's code."""
+"""Small figure=compiled with the same partitions; FX's interpreter runs the graphs instead of Inductor's code."""
 
 from typing import Any
 

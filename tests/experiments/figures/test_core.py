@@ -1,4 +1,4 @@
-"""The benchmark's suites: what they ask for, a small task as a user runs it, and how runs become scores."""
+"""Benchmark suites: settings, a small task run through the public interface, and scores."""
 
 from typing import Any
 
@@ -37,8 +37,8 @@ def test_a_task_as_a_user_runs_it() -> None:
     ]  # fmt: skip
     assert all(one["gap"] >= 0 for one in runs if one["gap"] is not None)
     assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
-    assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is one of the published
-    with pytest.raises(UsageError, match=r"small\.fingerprint"):  # another program
+    assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is among the published heuristics
+    with pytest.raises(UsageError, match=r"small\.fingerprint"):  # a different program
         core.Core().run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
     _, cells, _ = core.Core().say([row])
     assert {"50 calls", "0.05 s", "–"} == {line[0] for line in cells}
@@ -56,7 +56,7 @@ def test_scores() -> None:
     found = core.scores(rows)
     np.testing.assert_array_equal(found["annealing", (100, None)], [[1, 2], [3, core.WITHOUT]])
     np.testing.assert_array_equal(found["dqn", (100, None)], [[core.WITHOUT, 5], [7, 9]])
-    # Of 1, 2, 3, 100 the middle half is 2 and 3.
+    # The middle half of 1, 2, 3, 100 is 2 and 3.
     assert core.iqm(found["annealing", (100, None)]) == 2.5
     low, high = core.interval(found["annealing", (100, None)])
     assert 1 <= low < 2.5 < high <= core.WITHOUT

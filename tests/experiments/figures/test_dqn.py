@@ -1,4 +1,4 @@
-"""Figure 5 of the DQN paper, on rows made by hand and on the environment's small task."""
+"""Fig. 5 of the DQN paper, on handmade rows and on the environment's small task."""
 
 import json
 import math
@@ -20,13 +20,13 @@ SETTINGS = {
 
 
 def points(*pairs):
-    """Points of a sweep: (limit, overhead); the plan made at the limit is twice as slow, the controls' three times."""
+    """Returns sweep points of (limit, overhead); the plan's overhead doubles and the controls' triple."""
     searches = {key: 3 if key != "planned" else 2 for key in fig.SEARCHES}
     return [{"limit": at, "overhead": o, **{key: slow * o for key, slow in searches.items()}} for at, o in pairs]
 
 
 def row(seed, swap, joint, floor=()):
-    """One network: TFLMS has plans at 90, 60 and 55 % of the peak, memonger at 90 and 60 %."""
+    """Returns one network's row; TFLMS has plans at 90, 60 and 55 % of the peak, memonger at 90 and 60 %."""
     baselines = {"tflms": [[0.9, 0.0], [0.6, 0.04], [0.55, 0.5]], "memonger": [[0.9, 0.2], [0.6, 0.2]]}
     empty = {key: [] for key in fig.BASELINES if key not in baselines}
     found = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
@@ -43,7 +43,7 @@ GOOD = [
 def test_every_pair_at_one_limit_is_compared():
     (panel,) = fig.panels(GOOD)
     every = list(fig.duels(panel))
-    # Swap against TFLMS at three limits; swap and recompute against TFLMS at three and memonger at two.
+    # Swap against TFLMS at three limits; joint against TFLMS at three and memonger at two.
     assert len(every) == 3 + 3 + 2
     at = next(d for d in every if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
     assert (at["mean"], at["worst"], at["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
@@ -51,7 +51,7 @@ def test_every_pair_at_one_limit_is_compared():
     _, cells, _ = fig.Fig5().say(GOOD)
     assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS",
                       "1.50% (1.00% to 2.00%) / 2.50% (2.00% to 3.00%) / 4.00% TFLMS"]]  # fmt: skip
-    # A seed without a plan loses where a baseline has one.
+    # A seed without a plan loses against a baseline with a plan.
     rows = [GOOD[0], row(1, [(0.9, 0.0), (0.6, 0.03)], [(0.9, 0.0), (0.6, 0.02), (0.55, 0.03)])]
     lost = [d for d in fig.duels(fig.panels(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
     assert [(d["mode"], d["baseline"], d["limit"]) for d in lost] == [("swap", "tflms", 0.55)]
@@ -79,7 +79,7 @@ def test_run_on_a_small_program(monkeypatch):
     assert json.loads(json.dumps(out)) == out
     found = out["found"]["vgg16"]
     limits = {at for points in found["baselines"].values() for at, _ in points}
-    assert limits <= {p["limit"] for p in found["dqn"]["swap"]}  # the DQN has a plan wherever a baseline has one
+    assert limits <= {p["limit"] for p in found["dqn"]["swap"]}  # the DQN has a plan wherever a baseline does
     assert found["baselines"]["tflms"] and len(found["floor"]) == len(found["dqn"]["joint"])
     for at, overhead in found["baselines"]["tflms"]:
         limit = round(at * PROGRAM.peak_bytes)

@@ -1,4 +1,4 @@
-"""A figure's words: how templates are filled, and what becomes of a row, a column or a note that is repeated."""
+"""Templates of a figure's texts: filling, and repeated rows, columns and notes."""
 
 from typing import Any
 

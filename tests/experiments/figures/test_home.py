@@ -1,15 +1,13 @@
-"""HOME's and TENSILE's tables and figures, on networks small enough to work out by hand.
+"""HOME's and TENSILE's tables and figures, on networks small enough to compute by hand.
 
-``chain(batch)`` has four layers. Activations x1 … x4 and gradients dx4 … dx1 have one MiB for each image, the weight 4.
-Forward kernel i reads the weight and x(i-1) and writes x(i); backward kernel i reads the weight, x(i) and dx(i+1) and
-writes dx(i). MiB in use, with b images:
+``chain(batch)`` has four layers. For b images, each activation x1 … x4 and gradient dx4 … dx1 has b MiB; the weight has
+4 MiB. Forward kernel i reads the weight and x(i-1), and writes x(i). Backward kernel i reads the weight, x(i) and
+dx(i+1), and writes dx(i). The machine has 54 MiB: 4 + 5 b fits up to 10 images, 4 + 3 b up to 16. MiB in use:
 
-    kernel                f1   f2   f3   f4   b4      b3          b2         b1
-    there beside 4        x1   x1-2 x1-3 x1-4 x1-4 dx4 x1-3 dx4 dx3  x1-2 dx3 dx2  x1 dx2 dx1
-    bytes                 4+b  4+2b 4+3b 4+4b 4+5b    4+5b        4+4b       4+3b
-    with x1, x2, x3 away  4+b  4+2b 4+2b 4+2b 4+2b    4+3b        4+3b       4+3b
-
-The machine has 54 MiB: 4 + 5 b fits up to 10 images, 4 + 3 b up to 16.
+    kernel                 f1   f2   f3   f4   b4      b3          b2         b1
+    tensors but weight     x1   x1-2 x1-3 x1-4 x1-4 dx4 x1-3 dx4 dx3  x1-2 dx3 dx2  x1 dx2 dx1
+    MiB                    4+b  4+2b 4+3b 4+4b 4+5b    4+5b        4+4b       4+3b
+    x1, x2, x3 swapped out 4+b  4+2b 4+2b 4+2b 4+2b    4+3b        4+3b       4+3b
 """
 
 import json
@@ -46,13 +44,13 @@ def chain(batch: int, layers: int = 4) -> Program:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every network is the chain."""
+    """Replaces every network with the chain."""
     monkeypatch.setattr(home, "program", lambda network, machine, batch: chain(batch))
     monkeypatch.setattr(home, "_captured", lambda network: tuple(chain(batch) for batch in home.CAPTURED))
 
 
 def table_of(figure: Figure, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The table's cells, checked to be whole."""
+    """Returns the table's cells after checking that all are filled."""
     heads, cells, _ = figure.say(rows)
     assert cells and all(len(line) == len(heads) for line in cells)
     assert json.loads(json.dumps(rows)) == rows
@@ -68,7 +66,7 @@ def test_a_program_at_any_batch_size() -> None:
 
     scaled = home.Sizes((chain(64), chain(128)), (64, 128), MACHINE, (50, 2.0))
     assert scaled.at(50).ideal_ns == 2 * 10**9
-    # A little less than twice the time for twice the images: launches do not grow.
+    # Slightly less than twice the time for twice the images, since launch overhead is constant.
     assert 0.999 < scaled.at(100).ideal_ns / (4 * 10**9) < 1
     with pytest.raises(ValueError, match="kernels"):
         home.Sizes((chain(2), chain(4, layers=3)), (2, 4), MACHINE)
@@ -85,9 +83,9 @@ def test_table2_finds_the_largest_batches(small: None) -> None:
     assert [found[m]["bound"] for m in home.TABLE2] == [10, 16, 16]
     assert (found["PyTorch"]["batch"], found["Capuchin"]["batch"], found["HOME"]["batch"]) == (10, 16, 16)
     assert found["PyTorch"]["overhead"] == 0 and found["HOME"]["overhead"] > 0
-    # x3 may stay: with x1 and x2 away b4 needs 4 + 3 b, too.
+    # x3 may stay: with x1 and x2 swapped out, b4 needs 4 + 3 b too.
     assert found["HOME"]["swapped_bytes"] + found["HOME"]["recomputed_bytes"] >= 2 * 16 * MIB
-    # PyTorch's images/s are those of the paper at any batch, but for launches; its batch of 2759 does not fit here.
+    # PyTorch's images/s equal the paper's at any batch except for launches; its batch of 2759 does not fit here.
     facts = made.facts(row)
     assert facts["rate"]["PyTorch"] == pytest.approx(2786, rel=0.01) and facts["rate_at"]["PyTorch"] is None
     (cells,) = table_of(made.Table2(), [row])
@@ -99,22 +97,23 @@ def test_fig6_runs_every_method(small: None) -> None:
     rows = [{**task, **made.Fig6().run(task, MACHINE)} for task in tasks]
     assert [row["batch"] for row in rows] == [5, 10, 15, 17]
     fits = [{m for m, found in row["methods"].items() if found} for row in rows]
-    # vDNN and SuperNeurons treat an output as HOME's feature map here: convolutions, that the next one reads.
+    # Every output is a feature map for vDNN, SuperNeurons and HOME: a convolution that the next one reads.
     assert fits[0] == fits[1] == set(home.METHODS)
     assert "PyTorch" not in fits[2] and {"Capuchin", "HOME"} <= fits[2]
     assert fits[3] == set(), "17 images need 55 MiB with every feature map away"
     assert rows[1]["methods"]["HOME"]["overhead"] == 0 < rows[1]["methods"]["vDNN"]["overhead"]
     assert table_of(made.Fig6(), rows)[0][:3] == ["VGG16", "10", "1.00"]
-    task = {"network": "vgg16", "batch": 15, **SEARCH}  # Fig. 7, where the same iterations are taken apart
+    task = {"network": "vgg16", "batch": 15, **SEARCH}  # Fig. 7 decomposes the same iterations
     row = {**task, **made.Fig7().run(task, MACHINE)}
     assert all(sum(one["parts"].values()) == one["iteration_ns"] for one in row["methods"].values() if one)
     assert table_of(made.Fig7(), [row])[-1][:2] == ["VGG16, HOME", "15"]
 
 
 def test_fig7_parts_of_the_tiny_plan() -> None:
-    """tests/tiny.py: a1 leaves from 20 to 60 and returns from 90 to 130; kernels run in 0-30, 60-110, 130-170.
+    """Decomposes the plan of tests/tiny.py: a1 is swapped out during 20-60 and swapped in during 90-130.
 
-    Both at once: 20 to 30, 90 to 110. Kernels alone 120 - 30. Waiting: 30 for memory, 20 for data.
+    Kernels run in 0-30, 60-110 and 130-170. Overlap: 20 to 30 and 90 to 110. Kernels alone: 120 - 30. Waits: 30 for
+    memory, 20 for data.
     """
     timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
     found = made.parts(timeline)
@@ -134,7 +133,7 @@ def history(seed: int, best: list[int | None], mean: list[int | None]) -> dict[s
 
 def test_fig8_of_hand_made_searches() -> None:
     rows = [history(0, [130, 121, 120], [160, 140, 130]), history(1, [None, 110, 110, 110], [None, 150, 120, 120])]
-    assert [home_search.needed(row) for row in rows] == [2, 2]  # 121 <= 1.01 * 120; nothing fits in the other's first
+    assert [home_search.needed(row) for row in rows] == [2, 2]  # 121 <= 1.01 * 120; the other starts infeasible
     best = home_search.curve(rows, "best")
     assert math.isnan(best[0]) and best[1:].tolist() == pytest.approx([1.155, 1.15, 1.15])
     assert table_of(home_search.Fig8(), [rows[0]])[0][1:6] == ["Algorithm 3", "20", "30 / 2.0", "3.0", "10"]

@@ -1,4 +1,4 @@
-"""figure=measured: its tasks, a row as it is computed, and its bars on the committed result."""
+"""figure=measured: tasks, computed rows, and error thresholds of the committed result."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_rows_of_a_trace() -> None:
 
 
 def test_the_committed_bars_are_reached() -> None:
-    """Sums of the H200's steps: within 5 % fitted, within 12 % left out; other GPUs' as before the H200 was fitted."""
+    """Checks the H200's step sums (5 % fitted, 12 % held out) and unchanged errors of other GPUs."""
     rows = json.loads((ROOT / "experiments" / "results" / "measured.json").read_text())["rows"]
     found = fig.Measured().numbers(rows)
     assert [abs(step["error"]) < 0.05 for step in found["steps"] if step["name"].startswith("H200")] == [True] * 3

@@ -1,4 +1,4 @@
-"""Rows of the papers' figures on a toy network: they have the keys of the committed rows, and fill the table."""
+"""Rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_toy_network_makes_a_row(name: str, task: dict[str, Any], monkeypatch:
     same = ("curve", "seed")
     kept = next(one for one in committed if all(one.get(key) == task.get(key) for key in same))
     assert set(row) == set(kept) - {"task_seconds"}
-    if name != "smartpool_fig9":  # whose table needs a second row
+    if name != "smartpool_fig9":  # its table needs a second row
         heads, cells, _ = figure.say([row])
         assert cells and all(len(line) == len(heads) for line in cells)
 

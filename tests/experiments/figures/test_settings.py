@@ -1,4 +1,4 @@
-"""Every figure's settings: what its YAML asks for, and what is refused."""
+"""Settings of every figure: valid defaults and rejected values."""
 
 import json
 from typing import Any
@@ -67,7 +67,7 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
 )
 def test_bad_settings_are_refused(name: str, wrong: dict[str, Any], named: str) -> None:
     config = figure_settings(name)
-    for key, value in wrong.items():  # in its place, not beside what is there
+    for key, value in wrong.items():  # replaces mappings instead of merging them
         config[key] = value
     with pytest.raises(cli.UsageError, match=named):
         reproduce.figure(name).tasks(config)

@@ -1,4 +1,4 @@
-"""The figures of the SmartPool paper: what they compute, on cases small enough to do by hand."""
+"""Figures of the SmartPool paper, on cases small enough to compute by hand."""
 
 from dataclasses import replace
 
@@ -12,14 +12,17 @@ from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import program_lifetimes, smartpool as pool
 
 MB = 2**20
-# A megabyte takes 1,000,000 ns each way.
+# A megabyte takes 1,000,000 ns in each direction.
 GPU = Machine.load("gtx1080ti")
 MACHINE = replace(GPU, h2d_bytes_per_s=1000 * MB, d2h_bytes_per_s=1000 * MB, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
 def chain(durations: tuple[int, ...], last_ms: int = 10) -> Program:
-    """Layers of 10 MB, forward and back, durations in ms. Of n layers, forward i makes activation i of activation
-    i - 1, backward i reads activation i; the load is i + 1 activations at forward i."""
+    """Returns a chain of layers of 10 MB, forward and backward, with durations in ms.
+
+    Forward i makes activation i from activation i - 1, backward i reads activation i; the load at forward i is i + 1
+    activations.
+    """
     n = len(durations)
     tensors = tuple(Tensor(f"a{i}", 10 * MB) for i in range(n))
     forward = [
@@ -35,13 +38,13 @@ def test_as_much_leaves_as_in_the_paper() -> None:
     assert program.peak_bytes == 300 * MB
     assert smartpool.our_limit(program, "vgg16", 500) == 153 * MB
     assert smartpool.our_limit(program, "vgg16", 647) == program.peak_bytes
-    with pytest.raises(ValueError, match="the paper's load is 647 MB, below a limit of 648 MB"):
+    with pytest.raises(ValueError, match="the paper's load of 647 MB is below the limit of 648 MB"):
         smartpool.our_limit(program, "vgg16", 648)
 
 
 def test_waits() -> None:
-    # Under 20 MB f2 waits while a0 leaves, from 20 ms, when f1 has read it, to 30 ms; f3 while a1 leaves, from 40 to 50
-    # ms. On the way back a1 comes into the room of a3 while b2 runs, a0 into that of a2 while b1 does: no wait.
+    # Under 20 MB, f2 waits for the swap-out of a0 from 20 ms (after f1 has read it) to 30 ms, f3 for that of a1 from 40
+    # to 50 ms. The backward pass does not wait: a1 is swapped in during b2 (in place of a3), a0 during b1 (of a2).
     program = chain((10, 10, 10, 10))
     swaps = Plan((Swap(0, 1, 7), Swap(1, 2, 6)))
     timeline = simulate(program, swaps, MACHINE, 20 * MB)
@@ -52,7 +55,7 @@ def test_waits() -> None:
 
 
 def test_a_recorded_iteration() -> None:
-    # A layer without bias, y = w x of 4 to 4 numbers for a batch of 4, its loss the sum: 64 bytes each, 4 the loss.
+    # A 4x4 layer without bias, y = w x, batch 4, with the sum as loss: 64 bytes per tensor, 4 for the loss.
     with torch.device("meta"):
         model = nn.Linear(4, 4, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -63,13 +66,13 @@ def test_a_recorded_iteration() -> None:
     first, second, third, fourth = (loads.signature(part) for part in parts)
     assert second == third == fourth != first
     change = [sum({"malloc": b, "free": -b}.get(kind, 0) for kind, b, _ in part) for part in (first, second)]
-    assert change == [64, 0]  # the momentum stays
-    # The batch (0) and labels (1), the product (2) of batch and weight (3), the loss (4), for which the product dies.
+    assert change == [64, 0]  # the momentum persists
+    # The batch (0) and labels (1), the product (2) of batch and weight (3), the loss (4), which frees the product.
     assert second[:10] == [
         ("malloc", 64, 0), ("malloc", 16, 1), ("malloc", 64, 2), ("read", 64, 0), ("read", 64, 3), ("write", 64, 2),
         ("malloc", 4, 4), ("read", 64, 2), ("write", 4, 4), ("free", 64, 2),
     ]  # fmt: skip
-    # The optimizer: momentum (7) times 0.9, plus the gradient (6); then the weight. All but these two die.
+    # The optimizer: momentum (7) times 0.9, plus the gradient (6); then the weight. All others are freed.
     assert second[19:] == [
         ("read", 64, 7), ("write", 64, 7), ("read", 64, 7), ("read", 64, 6), ("write", 64, 7), ("read", 64, 3),
         ("read", 64, 7), ("write", 64, 3), ("free", 64, 6), ("free", 64, 0), ("free", 16, 1),
@@ -77,22 +80,22 @@ def test_a_recorded_iteration() -> None:
 
 
 def test_load_min() -> None:
-    # Peak 40 MB at f3, which uses a2 and a3: a0 and a1 are away, from the end of f1 and f2 to b0 and b1. So f1, f2 and
-    # f3 have two activations, as has b3: a2 is not a candidate, so that it waits there for b2.
+    # Peak 40 MB at f3, which uses a2 and a3: a0 and a1 are swapped out from the end of f1 and f2 to b0 and b1. So f1,
+    # f2, f3 and b3 have two activations each: a2 is not a candidate and stays until b2.
     program = chain((10, 10, 10, 10))
     load, timeline = smartpool.load_min(program, MACHINE)
     assert load.tolist() == [n * 10 * MB for n in (1, 2, 2, 2, 2, 1, 1, 1)]
-    # Both leave and come back, 10 ms each way, while nothing runs.
+    # Both are swapped out and in, 10 ms per direction, without overlap.
     assert timeline.iteration_ns - program.ideal_ns == 40_000_000
 
 
 def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smartpool, "PLANNER", "autoswap_wdoa")  # as good here as Bayesian optimisation
-    # An activation of 10 MB leaves in 10 ms, as long as a layer takes: while f(i) runs, a(i - 2) leaves. So 30 MB are
-    # enough for the forward pass; backward the same: while b(i) runs, a(i - 1) comes back into the room of a(i + 1).
+    monkeypatch.setattr(smartpool, "PLANNER", "autoswap_wdoa")  # equal to Bayesian optimization here
+    # Swapping out 10 MB takes 10 ms, as long as a layer: a(i - 2) is swapped out during f(i). So 30 MB are enough for
+    # the forward pass. In the backward pass, a(i - 1) is swapped in during b(i), in place of a(i + 1).
     program = chain((10,) * 8)
     least = smartpool.lowest_floor(program, MACHINE)
-    lowest = smartpool.lowest_free(program, MACHINE, 3, least)  # of 80, 60, 40 and 20 MB
+    lowest = smartpool.lowest_free(program, MACHINE, 3, least)  # among 80, 60, 40 and 20 MB
     assert least <= lowest
     assert smartpool.is_free(program, MACHINE, lowest) and not smartpool.is_free(program, MACHINE, 20 * MB)
     slow = replace(MACHINE, h2d_bytes_per_s=500 * MB, d2h_bytes_per_s=500 * MB)
@@ -105,12 +108,12 @@ def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("durations", "swap", "limit", "expected"),
     [
-        # Layers of 10, 10, 10, 30 and 10 ms. Under 40 MB f4 waits for memory. Only a2 is chosen, which f3 reads last,
-        # at 60 ms: it leaves from 60 to 70 ms, and f4 waits for 10 ms. The stream is idle before, where a0 and a1 could
-        # have left: 20 ms of transfers, but no more than 10 ms are waited.
+        # Layers of 10, 10, 10, 30 and 10 ms. Under 40 MB f4 waits for memory. Only a2 is chosen, last read by f3 at 60
+        # ms: its swap-out from 60 to 70 ms delays f4 by 10 ms. The stream was idle before and could have swapped out a0
+        # and a1: 20 ms of transfers, but the wait is only 10 ms.
         ((10, 10, 10, 30, 10), Swap(2, 3, 7), 40, (10_000_000, 10_000_000)),
-        ((10, 10, 10, 30, 10), Swap(0, 1, 9), 40, (0, 0)),  # with a0 in its place nothing waits
-        # Of 5 ms, f0 to f2 leave no time for a transfer of 10 ms before f2 waits, from 10 ms: a0 is free at 10 ms.
+        ((10, 10, 10, 30, 10), Swap(0, 1, 9), 40, (0, 0)),  # with a0 instead, no kernel waits
+        # With 5 ms per layer, no transfer of 10 ms fits before f2 waits at 10 ms, when a0 becomes a candidate.
         ((5, 5, 5), Swap(0, 1, 5), 20, (10_000_000, 0)),
     ],
 )
@@ -134,7 +137,7 @@ def test_workloads_are_those_of_the_table(name: str) -> None:
 
 
 def test_what_singa_keeps() -> None:
-    # Weights of 8 x 3 x 3 x 3 floats, 864 bytes, and 16/9 of that transformed. The others are 1x1 or of stride 2.
+    # Weights of 8 x 3 x 3 x 3 floats, 864 bytes, and 16/9 of that transformed. The others are 1x1 or have stride 2.
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, stride=2), nn.Linear(8, 2))
     gradients, filters = loads.kept_by_singa(model)
     assert [t.nbytes for t in filters] == [1536]
@@ -151,6 +154,6 @@ def test_smallest_footprints(program: Program) -> None:
         assert row["overhead"] <= max(row["at_most"], footprints.ZERO) and row["load"] <= row["footprint"] <= whole
     none, some, much = (row["footprint"] for row in found)
     assert much < some <= none < whole
-    assert much <= whole / 2  # of six activations only what a kernel touches need stay
+    assert much <= whole / 2  # only the activations that a kernel uses must stay
     config = {**figures.workload("vgg11"), "iteration_ms": {"gtx1080ti": 80}}
-    assert 40_000_000 < footprints.at_batch(config, 50, GPU).ideal_ns < 60_000_000  # in proportion, but for launches
+    assert 40_000_000 < footprints.at_batch(config, 50, GPU).ideal_ns < 60_000_000  # proportional except for launches

@@ -1,4 +1,4 @@
-"""SuperNeurons' figures: the accounting by layer, networks of any depth, and what fits, on cases worked out by hand."""
+"""SuperNeurons' figures: accounting by layer, networks of any depth, and capacity, on cases computed by hand."""
 
 from dataclasses import replace
 from functools import cache
@@ -42,15 +42,15 @@ def test_a_tiny_network_by_hand() -> None:
     assert [k.name for k in program.kernels] == ["a", "b", "c", "d", "e", "e", "d", "c", "b", "a"]
     steps, again, peak = layerwise.steps(program, Plan())
     assert again == 0 and peak == program.peak_bytes
-    # d is read by e's two steps only, c by d's step and its own. e backward: a, b, c, d, e; d backward: a, b, c, e and
+    # d is read only by e's two steps, c by d's step and its own. e backward: a, b, c, d, e; d backward: a, b, c, e and
     # the new gradient; c backward: a, b, c and both gradients; b backward: a, b and one gradient; a backward: that
     # and 256 bytes more.
     assert [s.nbytes for s in steps] == [1024, 2048, 2560, 3072, 3584, 3584, 3584, 4096, 3072, 1280]
     assert [len(s.tensors) for s in steps] == [1, 2, 3, 4, 5, 5, 5, 5, 3, 2]
-    # a goes to the host behind b, and comes back when d's backward step begins (step 7): away in steps 3 to 6.
+    # a is swapped out after b, and swapped in when d's backward step begins (step 7): absent in steps 3 to 6.
     offloaded = [s.nbytes for s in layerwise.steps(program, layerwise.plan(program))[0]]
     assert offloaded == [1024, 2048, 1536, 2048, 2560, 2560, 3584, 4096, 3072, 1280]
-    # b and c dropped, too, behind c and d. Step 7 runs b and c again for c; speed-centric keeps b (1024 more).
+    # b and c are dropped after c and d. Step 7 recomputes b and c for c; speed-centric keeps b (1024 bytes more).
     for strategy, runs, during in (("speed", 2, 3584), ("memory", 3, 2560)):
         steps, again, _ = layerwise.steps(program, layerwise.plan(program, strategy=strategy))
         assert (again, steps[6].nbytes, steps[7].nbytes) == (runs, during, 4096)
@@ -69,7 +69,7 @@ def test_forks_and_joins_by_hand() -> None:
     names = [t.name for t in program.tensors]
     assert names[:3] == ["a", "f for r", "f for l"]
     inputs = {k.name: [names[t] for t in k.inputs] for k in program.kernels if k.phase == "backward"}
-    # The first branch's gradient is the join's own, which softmax left in e; the second has a copy.
+    # The first branch's gradient is the join's, which softmax wrote into e; the second is a copy.
     copy = "gradient of j's input 1"
     assert inputs["j"] == ["e"] and inputs["r"] == ["f for r", copy] and inputs["l"] == ["f for l", "e"]
     assert set(inputs["f"]) == {"gradient of r's input", "gradient of l's input"}
@@ -101,16 +101,16 @@ def test_table_1() -> None:
     said = Table1().numbers(rows)
     assert (said["same"], said["close"], said["missing"], said["exact"]) == (6, 4, 5.125, "exactly")
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
-    assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # nothing explains the paper's 401 MB
+    assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
 
 
 def test_fig_10() -> None:
     rows = rows_of(Fig10(), shown=["liveness", "offload", "recompute"])
     ours = found(rows)
     differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
-    assert differ == {"offload, MB", "offload, MB at step 32", "recompute, MB"}  # the last, 886, is in full MB
+    assert differ == {"offload, MB", "offload, MB at step 32", "recompute, MB"}  # the last, 886, is rounded to MB
     sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
-    # The nine tensors at POOL2: 2 CONV1's, POOL1's, 4 CONV2's (one a gradient), 2 POOL2's.
+    # The nine tensors at POOL2: 2 of CONV1's size, 1 of POOL1's, 4 of CONV2's (one a gradient), 2 of POOL2's.
     nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
     assert ours["offload, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
     assert len(Fig10().say(rows)[1]) == len(FIG10_PAPER)
@@ -158,13 +158,13 @@ def resnet(stages: str, batch: int = 2) -> Program:
 
 def test_a_repeated_block_is_the_capture_of_a_deeper_network() -> None:
     shallow = resnet("1-1-4-1")
-    deeper = Deeper(shallow, 8)  # the third stage's blocks are layers 6 to 9, behind the stem's four and two blocks
+    deeper = Deeper(shallow, 8)  # the third stage is layers 6 to 9, after four layers of the stem and two blocks
     assert deeper.by(0) == shallow
     assert anonymous(deeper.by(2)) == anonymous(resnet("1-1-6-1")) != anonymous(deeper.by(1))
 
 
 def chain(sizes: list[int]) -> Program:
-    """Layers with a weight and an output each, and what keeps the outputs until the end."""
+    """Returns layers with a weight and an output each, and a last kernel that keeps the outputs alive."""
     n = len(sizes)
     tensors = [Tensor(f"layers.{i}.weight", 8, "parameter", True) for i in range(n)]
     tensors += [Tensor(f"out{i}", size) for i, size in enumerate(sizes)]
@@ -179,32 +179,32 @@ def test_a_chain_of_layers_by_hand() -> None:
     assert [k.inputs for k in deeper.kernels] == [(0,), (1, 4), (8, 5), (10, 9), (2, 11), (3, 6), (4, 5, 9, 11, 6, 7)]
     assert [k.outputs for k in deeper.kernels] == [(4,), (5,), (9,), (11,), (6,), (7,), ()]
     assert [t.name for t in deeper.tensors[8:]] == ["layers.1.weight+1", "out1+1", "layers.1.weight+2", "out1+2"]
-    with pytest.raises(ValueError, match="not alike"):
+    with pytest.raises(ValueError, match=r"layers \d and 1 differ"):
         Deeper(chain([4, 4, 5, 4]), 1)
     with pytest.raises(ValueError, match="more"):
         Deeper(chain([4, 4, 4, 4]), 1).by(-1)
     twice = chain([4, 4, 4, 4])
     again = replace(twice, kernels=(*twice.kernels[:4], replace(twice.kernels[1], outputs=()), twice.kernels[4]))
-    with pytest.raises(ValueError, match="one piece"):
+    with pytest.raises(ValueError, match="not contiguous"):
         Deeper(again, 1)
 
 
 def scaled(n: int) -> Program:
-    """The tiny program with activations of n MiB, so that all planners see them, and no others."""
+    """Returns the tiny program with activations of n MiB, so that planners consider only these."""
     tensors = tuple(replace(t, nbytes=n * MIB if t.kind == "activation" else 0) for t in tiny.PROGRAM.tensors)
     return replace(tiny.PROGRAM, tensors=tensors)
 
 
 def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of tensors of 10 MiB, four are live at the peak and in all, two at every kernel that uses two; a1 is away in
-    # kernels 2 to 5 and a2 in 3 and 4, which leaves a3 and a4 (kernels 3 and 4), then a2 and a3.
+    # Four tensors of 10 MiB are live at the peak (and in total), two at every kernel that uses two. a1 is swapped out
+    # in kernels 2 to 5 and a2 in 3 and 4, so a3 and a4 remain (kernels 3 and 4), then a2 and a3.
     floors = {m: capacity.floor(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
     assert floors == {"own": 40, "none": 40, "vdnn_all": 20, "bound": 20}
     machine = replace(tiny.MACHINE, memory_bytes=100 * MIB)
     sizes = {m: capacity.most(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
     assert sizes["own"] == (25, {}) and sizes["bound"] == (50, {})
     assert sizes["none"][0] == 25 and sizes["none"][1]["overhead"] == 0 and sizes["none"][1]["peak"] == 100 * MIB
-    # A planner that is worse than its floor is followed down: the search begins at 50 and ends at 31.
+    # The search starts at the floor (50) and goes down to the planner's largest size (31).
     asked = []
 
     def planned(method: str, program: Program, machine: Machine) -> object:
@@ -228,25 +228,25 @@ def test_joins_go_to_the_host_on_request() -> None:
     conv, sums, cat = Gap(1, 1, 7), Gap(2, 2, 6), Gap(3, 3, 5)
     assert set(leaving(program, "swap", 1)) == {conv}
     assert set(leaving(program, "swap", 1, joins=True)) == {conv, sums, cat}
-    # Two tensors beside the images are in use at any kernel, so that 30 bytes do where all may leave.
+    # Kernels use at most two tensors besides the images, so 30 bytes suffice if all may be swapped out.
     assert agents.make("superneurons", joins=True, min_bytes=1, early=True).plan(program, tiny.MACHINE, 30).decisions
     with pytest.raises(agents.Infeasible):
         agents.make("superneurons", min_bytes=1, early=True).plan(program, tiny.MACHINE, 30)
 
 
 def test_table2_by_hand() -> None:
-    # ResNet50, 16 images: 16 / 21.5 - 16 / 32.9 s are 257.9 ms more with cudaMalloc; with 500 blocks 0.516 ms each.
+    # ResNet50, 16 images: cudaMalloc adds 16 / 21.5 - 16 / 32.9 s = 257.9 ms, 0.516 ms for each of 500 blocks.
     row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
            "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
     (one,) = captured.table2_facts([row])
     assert one["added"]["paper"] == pytest.approx(257.86, abs=0.01)
     assert one["block_ms"] == pytest.approx(0.5157, abs=1e-4)
-    # 16 / 32.9 s are 486.3 ms: as much again makes a speedup of 2; at the paper's own cost it is the paper's.
+    # 16 / 32.9 s are 486.3 ms: the same amount added gives a speedup of 2; the paper's cost gives the paper's speedup.
     assert one["speedup"]["ours"] == pytest.approx(2) and one["speedup"]["each"] == pytest.approx(32.9 / 21.5)
 
 
 def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of networks with one block in the stages that are not repeated."""
+    """Uses networks with one block in the stages that are not repeated."""
     capacity.first.cache_clear()
     monkeypatch.setattr(capacity, "STAGES", (1, 1, 1))
     monkeypatch.setattr(capacity, "FIRST", {"own": 4, "none": 8})
@@ -258,7 +258,7 @@ def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [task["captured"] for task in tasks] == [True, False] and rows[0]["n3"] == 6 < rows[1]["n3"]
     for row, need in zip(rows, (lambda p: sum(t.nbytes for t in p.tensors), lambda p: p.peak_bytes), strict=True):
         sizes = [need(Deeper(resnet("1-1-4-1"), 8).by(n3 - 4)) for n3 in (row["n3"], row["n3"] + 1)]
-        assert sizes[0] <= machine.memory_bytes < sizes[1]  # what is found fits, and one block more does not
+        assert sizes[0] <= machine.memory_bytes < sizes[1]  # the result fits, one block more does not
         assert row["depth"] == 3 * (3 + row["n3"]) + 2
     cells = figure.say(rows)[1]
     assert cells[4][:2] == ["SuperNeurons, in the paper", "1,920"] and cells[5][1] == str(rows[0]["depth"])
@@ -283,4 +283,4 @@ def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells[0][:6] == ["AlexNet", "768", "768", "1,024", "1,408", "1,792"] and cells[0][-1] == "fits (25.0%)"
     assert cells[0][6] == str(fits["own"]) and figure.numbers(rows)["short"] is None
     half = {**row, "found": {**row["found"], "none": {"batch": 9, "peak": row["memory"] // 2}}}
-    assert figure.numbers([half, rows[1]])["short"] == ["dead tensors freed on AlexNet"]  # the host's memory stops it
+    assert figure.numbers([half, rows[1]])["short"] == ["dead tensors freed on AlexNet"]  # limited by host memory

@@ -1,4 +1,4 @@
-"""The figure of predicted kernel times: R² on networks held out, for both sources."""
+"""Figure of predicted kernel times: R² on held-out networks, for both sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_networks_held_out() -> None:
     rows = [{**task, **Times().run(task, MACHINE)} for task in Times().tasks(DictConfig(SETTINGS))]
     model, measured = rows
     assert model["device"] == "rtx2080ti" and measured["device"].startswith("cpu")
-    # The model is a function of what the network sees, but for kinds of kernels that it never saw.
+    # The simulator's times are a function of the network's inputs, except for unseen kernel kinds.
     assert median(one["all"] for one in model["held"].values()) > 0.5
     assert all(-9 < one["all"] <= 1 and one["iteration"] > 0 for row in rows for one in row["held"].values())
     _, cells, _ = Times().say(rows)

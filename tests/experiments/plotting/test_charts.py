@@ -1,4 +1,4 @@
-"""Charts of data: what is drawn of each kind of mark."""
+"""Charts: every kind of mark is drawn."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from experiments.plotting.palette import Look
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
+    """Collects the saved figures."""
     found: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: found.append(self) or save(self, *a, **k))

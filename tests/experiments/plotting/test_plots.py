@@ -1,4 +1,4 @@
-"""The curves behind the pictures."""
+"""Data behind the plots."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +20,14 @@ MACHINE = Machine("m", 2**40, 4 * 10**9, 4 * 10**9)
 
 
 def result(planner: str, limit: float, overhead: float | None, bound: float | None) -> dict:
-    """A row, as far as figures read it; no plan fits below 35 % of the peak."""
+    """Returns a row with the keys that plots read; no plan fits below 35 % of the peak."""
     return {"planner": planner, "feasible": overhead is not None, "overhead": overhead, "limit_fraction": limit,
             "limit_bytes": int(1000 * limit), "bound_overhead": bound, "bound_bytes": 350}  # fmt: skip
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
+    """Collects the saved figures."""
     figures: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
@@ -42,7 +42,7 @@ def test_the_memory_curve_is_that_of_the_last_iteration(program: Program) -> Non
     assert ms[0] == 0 and np.isclose(ms[-1], timeline.iteration_ns / 1e6)
     assert (np.diff(ms) >= 0).all()
     assert used.max() * MB <= required
-    # The byte-seconds under the curve are those of the intervals that the timeline lists.
+    # The byte-seconds under the curve equal those of the timeline's intervals.
     begin, end = timeline.boundaries[-2:]
     area, last = 0, (0, 0)
     for time, level in (*timeline.memory, (end, 0)):
@@ -52,7 +52,7 @@ def test_the_memory_curve_is_that_of_the_last_iteration(program: Program) -> Non
 
 
 def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
-    """No planner found a plan, no episode ended well: the pictures are still made, and no temporary file stays."""
+    """Plots results without plans or feasible episodes, and leaves no temporary file."""
     row = result("none", 0.1, None, None)
     plots.overhead_by_limit(tmp_path / "overhead.png", [row], "t")
     episode = SimpleNamespace(episode=0, overhead=float("nan"), feasible=False, best_overhead=float("nan"))
@@ -63,7 +63,7 @@ def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
 
 
 def test_a_training_of_the_dqn(tmp_path: Path, drawn: list[Figure]) -> None:
-    """By simulator calls: the greedy policy beside its controls, hit rates, errors from the first update on."""
+    """Plots by simulator calls: greedy policy and controls, hit rates, errors from the first update on."""
     history = [{"calls": 100, "hits": 0.1, "hits_random": 0.05},
                {"calls": 200, "hits": 0.2, "hits_random": 0.05, "td": 0.3, "loss": 0.2, "overhead": 0.04}]  # fmt: skip
     points = [{"calls": 0, GREEDY: 0.05}, {"calls": 120, GREEDY: None}, {"calls": 200, GREEDY: 0.03}]
@@ -96,11 +96,11 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -
     assert axes.get_xlim()[0] > 0.8 > 0.3 > axes.get_xlim()[1]  # tighter to the right
     lines = {to_hex(line.get_color()): line for line in axes.lines}
     assert lines[palette.colour("home")].get_xydata().tolist() == [[0.4, 0.201], [0.6, 0.021], [0.8, 0.001]]
-    # Between two limits the floor of the wider one holds, down to where no plan fits.
+    # Between two limits the wider one's floor holds, down to the limit that no plan fits.
     band = axes.collections[0].get_paths()[0]
     inside = [band.contains_point(p) for p in [(0.61, 0.009), (0.59, 0.009), (0.41, 0.09), (0.36, 0.09), (0.34, 0)]]
     assert inside == [False, True, False, True, False]
-    # A crowd is drawn by family, a picture each.
+    # Many planners are split into a panel per family.
     every = [result(name, x, 0.01 * i * (1 - x), 0.0) for i, name in enumerate(agents.untrained()) for x in (0.8, 0.6)]
     plots.overhead_by_limit(tmp_path / "q.png", every, "title")
     assert [axes.get_title(loc="left") for axes in drawn[1].axes if axes.axison] == [*palette.FAMILIES, palette.BEST_OF]

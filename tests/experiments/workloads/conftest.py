@@ -1,4 +1,4 @@
-"""The configurations of workloads."""
+"""Workload configurations."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "workload"
 
 
 def config(name: str, **changes: object) -> dict:
-    """A configuration as it is written, with some keys of one's own."""
+    """Returns a workload's configuration with changed keys."""
     return {**yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), **changes}

@@ -1,4 +1,4 @@
-"""Every family: it builds with the keys of its configuration, is as large as published, and refuses wrong keys."""
+"""Every family builds with its configuration's keys, has its published size, and rejects invalid keys."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tests.experiments.workloads.conftest import CONFIGS, config
 CIFAR, IMAGENET = {"image": 32, "classes": 10}, {"image": 224, "classes": 1000}
 SMALL = {"batch_size": 1, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32,
          "length": 4}  # fmt: skip
-# Keys with which they are small; of networks of images, those of the other kind (CIFAR-10's, ImageNet's).
+# Keys for small variants; image networks use the other kind of images (CIFAR-10 or ImageNet).
 TINY = {
     **{name: {"batch_size": 4} for name in ("vgg11", "vgg13", "vgg16", "vgg19")},
     **{name: {"batch_size": 4} for name in ("resnet18", "resnet34", "resnet50", "resnet101")},
@@ -42,7 +42,7 @@ TINY = {
     "vit_l": {"batch_size": 2, "layers": 1, "image": 32},
     "yolov3": {"stages": "1-1-1-1-1", "width": 4, "image": 64},
 }  # fmt: skip
-# As they are bundled: parameters, kernels, MiB at the peak.
+# Bundled configurations: parameters, kernels, MiB at the peak.
 SIZES = {
     "alexnet": (62_378_344, 157, 3_754), "bert": (109_514_298, 2_512, 18_084),
     "convnext_tiny": (28_589_128, 1_089, 3_584), "densenet121": (7_978_856, 2_557, 5_962),
@@ -109,7 +109,7 @@ about = partial(pytest.approx, rel=0.01)
         ("mobilenet", IMAGENET, 4_231_976),  # keras.applications, trainable
         ("squeezenet", IMAGENET, 1_248_424),  # torchvision's documentation of squeezenet1_0
         ("plain20", {"width": 16}, 269_722),  # He et al., Table 6: 0.27 M
-        ("bert", {"length": 512}, 109_482_240 + 2 * 768 + 30_522),  # with a masked language model for the pooler
+        ("bert", {"length": 512}, 109_482_240 + 2 * 768 + 30_522),  # with a masked language model instead of the pooler
         ("gpt2_small", {"size": "large"}, 774_030_080),
         ("llama", {"layers": 22}, 1_100_048_384),  # TinyLlama 1.1B
         ("llama", {"layers": 32, "width": 4096, "kv_heads": 32, "hidden": 11008}, 6_738_415_616),  # Llama 2 7B
@@ -118,11 +118,11 @@ about = partial(pytest.approx, rel=0.01)
         ("mixtral", {"layers": 32}, 46_702_792_704),
         ("vit_l", {"size": "base"}, 86_567_656),
         ("hourglass", {"stacks": 8}, about(25.5e6)),  # Tang et al., 2018, Table 6
-        ("randwire", {}, pytest.approx(5.65e6, abs=0.25e6)),  # Xie et al., Table 2: the mean of graphs
+        ("randwire", {}, pytest.approx(5.65e6, abs=0.25e6)),  # Xie et al., Table 2: mean over graphs
         ("fc_densenet", {}, pytest.approx(9.4e6, rel=0.02)),  # Jégou et al., Table 3
         ("fc_densenet", {"stages": "5-5-5-5-5-5"}, pytest.approx(3.5e6, rel=0.02)),
         ("fc_densenet", {"stages": "4-4-4-4-4-4", "growth": 12}, pytest.approx(1.5e6, rel=0.1)),
-        # With 1000 classes as torchvision's pages have them.
+        # With 1000 classes, as torchvision documents them.
         *[("resnet50_imagenet", {"stages": stages, "halve": 3}, count) for stages, count in (
             ("3-4-6-3", 25_557_032), ("3-4-23-3", 44_549_160), ("3-8-36-3", 60_192_808))],
         *[("mobilenet_v2", {"network": network}, count) for network, count in (
@@ -134,7 +134,7 @@ about = partial(pytest.approx, rel=0.01)
             ("small", 50_223_688), ("base", 88_591_464))],
         *[("vgg16_imagenet", {"pooled": True, "depth": depth}, count) for depth, count in (
             (11, 132_863_336), (16, 138_357_544))],
-        # As the models' own pages say.
+        # As the model cards state.
         *[("huggingface", {"model": model}, count) for model, count in (
             ("gpt2", 124_439_808), ("distilgpt2", 81_912_576), ("cerebras-gpt-111m", 111_050_496),
             ("gpt-neo-125m", 125_198_592), ("opt-125m", 125_239_296), ("opt-350m", 331_196_416),

@@ -1,4 +1,4 @@
-"""Convolutional networks, the LSTM and K-means: what they are made of, and arithmetic as defined."""
+"""Convolutional networks, the LSTM and K-means: structure and arithmetic."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_the_graph_of_randwire_is_that_of_watts_and_strogatz():
 def test_unrolled_lstm_equals_torchs():
     torch.manual_seed(0)
     ours, theirs = lstm.CharRNN(5, 4, 2), nn.LSTM(5, 4, 2)
-    order = [0, 1, 3, 2]  # PyTorch has the gates as in, forget, write, out
+    order = [0, 1, 3, 2]  # PyTorch orders the gates as in, forget, write, out
     with torch.no_grad():
         for i, cell in enumerate(ours.cells):
             for name, linear in (("ih", cell.i2h), ("hh", cell.h2h)):
@@ -46,7 +46,7 @@ def test_unrolled_lstm_equals_torchs():
 
 
 def tiny_kmeans() -> tuple:
-    """Twelve points in three chunks; the last of the four centroids is far from all of them."""
+    """Returns twelve points in three chunks, and four centroids, the last far from all points."""
     model, loss_fn, optimizer, (chunks, squares) = kmeans.kmeans(batch_size=12, dimensions=3, clusters=4, chunks=3)
     generator = torch.Generator().manual_seed(0)
     for chunk in chunks:
@@ -57,7 +57,7 @@ def tiny_kmeans() -> tuple:
 
 
 def lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, float]:
-    """One iteration, from its definition; an empty cluster stays."""
+    """Reference iteration of Lloyd's algorithm; an empty cluster keeps its centroid."""
     distances = ((points[:, None] - centroids[None]) ** 2).sum(2)
     labels = distances.argmin(1)
     moved = [points[labels == c].mean(0) if (labels == c).any() else centroids[c] for c in range(len(centroids))]
@@ -83,7 +83,7 @@ def test_one_program_per_draw_of_stochastic_depth():
     entry = {**config("resnet_stochastic"), "batch_size": 2, "blocks": 1}
     first, again, second = (workloads.load({**entry, "draw": draw}, GPU).program for draw in (1, 1, 3))
     assert first.fingerprint == again.fingerprint != second.fingerprint
-    # Of three blocks, those that survive have two convolutions forward; the stem has one.
+    # Each surviving block (of three) has two forward convolutions; the stem has one.
     for program, draw in ((first, 1), (second, 3)):
         names = [k.name for k in program.kernels if k.phase == "forward"]
         assert names.count("aten.convolution.default") == 1 + 2 * sum(resnet.survival(3, draw))

@@ -1,4 +1,4 @@
-"""Transformers: arithmetic as defined, programs by hand."""
+"""Transformers: arithmetic against references, programs against hand counts."""
 
 from functools import cache
 
@@ -32,23 +32,23 @@ def flops(found: Program) -> int:
 
 @pytest.mark.nightly
 def test_a_block_of_llama_3_by_hand():
-    """What a second block adds, at full size: 8192 tokens, width 4096, 32 heads of 128, 8 of them shared, 14336."""
+    """Counts a second block at full size: 8192 tokens, width 4096, 32 heads of 128 (8 shared), hidden 14336."""
     one, two = program("llama3_8b", 1), program("llama3_8b", 2)
     tokens, width, shared, hidden = 8192, 4096, 1024, 14336
     weights = 2 * width * width + 2 * width * shared + 3 * width * hidden
     attention = 4 * 32 * 128 * tokens**2 // 2  # causal: half of the pairs
     assert flops(two) - flops(one) == 3 * 2 * tokens * weights + attention + 5 * attention // 2
-    numbers = weights + 2 * width  # and two norms
+    numbers = weights + 2 * width  # plus two norms
     for kind, nbytes in (("parameter", 2 * numbers), ("optimizer_state", 2 * 2 * numbers + 9 * 4)):
         sizes = [sum(t.nbytes for t in p.tensors if t.kind == kind) for p in (one, two)]
         assert sizes[1] - sizes[0] == nbytes
-    pairs = 2 * 32 * tokens**2  # nothing is as large as all pairs of tokens
+    pairs = 2 * 32 * tokens**2  # no tensor is as large as all pairs of tokens
     assert max(t.nbytes for t in one.tensors if not t.persistent and t.nbytes != 4 * tokens * 128_256) < pairs
 
 
 @pytest.mark.nightly
 def test_a_block_of_mixtral_by_hand():
-    """Every expert runs for a quarter of the tokens: 2 of 8 experts."""
+    """Every expert processes a quarter of the tokens: 2 of 8 experts."""
     found = program("mixtral", 1)
     tokens, width, hidden = 8192, 4096, 14336
     attention = 4 * 32 * 128 * tokens**2 // 2
@@ -100,7 +100,7 @@ def test_rms_norm_is_an_operator_like_torchs_own():
 
 
 def test_llama_is_that_of_transformers():
-    """Norms, rotary positions, grouped heads and SwiGLU: with its weights the logits are the library's."""
+    """With the library's weights the logits agree: norms, rotary positions, grouped heads, SwiGLU."""
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(LlamaConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -120,7 +120,7 @@ def test_llama_is_that_of_transformers():
 
 def test_experts_are_added_by_the_softmax_of_the_largest_logits():
     torch.manual_seed(0)
-    layer = llama.Experts(8, 12, 4, 2, places=14)  # room for all: nobody is left out
+    layer = llama.Experts(8, 12, 4, 2, places=14)  # enough places for all tokens
     x = torch.randn(2, 7, 8)
     expected = torch.zeros(14, 8)
     for i, token in enumerate(x.flatten(0, 1)):
@@ -136,7 +136,7 @@ def test_a_full_expert_takes_the_first_tokens():
     places, held = layer.assign(torch.tensor([[0, 1], [0, 2], [1, 0], [1, 2]]))
     assert places.tolist() == [[0, 2], [1, 4], [3, 6], [6, 5]]  # 6: no place; expert 0 has 0 and 1, 1 has 2 and 3
     assert held.tolist() == [[True, True], [True, True], [True, False], [False, True]]
-    layer = llama.Experts(8, 12, 1, 1, places=2)  # one expert for five tokens: three get nothing
+    layer = llama.Experts(8, 12, 1, 1, places=2)  # one expert for five tokens: three are dropped
     x = torch.randn(1, 5, 8)
     out = layer(x)
     torch.testing.assert_close(out[0, :2], layer.experts[0](x[0, :2]))

@@ -1,4 +1,4 @@
-"""The papers' networks, their configurations, and anybody's own model."""
+"""Bundled workloads, their configurations, and user-defined models."""
 
 import signal
 import sys
@@ -94,7 +94,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("factory", ["language", "slices", "two_models"])
 def test_own_models_of_other_forms_at_any_batch(own, factory):
-    """A mapping whose labels are its inputs, or lie in their memory; a step of one's own with two optimizers."""
+    """Labels that are the inputs or share their storage; a user-defined step with two optimizers."""
     workload = {"name": "own", "family": "module", "target": f"own_model:{factory}"}
     program, *larger = (load(workload, Machine.load("v100"), batch).program for batch in (None, 6, 5))
     assert {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}
@@ -105,7 +105,7 @@ def test_own_models_of_other_forms_at_any_batch(own, factory):
 
 @pytest.mark.parametrize("kept", [3, 5])
 def test_a_tensor_that_stands_twice_in_a_batch_does_so_at_another_size(kept):
-    """Also where it is a part of larger memory."""
+    """Includes views of a larger storage."""
     ids = torch.zeros(kept, 6)[:3]
     (batch,) = with_batch((nn.Linear(6, 2), None, None, {"x": ids, "y": [ids, ids[:, 1:]]}), 4)[3:]
     assert batch["x"] is batch["y"][0] and batch["x"].shape == (4, 6) and batch["y"][1].shape == (4, 5)
