@@ -36,7 +36,7 @@ def test_least_workspaces_and_the_best_of_both() -> None:
 
 
 def test_over_the_limit_with_the_least_workspaces() -> None:
-    with pytest.raises(agents.Infeasible, match=r"^the plan: with the least workspaces, kernel 1 needs 40 bytes"):
+    with pytest.raises(agents.Infeasible, match=r"^the plan: with minimal workspaces, kernel 1 needs 40 bytes"):
         with_fastest_variants(PAIR, Plan(), MACHINE, 79)
     with pytest.raises(PlanError, match="there is no kernel 9"):
         with_fastest_variants(PAIR, Plan(variants=((9, 0),)), MACHINE, 100)
