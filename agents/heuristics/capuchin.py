@@ -182,7 +182,7 @@ class Policy:
         return rows
 
     def lanes(self, swaps: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns SwapOutEndTime and SwapInStartTime of ``swaps``, int64 each, with serial transfers per lane (choice 3)."""
+        """Returns SwapOutEndTime and SwapInStartTime of ``swaps`` (int64), serialized per lane (choice 3)."""
         chosen = np.array(swaps, dtype=np.int64)
         end, begin = np.empty_like(chosen), np.empty_like(chosen)
         order = np.argsort(self.evicted[chosen], kind="stable")

@@ -98,7 +98,7 @@ class TENSILE(RowsPlanner):
 
 
 def _swap(jobs: list[Schedule], machine: Machine) -> bool:
-    """Schedules the largest swappable tensor of all jobs' peaks (Algorithm 1); returns False if none can be scheduled."""
+    """Schedules the largest swappable tensor of all jobs' peaks (Algorithm 1); returns False if none fits."""
     room = machine.host_bytes - sum(job.hosted for job in jobs)
     found = [(job, gap) for job in jobs for gap in job.candidates()]
     for job, gap in sorted(found, key=lambda entry: -entry[0].nbytes(entry[1])):

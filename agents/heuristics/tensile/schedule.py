@@ -200,7 +200,7 @@ class Schedule:
         return True
 
     def _copied(self, row: Row, gap: Gap) -> Row:
-        """Marks earlier swaps that need no copy of their own because the early copy of a new gap is already on the host."""
+        """Removes an earlier swap's own early copy if the early copy of a new gap precedes it on the host."""
         kind, tensor, after, before, prefetch, copy = row
         between = (after - gap.before) % self.n < (after - copy) % self.n
         drops = kind == SWAP and tensor == gap.tensor and copy >= 0 and between

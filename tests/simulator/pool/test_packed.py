@@ -85,7 +85,7 @@ def test_what_is_left_for_tensors() -> None:
     assert CardPeak(80, 10, 10, 20, 30, 150, False).limit == 80  # the sum is the memory: all tensors
     assert CardPeak(80, 10, 10, 20, 30, 140, True).limit == 80  # it fits without what is cached
     assert CardPeak(80, 10, 10, 20, 30, 10, False).limit == 1
-    with pytest.raises(ValueError, match="no memory was asked about"):
+    with pytest.raises(ValueError, match="memory_bytes: not given"):
         _ = CardPeak(80, 10, 10, 20, 30).limit
 
 
