@@ -266,7 +266,7 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
     known = least is not None and least > limit
     reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"
     if min_bytes and not program.gaps(min_bytes) and program.gaps():
-        reach = "it can move nothing"
+        reach = "it can evict no tensor"
     return Infeasible(
         f"{planner.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
         f"{program.peak_bytes:,}); {reach}{held_back(program, limit, min_bytes)}"
@@ -286,9 +286,9 @@ def held_back(program: Program, limit: int, min_bytes: int) -> str:
     help_from = bisect_left(small, True, key=lambda nbytes: least_residency(program, nbytes) > limit)
     if help_from == 0 and len(small) < len(sizes):
         return ""  # no value of min_bytes reaches the limit
-    what = "every tensor that could leave is below" if len(small) == len(sizes) else "tensors stay that are below"
-    hint = f"min_bytes={small[help_from - 1]} could help" if help_from else f"the largest has {small[-1]:,} bytes"
-    return f", because {what} min_bytes ({min_bytes:,} bytes): {hint}"
+    what = "every evictable tensor is" if len(small) == len(sizes) else "some evictable tensors are"
+    hint = f"try min_bytes={small[help_from - 1]}" if help_from else f"the largest has {small[-1]:,} bytes"
+    return f", because {what} smaller than min_bytes ({min_bytes:,} bytes): {hint}"
 
 
 def small(program: Program) -> int:

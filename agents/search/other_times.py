@@ -183,7 +183,7 @@ class ForFaster:
         best = min(range(len(found)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls
         if best is None or not scores[best].feasible:
-            raise Infeasible(f"{self.name}: there is no plan of swaps and recomputations to start from")
+            raise Infeasible(f"{self.name}: no start plan fits and consists of swaps and recomputations only")
         left = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
         rows, _ = anneal(moves, engine, found[best], scores[best].iteration_ns, left, HOT, COLD, self.seed, until=until)
         return finish(self, program, machine, limit, engine, rows)

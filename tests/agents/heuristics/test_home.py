@@ -1,4 +1,4 @@
-"""HOME: its update against one made by hand, and the swarm around it."""
+"""HOME: particle updates computed by hand, and the swarm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 
 def evaluator(limit: int = LIMIT) -> Evaluator:
-    """The tiny program; a particle is a placement of a1 and one of a2."""
+    """Returns an evaluator of the tiny program; a particle has a placement for a1 and one for a2."""
     return Evaluator(Engine(PROGRAM, MACHINE, limit), [Gap(A1, 1, 6), Gap(A2, 2, 5)])
 
 
@@ -98,7 +98,7 @@ def test_plan_of_the_tiny_program() -> None:
 
 
 def test_the_whole_is_seen() -> None:
-    """SuperNeurons always swaps the output of a convolution; here running it again is five times as cheap."""
+    """SuperNeurons always swaps convolution outputs; here recomputation is five times cheaper, and HOME finds it."""
     kernels = tuple(replace(k, kind="conv" if k.name == "f1" else "matmul") for k in PROGRAM.kernels)
     program = Program("conv", PROGRAM.tensors, kernels)
     fixed = agents.make("superneurons", min_bytes=1).plan(program, MACHINE, LIMIT)

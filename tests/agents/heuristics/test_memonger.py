@@ -1,9 +1,9 @@
-"""Memonger, on chains of equal layers worked out by hand.
+"""Memonger, on chains of equal layers computed by hand.
 
     forward    m1 m2 … mn        m_i: a_(i-1) → a_i, 10 bytes, 10 ns
     backward   loss, tn … t1     t_i: a_(i-1) → ·, gradients have no bytes
 
-a_1 … a_(n-1) wait for the way back; each of them is a candidate. Tensor i is a_i; a_0 is the persistent input.
+a_1 … a_(n-1) are retained for the backward pass; each is a candidate. Tensor i is a_i; a_0 is the persistent input.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What PyTorch users reach for, against chains worked out by hand.
+"""PyTorch's own methods, on chains computed by hand.
 
 A layer of ``chain`` is a matrix product, which writes h_i, and an activation, which writes a_i:
 
     forward    m1 r1 m2 r2 … mn rn        m_i: a_(i-1) → h_i     r_i: h_i → a_i
     backward   loss, sn tn … s1 t1        s_i: h_i → ·           t_i: a_(i-1) → ·        (gradients have no bytes)
 
-All h_i and a_i wait for the way back but a_n, which the loss reads at once.
+All h_i and a_i are retained for the backward pass except a_n, which the loss reads immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.programs import BYTE_PER_NS as MACHINE
 def chain(
     n: int, h: list[int] | int = 10, a: int = 10, flops: list[int] | None = None, times: list[int] | None = None
 ) -> Program:
-    """h_i is tensor 2 i, a_i is tensor 2 i + 1; a_0 (tensor 1) is the persistent input and has no bytes."""
+    """Builds the chain: h_i is tensor 2 i, a_i is tensor 2 i + 1; a_0 (tensor 1) is the persistent, empty input."""
     sizes = h if isinstance(h, list) else [h] * n
     tensors = [Tensor("g", 0, "gradient"), Tensor("a0", 0, "input", True)]
     forward, backward = [], [Kernel("loss", "reduce", "backward", (2 * n + 1,), (0,), 20)]
@@ -59,7 +59,7 @@ def test_nine_layers_by_hand() -> None:
     timeline = simulate(program, root, MACHINE, 80)
     assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (80, 100)
     again = [program.kernels[s.index].name for s in timeline.spans if s.kind == "recompute"]
-    # Each segment at one blow, in both of the simulated iterations.
+    # Each segment is recomputed at once, in both simulated iterations.
     assert again == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
 
 

@@ -1,4 +1,4 @@
-"""The smallest limit that each method reaches, by hand: it has a plan there, and one byte below it names that limit."""
+"""Smallest limit of each method, by hand: it finds a plan there, and names that limit when given one byte less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmartPool+AutoSwap: the limit is one of addresses."""
+"""SmartPool+AutoSwap: the limit applies to addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a plan fits: by the packing of its blocks, on the host, and with what a card counts beside tensors."""
+"""Whether a plan fits: packing of its blocks, host memory, and device memory next to tensors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_is_left_for_tensors() -> None:
 
 
 def chain(nbytes: int) -> Program:
-    """Three tensors, of which two are in use at once."""
+    """Builds a program of three tensors, two of which are in use at once."""
     return straight(activations(nbytes, nbytes, nbytes), ((), (0,), 10), ((0,), (1,), 10), ((1,), (2,), 10))
 
 

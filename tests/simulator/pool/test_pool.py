@@ -1,4 +1,4 @@
-"""Lifetimes by hand, and packings that a slow checker looks over."""
+"""Lifetimes computed by hand, and packings validated by a slow checker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
 
 
 def table(blocks: list[tuple[int, int, int]], **period: int) -> Intervals:
-    """From (lower, upper, bytes)."""
+    """Builds Intervals from (lower, upper, bytes)."""
     return Intervals(*np.array(blocks, np.int64).reshape(-1, 3).T, **period)
 
 
 def in_ns(lives: Lifetimes, iteration_ns: int) -> list[tuple[int, int, int]]:
-    """(owner, start, end) of every block, the end past the iteration where the block is."""
+    """Returns (owner, start, end) of every block, with the end past the iteration if the block crosses it."""
     times = [*lives.time_ns.tolist(), *(lives.time_ns + iteration_ns).tolist(), 2 * iteration_ns]
     lower, upper = lives.intervals.lower.tolist(), lives.intervals.upper.tolist()
     return sorted((t, times[a], times[b]) for t, a, b in zip(lives.owner.tolist(), lower, upper, strict=True))
