@@ -159,7 +159,7 @@ class Policy:
             self.regenerate([j for j in self.sources if t in self.sources[j] and self.is_open(i, self.gaps[j].before)])
 
     def fall_back(self) -> bool:
-        """Turns the latest recomputation into a swap (choice 8); returns False if none can be."""
+        """Turns the latest recomputation into a swap (choice 8); returns False if that is impossible."""
         if not self.recomputed or not self.by_free_time:
             return False
         self.swaps.append(self.recomputed.pop())

@@ -149,7 +149,7 @@ class _Search:
         self._start(runs if ns >= 0 else last, ns)
 
     def _start(self, runs: Ints, ns: int) -> None:
-        """Sets the runs that the next kicks perturb, or the best runs if these are from the first starts."""
+        """Sets the runs to perturb next; before the first restart these are the best runs so far."""
         self.now, self.since_ns, self.dull = runs, ns, 0
         self._take(runs, ns)
         if not self.starts and self.best_ns >= 0:

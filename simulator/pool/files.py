@@ -203,7 +203,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _unpickled(raw: bytes) -> Any:
     """Loads a pickle that names no class or function.
 
-    Rejects memo indices beyond the file size, because the memo table grows to twice the highest index; extension
+    Rejects memo indices above their byte position, because the memo table grows to twice the highest index; extension
     codes, because they may name a cached class; and nested tuples, whose hashing as dict keys can take exponential
     time. Picklers of snapshots write none of these.
     """

@@ -17,7 +17,7 @@ class Held:
 
     Args:
         copies: tensor -> start times of its swap-outs, 0 <= time < period.
-        returns: tensor -> end times of its swap-ins, 0 <= time < period, all distinct from these.
+        returns: tensor -> end times of its swap-ins, 0 <= time < period, distinct from all start times.
         nbytes: bytes of all tensors.
 
     Attributes:

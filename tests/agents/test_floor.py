@@ -242,7 +242,7 @@ def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) 
 
 
 def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
-    """The sandwich, followed by five parameters of 1 byte, each updated in 1000 ns and swapped out until the next iteration.
+    """The sandwich, then five parameters of 1 byte, each updated in 1000 ns and swapped out until the next iteration.
 
     A byte leaves in 1013 ns, so five take 5065 ns, and an iteration with the sandwich recomputed takes 5060 ns: the
     queue grows by 5 ns per iteration until kernels wait. In the floor, 5 bytes of parameters and 95 of the sandwich
