@@ -74,7 +74,7 @@ CROSS = steps([100, 100], ((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), 
 CROSSED = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
 # Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
 HIDDEN = steps([100], ((), (0,), 10), ((), (), 40), ((), (), 30, 100), ((), (), 60), ((0,), (), 10))
-# a and then b are away beside a workspace of 100: the host needs 100 bytes at one time, 200 in all.
+# a and then b are evicted next to a workspace of 100: the host needs 100 bytes at one time, 200 in all.
 IN_TURN = steps([100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
                 ((1,), (), 10))  # fmt: skip
 SLOW = replace(MACHINE, d2h_latency_ns=7, h2d_latency_ns=7, h2d_bytes_per_s=5 * 10**8)

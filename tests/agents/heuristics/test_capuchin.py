@@ -61,7 +61,7 @@ def test_msps_is_updated_when_a_source_or_a_user_is_chosen() -> None:
 
 
 def test_hybrid_swaps_what_is_hidden_and_recomputes_what_is_cheaper() -> None:
-    # w is hidden; 10 and 20 bytes are left. a1 by swap costs 50 ns, a1 again costs f1, 10 ns.
+    # w is hidden; 10 and 20 bytes are left. a1 by swap costs 50 ns, recomputing a1 costs f1, 10 ns.
     # w's swap-in should start at 90: the last kernel to end by then is b3 (5), at 80.
     plan = agents.make("capuchin", rounds=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=5), Recompute(A1, 1, 6))

@@ -48,7 +48,7 @@ def test_least_recently_used_first_and_only_under_pressure() -> None:
     assert tensor_cache(NET, ways, 62) == []
     assert tensor_cache(NET, ways, 52) == [one]  # at kernel 5
     assert tensor_cache(NET, ways, 51) == [one, two]  # 52 at kernel 6
-    # Kernel 3 sends 1 away, 4 sends 2, 5 sends 3 (4 and 5 are younger or locked), 6 sends 4.
+    # Kernel 3 evicts 1, 4 evicts 2, 5 evicts 3 (4 and 5 are younger or locked), 6 evicts 4.
     assert tensor_cache(NET, ways, 31) == [one, two, three, four]
     assert tensor_cache(NET, ways, 52, first=[three]) == [three]
 

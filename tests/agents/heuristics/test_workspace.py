@@ -102,7 +102,7 @@ def test_the_fastest_that_fit_the_bytes_left(
 
 def test_bytes_left_are_those_of_the_simulated_iteration() -> None:
     assert free_bytes(AGAIN, simulate(AGAIN, RERUN, MACHINE, 160)) == {0: 50, 1: 80, 2: 90, 3: 50}
-    # a and b are there when k2 runs: 40 bytes are left of 100, of which 90 are planned to be (a away, b).
+    # a and b are there when k2 runs: 40 bytes are left of 100, of which 90 are planned to be (a evicted, b).
     assert free_bytes(EARLY, simulate(EARLY, SWAPPED, FAST, 100))[2] == 40
 
 
