@@ -1,7 +1,7 @@
-"""Planners: one file per published method, all in one dict by name.
+"""Planners: one file per published method, registered by name.
 
-``agents.make("autoswap_swdoa").plan(program, machine, limit)`` is all a caller needs. A planner is a class with
-``facts`` (planner.py) in a file of one of the rooms below; no other file need know of it.
+``agents.make("autoswap_swdoa").plan(program, machine, limit)`` is the whole interface. To add a planner, put a class
+with ``facts`` (planner.py) into a file of one of the folders in ``ROOMS``; no other file needs a change.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ROOMS = ("heuristics", "search", "learned")
 
 
 def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:
-    """Every planner of the rooms, in the order of ``PlannerInfo.place``.
+    """Returns every planner class of the folders, sorted by ``PlannerInfo.place``.
 
-    Files without ``PlannerInfo(`` are not imported: some of them need PyTorch. What a planner needs that takes long to
-    import, it imports when it plans.
+    Files without ``PlannerInfo(`` are not imported, because some of them need PyTorch. Planners import slow
+    dependencies only when they plan.
     """
     modules = ["agents.planner"]
     for room in ROOMS:
@@ -49,19 +49,19 @@ PLANNERS: dict[str, PlannerInfo] = {facts.key: facts for facts, _ in _FOUND}
 _MAKERS = {facts.key: kind for facts, kind in _FOUND}
 if len(PLANNERS) < len(_FOUND):
     twice = next(key for key in PLANNERS if sum(facts.key == key for facts, _ in _FOUND) > 1)
-    raise ValueError(f"two planners have the key {twice!r}")
+    raise ValueError(f"duplicate planner key {twice!r}")
 
 
 def untrained() -> list[str]:
-    """The planners that need no training."""
+    """Returns the keys of the planners that need no training."""
     return [key for key, facts in PLANNERS.items() if not facts.learned]
 
 
 def make(name: str, **chosen: Any) -> Planner:
-    """A planner by name, with the keyword options of its class.
+    """Creates a planner by name, with the keyword options of its class.
 
     Raises:
-        ValueError: there is no such planner or it has no such option; the message names the nearest.
+        ValueError: the planner or the option is unknown; the message suggests the closest name.
     """
     known = options(name)
     for option in chosen:
@@ -71,7 +71,7 @@ def make(name: str, **chosen: Any) -> Planner:
 
 
 def options(name: str) -> list[str]:
-    """The keyword options that ``make`` takes for a planner; raises ValueError when there is none of this name."""
+    """Returns the keyword options that ``make`` accepts for a planner; raises ValueError if the name is unknown."""
     if name not in PLANNERS:
         raise ValueError(f"there is no planner {name!r}{_nearest(name, list(PLANNERS))}")
     return [p for p in inspect.signature(_MAKERS[name]).parameters if p not in PLANNERS[name].options]

@@ -1,4 +1,4 @@
-"""A limit on the time of a block of code."""
+"""Time limit for a block of code."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN = 3.0  # seconds after which it is raised once more, should something have caught it
+AGAIN = 3.0  # seconds until TimeUp is raised again, in case some code caught it
 
 
 class TimeUp(BaseException):
-    """The time of a block is over. No ``except Exception`` catches it."""
+    """The time limit of a block has expired. Derives from BaseException, so ``except Exception`` does not catch it."""
 
 
 @contextmanager
 def within(seconds: float | None) -> Iterator[None]:
-    """Raises TimeUp in the block when the time is over, or that of a block around it; None: only then.
+    """Raises TimeUp in the block when ``seconds`` or the limit of an enclosing block expires (None: only the latter).
 
-    A call of a library that does not come back to Python is not broken off, nor is an import; TimeUp then comes after
-    it. Outside the main thread, where Python hears no signals, nothing happens.
+    Calls into native code and imports are not interrupted; TimeUp is raised when they return. Outside the main thread,
+    where Python delivers no signals, the limit has no effect.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -32,7 +32,7 @@ def within(seconds: float | None) -> Iterator[None]:
         while frame:
             name = frame.f_code.co_filename
             if frame.f_code.co_name == "__del__" or name == weakref.__file__ or name.startswith("<frozen importlib"):
-                # Python swallows what is raised there; what is half imported cannot be imported any more.
+                # Python ignores exceptions in finalizers, and an interrupted import cannot be repeated.
                 signal.setitimer(signal.ITIMER_REAL, 0.01, AGAIN)
                 return
             frame = frame.f_back

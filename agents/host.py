@@ -1,4 +1,4 @@
-"""Is it the host's memory that a plan lacks? Planners that find none speak of the GPU's limit."""
+"""Checks whether host memory is what makes a limit infeasible: planners report only the GPU's limit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ ENDLESS = 2**50
 
 
 def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joint") -> int | None:
-    """Bytes of host memory with which a quick planner has a plan, where that is more than the machine has; None where
-    the host is not what a plan lacks."""
+    """Returns the host memory (bytes) that a quick planner's plan needs, if the machine has less.
+
+    Returns None if the machine's host memory is sufficient or if the quick planners find no plan.
+    """
     could_leave = {gap.tensor for gap in program.gaps()}
     if sum(program.tensors[t].nbytes for t in could_leave) <= machine.host_bytes:
         return None
@@ -28,7 +30,7 @@ def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joi
 
 @lru_cache(16)
 def _needed(program: Same, machine: Same, limit: int, mode: str) -> int:
-    """The least that the plans of QUICK put there; 0 where there are none."""
+    """Returns the smallest host memory (bytes) used by the plans of QUICK; 0 if none of them finds a plan."""
     import agents
 
     roomy, found = replace(machine.of, host_bytes=ENDLESS), []

@@ -1,9 +1,9 @@
-"""Plans for several jobs that share one GPU: the work that they are measured by, and memory split between them.
+"""Plans for several jobs that share one GPU: the workload of the benchmark, and a static split of memory.
 
-The measure is the **makespan** of a fixed amount of work: every job arrives at 0 and runs as many iterations as take it
-about as long, alone, as the others (``shares_of_work``).
+The metric is the **makespan** of a fixed amount of work: all jobs arrive at time 0, and each executes as many
+iterations as take about as long, alone, as those of the others (``shares_of_work``).
 
-A planner of several jobs has ``plan_jobs``: TENSILE (heuristics/tensile/), and ``Split`` here.
+Multi-job planners implement ``plan_jobs``: TENSILE (heuristics/tensile/) and ``Split`` (here).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-ROUNDS = 6  # iterations of the job whose iteration takes longest
+ROUNDS = 6  # iterations of the job with the longest iteration
 
 
 class JobsPlanner(Protocol):
     """Plans several programs on one machine under one limit.
 
     Attributes:
-        name: for people and results.
-        simulator_calls: simulator calls that the last ``plan_jobs`` made, of one program or of all together.
+        name: label in tables and results.
+        simulator_calls: simulator calls that the last ``plan_jobs`` made, single-job and multi-job ones.
     """
 
     name: str
     simulator_calls: int
 
     def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
-        """A plan of each program, which together fit ``limit`` (bytes); raises Infeasible where it has none."""
+        """Returns one plan per program that together fit ``limit`` (bytes); raises Infeasible if it finds none."""
         ...
 
 
 def shares_of_work(programs: Sequence[Program], rounds: int = ROUNDS) -> tuple[int, ...]:
-    """Iterations of each job: ``rounds`` of the longest one, and of the others as many as take about as long."""
+    """Returns iterations per job: ``rounds`` for the longest job, and an equal share of time for the others."""
     longest = max(program.ideal_ns for program in programs)
     return tuple(max(1, round(rounds * longest / max(program.ideal_ns, 1))) for program in programs)
 
 
 def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None], rounds: int = ROUNDS) -> tuple[Job, ...]:
-    """The jobs of the measure, each within its plan's limit; None: the empty plan."""
+    """Returns the benchmark's jobs, each limited by its plan; None stands for the empty plan."""
     work = shares_of_work(programs, rounds)
     known = [plan or Plan((), program.fingerprint, "none") for program, plan in zip(programs, plans, strict=True)]
     return tuple(
@@ -54,10 +54,10 @@ def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None], rounds: i
 
 
 class Split:
-    """Each job by a planner of its own, in a part of the memory in proportion to its peak.
+    """Static split: plans each job separately, with memory in proportion to its peak.
 
     Args:
-        planner: a key of ``agents.PLANNERS``; options are its options.
+        planner: a key of ``agents.PLANNERS``; ``options`` are passed to it.
     """
 
     def __init__(self, planner: str, **options: object) -> None:
@@ -65,7 +65,7 @@ class Split:
         self._make: Callable[[], Planner] = lambda: agents.make(planner, **options)
 
     def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
-        """Plans each job for its part; raises Infeasible where a part is too small."""
+        """Plans each job within its share of ``limit`` (bytes); raises Infeasible if a share is too small."""
         peaks = [program.peak_bytes for program in programs]
         parts = [min(peak, limit * peak // sum(peaks)) for peak in peaks]
         planner, plans, calls = self._make(), [], 0

@@ -1,8 +1,8 @@
-"""What every planner shares: the interface, candidate gaps with their planned residency, the last check.
+"""Common parts of all planners: the interface, candidate gaps with their planned residency, and the final check.
 
-Planned residency is the load per kernel that a plan intends: a tensor is away from the end of ``after`` to the start
-of ``before``, as if transfers took no time. A plan of swaps fits a limit exactly when its planned residency does:
-slower transfers make kernels wait, but need no more memory.
+Planned residency is the load per kernel that a plan intends: a tensor is absent from the end of ``after`` to the
+start of ``before``, as if transfers took no time. A plan of swaps fits a limit if and only if its planned residency
+does: slow transfers delay kernels but need no more memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from simulator.program import Gap, Program
 from simulator.residency import residency
 
 MIB = 2**20
-LEAST = 20  # simulator calls of a search
+LEAST = 20  # minimum simulator calls of a search
 
 Rows = NDArray[np.int64]  # (n, 6), its columns named in simulator/compiled/encoding.py
 NO_ROWS: Rows = np.empty((0, 6), np.int64)
@@ -38,20 +38,21 @@ Family = Literal[
 
 @dataclass(frozen=True)
 class PlannerInfo:
-    """What is known of a planner beside its code: one entry for each key that its class serves, in its ``facts``.
+    """Metadata of a planner: one entry for each key that its class serves, in its ``facts``.
 
     Attributes:
-        key: its name in ``agents.PLANNERS``, on command lines and in results.
-        label: its name for people.
-        paper: where it was published.
-        family: of methods; its members share hues in pictures.
-        slot: which hue and marker of the family, from 0; None: a spare one. A learned planner's policy has the next.
-        place: in tables, the least first. They are 10 apart; a new planner comes last.
-        moves: the mode (simulator.modes.MODES) of every plan that it may make; "": its plan is empty.
-        options: those that make the class this planner.
-        slow: how early it is planned where many are, 0: when its turn comes.
-        learned: it is trained.
-        addressed: its plan holds for the addresses that it was made with, so that no workspace may change.
+        key: name in ``agents.PLANNERS``, on command lines and in results.
+        label: display name.
+        paper: publication.
+        family: family of methods; members share hues in plots.
+        slot: index of hue and marker within the family, from 0; None: a spare one. A learned planner's policy uses the
+            next slot.
+        place: sort key in tables, in steps of 10; a new planner goes last.
+        moves: mode (simulator.modes.MODES) that covers every plan it can return; "": its plan is empty.
+        options: constructor options that turn the class into this planner.
+        slow: scheduling priority when many planners are started; 0: in order.
+        learned: whether it needs training.
+        addressed: its plan is valid only for the addresses it was made with, so that workspaces must not change.
     """
 
     key: str
@@ -68,41 +69,41 @@ class PlannerInfo:
 
 
 class Infeasible(Exception):
-    """The planner has no plan that fits the limit. The message is the reason, one sentence."""
+    """The planner found no plan that fits the limit. The message gives the reason in one sentence."""
 
 
 class Planner(Protocol):
     """Plans one program on one machine under one limit.
 
     Attributes:
-        name: its key in ``agents.PLANNERS``.
-        simulator_calls: simulator calls that the last ``plan`` made, the final check included.
+        name: key in ``agents.PLANNERS``.
+        simulator_calls: simulator calls of the last ``plan``, including the final check.
     """
 
     name: str
     simulator_calls: int
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """A plan that fits ``limit`` (bytes, persistent tensors included).
+        """Returns a plan that fits ``limit`` (bytes, persistent tensors included).
 
         Raises:
-            Infeasible: the planner has none.
+            Infeasible: the planner finds none.
         """
         ...
 
 
 def at_least(least: float, default: float | None) -> Any:
-    """An option of a ``RowsPlanner`` that is a number, or None: not given."""
+    """Declares a numeric option of a ``RowsPlanner`` with a lower bound; None: not given."""
     return field(default=default, metadata={"accepts": lambda value: value >= least, "expected": f"at least {least}"})
 
 
 def positive(default: float | None) -> Any:
-    """An option of a ``RowsPlanner`` that is a number above 0, or None: not given."""
+    """Declares a numeric option of a ``RowsPlanner`` that must be above 0; None: not given."""
     return field(default=default, metadata={"accepts": lambda value: value > 0, "expected": "more than 0"})
 
 
 def one_of(words: Sequence[str], default: str) -> Any:
-    """An option of a ``RowsPlanner`` that is one of some words."""
+    """Declares an option of a ``RowsPlanner`` with a fixed set of values."""
     expected = f"one of {', '.join(words)}"
     return field(default=default, metadata={"accepts": lambda value: value in words, "expected": expected})
 
@@ -112,8 +113,8 @@ class RowsPlanner:
     """Base class of planners: a subclass is a dataclass of its options and returns the rows of a plan in ``choose``.
 
     Args:
-        min_bytes: tensors below this size stay.
-        seed: of what is drawn; a method that draws nothing ignores it.
+        min_bytes: tensors smaller than this stay in device memory.
+        seed: random seed; deterministic methods ignore it.
     """
 
     facts: ClassVar[PlannerInfo | tuple[PlannerInfo, ...]]
@@ -132,12 +133,12 @@ class RowsPlanner:
         self.name = next(f.key for f in kinds if all(getattr(self, key) == word for key, word in f.options.items()))
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan that ``choose`` returns; raises Infeasible if it has none or that does not fit ``limit``."""
+        """Returns the plan that ``choose`` finds; raises Infeasible if there is none within ``limit``."""
         engine = Engine(program, machine, limit)
         return self.finish(engine, self.choose(engine))
 
     def finish(self, engine: Engine, rows: Rows) -> Plan:
-        """``finish`` for the engine's program, machine and limit."""
+        """Calls the module's ``finish`` with the engine's program, machine and limit."""
         return finish(self, engine.program, engine.machine, engine.limit, engine, rows)
 
     def choose(self, engine: Engine) -> Rows:
@@ -145,24 +146,24 @@ class RowsPlanner:
         raise NotImplementedError
 
     def reachable(self, engine: Engine, gaps: Sequence[Gap]) -> Candidates:
-        """Returns ``gaps`` as candidates; raises Infeasible if the limit is not reached with all of them emptied."""
+        """Returns ``gaps`` as candidates; raises Infeasible if emptying all of them does not reach the limit."""
         candidates = Candidates(engine.program, gaps)
         if candidates.least > engine.limit:
             raise self.beyond_reach(engine, candidates.least)
         return candidates
 
     def beyond_reach(self, engine: Engine, least: int | None) -> Infeasible:
-        """``infeasible`` for the engine's program, limit and calls."""
+        """Returns the exception of ``infeasible`` for the engine's program, limit and calls."""
         return infeasible(self, engine.program, engine.limit, least, engine.calls)
 
 
 class NoPlan(RowsPlanner):
-    """The empty plan, where the limit allows it. Its options are ignored."""
+    """The empty plan, if the limit allows it. Options are ignored."""
 
     facts = PlannerInfo("none", "no plan", "", "search", 0, 0, "")
 
     def choose(self, engine: Engine) -> Rows:
-        """No rows."""
+        """Returns no rows."""
         return NO_ROWS
 
 
@@ -172,10 +173,10 @@ class Candidates:
     Attributes:
         gaps: m gaps.
         nbytes: int64[m], size of each gap's tensor.
-        rows: int64[m, 6], the swaps that empty the gaps, their prefetch left to the simulator.
+        rows: int64[m, 6], the swaps that empty the gaps, with prefetch times left to the simulator.
         absent: bool[m, n], the kernels at which each gap is open.
         live_bytes: int64[n], the program's live bytes per kernel.
-        least: bytes, the peak that remains when every gap is emptied: the smallest limit within reach.
+        least: bytes, the peak that remains when every gap is emptied: the smallest reachable limit.
     """
 
     def __init__(self, program: Program, gaps: Sequence[Gap]) -> None:
@@ -190,48 +191,50 @@ class Candidates:
 
     @cached_property
     def rows(self) -> Rows:
-        """The swaps that empty the gaps, their prefetch left to the simulator."""
+        """Swaps that empty the gaps, with prefetch times left to the simulator."""
         return rows_for(self.gaps, SWAPPED)
 
     @cached_property
     def absent(self) -> NDArray[np.bool_]:
-        """The kernels at which each gap is open."""
+        """Mask of the kernels at which each gap is open."""
         (after, before), k = self._where.T[:, :, None], np.arange(len(self.live_bytes))
         absent: NDArray[np.bool_] = np.where(after < before, (after < k) & (k < before), (after < k) | (k < before))
         return absent
 
     def residency(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64[n]: load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
+        """Returns int64[n], the load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
         return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
 
     def first(self, order: Iterator[int], limit: int) -> NDArray[np.int64]:
-        """As many of ``order`` as it takes to bring the residency to ``limit``, which all of them have to reach."""
+        """Returns the shortest prefix of ``order`` that brings the residency to ``limit``; all of it must do so."""
         chosen = np.empty(0, np.int64)
 
         def fits(count: int) -> bool:
             return bool(self.residency(chosen[:count]).max() <= limit)
 
-        while not fits(len(chosen)):  # twice as many, until they are enough
+        while not fits(len(chosen)):  # double the prefix until it suffices
             chosen = np.append(chosen, np.fromiter(islice(order, len(chosen) + 1), np.int64))
         return chosen[: bisect_left(range(len(chosen)), True, key=fits)]
 
 
 def is_open(gap: Gap, k: int) -> bool:
-    """Is a gap open at kernel ``k``?"""
+    """Returns whether a gap is open at kernel ``k``."""
     return gap.after < k < gap.before if gap.after < gap.before else not gap.before <= k <= gap.after
 
 
 def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
-    """The rows that can empty ``gap``: a swap, a recomputation, one that keeps; none where ``mode`` and the
-    program allow none."""
+    """Returns the rows that can empty ``gap`` in ``mode``: a swap, a recomputation, a recomputation with ``keep``.
+
+    The list is empty if ``mode`` and the program allow none of them.
+    """
     return [row_of(gap, way) for way in ways_to_empty(program, gap, mode)]
 
 
 def finish(planner: Planner, program: Program, machine: Machine, limit: int, engine: Engine, rows: Rows) -> Plan:
-    """The plan of ``rows`` (int64[n, 6]), once the engine agrees that it fits.
+    """Returns the plan of ``rows`` (int64[n, 6]) after the engine has confirmed that it fits.
 
     Raises:
-        Infeasible: it does not.
+        Infeasible: the plan does not fit.
     """
     score = engine.score(rows)
     if not score.feasible:
@@ -241,7 +244,7 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
 
 
 def check_budget(calls: int | None = None, seconds: float | None = None, jobs: int | None = None) -> None:
-    """What a search may spend; None: not given. Raises ValueError where that is too little."""
+    """Validates a search budget; None: not given. Raises ValueError if it is too small."""
     if calls is not None and calls < LEAST:
         raise ValueError(f"calls: expected at least {LEAST}, got {calls}")
     if seconds is not None and not seconds > 0:
@@ -251,14 +254,19 @@ def check_budget(calls: int | None = None, seconds: float | None = None, jobs: i
 
 
 def infeasible(planner: Planner, program: Program, limit: int, least: int | None, calls: int = 0) -> Infeasible:
-    """The exception after so many simulator calls, which the planner then has made; it says the smallest limit that the
-    planner can reach: ``least`` bytes, None if not known."""
+    """Returns the Infeasible exception that names the smallest reachable limit, and records the calls on the planner.
+
+    Args:
+        limit: bytes.
+        least: smallest limit that the planner can reach, in bytes; None if unknown.
+        calls: simulator calls made so far.
+    """
     planner.simulator_calls = calls
     min_bytes = getattr(planner, "min_bytes", 0)
     known = least is not None and least > limit
     reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"
     if min_bytes and not program.gaps(min_bytes) and program.gaps():
-        reach = "it can move nothing"
+        reach = "it can evict no tensor"
     return Infeasible(
         f"{planner.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
         f"{program.peak_bytes:,}); {reach}{held_back(program, limit, min_bytes)}"
@@ -266,10 +274,10 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
 
 
 def held_back(program: Program, limit: int, min_bytes: int) -> str:
-    """What an error adds where ``min_bytes`` is why nothing fits ``limit`` (bytes); '' where it is not.
+    """Returns a hint for error messages if ``min_bytes`` is why nothing fits ``limit`` (bytes), else ''.
 
-    It is where every tensor that could leave is below it, and where the planned residency with every gap emptied
-    fits only if smaller tensors leave, too. Then the largest ``min_bytes`` with which it does is named.
+    That is the case if every evictable tensor is smaller than ``min_bytes``, or if emptying every gap fits only with
+    smaller tensors included. The hint names the largest ``min_bytes`` that works.
     """
     sizes = sorted({program.tensors[gap.tensor].nbytes for gap in program.gaps()})
     small = [nbytes for nbytes in sizes if nbytes < min_bytes]
@@ -277,12 +285,12 @@ def held_back(program: Program, limit: int, min_bytes: int) -> str:
         return ""
     help_from = bisect_left(small, True, key=lambda nbytes: least_residency(program, nbytes) > limit)
     if help_from == 0 and len(small) < len(sizes):
-        return ""  # the limit is too small with any
-    what = "every tensor that could leave is below" if len(small) == len(sizes) else "tensors stay that are below"
-    hint = f"min_bytes={small[help_from - 1]} could help" if help_from else f"the largest has {small[-1]:,} bytes"
-    return f", because {what} min_bytes ({min_bytes:,} bytes): {hint}"
+        return ""  # no value of min_bytes reaches the limit
+    what = "every evictable tensor is" if len(small) == len(sizes) else "some evictable tensors are"
+    hint = f"try min_bytes={small[help_from - 1]}" if help_from else f"the largest has {small[-1]:,} bytes"
+    return f", because {what} smaller than min_bytes ({min_bytes:,} bytes): {hint}"
 
 
 def small(program: Program) -> int:
-    """Bytes below which tensors may stay: a MiB, or of a small program a thousandth of its peak."""
+    """Returns the default ``min_bytes``: 1 MiB, or a thousandth of the peak of a small program."""
     return min(MIB, program.peak_bytes // 1000)

@@ -1,8 +1,8 @@
-"""A plan that was saved, as a planner: ``fit(..., planner=saved_plan("runs/plan-mymodel"))`` trains under it.
+"""Saved plans as planners: ``fit(..., planner=saved_plan("runs/plan-mymodel"))`` trains under a stored plan.
 
-The step in hand may be captured on another device than the one that was planned, by other kernels. Decisions are then
-carried over by the places of kernels and, where these differ, by tensors and the order of their accesses
-(simulator/plan_transfer.py); whether what comes of it fits is simulated.
+The current step may have been captured on a different device, with different kernels. Decisions are then mapped by
+kernel position and, where positions differ, by tensor and access order (simulator/plan_transfer.py). The simulator
+checks whether the resulting plan fits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from simulator.program import Program
 
 
 def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
-    """What makes the plan of a run directory (plan.json, and program.json that it was made for) one for another capture
-    of the step; it raises Infeasible where that does not fit.
+    """Returns a planner that adapts the plan of a run directory to another capture of the step.
+
+    The planner raises Infeasible if the adapted plan does not fit.
+
+    Args:
+        run: directory with plan.json and the program.json that it was made for.
 
     Raises:
         FormatError: a file is missing or malformed.
@@ -33,9 +37,9 @@ def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
         score = Engine(program, machine, limit).score(rows_of(found.decisions))
         if not score.feasible:
             raise Infeasible(
-                f"the plan of {run} needs {score.required_bytes:,} bytes here, of {limit:,}: "
-                f"{len(found.decisions)} of its {len(plan.decisions)} decisions have a place in this capture, whose "
-                "kernels are others; leave out planner=, and the step is planned here"
+                f"the plan of {run} needs {score.required_bytes:,} bytes for this capture, and the limit is {limit:,}: "
+                f"{len(found.decisions)} of its {len(plan.decisions)} decisions could be mapped, because the "
+                "kernels differ; omit planner= to plan this step from scratch"
             )
         return found
 

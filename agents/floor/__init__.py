@@ -1,4 +1,4 @@
-"""The floor: what no plan can beat (README.md of agents; begin with bound.py)."""
+"""Certified lower bound ("floor") on the iteration time of every plan; start with bound.py (page: agents/README.md)."""
 
 from agents.floor.bound import FAMILIES, UNPROVEN, Floor, floor
 

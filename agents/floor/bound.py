@@ -1,9 +1,9 @@
-"""The floor: a lower bound on the iteration time of every plan, by linear programming.
+"""Certified lower bound ("floor") on the iteration time of every plan, by linear programming.
 
-Every plan is a point of a linear program: fractions of tensors that are held, swapped and written again, bytes per
-kernel that leave and return, waits (``reruns``, ``transfers``). Every relaxation is on the optimistic side,
-so that no plan beats its least value. That value is taken from the dual solution (``lp``). Read on in ``floor``; what
-is relaxed: agents/README.md.
+Every plan is a point of a linear program whose columns are the fractions of tensors that are held, swapped and
+recomputed, the bytes that leave and return per kernel, and waits (``reruns``, ``transfers``). Every relaxation is
+optimistic, so no plan beats its optimum. The bound is computed from the dual solution (``lp``). Entry point:
+``floor``. The relaxations are listed in agents/README.md.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program
 from simulator.residency import residency
 
-COVERS = ("swap", "recompute", "rerun")  # kinds of decisions: every plan of these is a point of the linear program
+COVERS = ("swap", "recompute", "rerun")  # kinds of decisions that the linear program covers
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
-PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
-CELLS = {"recompute": 4000, "joint": 2500}  # fewer windows where these times versions would be more
-GROUPS = {"swap": 700, "joint": 240}  # of kernels, at most
-FEW = 400  # kernels: so few are not merged; with more, half as many groups in joint mode's first program, of swaps
-LINK = 10  # FEWEST falls where the copies of all gaps take more times the ideal time
-HEAVY, COARSE = 20, 500  # where they take so many times the ideal time: of groups, at most
-NEAR, NEARLY = 700, 0.6  # and of cells, where the limit is more than this part of the peak load
-FEWEST, MERGED = 160, 400_000  # joint: not more of them than times gaps are MERGED, but FEWEST
-ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
-ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
-ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
-# Families of rows that only raise the bound: what is not held when a window starts runs again as a whole (futures);
-# early copies take their time, and large tensors near the ends of a gap; the host holds so much. And of a mode without
-# swaps: memory rows rounded to cuts, and branch and bound.
+PARTS = {"recompute": 10, "joint": 5}  # approximate number of windows, each touching that share of the peak load
+CELLS = {"recompute": 4000, "joint": 2500}  # maximum of windows times versions
+GROUPS = {"swap": 700, "joint": 240}  # maximum number of kernel groups
+FEW = 400  # smaller programs are not merged; larger ones get half as many groups in joint mode's swap-only program
+LINK = 10  # above this ratio of copy time to ideal time FEWEST decreases
+HEAVY, COARSE = 20, 500  # above this ratio of copy time to ideal time: maximum number of groups
+NEAR, NEARLY = 700, 0.6  # and of cells, if the limit exceeds this fraction of the peak load
+FEWEST, MERGED = 160, 400_000  # joint mode: maximum of groups times gaps, and minimum number of groups
+ROUNDS, NODES = 10, 100  # cutting rounds, branch-and-bound nodes; fewer above ROWS rows, in proportion
+ROWS, WORK = 3000, 3e8  # WORK: budget of simplex steps times rows after the first optimum
+ROUNDING = 1e-3  # ns, far above rounding errors of the dual value
+# Optional constraint families that tighten the bound: inputs missing at a window's start are fully recomputed
+# (futures), early copies take time, large tensors occupy memory near the ends of their gap, host capacity. For mode
+# recompute also mixed-integer rounding cuts and branch and bound.
 FAMILIES = ("futures", "early_copies", "whole_tensors", "host", "cuts", "branching")
-UNPROVEN = FAMILIES[:4]  # without the two that leave the optimum of the first program as it is
+UNPROVEN = FAMILIES[:4]  # without the two that keep the optimum of the first program unchanged
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The bound that no plan can beat.
+    """Lower bound that holds for every plan.
 
     Attributes:
-        feasible: False: no plan fits the limit, whatever its time.
+        feasible: False: no plan fits the limit, regardless of its time.
         least_bytes: no plan fits a smaller limit than this.
-        iteration_ns: no plan has a shorter iteration in the steady state; the ideal time where infeasible.
-        overhead: ``iteration_ns`` over the ideal time, less 1.
-        gaps: m gaps that the program of the bound decides about.
-        swapped: float64[m], fraction of each that the relaxed optimum swaps.
-        recomputed: float64[m], fraction that it has away to be written again.
+        iteration_ns: no plan has a shorter steady-state iteration; the ideal time if infeasible.
+        overhead: ``iteration_ns`` over the ideal time, minus 1.
+        gaps: the m gaps that are variables of the linear program.
+        swapped: float64[m], fraction of each gap's tensor that the relaxed optimum swaps.
+        recomputed: float64[m], fraction that it drops and recomputes.
     """
 
     feasible: bool
@@ -72,23 +72,23 @@ def floor(
     program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None,
     detail: float = 1.0, families: Collection[str] = FAMILIES, seconds: float | None = None,
 ) -> Floor:  # fmt: skip
-    """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
+    """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
-        max_gaps: gaps that the linear program decides about, those of the largest tensors; the rest are emptied for
-            nothing. None: LARGEST, less with less ``detail``.
-        detail: of what is not merged in a large program; less takes less time, and the floor is lower.
-        families: of rows, of ``FAMILIES``; without one the floor is lower or the same.
-        seconds: of solving, about; the ideal time is the floor where that is not enough. What comes before takes time
-            in proportion to ``detail``; with 0 of it nothing is solved.
+        max_gaps: number of gaps that are variables of the linear program, those of the largest tensors; the others are
+            emptied at no cost. None: LARGEST, reduced with ``detail``.
+        detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.
+        families: constraint families, of ``FAMILIES``; omitting one can only lower the bound.
+        seconds: approximate time limit of the solver; on a timeout the ideal time is returned. Building the program
+            takes time in proportion to ``detail``; with ``detail=0`` nothing is solved.
 
     Raises:
-        ValueError: no such mode or family, or the mode has decisions of a kind that is not relaxed here.
+        ValueError: the mode or family is unknown, or the mode has decisions that the relaxation does not cover.
     """
     if unknown_families := set(families) - set(FAMILIES):
         raise ValueError(f"families: expected some of {', '.join(FAMILIES)}, got {min(unknown_families)!r}")
     if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
-        raise ValueError(f"the floor cannot bound plans that {unknown[0]}: mode {mode!r} has some")
+        raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
@@ -113,7 +113,7 @@ def floor(
     if link > HEAVY and mode != "recompute":
         most, cells = min(most, COARSE), min(cells, NEAR) if limit > NEARLY * program.peak_bytes else cells
     groups, swaps = (int(min(m, merged) * detail) + 1 for m in (most, FEW))
-    # Where swaps alone cost nothing, there is no more to prove: that takes less time to find.
+    # If swaps alone cost nothing, the bound is the ideal time; the swap-only program is cheaper to solve.
     first = ("swap", swaps if n <= swaps else swaps // 2)
     until = np.inf if seconds is None else time.monotonic() + seconds
     try:
@@ -127,13 +127,13 @@ def floor(
             if solution is not None:
                 nodes = round(NODES * part * ("branching" in families))
                 solution = solver.branch(solution, problem.whole(), nodes, WORK)
-                if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
+                if solution.bound * problem.tick < 1:  # recomputation cannot reduce it further
                     break
     except TimeoutError:
         return ideal
     if solution is None:
         return replace(ideal, feasible=False)
-    delay = solution.bound * problem.tick if language == mode else 0.0  # of swaps alone, less than 1 ns says nothing
+    delay = solution.bound * problem.tick if language == mode else 0.0  # below 1 ns the swap-only bound is void
     iteration = program.ideal_ns + max(0, int(np.ceil(delay - ROUNDING)))
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
@@ -141,8 +141,11 @@ def floor(
 
 
 def _least(sizes: list[int], most: int) -> int:
-    """The smallest of the sizes (descending) of which there are at most ``most``; the next one, too, where these are
-    less than half as many, and with it at most half as many more."""
+    """Returns the size threshold that keeps about ``most`` of the sizes (descending).
+
+    Usually the smallest size of which at most ``most`` are kept. The next smaller size is included if that keeps less
+    than half as many, and at most half as many more with it.
+    """
     if len(sizes) <= most:
         return 1
     some = [b for b in sizes[:most] if b > sizes[most]]
@@ -153,10 +156,10 @@ def _least(sizes: list[int], most: int) -> int:
 
 
 class _Problem:
-    """The linear program of a mode.
+    """The linear program of one mode.
 
     Attributes:
-        tick: ns, the unit of its objective.
+        tick: ns, the time unit of its objective.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class _Problem:
         families: Collection[str],
     ) -> None:  # fmt: skip
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
-        # Units of bytes and of time in which the numbers of the linear program are near 1.
+        # Scales bytes and times so that coefficients are near 1.
         byte, self.tick = most / 8, max(program.ideal_ns, machine.d2h_ns(most)) / 1000
         self.program, self.lp, self.gaps = program, Linear(), gaps
         self.transfers: Transfers | None = None
@@ -192,7 +195,7 @@ class _Problem:
         )
 
     def _expanded(self, terms: Terms, right: float) -> Row:
-        """The memory of a kernel in columns of 0 and 1: what is held."""
+        """Rewrites the memory row of a kernel in 0/1 columns of held versions."""
         sums: dict[int, float] = defaultdict(float)
         totals = self.reruns.totals if self.reruns is not None else {}
         for c, f in terms:
@@ -201,8 +204,10 @@ class _Problem:
         return [(c, f) for c, f in sums.items() if abs(f) > 1e-12], right
 
     def whole(self) -> list[tuple[Terms, float]]:
-        """Sums of columns that are whole numbers in every plan, with their weights: how often a kernel runs again, is a
-        version held."""
+        """Returns sums of columns that are integers in every plan, with their branching weights.
+
+        The sums are the number of recomputations of each kernel, and whether each version is held.
+        """
         found: list[tuple[Terms, float]] = []
         runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
         if self.reruns is not None:
@@ -214,7 +219,7 @@ class _Problem:
         return found
 
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64[m] twice: what part of each gap's tensor is swapped in it, and away in it to be written again."""
+        """Returns float64[m] twice: the fraction of each gap's tensor that is swapped, and that is recomputed."""
         m = len(self.gaps)
         swapped = np.clip(x[self.transfers.swap], 0, 1) if self.transfers is not None else np.zeros(m)
         away = np.zeros(m)

@@ -1,8 +1,8 @@
-"""What the floor merges so that large programs are solved in seconds: consecutive kernels, into groups.
+"""Merging of consecutive kernels into groups, so that the floor of large programs is solved in seconds.
 
-A group of one kernel is exact: the compute stream waits for a time, and then the kernel runs. In a group of several,
-waits and kernels are one step, in which everything happens in the best order (``transfers``). Kernels are merged
-where they are short, so that a transfer can be misplaced by little time.
+A group of one kernel is exact: the compute stream waits, then the kernel runs. In a larger group, waits and kernels
+form one step in which everything happens in the best order (``transfers``). Short kernels are merged, so that
+transfers are misplaced by little time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MIXTURES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 class Groups:
-    """Consecutive kernels, merged into about ``most`` groups; those of ``alone`` are groups of their own.
+    """Consecutive kernels merged into about ``most`` groups; kernels in ``alone`` are groups of their own.
 
     Attributes:
-        first, last: per group, its kernels.
+        first, last: first and last kernel of each group.
         of: int64[n], the group of each kernel.
     """
 
     def __init__(self, program: Program, most: int, alone: Collection[int] = ()) -> None:
         duration = [k.duration_ns for k in program.kernels]
-        low, high = -1.0, float(sum(duration))  # ns that a group of several may take; -1: nothing is merged
+        low, high = -1.0, float(sum(duration))  # maximum ns of a merged group; -1: no merging
         begins = _begins(duration, low, set(alone))
         if len(begins) > most:
             for _ in range(20):
@@ -43,16 +43,19 @@ class Groups:
         return len(self.first)
 
     def single(self, group: int) -> bool:
-        """Is it one kernel?"""
+        """Returns whether the group has exactly one kernel."""
         return self.first[group] == self.last[group]
 
     def touched(self, kernels: Iterable[int]) -> list[int]:
-        """The groups of some kernels, each once."""
+        """Returns the distinct groups of the given kernels."""
         return list(dict.fromkeys(self.of[list(kernels)].tolist()))
 
     def heaviest(self, load: NDArray[np.int64], least: NDArray[np.int64], limit: int) -> list[int]:
-        """Kernels whose memory is looked at: the heaviest ones of each group when all that can be away is there
-        (``load``, bytes per kernel), when none of it is (``least``) and in between; of these, those above ``limit``."""
+        """Returns the kernels that get a memory constraint: the heaviest of each group, if above ``limit``.
+
+        "Heaviest" is evaluated with everything evictable resident (``load``, int64[n] bytes), with everything evicted
+        (``least``), and for mixtures of the two.
+        """
         found: set[int] = set()
         for part in MIXTURES:
             of = part * load + (1 - part) * least
@@ -61,7 +64,7 @@ class Groups:
 
 
 def _begins(duration: list[int], most: float, alone: set[int]) -> list[int]:
-    """The first kernel of each group, where groups of several take at most so many ns."""
+    """Returns the first kernel of each group, with at most ``most`` ns per merged group."""
     found, total, fixed = [0], float(duration[0]), 0 in alone
     for k in range(1, len(duration)):
         if fixed or k in alone or total + duration[k] > most:

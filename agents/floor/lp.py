@@ -1,8 +1,8 @@
-"""A linear program whose least value is taken from its dual, so that it is a bound whatever the solver's tolerances.
+"""Linear programs with a bound from the dual solution, valid regardless of solver tolerances.
 
-Every column goes from 0 to a finite bound. Weak duality: for any multipliers u <= 0 of the inequalities A x <= b and v
-of the equations D x = e, and every x that keeps them, c x >= u b + v e + the least of (c - u A - v D) x over the box of
-x. The solver's multipliers make it tight.
+Every column ranges from 0 to a finite bound. Weak duality: for any multipliers u <= 0 of the inequalities A x <= b and
+v of the equations D x = e, and every feasible x, c x >= u b + v e + min over the box of (c - u A - v D) x. The
+solver's multipliers make the bound tight.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # SciPy takes as long to import as all else here: it is, where a program is solved
+if TYPE_CHECKING:  # SciPy is slow to import, so it is imported when a program is solved
     from scipy.sparse import csr_matrix
 
-ENOUGH = 1e-4  # of the bound: a round of cuts that gains less is the last
-BROKEN = 1e-7  # how far a row is off that is not kept
-WHOLE = 1e-5  # a sum so far from a whole number is one
-FINE = 20.0  # price of a sum that is off, in bounds of the root
+ENOUGH = 1e-4  # fraction of the bound: cutting stops below this gain per round
+BROKEN = 1e-7  # violation tolerance of rows
+WHOLE = 1e-5  # integrality tolerance
+FINE = 20.0  # penalty of a violated sum, in units of the root bound
 OPTIONS: dict[str, bool | int | float | str] = {
     "output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": 1,  # devex
     "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9,
@@ -33,49 +33,49 @@ Row = tuple[Terms, float]  # sum of coefficient x column <= right side
 
 
 class Solution(NamedTuple):
-    """What a solver found."""
+    """Result of a solve."""
 
-    bound: float  # no x costs less
-    x: NDArray[np.float64]  # its own, to its tolerances
+    bound: float  # certified lower bound
+    x: NDArray[np.float64]  # solver's optimum, within its tolerances
 
 
 class Linear:
-    """Minimise the sum of cost x column within the rows."""
+    """Minimization of sum(cost * column) subject to rows."""
 
     def __init__(self) -> None:
         self.cost: list[float] = []
         self.upper: list[float] = []
         self.rows: list[Row] = []
         self.equations: list[Row] = []
-        self.rarely: list[Row] = []  # rows, most of which the optimum without them keeps
+        self.rarely: list[Row] = []  # rows that rarely bind
 
     def new(self, upper: float = 1.0, cost: float = 0.0) -> int:
-        """Another column, from 0 to ``upper``."""
+        """Adds a column with bounds 0 and ``upper``."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def many(self, count: int, upper: float = 1.0, cost: float = 0.0) -> NDArray[np.int64]:
-        """``count`` of them."""
+        """Adds ``count`` columns."""
         self.cost += [cost] * count
         self.upper += [upper] * count
         return np.arange(len(self.cost) - count, len(self.cost))
 
     def row(self, terms: Iterable[tuple[int, float]], right: float) -> None:
-        """sum of coefficient x column <= right."""
+        """Adds sum(coefficient * column) <= right."""
         self.rows.append((list(terms), right))
 
     def equation(self, terms: Iterable[tuple[int, float]], right: float) -> None:
-        """sum of coefficient x column = right."""
+        """Adds sum(coefficient * column) = right."""
         self.equations.append((list(terms), right))
 
 
 class Solver:
-    """HiGHS with a linear program, in which every optimum is found from the one before.
+    """HiGHS on a linear program, warm-started from the previous optimum.
 
     Args:
-        linear: its columns, equations and rows; those that are added to it later are not in the solver.
-        until: of ``time.monotonic()``; optima that are not found by then raise TimeoutError.
+        linear: columns, equations and rows; later additions to it do not reach the solver.
+        until: deadline on ``time.monotonic()``; solves past it raise TimeoutError.
     """
 
     def __init__(self, linear: Linear, until: float = np.inf) -> None:
@@ -101,7 +101,7 @@ class Solver:
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
         self._highs.passModel(lp)
         self._rarely, self._most = matrix_of(linear.rarely, len(self.cost))
-        self._asleep = np.arange(len(self._most))  # rows of these that are not in the program yet
+        self._asleep = np.arange(len(self._most))  # rarely binding rows not in the program yet
 
     def _stacked(self) -> csr_matrix:
         from scipy.sparse import vstack
@@ -111,7 +111,7 @@ class Solver:
         return self._matrices[0]
 
     def column(self, upper: float, cost: float) -> int:
-        """Another column, from 0 to ``upper``, in no row so far."""
+        """Adds a column with bounds 0 and ``upper``, in no row yet."""
         from scipy.sparse import csr_matrix
 
         matrix = self._stacked()
@@ -122,7 +122,7 @@ class Solver:
         return len(self.cost) - 1
 
     def rows(self, rows: Sequence[Row]) -> int:
-        """More rows; the index of the first."""
+        """Adds rows and returns the index of the first."""
         self._append(*matrix_of(rows, len(self.cost)))
         return len(self.low) - len(rows)
 
@@ -134,16 +134,17 @@ class Solver:
         self.low, self.high = np.concatenate([self.low, low]), np.concatenate([self.high, right])
 
     def right(self, row: int, right: float) -> None:
-        """The row's right side from now on."""
+        """Replaces the right side of a row."""
         self.high[row] = right
         self._highs.changeRowBounds(row, -np.inf, right)
 
     def optimum(self) -> Solution | None:
-        """The least value; None where no x keeps the rows. Of those that bind rarely, rows join until
-        that gains little.
+        """Returns the optimum, or None if the program is infeasible.
+
+        Rarely binding rows are added only when violated, until the gain becomes small.
 
         Raises:
-            RuntimeError: the solver gave up.
+            RuntimeError: the solver failed.
         """
         found = self._optimum()
         while found is not None and len(self._asleep):
@@ -162,7 +163,7 @@ class Solver:
     def _optimum(self) -> Solution | None:
         from highspy import HighsModelStatus
 
-        if self._until < np.inf:  # HiGHS counts the time of all its runs
+        if self._until < np.inf:  # HiGHS accumulates the time of all solves
             left = max(self._until - time.monotonic(), 0.0)
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + left)
         self._highs.run()
@@ -175,23 +176,25 @@ class Solver:
         found = self._highs.getSolution()
         if not found.dual_valid:
             said = self._highs.modelStatusToString(status)
-            raise RuntimeError(f"the linear program of the floor was not solved: {said}")
+            raise RuntimeError(f"HiGHS failed to solve the floor's linear program: {said}")
         return Solution(self.bound(np.array(found.row_dual)), np.array(found.col_value))
 
     def bound(self, multipliers: NDArray[np.float64]) -> float:
-        """What no x costs less than, by any multipliers of the rows: positive ones of left sides, negative ones of
-        right sides; those of a side that there is not count as 0."""
+        """Returns a lower bound on the cost of every x, for any multipliers of the rows.
+
+        Positive multipliers apply to left sides and negative ones to right sides; those of a missing side count as 0.
+        """
         side = np.where(multipliers > 0, self.low, self.high)
         y = np.where(np.isfinite(side), multipliers, 0.0)
         reduced = self.cost - self._stacked().T @ y
         return float((y * np.where(np.isfinite(side), side, 0.0)).sum() + (np.minimum(reduced, 0.0) * self.upper).sum())
 
     def cut(self, knapsacks: Sequence[Row], rounds: int, work: float = np.inf) -> Solution | None:
-        """The optimum with rows that follow from ``knapsacks`` (rows that hold for columns of 0 and 1 in every plan):
-        they are rounded where that cuts off the optimum so far.
+        """Returns the optimum with mixed-integer rounding cuts.
 
         Args:
-            work: steps of the simplex times rows, after the first optimum; no round begins beyond it.
+            knapsacks: rows over 0/1 columns that hold in every plan; cuts are derived from them.
+            work: budget of simplex steps times rows after the first optimum; no round starts beyond it.
         """
         found = self.optimum()
         self.work = 0.0
@@ -211,13 +214,13 @@ class Solver:
     def branch(
         self, root: Solution, whole: Sequence[tuple[Terms, float]], nodes: int, work: float = np.inf
     ) -> Solution:
-        """The optimum where sums of columns are whole numbers, as far as branch and bound proves it with so many nodes.
+        """Returns the optimum with integer sums of columns, as far as branch and bound proves within its node limit.
 
-        The least bound of the leaves is a bound; a sum may be off at a price that no optimum pays, so that every leaf
-        has a dual solution.
+        The least bound of the leaves is a bound. Sums may be violated at a price that no optimum pays, so that every
+        leaf has a dual solution.
 
         Args:
-            whole: the sums, and what weighs in the choice of one to branch on.
+            whole: the sums, each with its weight in the branching choice.
             work: as in ``cut``, whose work counts.
         """
         from highspy import HighsBasisStatus
@@ -229,8 +232,8 @@ class Solver:
         matrix, _ = matrix_of([(terms, 0.0) for terms, _ in whole], len(self.cost))
         weight = np.array([w for _, w in whole])
         count = itertools.count()
-        pairs: dict[int, int] = {}  # a sum: the row that bounds it from above; the next one does from below
-        limits: dict[int, float] = {}  # right sides of the rows that bind at present
+        pairs: dict[int, int] = {}  # sum: index of its upper-bound row; the next row is its lower bound
+        limits: dict[int, float] = {}  # right sides of the currently active branching rows
         leaves = [(root.bound, next(count), dict[int, float](), root, self._highs.getBasis())]
         while nodes > 0 and self.work <= work:
             bound, _, rights, found, basis = leaves[0]
@@ -251,7 +254,7 @@ class Solver:
                     if limits.get(k) != child.get(k):
                         self.right(k, child.get(k, np.inf))
                 limits = child
-                # From the parent's optimum, in which rows that are newer do not bind.
+                # Warm start from the parent's optimum; rows added since are non-binding in it.
                 basis.row_status += [HighsBasisStatus.kBasic] * (len(self.low) - len(basis.row_status))
                 self._highs.setBasis(basis)
                 solved = self.optimum()
@@ -263,7 +266,7 @@ class Solver:
 
 
 def matrix_of(rows: Sequence[Row], columns: int) -> tuple[csr_matrix, NDArray[np.float64]]:
-    """The coefficients, of a column that stands in a row more than once their sum, and the right sides."""
+    """Returns the sparse matrix (repeated columns of a row summed) and the right sides."""
     from scipy.sparse import csr_matrix
 
     at = np.array([c for terms, _ in rows for c, _ in terms], dtype=np.int32)
@@ -275,11 +278,12 @@ def matrix_of(rows: Sequence[Row], columns: int) -> tuple[csr_matrix, NDArray[np
 
 
 def rounded(row: Row, x: NDArray[np.float64]) -> Row | None:
-    """Of the rows that follow from ``row`` for columns of 0 and 1 by mixed-integer rounding, the one that cuts off x
-    most; None where none does.
+    """Returns the most violated mixed-integer rounding cut of ``row`` at x, or None if none is violated.
 
-    Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs" (Operations Research 2001), without
-    aggregation: columns above 1/2 in x are replaced by 1 - column; the row is divided by one of its coefficients.
+    Columns above 1/2 in x are complemented, and the row is divided by one of its coefficients.
+
+    Source: Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs" (Operations Research 2001),
+    without aggregation.
     """
     columns = np.array([c for c, _ in row[0]])
     a, at = np.array([v for _, v in row[0]]), x[columns]

@@ -1,13 +1,13 @@
-"""What the floor knows of kernels that run again: Checkmate's program with its integers relaxed.
+"""Recomputation in the floor: Checkmate's integer program, relaxed to a linear one.
 
-"Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020), section 4: which kernels run
-again for which (R), what is held from one kernel to the next (S), and the memory of both. Every plan of Recompute and
-of Rerun decisions is a point of it. Kernels are merged into windows, on the optimistic side: within one, everything
-happens in the best order. Only kernels over the limit, and what comes after them, have windows; before, all is held.
-Read on in ``Reruns``.
+Columns say which kernels are recomputed for which kernel (R), what is held from one kernel to the next (S), and the
+memory of both. Every plan of Recompute and Rerun decisions is a point of the program. Kernels are merged into
+windows, optimistically: within a window, everything happens in the best order. Windows cover only kernels above the
+limit and later ones; before, everything is held. Entry point: ``Reruns``. A version of a tensor is the data that one
+kernel wrote to it. Kernels that read it, its next writer, and recomputed kernels can use it, even after the tensor's
+last use in the program.
 
-A version of a tensor is what one kernel wrote. It is of use to the kernels that read it, to the next one that writes
-the tensor, and to kernels that run again, even after the tensor's own last use: all of a version may be retained.
+Source: "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020), section 4.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
 from simulator.residency import residency
 
-MANY = 1900  # versions: with more, fewer cells
-FINE = 2000  # kernels x versions: so few have a window each
+MANY = 1900  # versions above which the number of cells is reduced
+FINE = 2000  # kernels x versions up to which each kernel has its own window
 
 
 class Version:
-    """What kernel ``writer`` wrote to tensor ``tensor``.
+    """Data that kernel ``writer`` wrote to tensor ``tensor``.
 
     Attributes:
-        uses: kernels of the program that need it, ascending: readers, and the next writer.
-        overwritten: that writer; the number of kernels where there is none.
+        uses: kernels of the program that need it, ascending: readers and the next writer.
+        overwritten: the next writer; the number of kernels if none.
     """
 
     def __init__(self, program: Program, tensor: int, writer: int) -> None:
@@ -43,16 +43,16 @@ class Version:
         i = bisect_left(writes, writer) + 1
         self.overwritten = writes[i] if i < len(writes) else n
         self.uses = [k for k in program.accesses[tensor] if writer < k <= self.overwritten]
-        self.ends = self.uses[-1] if self.uses else writer  # the kernel after which the program needs it no longer
+        self.ends = self.uses[-1] if self.uses else writer  # last kernel that needs it
 
 
 class Past:
-    """Which kernels may run again, and when: what cannot be had back is for ever.
+    """Recomputability of kernels: until which kernel each kernel can be recomputed.
 
     Attributes:
-        until: per kernel, the last one before which it can run again; itself where there is none. It cannot where it
-            may not run twice, where the earlier writers of what it writes cannot run with it, and where a persistent
-            tensor that it reads has changed and cannot be had as it was.
+        until: per kernel, the last kernel before which it can be recomputed; the kernel itself if it cannot. Limits
+            are kernels that must not be repeated, earlier writers of an output that cannot be recomputed, and
+            persistent inputs that changed and cannot be restored.
     """
 
     def __init__(self, program: Program) -> None:
@@ -68,46 +68,49 @@ class Past:
             self.until.append(max(k, min([end, *(self.until[w] for w in self.earlier(k))])))
 
     def version(self, tensor: int, kernel: int) -> int:
-        """The writer of the version of ``tensor`` that ``kernel`` finds; -1: the iteration before."""
+        """Returns the writer of the version of ``tensor`` that ``kernel`` finds; -1: the previous iteration."""
         writes = self.program.writes[tensor]
         i = bisect_left(writes, kernel)
         return writes[i - 1] if i else -1
 
     def earlier(self, kernel: int) -> list[int]:
-        """The kernel that runs again in the same pass, just before, as it wrote the same tensor: which of several
-        outputs is wanted is open, and what is not needs no earlier writer."""
+        """Returns the earlier writer of the same tensor that must be recomputed with ``kernel``, if any.
+
+        With several such writers the list is empty: an output that is not needed requires no earlier writer, and the
+        program does not model which outputs are needed.
+        """
         outputs = {x for x in self.program.kernels[kernel].outputs if not self.program.tensors[x].persistent}
         writers = {self.version(x, kernel) for x in outputs}
         return sorted(writers) if len(writers) == 1 and -1 not in writers else []
 
     def away(self, gap: Gap) -> range:
-        """Kernels at which recomputation can have a gap's tensor away."""
+        """Returns the kernels at which recomputation can have a gap's tensor evicted."""
         if self.program.tensors[gap.tensor].persistent or gap.after >= gap.before:
             return range(0)
         return range(gap.after + 1, min(gap.before, self.until[self.version(gap.tensor, gap.after + 1)]))
 
 
 class Reruns:
-    """The columns and rows of a program's reruns.
+    """Columns and rows of a program's recomputations.
 
-    Columns from 0 to 1; j is a window, the kernels from ``windows[j][0]`` to before ``windows[j][1]``:
+    Columns range from 0 to 1; window j covers kernels ``windows[j][0]`` to before ``windows[j][1]``:
 
-        again[j, w]   kernel w runs again before a kernel of window j: its duration is time
-        kept[j, v]    version v is held all through window j, from before it or since it was written in it
-        back[j, v]    it is written again in window j, and held at its end
-        between[v, k] it is away just before kernel k, which uses it, and written again in the window of k
+        again[j, w]   kernel w is recomputed before a kernel of window j, which costs its duration
+        kept[j, v]    version v is held throughout window j, from before it or since it was written in it
+        back[j, v]    it is recomputed in window j and held at its end
+        between[v, k] it is evicted just before kernel k, which uses it, and recomputed in the window of k
 
     Rows: kept[j, v] <= kept[j-1, v] + back[j-1, v];  back[j, v] <= again[j, writer];  kept + back <= 1;
-    for a use in window j, and for a kernel that reads v and runs again in it: held at its start, or written again in
-    it;  a kernel runs again only with the earlier writers of what it writes. ``load`` is the memory.
+    each use in window j, and each kernel that reads v and is recomputed in it, needs v held at its start or recomputed
+    in it;  a kernel is recomputed only with the earlier writers of its outputs. ``load`` is the memory.
 
     Args:
-        least: bytes; smaller tensors are there when they are wanted, and take no memory in their gaps.
+        least: bytes; smaller tensors are always available and take no memory in their gaps.
         live_bytes: int64[n], load per kernel with the gaps of smaller tensors emptied.
-        parts: into about so many windows, by the bytes that they use, in parts of the peak load; or as many as give
-            at most ``cells`` pairs of a window and a version.
+        parts: approximate number of windows, by used bytes relative to the peak load; reduced until there are at most
+            ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
-        families: of rows, as in ``floor``.
+        families: constraint families, as in ``floor``.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Reruns:
         self.kept: dict[tuple[int, int], int] = {}
         self.back: dict[tuple[int, int], int] = {}
         self.between: dict[tuple[int, int], int] = {}
-        self.totals: dict[int, Terms] = {}  # column: a sum that it is at least
+        self.totals: dict[int, Terms] = {}  # column: the sum that bounds it from below
         self._pending: list[tuple[int, int]] = []
         for i in range(len(self.versions)):
             self._version(i)
@@ -166,18 +169,18 @@ class Reruns:
         return [*found, (last + 1, self.n)] if last + 1 < self.n else found
 
     def _cells(self) -> int:
-        """Pairs of a window and a version that the program needs in it."""
+        """Returns the number of pairs of a window and a version that the program needs in it."""
         spans = [(int(self.window_of[v.writer]), int(self.window_of[v.ends])) for v in self.versions]
         return sum(end - max(begin, 0) for begin, end in spans if end > begin)
 
     def can(self, j: int, w: int) -> bool:
-        """May kernel w run again before a kernel of window j?"""
+        """Returns whether kernel w can be recomputed before a kernel of window j."""
         begin, end = self.windows[j]
         return w < end - 1 and self.past.until[w] >= max(begin, w + 1)
 
     @cached_property
     def wanted(self) -> list[int]:
-        """Per kernel: the last one that what it writes can be of use to, perhaps by others that run again."""
+        """Per kernel: the last kernel that can use its outputs, including through recomputed kernels."""
         until = list(range(self.n))
         for k in reversed(range(self.n)):
             for x in self.program.kernels[k].outputs:
@@ -193,7 +196,7 @@ class Reruns:
         return max([v.ends, *(until[u] for u in v.uses if self.past.until[u] > u)])
 
     def _version(self, i: int) -> None:
-        """kept and back of version i."""
+        """Adds kept and back of version i."""
         v, lp = self.versions[i], self.lp
         begin = int(self.window_of[v.writer])
         last = int(self.window_of[self._until(i, self.wanted)])
@@ -203,7 +206,7 @@ class Reruns:
         for j in range(max(begin, 0), last):
             if fixed and j < ends:
                 continue
-            if j != over:  # what is overwritten is held by nobody
+            if j != over:  # an overwritten version cannot be held
                 self.kept[j, i] = lp.new()
             if self.can(j, v.writer):
                 self.back[j, i] = lp.new()
@@ -225,7 +228,7 @@ class Reruns:
 
     @cached_property
     def droppable(self) -> list[bool]:
-        """Per version: can it be away between two of its uses, and had back, in a window?"""
+        """Per version: whether it can be evicted between two of its uses and recomputed in a window."""
         return [
             any(b - a > 1 and self.past.until[v.writer] > a + 1 and self.window_of[b] >= 0
                 for a, b in pairwise([v.writer, *v.uses]))
@@ -233,7 +236,7 @@ class Reruns:
         ]  # fmt: skip
 
     def held(self, j: int, i: int) -> tuple[Terms, float]:
-        """Is version i held at the start of window j? As terms and a constant."""
+        """Returns whether version i is held at the start of window j, as terms and a constant."""
         v = self.versions[i]
         if j == 0 or self.window_of[v.writer] >= j:
             return [], 1.0
@@ -243,24 +246,24 @@ class Reruns:
         return [], float(not self.droppable[i] and j <= self.window_of[v.ends])
 
     def runs(self, j: int, w: int) -> int:
-        """The column again[j, w]."""
+        """Returns the column again[j, w], created on first use."""
         if (j, w) not in self.again:
             self.again[j, w] = self.lp.new()
             self._pending.append((j, w))
         return self.again[j, w]
 
     def _again(self, j: int, w: int) -> Terms:
-        """Kernel w runs again in window j, if it can, as a term to subtract."""
+        """Returns the recomputation of kernel w in window j as a term to subtract; empty if impossible."""
         return [(self.runs(j, w), -1.0)] if self.can(j, w) else []
 
     def _need(self, j: int, i: int, whole: Terms, right: float, again: Callable[[int], Terms]) -> None:
-        """whole <= right + version i is held at the start of window j + its writer runs again."""
+        """Adds whole <= right + (version i held at the start of window j) + (its writer recomputed)."""
         terms, constant = self.held(j, i)
         if constant < 1:
             self.lp.row([*whole, *((c, -f) for c, f in terms), *again(self.versions[i].writer)], right + constant)
 
     def _inputs(self, j: int, w: int, one: int, again: Callable[[int], Terms]) -> None:
-        """Kernel w runs again (``one``) only with what it reads: held at the start of window j, or written again."""
+        """Requires the inputs of a recomputed kernel w (``one``): held at the start of window j, or recomputed."""
         program = self.program
         for x in dict.fromkeys(program.kernels[w].inputs):
             writer = self.past.version(x, w)
@@ -273,12 +276,12 @@ class Reruns:
             self.lp.row([(one, 1), *again(writer)], 0)
 
     def _futures(self, j: int) -> None:
-        """What is not held at the start of window j and used later runs again in some window from j on, once at least,
-        and so does what that reads and is not held at that start.
+        """Requires one full recomputation, in window j or later, of versions not held at its start and used later.
 
-        Without this, a hundredth of an input that is held could serve a hundred windows to write one hundredth each.
+        The same holds for the missing inputs of that recomputation. Without this constraint, a hundredth of a held
+        input could serve a hundred windows that recompute a hundredth each.
         """
-        later: dict[int, int] = {}  # kernel: it runs again in window j or later
+        later: dict[int, int] = {}  # kernel: column of its recomputation in window j or later
         pending: list[int] = []
 
         def again(w: int) -> Terms:
@@ -300,18 +303,18 @@ class Reruns:
 
     @cached_property
     def _of_window(self) -> list[list[int]]:
-        """Per window: the versions that are kept, or written again, in it."""
+        """Per window: the versions that are kept or recomputed in it."""
         found: list[set[int]] = [set() for _ in self.windows]
         for j, i in (*self.kept, *self.back):
             found[j].add(i)
         return [sorted(versions) for versions in found]
 
     def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
-        """Per kernel: the least memory at it, as terms and a constant, in the program's units.
+        """Returns the minimum memory at each kernel, as terms and a constant in the program's units.
 
-        A version that kernel k does not use is held there at least as far as it is kept all through the window, and
-        between its uses in it as far as it is not ``between`` and written again. At the last kernel of a window, what
-        is back counts, too.
+        A version that kernel k does not use occupies memory if it is kept throughout the window, and between its uses
+        in the window unless it is evicted (``between``). At the last kernel of a window, recomputed versions count
+        too.
         """
         found: dict[int, tuple[Terms, float]] = {}
         size = [t.nbytes / self.byte for t in self.program.tensors]
@@ -350,23 +353,26 @@ class Reruns:
         return found
 
     def size(self, i: int) -> float:
-        """Of version i, in the program's unit."""
+        """Returns the size of version i in the program's unit."""
         return self.program.tensors[self.versions[i].tensor].nbytes / self.byte
 
     def version_in(self, gap: Gap) -> int:
-        """The version that a gap's tensor holds in it; -1: none of these."""
+        """Returns the version that a gap's tensor holds during the gap; -1 if it has no columns."""
         return self.at.get((gap.tensor, self.past.version(gap.tensor, gap.after + 1)), -1)
 
     def absent(self, i: int, gap: Gap) -> list[tuple[int, int, int]]:
-        """Per window in which version i can be away in ``gap``: the window, a column, and 1 where the column says that
-        it is away, -1 where it says that it is not."""
+        """Returns the columns that describe whether version i is evicted in ``gap``, per window.
+
+        Returns:
+            (window, column, sign): sign 1 if the column means "evicted", -1 if it means "held".
+        """
         last = int(self.window_of[gap.before])
         first = max(int(self.window_of[gap.after + 1]), 0)
         found = [(j, self.kept[j, i], -1) for j in range(first, last) if (j, i) in self.kept]
         return [*found, *((last, self.between[i, k], 1) for k in (gap.before,) if (i, k) in self.between)]
 
     def _droppable_bytes(self) -> NDArray[np.int64]:
-        """int64[n]: bytes of droppable versions that a kernel does not use, within their lives."""
+        """Returns int64[n]: bytes of droppable versions that a kernel does not use, within their lifetimes."""
         some = [v for v, droppable in zip(self.versions, self.droppable, strict=True) if droppable]
         idle = [(v, pair) for v in some for pair in pairwise([v.writer, *v.uses])]
         nbytes = np.array([self.program.tensors[v.tensor].nbytes for v, _ in idle], np.int64)

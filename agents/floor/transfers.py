@@ -1,18 +1,16 @@
-"""What the floor knows of transfers: bytes that leave and return while kernels run and while they wait.
+"""Transfers in the floor: bytes that leave and return while kernels run and while the compute stream waits.
 
-Before each kernel k the compute stream waits, or runs kernels again, for a time wait_k; then k runs for d_k. P_k are
-the bytes of swapped gaps that are open at kernel k, Q those of them that have not left yet, E those that came back
-before their use, A those that left before their gap opened, at the start (1) and the end (2) of the kernel:
+Before each kernel k the compute stream waits, or recomputes kernels, for a time wait_k; then k runs for d_k. P_k are
+the bytes of swapped gaps open at kernel k, Q those of them that have not left yet, E those that returned before their
+use, A those that left before their gap opened, at the start (1) and the end (2) of the kernel:
 
-    load_k - P_k + Q + E <= limit                rule 2: what has not left, or came back early, takes memory
-    Q_1 = Q_2(k-1) + opened at k-1 - out         rule 4: an early copy (A) may be made from the last write on
+    load_k - P_k + Q + E <= limit                rule 2: queued and early returned bytes take memory
+    Q_1 = Q_2(k-1) + opened at k-1 - out         rule 4: an early copy (A) may start after the last write
     A_1 = A_2(k-1) - opened at k-1 + early
-    E_1 = E_2(k-1) + in - used at k              rule 5: Q + E <= P, so that bytes return only after they have left
-    out + early, in <= rate x wait_k, then x d_k     each way, and both together as the link allows
-    minimise the sum of wait_k
-
-Indices are cyclic: what is left to do at the end of an iteration is done in the next (rule 10).
+    E_1 = E_2(k-1) + in - used at k              rule 5: Q + E <= P, so bytes return only after they have left
+    out + early, in <= rate x wait_k, then x d_k (per direction, and jointly as the link allows);  minimize sum(wait_k)
 """
+# Indices are cyclic: transfers left at the end of an iteration happen in the next one (rule 10).
 
 from __future__ import annotations
 
@@ -29,19 +27,19 @@ from simulator.machine import ALONE, Machine
 from simulator.program import Gap, Program
 
 CLASSES = 3
-ALIKE = 0.001  # of the time of all transfers: what is lost by too few classes
-SLOW = 2.0  # times of the largest tensor's byte: no matter how slow beyond it
-WHOLE = 0.02  # of the ideal time: a tensor that moves in less is not worth its rows in ``_whole_tensors``
+ALIKE = 0.001  # fraction of the total transfer time: tolerated loss by too few classes
+SLOW = 2.0  # cap on time per byte, relative to the largest tensor's
+WHOLE = 0.02  # fraction of the ideal time: faster transfers get no rows in ``_whole_tensors``
 
 
 def _beside(machine: Machine) -> set[tuple[float, float]]:
-    """Pairs (f, h): of what leaves and what returns in a time T, in ns that it takes alone, f out + h in <= T.
+    """Returns pairs (f, h) with f out + h in <= T, for the standalone ns of copies in each direction within a time T.
 
     With shares s out and r in, both directions busy for x of T, out alone for y, in alone for z: out = y + s x,
-    in = z + r x, x + y + z <= T. So (out, in) is in the convex hull of (0, 0), (T, 0), (0, T) and (s T, r T). Where
-    s + r >= 1 the last is a corner, and its edges are out + (1 - s) / r in <= T and (1 - r) / s out + in <= T. Else it
-    is below the line from (T, 0) to (0, T), which is the edge: out + in <= T, as with one engine. The clock only makes
-    copies slower, as it rounds their ends up.
+    in = z + r x, x + y + z <= T. So (out, in) is in the convex hull of (0, 0), (T, 0), (0, T) and (s T, r T). If
+    s + r >= 1, the last point is a corner with the edges out + (1 - s) / r in <= T and (1 - r) / s out + in <= T.
+    Otherwise it lies below the line from (T, 0) to (0, T), and out + in <= T as with one copy engine. The clock only
+    makes copies slower, because it rounds their ends up.
     """
     if machine.copy_engines == 1:
         return {(1.0, 1.0)}
@@ -50,15 +48,17 @@ def _beside(machine: Machine) -> set[tuple[float, float]]:
 
 
 class Transfers:
-    """Columns: swap[i], gap i is swapped; free[i], without a copy, as a valid one is on the host; early[i], what part
-    of it is copied before the gap opens; wait[g].
+    """Columns and rows of a program's transfers.
+
+    Columns: swap[i], gap i is swapped; free[i], without a copy, because a valid one is on the host; early[i], the
+    fraction copied before the gap opens; wait[g].
 
     Args:
-        groups: of kernels that are merged; the recurrences go over them.
-        loads: per kernel whose memory is looked at, what it needs when nothing is swapped (``Reruns.load``).
-        reruns: None where nothing runs again; its windows begin with groups of one kernel.
-        byte, tick: the units of the linear program, in bytes and ns.
-        families: of rows, as in ``floor``.
+        groups: merged kernels; the recurrences run over groups.
+        loads: per constrained kernel, the memory it needs without swaps (``Reruns.load``).
+        reruns: None if nothing is recomputed; its windows begin with single-kernel groups.
+        byte, tick: units of the linear program, in bytes and ns.
+        families: constraint families, as in ``floor``.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Transfers:
         self.out_time = np.array([machine.d2h_ns(b) for b in nbytes]) / tick
         self.in_time = np.array([machine.h2d_ns(b) for b in nbytes]) / tick
         self.opens: list[list[int]] = [[] for _ in program.kernels]  # gaps that open after each kernel
-        self.closes: list[list[int]] = [[] for _ in program.kernels]  # and that close before it
+        self.closes: list[list[int]] = [[] for _ in program.kernels]  # gaps that close before each kernel
         for i, g in enumerate(gaps):
             self.opens[g.after].append(i)
             self.closes[g.before].append(i)
         self.beside = _beside(machine)
-        # Weak duality needs a bound: no kernel waits longer than it takes to move and to run everything again.
+        # Weak duality needs a bound: no wait exceeds the time to move and recompute everything.
         long = float(2 * (self.out_time.sum() + self.in_time.sum()) + self.duration.sum()) + 1.0
         self.swap, self.free, self.early = lp.many(m), lp.many(m, 0.0), lp.many(m, 0.0)
         self.wait = [lp.new(long * (b - a + 1), 1.0) for a, b in zip(groups.first, groups.last, strict=True)]
@@ -98,15 +98,17 @@ class Transfers:
             self._beside(reruns)
 
     def _written(self, g: Gap) -> int | None:
-        """The kernel that last wrote what a gap's tensor holds in it, below 0 in the iteration before; None: none."""
+        """Returns the last writer of a gap's tensor before the gap (below 0: previous iteration), or None."""
         writes = self.program.writes[g.tensor]
         if not writes:
             return None
         return max((w for w in writes if w <= g.after), default=writes[-1] - self.n)
 
     def _host_copies(self) -> None:
-        """Rule 4: what may leave without a transfer in its gap, as a valid copy is on the host from an earlier gap, and
-        as it is copied before its gap opens."""
+        """Rule 4: limits the bytes that leave without a transfer in their gap.
+
+        Either a valid copy from an earlier gap is on the host, or the tensor is copied before its gap opens.
+        """
         of_tensor: dict[int, list[int]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
             of_tensor[g.tensor].append(i)
@@ -141,7 +143,7 @@ class Transfers:
             for c in range(int(klass.max()) + 1)
         ]
         fastest = float((self.out_time / size).min())
-        self.begun: list[list[int]] = [[] for _ in range(self.n)]  # gaps: an early copy may be made from its end on
+        self.begun: list[list[int]] = [[] for _ in range(self.n)]  # gaps whose early copy may start at the kernel's end
         for i in np.flatnonzero(np.array(lp.upper)[self.early]).tolist():
             self.begun[self.written[i] % self.n].append(i)  # type: ignore[operator]
         # Q and E of each class, of each step of each group; a group of several kernels is one step.
@@ -181,7 +183,7 @@ class Transfers:
                 self.queued[g].append(now[1::2])
                 self.returned[g].append(now[2::2])
                 before = now
-        # The cyclic recurrences leave the level open: what is open over the boundary is away at kernel 0.
+        # Cyclic recurrences leave the level undetermined: gaps open over the boundary are out at kernel 0.
         wraps = [i for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
         b = groups.last[0]
         opened, closed = self._ids(self.opens, 0, b), self._ids(self.closes, 1, b + 1)
@@ -193,28 +195,28 @@ class Transfers:
 
     @staticmethod
     def _ids(of: list[list[int]], begin: int, end: int) -> list[int]:
-        """Of the kernels from begin to before end; -1 is the last one of the iteration before."""
+        """Returns the entries of kernels begin to end - 1; -1 is the last kernel of the previous iteration."""
         return [i for k in range(begin, end) for i in of[k]]
 
     def _bytes(self, columns: NDArray[np.int64], gaps: list[int], sign: float) -> list[tuple[int, float]]:
         return [(int(columns[i]), sign * float(self.size[i])) for i in gaps]
 
     def _left(self, gaps: list[int], sign: float) -> list[tuple[int, float]]:
-        """What joins the queue as the gaps open."""
+        """Returns the terms that join the swap-out queue as the gaps open."""
         return [
             (int(c[i]), f * sign * float(self.size[i]))
             for i in gaps for c, f in ((self.swap, 1.0), (self.free, -1.0), (self.early, -1.0))
         ]  # fmt: skip
 
     def _memory(self, loads: dict[int, tuple[Terms, float]]) -> None:
-        """The limit, at the start and at the end of a kernel that is a group; else at some time in it.
+        """Limits memory at the start and the end of a single-kernel group, else at some time in the group.
 
-        What is queued when a group ends, less what opens in it from the kernel on, was so at the kernel, and what was
-        back when the group began, less what is used in it up to the kernel.
+        Bytes queued at the end of a group, less those of gaps that open from the kernel on, were queued at the kernel.
+        Bytes returned at its start, less those used up to the kernel, are still there.
         """
         lp, groups, total = self.lp, self.groups, float(self.size.sum())
-        self.whole: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes of the tensors that have not left, or
-        for k, (load, constant) in loads.items():  # came back early, at the start (0) and the end (1) of a kernel
+        self.whole: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes that have not left, or that
+        for k, (load, constant) in loads.items():  # returned early, at the start (0) and the end (1) of a kernel
             g = int(groups.of[k])
             alone, a, b = groups.single(g), groups.first[g], groups.last[g]
             opened, closed = self._ids(self.opens, k, b), self._ids(self.closes, k + 1, b + 1)
@@ -233,8 +235,11 @@ class Transfers:
                 lp.row([*load, *moved], self.room - constant)
 
     def _early_copies(self) -> None:
-        """The early copies that begin and end within one of their intervals, from the last write to the opening of the
-        gap, take no longer than that. Of intervals from one group to another, the one that takes longest."""
+        """Bounds early copies by the time between the last write and the opening of the gap.
+
+        Copies that must begin and end within such an interval take no longer than it does. For each pair of groups,
+        only the most restrictive interval is added.
+        """
         some = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
         first = np.array([self.written[i] for i in some])
         last = np.array([self.gaps[i].after for i in some])
@@ -256,8 +261,11 @@ class Transfers:
             self.lp.rarely.append(([*copies, *waits], float(time)))
 
     def _host_bytes(self) -> None:
-        """When no group ends does the host hold more than it has: what has left and not been asked for again, and for
-        ever the persistent tensors that nothing writes."""
+        """Limits host memory at the end of each group to ``host_bytes``.
+
+        It holds bytes that have left and were not yet requested back, and permanently the persistent tensors that are
+        never written.
+        """
         lp = self.lp
         host = self.machine.host_bytes / self.byte
         if sum(self.program.tensors[t].nbytes for t in {g.tensor for g in self.gaps}) <= self.machine.host_bytes:
@@ -277,11 +285,10 @@ class Transfers:
             lp.row([(int(self.away[group]), 1.0), *beside, *back, *kept], host)
 
     def _beside(self, reruns: Reruns) -> None:
-        """What runs again takes time; and a tensor is not both on the host and away to be written again.
+        """Charges recomputation time to waits, and keeps tensors from being both on the host and dropped.
 
-        One that is swapped in its gap may have been written again in it before its copy is issued. While it is away
-        for that (``first``), none of it has left. Windows begin with a group of one kernel; of what is away after that,
-        within a group of several, nothing is said.
+        A swapped tensor may have been recomputed in its gap before its copy is issued. While it is dropped (``first``),
+        none of it has left. Windows begin with a single-kernel group; drops later in a larger group are unconstrained.
         """
         lp = self.lp
         times: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -305,11 +312,11 @@ class Transfers:
             lp.row([*terms, *((c, -1.0) for c in self.queued[int(self.groups.of[k])][0])], 0)
 
     def _whole_tensors(self) -> None:
-        """A swapped tensor takes all of its memory just after its gap opens and just before it closes.
+        """Requires a swapped tensor's full memory just after its gap opens and just before it closes.
 
-        Where the time D_0 from the end of the gap is less than a transfer takes, D, the tensor has not left yet, or is
-        on its way back. So are those of its size or larger that have even less time. With waits, the sum over them of
-        size x swapped is at most what is there plus the sum of sizes x waits / (D - D_0). Of a copy that was begun
+        If the time D_0 from the end of the gap is shorter than the transfer time D, the tensor has not left yet or is
+        on its way back. The same holds for tensors of its size or larger with even less time. With waits, the sum over
+        them of size x swapped is at most the resident bytes plus the sum of sizes x waits / (D - D_0). If a copy began
         before the gap opened, D / (D - D_0) x its early part has left.
         """
         n, gaps, size = self.n, self.gaps, self.size
@@ -345,8 +352,10 @@ class Transfers:
                     k = at
 
     def _classes(self) -> NDArray[np.int64]:
-        """int64[m], by size: gaps of one class are as fast per byte as the largest of it. Those classes, ``CLASSES`` at
-        most, with which all gaps take the longest."""
+        """Returns int64[m], the size class of each gap; a class has the rate per byte of its largest member.
+
+        Chooses at most ``CLASSES`` classes that maximize the total transfer time of all gaps.
+        """
         sizes, inverse, count = np.unique(self.size, return_inverse=True, return_counts=True)
         first = np.unique(inverse, return_index=True)[1]
         rate = (self.out_time + self.in_time)[first] / sizes

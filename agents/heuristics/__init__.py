@@ -1,1 +1,1 @@
-"""Published methods that decide by rules, one file each, and what PyTorch itself offers."""
+"""Published rule-based methods, one file each, and the methods that PyTorch itself offers."""

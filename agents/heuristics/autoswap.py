@@ -1,8 +1,8 @@
 """AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section IV.
 
-Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. The four
-scores are here; autoswap_bo.py weighs them by Bayesian optimisation (section IV-C), smartpool_autoswap.py adds
-addresses (section V). Read on in ``AutoSwap.choose``. Choices and deviations: README.md, by their numbers.
+Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. This
+file has the four scores; autoswap_bo.py combines them by Bayesian optimization (section IV-C), smartpool_autoswap.py
+adds addresses (section V). Entry point: ``AutoSwap.choose``. Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class AutoSwap(RowsPlanner):
 
     @no_collections()
     def choose(self, engine: Engine) -> Rows:
-        """Swaps until the planned residency fits the limit; raises Infeasible when all candidates are not enough."""
+        """Selects swaps until the planned residency fits; raises Infeasible if all candidates are not enough."""
         candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
         return candidates.rows[self.select(candidates, engine.program, engine.machine, engine.limit)]
 
     def select(self, candidates: Candidates, program: Program, machine: Machine, limit: int) -> NDArray[np.int64]:
-        """Section IV-D: indices of the selected candidates in the order of selection, by this score."""
+        """Returns the selected candidates in order of selection by this score (section IV-D)."""
         return candidates.first(SCORES[self.score](candidates, program, machine), limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
-    """Section IV-A: gaps of tensors of at least ``min_bytes`` that are open at the peak."""
+    """Returns the gaps of tensors of at least ``min_bytes`` that are open at the peak (section IV-A)."""
     peak = int(np.argmax(program.live_bytes))
     return [g for g in program.gaps(min_bytes) if is_open(g, peak)]
 
 
 def duration_of_absence(candidates: Candidates, program: Program, machine: Machine) -> NDArray[np.int64]:
-    """DOA, int64[m] nanoseconds: time between the accesses less both transfers."""
+    """Returns DOA, int64[m] ns: time between the two accesses minus both transfers."""
     free = [program.gap_ns(g) for g in candidates.gaps]
     transfers = [machine.d2h_ns(b) + machine.h2d_ns(b) for b in candidates.nbytes.tolist()]
     return np.array(free, dtype=np.int64) - np.array(transfers, dtype=np.int64)
 
 
 def area_of_absence(candidates: Candidates, program: Program, machine: Machine) -> NDArray[np.float64]:
-    """AOA, float64[m]: DOA times the size; where DOA is negative, DOA over the size."""
+    """Returns AOA, float64[m]: DOA times the size; if DOA is negative, DOA over the size."""
     doa, nbytes = duration_of_absence(candidates, program, machine), candidates.nbytes.astype(np.float64)
     return np.where(doa >= 0, doa * nbytes, doa / nbytes)
 
@@ -76,15 +76,18 @@ def area_of_absence(candidates: Candidates, program: Program, machine: Machine) 
 def weighted_duration(
     candidates: Candidates, live_bytes: NDArray[np.int64], durations: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """WDOA, float64[m] byte-nanoseconds: area under ``live_bytes`` between the two accesses of each gap."""
-    area = np.concatenate(([0.0], np.cumsum(live_bytes.astype(np.float64) * durations)))  # beyond 64-bit integers
+    """Returns WDOA, float64[m] byte-nanoseconds: area under ``live_bytes`` between the two accesses of each gap."""
+    area = np.concatenate(([0.0], np.cumsum(live_bytes.astype(np.float64) * durations)))  # exceeds 64-bit integers
     after, before = candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
 
 def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
-    """SWDOA: (candidate, byte-nanoseconds) in the order of selection; each maximises WDOA under the load that the
-    ones before it leave (Fig. 6). Loads only fall, and so does the score."""
+    """Yields SWDOA as (candidate, byte-nanoseconds) in order of selection.
+
+    Each candidate maximizes WDOA under the load that the previous selections leave (Fig. 6). Loads only decrease, and
+    so does the score.
+    """
     start, load, m = np.array(program.start_ns, np.float64), candidates.live_bytes, len(candidates)
     scores = weighted_duration(candidates, load, np.diff(program.start_ns))
     area, rows = np.concatenate(([0.0], np.cumsum(load * np.diff(start)))), candidates.rows
@@ -96,8 +99,10 @@ def submodular_weighted_duration(candidates: Candidates, program: Program) -> It
 
 @stage
 def _until(gone, start, k):  # type: ignore[no-untyped-def]
-    """Byte-nanoseconds that are away before kernel k, by two Fenwick trees: of the bytes that leave at each kernel less
-    those that are back, and of the same times when the kernel starts."""
+    """Returns the byte-nanoseconds evicted before kernel k, from two Fenwick trees.
+
+    The trees hold the bytes that leave minus those that return at each kernel, and these times the kernel's start.
+    """
     nbytes = area = 0.0
     i = k
     while i > 0:
@@ -109,7 +114,7 @@ def _until(gone, start, k):  # type: ignore[no-untyped-def]
 
 @stage
 def _leave(gone, start, k, nbytes):  # type: ignore[no-untyped-def]
-    """Has ``nbytes`` away from kernel k on."""
+    """Marks ``nbytes`` as evicted from kernel k on."""
     i = k + 1
     while i < gone.shape[1]:
         gone[0, i] += nbytes
@@ -119,7 +124,7 @@ def _leave(gone, start, k, nbytes):  # type: ignore[no-untyped-def]
 
 @stage
 def _sink(heap, size, scores):  # type: ignore[no-untyped-def]
-    """Moves the first of a heap to its place: the highest score is first, and of several the first candidate."""
+    """Sifts down the first heap entry: highest score first, ties by candidate index."""
     at, moved = 0, heap[0]
     while 2 * at + 1 < size:
         child = 2 * at + 1
@@ -136,13 +141,14 @@ def _sink(heap, size, scores):  # type: ignore[no-untyped-def]
 
 @stage(entry=True)
 def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):  # type: ignore[no-untyped-def]
-    """Fills ``order`` and ``found`` of ``submodular_weighted_duration``. As scores only fall, one that is the highest
-    after it was computed anew is the highest of all: most need not be.
+    """Fills ``order`` and ``found`` of ``submodular_weighted_duration`` by lazy greedy selection.
+
+    Scores only decrease, so a candidate that is still the highest after its score was updated is the maximum.
 
     Args:
         area: float64[n + 1], byte-nanoseconds before each kernel; ``start``: ns before it.
-        scores, heap: of the m candidates at first, and these by their scores.
-        scored: int64[m], how many were selected when each was scored: 0.
+        scores, heap: initial scores of the m candidates, and the candidates as a heap by score.
+        scored: int64[m], number of selections when each was scored: 0.
         gone: float64[2, n + 2], zeros: see ``_until``.
     """
     size, end = heap.shape[0], start.shape[0] - 1
@@ -168,11 +174,11 @@ def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):
 
 
 def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]:
-    """Candidates by score, the highest first."""
+    """Yields candidates by descending score."""
     return iter(np.argsort(-scores, kind="stable").tolist())
 
 
-# By name of the score: every candidate, the highest score first.
+# Per score: yields every candidate by descending score.
 SCORES: dict[str, Callable[[Candidates, Program, Machine], Iterator[int]]] = {
     "doa": lambda candidates, *task: descending(duration_of_absence(candidates, *task)),
     "aoa": lambda candidates, *task: descending(area_of_absence(candidates, *task)),

@@ -1,11 +1,12 @@
-"""AutoSwap with Bayesian optimisation: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020),
-section IV-C.
+"""AutoSwap with Bayesian optimization of its score weights.
 
     BO = a * AOA + b * DOA + c * WDOA + d * SWDOA        (equation 3)
 
-The four scores of autoswap.py are standardised and summed with weights in [-1, 1]; Bayesian optimisation with a
-Gaussian process prior finds the weights whose selection (section IV-D) has the least overhead, here the simulated one.
-Read on in ``AutoSwapBO.choose``. Choices and deviations: README.md, by their numbers.
+The four scores of autoswap.py are standardized and summed with weights in [-1, 1]. Bayesian optimization with a
+Gaussian process prior finds the weights whose selection (section IV-D) has the smallest simulated overhead. Entry
+point: ``AutoSwapBO.choose``. Numbered choices and deviations: README.md.
+
+Source: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section IV-C.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 BASIC = ("aoa", "doa", "wdoa", "swdoa")  # as in equation 3
-PROPOSALS = 2048  # weight vectors among which expected improvement is maximised
+PROPOSALS = 2048  # random weight vectors over which expected improvement is maximized
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(eq=False)
 class AutoSwapBO(RowsPlanner):
-    """AutoSwap with the weights of its four scores optimised.
+    """AutoSwap with optimized weights of its four scores.
 
     Args:
-        evaluations: weight vectors tried, at least the four unit vectors.
-        random: how many of them are drawn before the first update.
+        evaluations: number of weight vectors tried, including the four unit vectors.
+        random: number of random weight vectors before the first update.
     """
 
     facts = PlannerInfo(
@@ -54,7 +55,7 @@ class AutoSwapBO(RowsPlanner):
     random: int = at_least(0, 4)
 
     def choose(self, engine: Engine) -> Rows:
-        """The swaps of the best weights; raises Infeasible when all candidates leave the peak above the limit."""
+        """Returns the swaps of the best weights; raises Infeasible if all candidates leave the peak above the limit."""
         program, machine, limit = engine.program, engine.machine, engine.limit
         candidates = self.reachable(engine, peak_gaps(program, self.min_bytes))
         rng = np.random.default_rng(self.seed)
@@ -65,7 +66,7 @@ class AutoSwapBO(RowsPlanner):
         for i in range(self.evaluations):
             if i < 4:
                 weights = np.eye(4)[i]
-                order = SCORES[BASIC[i]](candidates, program, machine)  # as it is, without rounding
+                order = SCORES[BASIC[i]](candidates, program, machine)  # exact, without rounding
             else:
                 drawn = i < 4 + self.random or not tried
                 weights = rng.uniform(-1, 1, 4) if drawn else propose(np.array(tried), np.array(overheads), rng)
@@ -84,7 +85,7 @@ class AutoSwapBO(RowsPlanner):
 
 
 def standardised_scores(candidates: Candidates, program: Program, machine: Machine) -> Floats:
-    """float64[m, 4]: the scores of ``BASIC`` of each candidate, each of mean 0 and standard deviation 1."""
+    """Returns float64[m, 4], the scores of ``BASIC`` per candidate, each with mean 0 and standard deviation 1."""
     scores = np.empty((len(candidates), 4))
     scores[:, 0] = area_of_absence(candidates, program, machine)
     scores[:, 1] = duration_of_absence(candidates, program, machine)
@@ -99,8 +100,12 @@ def standardised_scores(candidates: Candidates, program: Program, machine: Machi
 
 
 def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Floats:
-    """The weights of largest expected improvement, float64[4], after ``tried`` (float64[k, 4]) gave ``overheads``
-    (float64[k])."""
+    """Returns the weights (float64[4]) with the largest expected improvement.
+
+    Args:
+        tried: float64[k, 4], weights evaluated so far.
+        overheads: float64[k], their overheads.
+    """
     from scipy.stats import norm
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -109,7 +114,7 @@ def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Float
     kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern(np.ones(4), (1e-1, 1e2), nu=2.5)
     process = GaussianProcessRegressor(kernel, alpha=1e-6, normalize_y=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: a weight that is idle
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound means an irrelevant weight
         process.fit(tried, overheads)
     proposals = rng.uniform(-1, 1, (PROPOSALS, 4))
     mean, deviation = process.predict(proposals, return_std=True)

@@ -2,15 +2,15 @@
 
 One measured iteration gives the access times of every tensor (passive mode). The policy maker then decides which
 tensors to evict at which access, whether to swap or recompute them, and when to trigger each swap-in (guided mode);
-feedback at run time corrects the triggers. A candidate is a gap: an evicted-access and the back-access after it, with
+run-time feedback corrects the triggers. A candidate is a gap, from an evicted-access to the back-access, with
 
     free time FT = SwapInStartTime - SwapOutEndTime
                  = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
 
-Swaps come first, longest free time first, while they can be hidden; then a swap competes with the recomputation of the
-highest MSPS, bytes saved per second of recomputation. Written without the text of the paper. Read on in
-``Capuchin.choose`` and ``Policy.decide``. Choices and deviations: README.md, by their numbers.
+Hidden swaps come first, by descending free time; further swaps compete with recomputation by MSPS, bytes saved per
+second. Implemented without access to the paper's text. Entry points: ``Capuchin.choose``, ``Policy.decide``.
 """
+# Numbered choices and deviations: README.md.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simulator.program import Program
 from simulator.residency import present, reruns
 from simulator.timeline import Timeline
 
-STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
+STEP = 0.05  # fraction of the swap-in time by which a late trigger moves earlier
 
 
 @dataclass(eq=False)
@@ -52,17 +52,17 @@ class Capuchin(RowsPlanner):
     rounds: int = at_least(1, 50)
 
     def choose(self, engine: Engine) -> Rows:
-        """The policy maker's choice after feedback; raises Infeasible when the candidates do not reach the limit."""
+        """Returns the policy maker's decisions after feedback; raises Infeasible if they cannot reach the limit."""
         policy = Policy(engine.program, engine.machine, engine, self.mode, self.min_bytes)
         if not policy.decide():
             raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
         rows = policy.rows()
-        if engine.score(rows).feasible:  # infeasible where the host cannot hold what is swapped
+        if engine.score(rows).feasible:  # infeasible if host memory is insufficient
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
         return rows
 
     def _feedback(self, policy: Policy, engine: Engine, rows: Rows) -> Rows:
-        """Choice 6: ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round."""
+        """Returns ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round (choice 6)."""
         rows, best, best_ns = rows.copy(), rows, 0
         swaps = policy.swaps
         start = policy.lanes(swaps)[1]
@@ -72,7 +72,7 @@ class Capuchin(RowsPlanner):
                 best, best_ns = rows.copy(), timeline.iteration_ns
             late = [i for i in waited_for(timeline, rows[: len(swaps)]) if rows[i, EXTRA] != rows[i, AFTER]]
             moved = False
-            while late and not moved:  # one step may be shorter than a kernel
+            while late and not moved:  # a step may be shorter than a kernel
                 for i in late:
                     start[i] -= max(1, int(STEP * policy.h2d[swaps[i]]))
                     trigger = policy.trigger(swaps[i], start[i])
@@ -84,12 +84,12 @@ class Capuchin(RowsPlanner):
 
 
 class Policy:
-    """The policy maker: the decisions made so far, and what the next one would cost.
+    """The policy maker: decisions made so far, and the costs of further ones.
 
     Attributes:
         gaps: m candidates.
-        free: int64[m] nanoseconds, their free times.
-        swaps, recomputed: candidates in the order in which they were chosen.
+        free: int64[m], free times in ns.
+        swaps, recomputed: candidates in the order of selection.
     """
 
     def __init__(self, program: Program, machine: Machine, engine: Engine, mode: str, min_bytes: int):
@@ -105,7 +105,7 @@ class Policy:
         self.d2h = np.array([machine.d2h_ns(b) for b in nbytes], dtype=np.int64)
         self.h2d = np.array([machine.h2d_ns(b) for b in nbytes], dtype=np.int64)
         self.free = (self.back - self.h2d) - (self.evicted + self.d2h)
-        # At the kernels of the peak: bytes above the limit, bytes that each candidate takes away, starts and ends.
+        # At kernels above the limit: excess bytes, bytes that each candidate evicts, starts and ends.
         self.over = self.candidates.live_bytes[above] - engine.limit
         self.away = np.where(self.candidates.absent[:, above], self.candidates.nbytes[:, None], 0)
         self.starts, self.ends = np.array(start[:-1])[above], np.array(start[1:])[above]
@@ -123,7 +123,7 @@ class Policy:
         self.excess = self.excess_left()
 
     def decide(self) -> bool:
-        """Makes decisions until nothing is above the limit; False when that is impossible."""
+        """Makes decisions until no kernel exceeds the limit; returns False if that is impossible."""
         for i in list(self.can_swap):
             if self.candidates.absent[i, self.excess > 0].any() and self.overhead([*self.swaps, i]) <= 0:  # hidden
                 self.take(i, self.swaps, self.can_swap)
@@ -140,13 +140,13 @@ class Policy:
         return True
 
     def useful(self) -> NDArray[np.bool_]:
-        """bool[m]: the candidates that are undecided and open where there is an excess."""
+        """Returns bool[m]: undecided candidates that are open at a kernel above the limit."""
         out: NDArray[np.bool_] = np.logical_or.reduce(self.candidates.absent[:, self.excess > 0], axis=1)
         out[self.swaps + self.recomputed] = False
         return out
 
     def take(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
-        """Adds candidate i to ``chosen`` if that lowers the excess, else removes it from its ``pool``."""
+        """Adds candidate i to ``chosen`` if that reduces the excess, else removes it from its ``pool``."""
         before = self.excess
         chosen.append(i)
         self.excess = self.excess_left()
@@ -159,22 +159,22 @@ class Policy:
             self.regenerate([j for j in self.sources if t in self.sources[j] and self.is_open(i, self.gaps[j].before)])
 
     def fall_back(self) -> bool:
-        """Choice 8: the latest recomputation becomes a swap; False when there is none or nothing may be swapped."""
+        """Turns the latest recomputation into a swap (choice 8); returns False if that is impossible."""
         if not self.recomputed or not self.by_free_time:
             return False
         self.swaps.append(self.recomputed.pop())
         del self.can_recompute[self.swaps[-1]]
-        self.can_swap = dict.fromkeys(self.by_free_time)  # those that left may help now
+        self.can_swap = dict.fromkeys(self.by_free_time)  # candidates removed earlier may help now
         self.regenerate(self.sources)
         self.excess = self.excess_left()
         return True
 
     def excess_left(self) -> NDArray[np.int64]:
-        """int64[n]: bytes above the limit per kernel, by the planned residency of the decisions."""
+        """Returns int64[n]: bytes above the limit per kernel, by planned residency."""
         return np.maximum(self.engine.residency(self.rows()) - self.engine.limit, 0)
 
     def rows(self) -> Rows:
-        """The decisions, swaps first, each with its in-trigger (choice 6)."""
+        """Returns the decisions, swaps first, each with its in-trigger (choice 6)."""
         rows = self.candidates.rows[self.swaps + self.recomputed]
         rows[len(self.swaps) :, [KIND, EXTRA]] = RECOMPUTE, 0
         starts = self.lanes(self.swaps)[1].tolist()
@@ -182,7 +182,7 @@ class Policy:
         return rows
 
     def lanes(self, swaps: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """SwapOutEndTime and SwapInStartTime of ``swaps``, int64 each, when a lane carries one at a time (choice 3)."""
+        """Returns SwapOutEndTime and SwapInStartTime of ``swaps`` (int64), serialized per lane (choice 3)."""
         chosen = np.array(swaps, dtype=np.int64)
         end, begin = np.empty_like(chosen), np.empty_like(chosen)
         order = np.argsort(self.evicted[chosen], kind="stable")
@@ -196,7 +196,7 @@ class Policy:
         return end, begin
 
     def overhead(self, swaps: list[int]) -> int:
-        """Nanoseconds that ``swaps`` cost, given what is recomputed (choice 3); at most 0: they are hidden."""
+        """Returns the cost of ``swaps`` in ns, given the recomputations (choice 3); at most 0 if they are hidden."""
         end, begin = self.lanes(swaps)
         shortfall = int((end - begin).max(initial=-NEVER))
         once = ~self.wraps[swaps]
@@ -207,25 +207,25 @@ class Policy:
         return max(shortfall, late, early, late + early)
 
     def swap_ns(self, i: int) -> int:
-        """What swapping candidate i as well adds to the overhead."""
+        """Returns the overhead that swapping candidate i adds."""
         return max(self.overhead([*self.swaps, i]), 0) - max(self.overhead(self.swaps), 0)
 
     def recompute_ns(self, i: int) -> int:
-        """Time and extra time of recomputing candidate i as well (choice 4)."""
+        """Returns the time and extra time of recomputing candidate i as well (choice 4)."""
         t = self.gaps[i].tensor
         users = sum(t in self.sources[r] and self.is_open(i, self.gaps[r].before) for r in self.recomputed)
         return self.time[i] * (1 + users)
 
     def msps(self, i: int) -> float:
-        """Bytes that recomputing candidate i saves per nanosecond of its time."""
+        """Returns the bytes that recomputing candidate i saves per nanosecond."""
         return int(self.candidates.nbytes[i]) / max(self.recompute_ns(i), 1)
 
     def is_open(self, i: int, kernel: int) -> bool:
-        """Is the tensor of candidate i, which does not wrap, away before ``kernel`` if i is taken?"""
+        """Returns whether candidate i (which does not wrap) would be evicted before ``kernel``."""
         return self.gaps[i].after < kernel <= self.gaps[i].before
 
     def regenerate(self, which: Iterable[int]) -> None:
-        """Time and sources of the recomputations ``which``, given the tensors that are recomputed themselves."""
+        """Returns time and sources of the recomputations ``which``, given which tensors are recomputed themselves."""
         away: dict[int, list[int]] = {}
         for r in self.recomputed:
             away.setdefault(self.gaps[r].tensor, []).append(r)
@@ -238,7 +238,7 @@ class Policy:
             self.time[i] = sum(self.program.kernels[w].duration_ns for w in rerun)
 
     def trigger(self, i: int, start: int) -> int:
-        """The in-trigger of candidate i for a swap-in at ``start`` ns: the last kernel of the gap to end by then."""
+        """Returns the in-trigger of candidate i for a swap-in at ``start`` ns: the gap's last kernel to end by then."""
         n, (_, after, before) = len(self.program.kernels), self.gaps[i]
         iterations, time = divmod(int(start), max(self.program.ideal_ns, 1))
         last = iterations * n + bisect_right(self.program.start_ns, time) - 2
@@ -246,23 +246,23 @@ class Policy:
 
 
 def worst(away: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.int64], order: NDArray[np.int64]) -> int:
-    """The longest delay at any kernel when tensors move one after another.
+    """Returns the longest delay at any kernel if tensors are transferred one after another.
 
     Args:
-        away: int64[m, p], bytes that the transfer of each tensor matters for at each kernel.
-        late: int64[m, p], by how much it misses the kernel, nanoseconds.
-        need: int64[p], bytes that have to have moved; where the tensors together have less, all of them.
-        order: int64[m], of the transfers.
+        away: int64[m, p], bytes that each tensor's transfer contributes at each kernel.
+        late: int64[m, p], how late it is for the kernel, in ns.
+        need: int64[p], bytes that must have been transferred; all of the tensors' bytes if they have fewer.
+        order: int64[m], transfer order.
     """
     if not len(order):
         return -NEVER
     moved = np.cumsum(away[order], axis=0)
-    last = np.argmax(moved >= np.minimum(need, moved[-1]), axis=0)  # the transfer that completes the need
+    last = np.argmax(moved >= np.minimum(need, moved[-1]), axis=0)  # the transfer that covers the need
     return int(late[order[last], np.arange(len(need))][np.minimum(need, moved[-1]) > 0].max(initial=-NEVER))
 
 
 def collective(engine: Engine, rows: Rows, first: int) -> Rows:
-    """Choice 7: ``rows`` (recomputations from row ``first`` on) with ``keep`` where that helps."""
+    """Returns ``rows`` (recomputations from row ``first`` on) with ``keep`` where that helps (choice 7)."""
     rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if first < len(rows) else 0
     for i in sorted(range(first, len(rows)), key=lambda i: (rows[i, BEFORE], rows[i, TENSOR])):
         rows[i, EXTRA] = 1
@@ -275,7 +275,7 @@ def collective(engine: Engine, rows: Rows, first: int) -> Rows:
 
 
 def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
-    """The ``swaps`` that compute waited for in the last iteration: their swap-in ended when the wait did."""
+    """Returns the ``swaps`` that stalled compute in the last iteration: their swap-in ended when the wait did."""
     free, begin = 0, timeline.last_start_ns
     came: dict[int, set[int]] = {}
     wait_ends: set[int] = set()

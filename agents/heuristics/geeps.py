@@ -1,11 +1,11 @@
 """GeePS: "GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server" (EuroSys 2016).
 
-GPU memory is a pinned part and a pool of buffers. Pinned tensors stay. All other data, parameters and optimizer state
-as much as the intermediate states of layers, live in host memory: they are fetched into the pool before each kernel
-that accesses them and written back after it, in the background. The pool is twice the largest layer, so that one layer
-is computed while the next is fetched and the last is written back. Written without the text of the paper, from its
-abstract and from how its published implementation behaves. Read on in ``GeePS.choose`` and ``unpinned``. Choices and
-deviations: README.md, by their numbers.
+GPU memory consists of a pinned part and a pool of buffers. Pinned tensors stay. All other data (parameters, optimizer
+state and intermediate states of layers) live in host memory. They are fetched into the pool before each kernel that
+accesses them and written back after it, in the background. The pool is twice the largest layer, so one layer is
+computed while the next is fetched and the previous one is written back. Implemented without access to the paper's
+text, from its abstract and the behavior of its published code. Entry points: ``GeePS.choose`` and ``unpinned``.
+Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simulator.program import Gap, Program
 
 
 class GeePS(RowsPlanner):
-    """GeePS' memory management as a plan of swaps; tensors below ``min_bytes`` are pinned."""
+    """GeePS memory management as a swap plan; tensors smaller than ``min_bytes`` are pinned."""
 
     facts = PlannerInfo(
         "geeps", "GeePS",
@@ -28,7 +28,7 @@ class GeePS(RowsPlanner):
     )  # fmt: skip
 
     def choose(self, engine: Engine) -> Rows:
-        """Swaps of all that is not pinned; raises Infeasible when the limit is less than one kernel needs."""
+        """Swaps all unpinned tensors; raises Infeasible if the limit is less than one kernel needs."""
         program, limit = engine.program, engine.limit
         gaps = program.gaps(self.min_bytes)
         self.reachable(engine, gaps)
@@ -38,14 +38,14 @@ class GeePS(RowsPlanner):
 
 
 def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], int]:
-    """Tensors that are swapped, and the bytes of the pool that they pass through (choices 2 to 4)."""
+    """Returns the swapped tensors and the bytes of the pool that they pass through (choices 2 to 4)."""
     n = len(program.kernels)
     shortest: dict[int, int] = {}  # tensor: kernels from one access to the next, over its gaps
     for g in gaps:
         shortest[g.tensor] = min((g.before - g.after - 1) % n + 1, shortest.get(g.tensor, n))
     ids = sorted(shortest, key=lambda t: (shortest[t], t))
-    pinned_load = np.array(program.live_bytes, dtype=np.int64)  # per kernel, without the tensors that are swapped
-    access = np.zeros(n, dtype=np.int64)  # bytes of them that it accesses
+    pinned_load = np.array(program.live_bytes, dtype=np.int64)  # per kernel, without swapped tensors
+    access = np.zeros(n, dtype=np.int64)  # bytes of swapped tensors that it accesses
 
     def move(t: int, pin: bool) -> None:
         nbytes = program.tensors[t].nbytes if pin else -program.tensors[t].nbytes
@@ -58,7 +58,7 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
         move(t, pin=False)
 
     def pins(t: int) -> bool:
-        """Pins ``t`` if pinned part and pool then fit."""
+        """Pins ``t`` if pinned part and pool then fit; returns whether it did."""
         move(t, pin=True)
         if int(pinned_load.max()) + 2 * int(access.max()) <= limit:
             del swapped[t]
@@ -76,7 +76,7 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
 
 
 def trigger(program: Program, gap: Gap, swapped: set[int], pool: int) -> int:
-    """Choice 5: the kernel at whose end the swap-in for ``gap`` is issued, as early as ``pool`` allows."""
+    """Returns the kernel after which the swap-in of ``gap`` is issued, as early as ``pool`` allows (choice 5)."""
     n, k, held = len(program.kernels), gap.before, set[int]()
     while True:
         held |= swapped.intersection(program.kernels[k].accesses)

@@ -1,11 +1,11 @@
 """HOME: "HOME: A Holistic GPU Memory Management Framework for Deep Learning" (He et al., IEEE TC 2022).
 
-A particle is a placement per feature map: 0 retain, 1 swap, 2 recompute (section 3.3). Algorithm 1 starts from random
-particles and repeats: evaluate every particle, remember the best ever, update the particles. Algorithm 3 updates one
-particle: tensor by tensor it tries the placement of P_1, the best particle of the last iteration, and that of P_2, the
-particle's own best so far, with its other placements as they are, and keeps the one with the smaller overhead.
-Constants: 500 particles, 500 iterations. Read on in ``HOME.choose``, ``HOME._search`` and ``Evaluator``. Choices and
-deviations: README.md, by their numbers.
+A particle assigns a placement to each feature map: 0 retain, 1 swap, 2 recompute (section 3.3). Algorithm 1 starts
+from random particles and repeats: evaluate all particles, record the global best, update the particles. Algorithm 3
+updates one particle: for each tensor it tries the placement of P_1 (best particle of the last iteration) and of P_2
+(the particle's own best), with the other placements fixed, and keeps the one with the smaller overhead. Constants: 500
+particles, 500 iterations. Entry points: ``HOME.choose``, ``HOME._search`` and ``Evaluator``. Numbered choices and
+deviations: README.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Cost = tuple[int, int]
 
 
 class Iteration(NamedTuple):
-    """A swarm in one iteration (figure 8): times of its particles within the limit, nan where there is none."""
+    """Statistics of a swarm in one iteration (figure 8): times of its feasible particles, nan if it has none."""
 
     worst_ns: float
     mean_ns: float
@@ -50,15 +50,15 @@ class HOME(RowsPlanner):
     Args:
         particles: m of Algorithm 1.
         iterations: iters of Algorithm 1.
-        calls: simulator calls, at most; None: as many as it takes.
+        calls: maximum simulator calls; None: unlimited.
         mode: swap (placements 0 and 1), recompute (0 and 2) or joint.
-        jobs: threads that share the simulator calls of an update; None: one per core, or one within a worker process
-            of the caller's. The plan does not depend on it.
+        jobs: threads that share the simulator calls of an update; None: one per core, or one within a worker process.
+            The plan does not depend on it.
         update: "tensors": Algorithm 3 as printed; "whole": one evaluation per particle and iteration (choice 11).
         evaluator: "simulator", or "stages": Algorithm 2 as printed, whose best particle must fit in the simulator.
 
     Attributes:
-        history: an ``Iteration`` for each that the last ``plan`` ran.
+        history: one ``Iteration`` per iteration of the last ``plan``.
     """
 
     facts = PlannerInfo(
@@ -76,14 +76,14 @@ class HOME(RowsPlanner):
     history: list[Iteration] = field(init=False, default_factory=list)
 
     def choose(self, engine: Engine) -> Rows:
-        """The best particle ever; raises Infeasible when none was within the limit."""
+        """Returns the best particle of all iterations; raises Infeasible if none was within the limit."""
         self.history = []
         if engine.limit >= engine.program.peak_bytes:
             return NO_ROWS
         maps = feature_maps(engine.program, self.min_bytes)
         every = [(m.gap, placements(engine.program, m.gap, self.mode)) for m in maps]
         gaps, allowed = [gap for gap, ways in every if len(ways) > 1], [ways for _, ways in every if len(ways) > 1]
-        # Swaps alone reach the least; chains of recomputation add to it.
+        # Swaps alone reach the minimum; recomputation chains need extra memory.
         least = Candidates(engine.program, gaps).least
         if least > engine.limit:
             raise self.beyond_reach(engine, None if self.mode == "recompute" else least)
@@ -94,12 +94,12 @@ class HOME(RowsPlanner):
         return evaluator.rows(best)
 
     def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost]:
-        """Algorithm 1: the best particle and its cost."""
+        """Returns the best particle and its cost (Algorithm 1)."""
         rng = np.random.default_rng(self.seed)
-        budget = math.inf if self.calls is None else self.calls - 1  # one is for the check of the plan
+        budget = math.inf if self.calls is None else self.calls - 1  # one call is reserved for the final check
         particles = int(min(self.particles, budget))
         x = np.stack([rng.choice(np.array(ways, np.int8), particles) for ways in allowed], axis=1)
-        todo = np.arange(0)  # what an iteration could not update
+        todo = np.arange(0)  # particles that the iteration could not update
         cost = evaluator.evaluate(x)
         own, own_cost = x, cost  # each particle's own best
         while True:
@@ -117,7 +117,7 @@ class HOME(RowsPlanner):
             # Equal particles with the same history are updated once.
             _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
             new, new_cost, todo = x[first], cost[first], np.argsort(first)
-            at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # calls of an update
+            at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # simulator calls of an update
             while count := int(np.searchsorted(at_most[todo].cumsum(), budget - evaluator.calls, side="right")):
                 part, todo = todo[:count], todo[count:]
                 i = first[part]
@@ -131,11 +131,11 @@ class HOME(RowsPlanner):
 
 
 class Evaluator:
-    """Algorithms 2 and 3, for some of the particles.
+    """Evaluation and update of particles (Algorithms 2 and 3).
 
     Args:
         engine: the simulator.
-        threads: that score plans; None: one a core.
+        threads: number of scoring threads; None: one per core.
         kind: one of EVALUATORS.
 
     Attributes:
@@ -150,18 +150,18 @@ class Evaluator:
         self._ways[SWAPPED], self._ways[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
-        """int64[n, 6]: the plan of one particle, or those of several, one after the other."""
+        """Returns int64[n, 6], the plan of one particle, or the concatenated plans of several."""
         at = np.nonzero(x != RETAINED)
         rows: Rows = self._ways[x[at], at[-1]]
         return rows
 
     @property
     def calls(self) -> int:
-        """Simulator calls, and evaluations by stages."""
+        """Number of simulator calls and stage-model evaluations."""
         return self.engine.calls + self._estimates
 
     def evaluate(self, x: Placements) -> Costs:
-        """Algorithm 2: the costs of particles."""
+        """Returns the costs of particles (Algorithm 2)."""
         if self._stages is not None:
             self._estimates += len(x)
             return self._stages.evaluate(x)
@@ -169,13 +169,17 @@ class Evaluator:
         return np.stack([np.maximum(scores.required_bytes - self.engine.limit, 0), scores.iteration_ns], axis=1)
 
     def update(self, x: Placements, cost: Costs, leader: Placements, own: Placements) -> tuple[Placements, Costs]:
-        """Algorithm 3 on particles ``x`` of known cost, side by side; each has its P_1 (``leader``) and P_2 (``own``).
+        """Updates particles ``x`` of known cost in parallel, each with its P_1 and P_2 (Algorithm 3).
+
+        Args:
+            leader: P_1 of each particle.
+            own: P_2 of each particle.
 
         Returns:
-            The particles after, and their costs.
+            The updated particles and their costs.
         """
         x, cost = x.copy(), cost.copy()
-        known = np.ones(len(x), np.bool_)  # is ``cost`` that of the particle as it is now?
+        known = np.ones(len(x), np.bool_)  # whether ``cost`` belongs to the particle's current state
         for j in range(x.shape[1]):
             now, tried = x[:, j].copy(), []
             differ = leader[:, j] != own[:, j]
@@ -199,36 +203,36 @@ class Evaluator:
 
 
 def moved(rng: np.random.Generator, x: Placements, leader: Placements, own: Placements) -> Placements:
-    """Particles in which each placement stays, or becomes P_1's or P_2's: with probability 1/2, 1/4 and 1/4."""
+    """Returns particles whose placements stay or become P_1's or P_2's, with probabilities 1/2, 1/4 and 1/4."""
     target = np.where(rng.random(x.shape) < 0.5, leader, own)
     return np.where(rng.random(x.shape) < 0.5, x, target)
 
 
 def bettered(x: Placements, cost: Costs, own: Placements, own_cost: Costs) -> tuple[Placements, Costs]:
-    """Each particle's own best and its cost, after it has become ``x``."""
+    """Returns each particle's own best and its cost after the update to ``x``."""
     better = less(cost, own_cost)[:, None]
     return np.where(better, x, own), np.where(better, cost, own_cost)
 
 
 def less(cost: Costs, other: Costs) -> NDArray[np.bool_]:
-    """bool[particles]: is the one cost less than the other?"""
+    """Returns bool[particles]: whether one cost is less than the other, compared lexicographically."""
     (over, ns), (over_other, ns_other) = cost.T, other.T
     out: NDArray[np.bool_] = (over < over_other) | (over == over_other) & (ns < ns_other)
     return out
 
 
 def placements(program: Program, gap: Gap, mode: str) -> list[int]:
-    """Those that a feature map may have: RETAINED, SWAPPED, RECOMPUTED."""
+    """Returns the placements that a feature map may have: RETAINED, SWAPPED, RECOMPUTED."""
     return [RETAINED, *(way for way in ways_to_empty(program, gap, mode) if way != KEPT)]
 
 
 def lowest(cost: Costs) -> int:
-    """The first particle of least cost."""
+    """Returns the index of the first particle with the lowest cost."""
     return int(np.lexsort(cost.T[::-1])[0])
 
 
 def statistics(cost: Costs) -> Iteration:
-    """The history entry of a swarm of these costs."""
+    """Returns the history entry of a swarm with these costs."""
     times = cost[cost[:, 1] < NEVER, 1]
     if not len(times):
         return Iteration(math.nan, math.nan, math.nan, 0)

@@ -1,12 +1,13 @@
-"""HOME's own Policy Evaluator (IEEE TC 2022, section 3.4, Algorithm 2), for many particles at once.
+"""HOME's policy evaluator (IEEE TC 2022, section 3.4, Algorithm 2), vectorized over particles.
 
-The stages of a forward and a backward pass are the program's kernels. A swapped feature map is offloaded asynchronously
-after its last forward use; a stage that lacks memory waits for the front of the list of swap-outs (lines 3 to 10).
-It is prefetched one stage before its use, and the stage waits for the rest (Fig. 4). Choices where the text is silent:
+The stages of a forward and a backward pass are the program's kernels. A swapped feature map is offloaded
+asynchronously after its last forward use; a stage that lacks memory waits for the head of the swap-out list (lines 3
+to 10). The feature map is prefetched one stage before its use, and the stage waits for the rest (Fig. 4). Choices not
+specified in the paper:
 
-1. A recomputation takes the kernels that make the feature map, and for each recomputed input that is absent, its own
-   recomputation. Tensors restored on the way are not kept.
-2. A particle that lacks memory with an empty list is an error (line 5): it gets the bytes that it lacks, at most.
+1. A recomputation takes the kernels that produce the feature map, and for each recomputed input that is absent, that
+   input's own recomputation. Tensors restored on the way are not kept.
+2. A particle that lacks memory with an empty list is an error (line 5): its cost is the largest deficit in bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class StageModel:
             self.chain_reads.append([g for g in sorted(read) if gaps[g].before > gap.before])
 
     def evaluate(self, x: Placements) -> NDArray[np.int64]:
-        """Returns (particles, 2): bytes that a particle lacks at most, and its iteration time in ns."""
+        """Returns (particles, 2): maximum deficit in bytes, and iteration time in ns."""
         swapped, recomputed = x == SWAPPED, x == RECOMPUTED
         chains = self._chains(recomputed)
         particles = len(x)
@@ -64,7 +65,7 @@ class StageModel:
             for f in self.closes[k]:
                 arrives = np.maximum(h2d_free, previous) + self.in_ns[f]
                 h2d_free = np.where(swapped[:, f], arrives, h2d_free)
-                pending = swapped[:, f] & (ends[:, f] < np.iinfo(np.int64).max)  # its copy out is not waited for yet
+                pending = swapped[:, f] & (ends[:, f] < np.iinfo(np.int64).max)  # its swap-out is still pending
                 absent += np.where(pending, self.nbytes[f], 0)
                 ends[pending, f] = np.iinfo(np.int64).max
                 absent -= np.where(swapped[:, f] | recomputed[:, f], self.nbytes[f], 0)
@@ -91,7 +92,7 @@ class StageModel:
         return np.stack([lacks, now], axis=1)
 
     def _chains(self, recomputed: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Recomputation time in ns of each feature map, (particles, feature maps)."""
+        """Returns the recomputation time in ns of each feature map, (particles, feature maps)."""
         chains = np.where(recomputed, self.chain_ns, 0)
         for f in sorted(range(len(self.gaps)), key=lambda f: -self.gaps[f].before):
             if self.chain_reads[f]:

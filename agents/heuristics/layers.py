@@ -1,4 +1,4 @@
-"""Feature maps, for the methods that plan by layers: what the forward pass leaves for the backward pass.
+"""Feature maps, for layer-based methods: tensors that the forward pass leaves for the backward pass.
 
 A feature map is a non-persistent tensor that the forward pass writes and a later phase uses again. Its layer is
 the kernel that writes it first.
@@ -13,7 +13,7 @@ from simulator.program import Gap, Program
 
 
 class FeatureMap(NamedTuple):
-    """One tensor that waits for a later phase."""
+    """Tensor that the forward pass retains for a later phase."""
 
     tensor: int
     layer: int  # kernel that writes it first
@@ -21,7 +21,7 @@ class FeatureMap(NamedTuple):
 
 
 def feature_maps(program: Program, min_bytes: int = MIB) -> list[FeatureMap]:
-    """The feature maps of at least ``min_bytes`` that wait for at least one kernel, in the order of their layers."""
+    """Returns the feature maps of at least ``min_bytes`` that are idle for at least one kernel, in layer order."""
     phases = [k.phase for k in program.kernels]
     found = []
     for t, tensor in enumerate(program.tensors):

@@ -1,12 +1,12 @@
 """Memonger: "Training Deep Nets with Sublinear Memory Cost" (Chen, Xu, Zhang, Guestrin; arXiv 1604.06174, 2016).
 
-The forward pass is cut into stages. What leaves a stage is kept; the other feature maps are dropped and recomputed, a
-stage at a time, when the backward pass reaches them (Algorithm 1; the mirror count m(v) of Algorithm 2 is 0 for a layer
-whose results are kept, else 1). Algorithm 3 places the cuts for a budget B: it walks the layers, adds up their results,
-and ends a stage at the first candidate where the sum exceeds B. It returns x, the bytes kept between stages, and y, the
-bytes of the largest stage. B = sqrt(x y) balances the two, which gives 2 sqrt(n) feature maps for n equal layers, and a
-grid around it finds the plan. Written without the text of the paper. Read on in ``Memonger.choose``. Choices and
-deviations: README.md, by their numbers.
+The forward pass is cut into stages. Outputs of stages are kept; other feature maps are dropped and recomputed stage by
+stage in the backward pass (Algorithm 1; the mirror count m(v) of Algorithm 2 is 0 for a layer whose results are kept,
+else 1). Algorithm 3 places the cuts for a budget B: it accumulates the bytes of layer results and ends a stage at the
+first candidate where the sum exceeds B. It returns x, the bytes kept between stages, and y, the bytes of the largest
+stage. B = sqrt(x y) balances the two (2 sqrt(n) feature maps for n equal layers); a grid search around it finds the
+plan. Implemented without access to the paper's text. Entry point: ``Memonger.choose``. Numbered choices and
+deviations: README.md.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from simulator.program import Program
 
 @dataclass(eq=False)
 class Memonger(RowsPlanner):
-    """Sublinear-memory checkpointing, its budget tuned to the limit.
+    """Sublinear-memory checkpointing with its budget tuned to the limit.
 
     Args:
-        trials: steps of the grid over the budget.
+        trials: number of budgets in the grid.
     """
 
     facts = PlannerInfo(
@@ -43,7 +43,7 @@ class Memonger(RowsPlanner):
 
     @no_collections()
     def choose(self, engine: Engine) -> Rows:
-        """The fastest of the plans of the grid that fit the limit; raises Infeasible when none does."""
+        """Returns the fastest plan of the grid that fits the limit; raises Infeasible if none does."""
         program = engine.program
         stages = Stages(program, self.min_bytes)
         budget = 0
@@ -52,7 +52,7 @@ class Memonger(RowsPlanner):
             budget = math.isqrt(x * y)
         grid = (round(math.sqrt(2) * budget * i / self.trials) for i in range(self.trials + 1))
         plans = {tuple(dropped): dropped for _, _, dropped in map(stages.divide, grid)}
-        if program.peak_bytes <= engine.limit:  # what runs again can need more memory than nothing dropped
+        if program.peak_bytes <= engine.limit:  # recomputation can need more memory than the empty plan
             plans[()] = []
         scored = [(engine.score(rows), rows) for rows in map(recomputations, plans.values())]
         best, rows = min(scored, key=lambda s: (not s[0].feasible, s[0].iteration_ns))
@@ -72,16 +72,16 @@ class Stages:
         for m in self._maps:
             self._results.setdefault(m.layer, []).append(m.tensor)
         self._splits = {s.kernel: s for s in splits(program, min_bytes)}
-        self._layers = [  # the kernels to look at, and the bytes of their results
+        self._layers = [  # the kernels considered, and the bytes of their results
             (v, sum(self._nbytes[t] for t in self._results.get(v, ())))
             for v in sorted(self._results.keys() | self._splits.keys())
         ]
 
     def divide(self, budget: int) -> tuple[int, int, list[FeatureMap]]:
-        """The stages for a budget of that many bytes.
+        """Returns the stages for a budget in bytes.
 
         Returns:
-            x, the bytes kept between the stages; y, the bytes of the largest stage; the feature maps that are dropped.
+            x, the bytes kept between stages; y, the bytes of the largest stage; the dropped feature maps.
         """
         x = y = temp = 0
         kept: set[int] = set()
@@ -97,15 +97,18 @@ class Stages:
 
 
 class Split(NamedTuple):
-    """A kernel after which the forward pass can be cut in two."""
+    """Kernel after which the forward pass can be cut in two."""
 
-    kernel: int  # the last before the cut
-    crossing: frozenset[int]  # tensors written up to it and used by forward kernels after it
+    kernel: int  # last kernel before the cut
+    crossing: frozenset[int]  # tensors written up to the cut and used by later forward kernels
 
 
 def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
-    """Where at most one tensor of ``min_bytes`` crosses, and all that cross reach the backward pass unchanged. Of
-    kernels in a row with the same tensors crossing, the first."""
+    """Returns the candidate cuts of the forward pass.
+
+    At a cut, at most one tensor of ``min_bytes`` crosses, and all crossing tensors reach the backward pass unchanged.
+    Of consecutive kernels with the same crossing tensors only the first is returned.
+    """
     forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
     begins: dict[int, list[int]] = {}
     until: dict[int, int] = {}  # last use in the forward pass
@@ -128,10 +131,10 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
 
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:
-    """The feature maps that kernels of the program can recompute."""
+    """Returns the feature maps that kernels of the program can recompute."""
     return [m for m in maps if can_recompute(program, m.tensor, m.gap.before)]
 
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
-    """int64[n, 6]: rows that drop the feature maps and recompute each once, when it is first needed."""
+    """Returns int64[n, 6], rows that drop the feature maps and recompute each once, at its first use."""
     return rows_for((m.gap for m in dropped), KEPT)

@@ -1,13 +1,12 @@
-"""What PyTorch users reach for today (torch 2.13): segment checkpointing, save_on_cpu, the compiler's memory budget.
+"""Methods built into PyTorch (torch 2.13): segment checkpointing, save_on_cpu, and the compiler's memory budget.
 
-**Checkpoint**, torch.utils.checkpoint.checkpoint_sequential: a list of layers is cut into segments of equal numbers of
-layers. The last runs plainly; of the others only the input is kept, and their forward pass runs again when the backward
-pass reaches them. **OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): every saved tensor is copied to
-the host in the forward pass and back when a backward kernel unpacks it, both on the compute stream.
+**Checkpoint**, torch.utils.checkpoint.checkpoint_sequential: cuts a list of layers into segments of equal numbers of
+layers. The last one executes normally; the others keep only their input and are recomputed in the backward pass.
+**OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): copies every saved tensor to the host in the forward
+pass, and back when a backward kernel unpacks it, both on the compute stream.
 **ActivationBudget**, torch.compile with torch._functorch.config.activation_memory_budget, the fraction of saved bytes
-that may be saved: kernels are banned from running again, and a minimum cut saves the fewest bytes from which the rest
-follows. A saved tensor is a feature map (layers.py); those below ``min_bytes`` are left alone. Choices and deviations:
-README.md, by their numbers.
+that may be saved: kernels are banned from recomputation, and a minimum cut saves the fewest bytes. A saved tensor is a
+feature map (layers.py); those smaller than ``min_bytes`` are ignored. Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from simulator.residency import reruns
 
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
-UNITS = 10_000  # of the knapsack
+UNITS = 10_000  # capacity steps of the knapsack
 
 
 @dataclass(eq=False)
 class Checkpoint(RowsPlanner):
-    """torch.utils.checkpoint.checkpoint_sequential.
+    """Segment checkpointing by torch.utils.checkpoint.checkpoint_sequential.
 
     Args:
         segments: sqrt or all.
@@ -51,11 +50,11 @@ class Checkpoint(RowsPlanner):
     segments: str = one_of(("sqrt", "all"), "sqrt")
 
     def choose(self, engine: Engine) -> Rows:
-        """The one plan it has, whether or not that fits the limit."""
+        """Returns its only plan, whether or not it fits the limit."""
         return recomputations(self.dropped(engine.program))
 
     def dropped(self, program: Program) -> list[FeatureMap]:
-        """The feature maps that are not kept."""
+        """Returns the feature maps that are not kept."""
         ends = layer_ends(program, self.min_bytes)
         layers = len(ends) + 1
         segments = math.isqrt(layers) if self.segments == "sqrt" else layers
@@ -67,7 +66,7 @@ class Checkpoint(RowsPlanner):
 
 
 def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
-    """Where each layer but the last ends (choice 1)."""
+    """Returns the end of each layer but the last (choice 1)."""
     forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
     heads = [k for k in forward if program.kernels[k].kind in COMPUTE_INTENSIVE]
     heads = heads or sorted({m.layer for m in feature_maps(program, min_bytes)})
@@ -82,7 +81,7 @@ def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
 
 
 class OffloadAll(RowsPlanner):
-    """torch.autograd.graph.save_on_cpu."""
+    """Offloading of all saved tensors by torch.autograd.graph.save_on_cpu."""
 
     facts = PlannerInfo(
         "offload_all", "save_on_cpu", "torch.autograd.graph.save_on_cpu", family="swap: other heuristics", slot=5,
@@ -90,13 +89,13 @@ class OffloadAll(RowsPlanner):
     )  # fmt: skip
 
     def choose(self, engine: Engine) -> Rows:
-        """The one plan it has, whether or not that fits the limit and the host."""
+        """Returns its only plan, whether or not it fits the limit and the host."""
         program, rows = engine.program, []
         for tensor, _, gap in feature_maps(program, self.min_bytes):
             rows.append((SYNC_SWAP, *gap, gap.before - 1, -1))
             later = [k for k in program.accesses[tensor] if k >= gap.before]
             if program.writes[tensor][-1] > gap.before:
-                continue  # no longer the tensor that was saved
+                continue  # overwritten, so not the saved tensor any more
             for after, before in zip(later, later[1:], strict=False):
                 if before - after > 1 and program.kernels[before].outputs:
                     rows.append((SYNC_SWAP, tensor, after, before, before - 1, -1))
@@ -105,11 +104,11 @@ class OffloadAll(RowsPlanner):
 
 @dataclass(eq=False)
 class ActivationBudget(RowsPlanner):
-    """torch.compile's activation_memory_budget, tuned to the limit.
+    """Activation memory budget of torch.compile, tuned to the limit.
 
     Args:
-        runtime: flops (PyTorch's default) or profile: how the knapsack estimates the time of a kernel.
-        steps: number of budgets tried, less one.
+        runtime: flops (PyTorch's default) or profile: how the knapsack estimates kernel times.
+        steps: number of budgets tried, minus one.
     """
 
     facts = PlannerInfo(
@@ -121,7 +120,7 @@ class ActivationBudget(RowsPlanner):
     steps: int = at_least(1, 100)
 
     def choose(self, engine: Engine) -> Rows:
-        """The recomputations of the largest budget that fits the limit; raises Infeasible when none does."""
+        """Returns the recomputations of the largest budget that fits the limit; raises Infeasible if none does."""
         partitioner = Partitioner(engine.program, self.runtime, self.min_bytes)
         needs = set()
         last = None
@@ -138,7 +137,7 @@ class ActivationBudget(RowsPlanner):
 
 
 class Partitioner:
-    """Which feature maps a budget saves, for one program."""
+    """Min-cut partitioner: selects the feature maps that a budget saves."""
 
     def __init__(self, program: Program, runtime: str = "flops", min_bytes: int = MIB) -> None:
         maps = feature_maps(program, min_bytes)
@@ -161,7 +160,7 @@ class Partitioner:
         self._taken = knapsack(self._weights, values)
 
     def dropped(self, budget: float) -> list[FeatureMap]:
-        """The feature maps that are recomputed under ``budget``, a fraction of their bytes from 0 to 1."""
+        """Returns the feature maps recomputed under ``budget``, a fraction of their bytes from 0 to 1."""
         if budget == 1:
             return []
         if budget == 0:
@@ -178,12 +177,12 @@ class Partitioner:
         return self._cut(saved)
 
     def _cut(self, banned: set[int]) -> list[FeatureMap]:
-        """The minimum cut (choice 9): the feature maps that can be recomputed without the banned kernels."""
+        """Returns the feature maps that can be recomputed without the banned kernels (minimum cut, choice 9)."""
         return [m for m, needs in zip(self._maps, self._needs, strict=True) if not needs & banned]
 
 
 def knapsack(weights: list[int], values: list[int]) -> NDArray[np.bool_]:
-    """The 0/1 knapsack by dynamic programming, for every capacity from 0 to ``UNITS``.
+    """Solves the 0/1 knapsack by dynamic programming, for every capacity from 0 to ``UNITS``.
 
     Returns:
         bool[items, UNITS + 1]: whether the best choice among items 0 … i for capacity c takes item i.

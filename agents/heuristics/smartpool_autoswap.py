@@ -1,9 +1,9 @@
-"""SmartPool+AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), the combined mode.
+"""SmartPool+AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), combined mode.
 
-AutoSwap plans first; SmartPool then gives addresses to the mallocs and frees of the plan, those of its swaps included
-(section V, last paragraph; section VI-C). What must fit is the *footprint*, the highest address in use: the limit is
-one of memory as a driver sees it. The packing is no part of the plan: simulator/pool/__init__.py shows how it follows
-from it. Read on in ``SmartPoolAutoSwap.plan``. Choices and deviations: README.md, by their numbers.
+AutoSwap plans first; SmartPool then assigns addresses to the mallocs and frees of the plan, including those of its
+swaps (section V, last paragraph; section VI-C). The *footprint*, the highest address in use, must fit, because the
+limit is on memory as a driver counts it. The packing is not part of the plan: simulator/pool/__init__.py shows how to
+derive it. Entry point: ``SmartPoolAutoSwap.plan``. Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from simulator.program import Gap, Program
 
 
 class _Run(NamedTuple):
-    """Swaps under the load limit of an engine."""
+    """Swaps executed under the load limit of an engine."""
 
     iteration_ns: int
     peak_bytes: int
@@ -38,14 +38,15 @@ class _Run(NamedTuple):
 
 @dataclass(eq=False)
 class SmartPoolAutoSwap(RowsPlanner):
-    """AutoSwap under the load limit that makes SmartPool's footprint fit.
+    """AutoSwap under a load limit at which SmartPool's footprint fits.
 
     Args:
         score: doa, aoa, wdoa or swdoa (autoswap.py); or all of them.
-        pool: the packer, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
-        seconds: time for each packing, where ``pool`` is one that searches.
-        align: round blocks up to the machine's alignment, as addresses on a GPU are.
-        steps: load limits to try, evenly spaced from the limit down to half of it or the least that swaps reach.
+        pool: an offline packer (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
+        seconds: time budget per packing, if ``pool`` is a search.
+        align: round blocks up to the machine's alignment, as GPU addresses require.
+        steps: number of load limits tried, evenly spaced from the limit down to half of it or the minimum that swaps
+            reach.
     """
 
     facts = PlannerInfo(
@@ -63,12 +64,15 @@ class SmartPoolAutoSwap(RowsPlanner):
     def __post_init__(self) -> None:
         super().__post_init__()
         if allocator(self.pool).online:
-            raise ValueError(f"pool: {self.pool} sees one malloc after another; it has to know the whole iteration")
+            raise ValueError(f"pool: expected an offline packer, got {self.pool!r}, which is online")
         self.autoswaps = [AutoSwap(score) for score in (SCORES if self.score == "all" else (self.score,))]
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none of those
-        tried does."""
+        """Returns a plan whose footprint fits ``limit`` when executed under ``Plan.limit``.
+
+        Raises:
+            Infeasible: no plan tried has such a footprint.
+        """
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         lowest = min(limit, max(candidates.least, limit // 2))
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
@@ -78,8 +82,10 @@ class SmartPoolAutoSwap(RowsPlanner):
         raise infeasible(self, program, limit, None, self.simulator_calls)
 
     def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
-        """The inverse: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose overhead is
-        at most that. There are ``2 * steps`` load limits, from the peak to the least that swaps reach."""
+        """Returns, for each maximum overhead (at least 0), the plan of the smallest footprint: the inverse problem.
+
+        Tries ``2 * steps`` load limits, from the peak to the minimum that swaps reach.
+        """
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
         runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))
@@ -88,7 +94,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         for overhead in overheads:
             best, footprint = 0, NEVER
             for i, run in enumerate(runs):
-                if run.peak_bytes >= footprint:  # and so is every footprint from here on
+                if run.peak_bytes >= footprint:  # as are all footprints of lower load limits
                     break
                 if run.iteration_ns <= program.ideal_ns * (1 + overhead):
                     if i not in footprints:
@@ -101,7 +107,7 @@ class SmartPoolAutoSwap(RowsPlanner):
     def _runs(
         self, candidates: Candidates, program: Program, machine: Machine, highest: int, lowest: int, steps: int
     ) -> list[_Run]:
-        """Every selection for one of the load limits, run under every load limit that it fits."""
+        """Yields every selection for one of the load limits, executed under every load limit that it fits."""
         loads = np.unique(np.linspace(highest, lowest, steps, dtype=np.int64))[::-1].tolist()
         engines = [Engine(program, machine, load) for load in loads]
         selections: dict[frozenset[int], NDArray[np.int64]] = {}
@@ -114,18 +120,18 @@ class SmartPoolAutoSwap(RowsPlanner):
             rows = just_in_time(program, machine, candidates.rows[chosen])
             for engine in engines:
                 score = engine.score(rows)
-                if score.feasible:  # the same time and peak as under a higher load limit: the same run
+                if score.feasible:  # same time and peak as under a higher load limit: identical run
                     run = _Run(score.iteration_ns, score.peak_bytes, engine, rows)
                     found.setdefault((i, score.iteration_ns, score.peak_bytes), run)
         self.simulator_calls = sum(engine.calls for engine in engines)
         return list(found.values())
 
     def _footprint(self, run: _Run, program: Program, machine: Machine) -> int:
-        """Memory that the run consumes: the footprint of its repeated iteration, or its peak if that is higher."""
+        """Returns the memory a run consumes: the footprint of its repeated iteration, or its peak if higher."""
         plan = Plan(decisions_of(run.rows))
         lives = timeline_lifetimes(run.engine.timeline(plan))
         packing = pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1]
-        return max(packing.footprint, run.peak_bytes)  # in the first iteration, tensors swapped over the boundary stay
+        return max(packing.footprint, run.peak_bytes)  # the first iteration may have more
 
     def _finish(self, run: _Run) -> Plan:
         calls = self.simulator_calls
@@ -135,8 +141,10 @@ class SmartPoolAutoSwap(RowsPlanner):
 
 
 def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:
-    """Section IV-E: the swaps ``rows`` (int64[m, 6]), each pinned so that it is back just before its access, and
-    one at a time; times are those with unlimited memory."""
+    """Returns the swaps ``rows`` (int64[m, 6]), each pinned to return just before its access (section IV-E).
+
+    Swap-ins are one at a time; times assume unlimited memory.
+    """
     n, lap = len(program.kernels), program.ideal_ns
     ends = [t + i * lap for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations
     gaps = [Gap(*row[TENSOR : BEFORE + 1]) for row in rows.tolist()]

@@ -1,11 +1,11 @@
 """SuperNeurons: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018).
 
-Outputs of CONV layers go to the host (section 3.3.1), but only where a Tensor Cache in LRU order finds memory short
-(section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k dropped outputs,
-speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric k (k + 1) / 2 and keeps
-nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer allows it. Liveness analysis
-(section 3.2) is what a Program is; the dynamic choice of convolution algorithms (section 3.5) is workspace.py. Read on
-in ``SuperNeurons.choose``. Choices and deviations: README.md, by their numbers.
+Outputs of CONV layers are offloaded to the host (section 3.3.1), but only if a Tensor Cache in LRU order runs out of
+memory (section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k dropped
+outputs, speed-centric recomputation executes k kernels and keeps their results, memory-centric k (k + 1) / 2 and keeps
+nothing; cost-aware (the paper's) is speed-centric if the peak of a single layer allows it. Liveness analysis (section
+3.2) is implicit in Program; dynamic choice of convolution algorithms (section 3.5) is workspace.py. Entry point:
+``SuperNeurons.choose``. Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class SuperNeurons(RowsPlanner):
     """SuperNeurons' rules as a plan.
 
     Args:
-        mode: swap (section 3.3 alone), recompute (section 3.4 alone) or joint.
+        mode: swap (section 3.3 only), recompute (section 3.4 only) or joint.
         recompute: cost, speed or memory, the strategy of section 3.4.
-        always: drop every cheap output, not only under pressure (choice 3).
+        always: drop every cheap output, not only under memory pressure (choice 3).
         early: leave every prefetch to the simulator (choice 5).
-        joins: outputs of joins go to the host, too (choice 1).
-        cache: "lru": outputs are offloaded when memory is short (section 3.3.2); "off": always (section 3.3.1).
-        workspace: plan with the least workspaces, then give kernels the fastest algorithms that fit (section 3.5).
+        joins: also offload outputs of joins (choice 1).
+        cache: "lru": offload outputs when memory is short (section 3.3.2); "off": always (section 3.3.1).
+        workspace: plan with minimal workspaces, then give kernels the fastest algorithms that fit (section 3.5).
     """
 
     facts = PlannerInfo(
@@ -62,7 +62,7 @@ class SuperNeurons(RowsPlanner):
     workspace: bool = False
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan that the rules give; raises Infeasible when they do not reach ``limit``."""
+        """Returns the plan of the rules; raises Infeasible if they do not reach ``limit``."""
         if not self.workspace:
             return super().plan(program, machine, limit)
         tensors_only = replace(self, workspace=False)
@@ -72,7 +72,7 @@ class SuperNeurons(RowsPlanner):
             self.simulator_calls = tensors_only.simulator_calls
 
     def choose(self, engine: Engine) -> Rows:
-        """What leaves by the rules, with the algorithms that the kernels have."""
+        """Applies the rules with the kernels' current algorithms."""
         program, limit = engine.program, engine.limit
         ways = leaving(program, self.mode, self.min_bytes, self.joins)
         regardless = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
@@ -86,7 +86,7 @@ class SuperNeurons(RowsPlanner):
     def _segments(
         self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
     ) -> tuple[Rows, int]:
-        """Section 3.4: chooses the strategy of every segment; rows of the decisions, and the bytes that they need."""
+        """Chooses the strategy of every segment (section 3.4); returns rows and required bytes."""
         segment = segments(program)
         rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
@@ -110,7 +110,7 @@ class SuperNeurons(RowsPlanner):
 
 
 def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
-    """Gaps in which an output may leave, and how: SWAPPED for CONV (and joins), RECOMPUTED for the cheap layers."""
+    """Returns the gaps in which an output may be evicted: SWAPPED for CONV (and joins), RECOMPUTED for cheap layers."""
     ways = {}
     for gap in program.gaps(min_bytes):
         if program.tensors[gap.tensor].persistent:
@@ -127,13 +127,14 @@ def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: 
 
 
 def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
-    """Section 3.3.2: the gaps that LRU empties to keep the planned residency within ``limit`` bytes, where it can.
+    """Returns the gaps that LRU empties to keep the planned residency within ``limit`` if possible (section 3.3.2).
 
     Args:
+        limit: bytes.
         first: gaps of ``ways`` that are emptied in any case.
     """
     emptied = list(first)
-    away, back = 0, [0] * (len(program.kernels) + 1)  # bytes that come and go, by the kernel
+    away, back = 0, [0] * (len(program.kernels) + 1)  # bytes allocated and freed per kernel
     for gap in first:
         back[gap.after + 1] -= program.tensors[gap.tensor].nbytes
         back[gap.before] += program.tensors[gap.tensor].nbytes
@@ -150,20 +151,22 @@ def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: S
 
 
 def segments(program: Program) -> list[int]:
-    """Per tensor: how many checkpoints come before the layer that writes it (-1: nobody does)."""
+    """Returns, per tensor, the number of checkpoints before the layer that writes it (-1: never written)."""
     checkpoints = [k for k, kernel in enumerate(program.kernels) if kernel.kind in CHECKPOINTS]
     return [bisect_right(checkpoints, writers[0]) if writers else -1 for writers in program.writes]
 
 
 def layer_bytes(program: Program, k: int) -> int:
-    """l_i: bytes of the tensors that kernel ``k`` touches, and its workspace."""
+    """Returns l_i: bytes of the tensors that kernel ``k`` accesses, and its workspace."""
     kernel = program.kernels[k]
     return kernel.workspace + sum(program.tensors[t].nbytes for t in kernel.accesses)
 
 
 def segment_bytes(program: Program, dropped: Sequence[Gap]) -> int:
-    """Bytes that one segment needs when it keeps what it recomputes: its dropped outputs, together with the tensors
-    of one kernel that it serves, the one where this sum is largest."""
+    """Returns the bytes of one segment that keeps its recomputed outputs.
+
+    These are its dropped outputs plus the tensors of one kernel that it serves, the one with the largest sum.
+    """
     outputs = {g.tensor for g in dropped}
     return sum(program.tensors[t].nbytes for t in outputs) + max(
         layer_bytes(program, k)
@@ -173,7 +176,7 @@ def segment_bytes(program: Program, dropped: Sequence[Gap]) -> int:
 
 
 def prefetch(program: Program, gap: Gap) -> int:
-    """Section 3.3.1: the kernel at whose end the swap-in for ``gap`` is issued; -1 for simulator rule 5."""
+    """Returns the kernel after which the swap-in of ``gap`` is issued (section 3.3.1); -1: simulator rule 5."""
     if program.kernels[gap.before].phase == "backward":
         for k in range(gap.before - 1, gap.after, -1):
             if program.kernels[k].kind == "conv" and program.kernels[k].phase == "backward":

@@ -1,11 +1,11 @@
 """Tensor Cache of SuperNeurons at run time (PPoPP 2018, section 3.3.2, Algorithm 2).
 
 ``TensorCache`` is Algorithm 2: an LRU list with locks, ``insert`` (LRU.in), ``evict`` (LRU.out) and ``check``. ``run``
-executes a program with it: tensors are evicted when memory is short, and fetched when a kernel misses them. Deviations:
+executes a program with it: tensors are evicted when memory is short, and fetched on a miss. Deviations:
 
 1. The list holds the outputs that section 3.3.1 offloads (CONV layers). Others are live from first write to last use.
 2. An eviction without a valid host copy delays the kernel until its transfer ends, since the kernel needs the memory.
-3. A backward CONV layer prefetches what the next one needs (section 3.3.1) only if it fits without an eviction.
+3. A backward CONV layer prefetches the inputs of the next one (section 3.3.1) only if they fit without an eviction.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class TensorCache:
 
 @dataclass(frozen=True)
 class CacheRun:
-    """One iteration with a Tensor Cache.
+    """Result of one iteration with a Tensor Cache.
 
     Attributes:
-        iteration_ns: duration, with all waits for transfers.
+        iteration_ns: duration, including all waits for transfers.
         hits, misses: uses of offloadable tensors found in memory, and fetched from the host.
         offloaded_bytes, fetched_bytes: bytes over the link in each direction.
-        peak_bytes: most bytes in use.
+        peak_bytes: peak memory in use.
     """
 
     iteration_ns: int
@@ -76,7 +76,7 @@ class CacheRun:
 
 
 def offloadable(program: Program, min_bytes: int = MIB) -> frozenset[int]:
-    """Non-persistent tensors of at least ``min_bytes`` that a forward convolution writes first."""
+    """Returns the non-persistent tensors of at least ``min_bytes`` that a forward convolution writes first."""
     kernels = program.kernels
     return frozenset(
         t
@@ -87,10 +87,10 @@ def offloadable(program: Program, min_bytes: int = MIB) -> frozenset[int]:
 
 
 def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) -> CacheRun:
-    """Runs one iteration within ``limit`` bytes with a Tensor Cache and no plan.
+    """Executes one iteration within ``limit`` bytes with a Tensor Cache and no plan.
 
-    Transfers of one direction follow each other; the two directions and the kernels overlap. Every iteration takes this
-    long, since no persistent tensor is offloaded.
+    Transfers of one direction are serialized; the two directions and the kernels overlap. All iterations take the same
+    time, since no persistent tensor is offloaded.
 
     Raises:
         Infeasible: a kernel does not fit with everything offloadable evicted.
@@ -99,7 +99,7 @@ def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) ->
 
 
 class _Run:
-    """State of the run: bytes in use, what is where, and when the streams are free."""
+    """State of the run: bytes in use, residency of tensors, and when the streams become free."""
 
     def __init__(self, program: Program, machine: Machine, limit: int, cached: frozenset[int]) -> None:
         self.program, self.machine, self.limit, self.cached = program, machine, limit, cached
@@ -107,8 +107,8 @@ class _Run:
         self.nbytes = [tensor.nbytes for tensor in program.tensors]
         self.used = self.peak = sum(tensor.nbytes for tensor in program.tensors if tensor.persistent)
         self.resident = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
-        self.valid: set[int] = set()  # tensors whose copy on the host is current
-        self.arrives: dict[int, int] = {}  # when a prefetched tensor is in memory
+        self.valid: set[int] = set()  # tensors with a valid host copy
+        self.arrives: dict[int, int] = {}  # time at which a prefetched tensor arrives
         self.now = self.d2h_free = self.h2d_free = self.offloaded = self.fetched = 0
         self.last_use = [uses[-1] if uses else -1 for uses in program.accesses]
         convolutions = [
@@ -137,7 +137,7 @@ class _Run:
         return CacheRun(self.now, cache.hits, cache.misses, self.offloaded, self.fetched, self.peak)
 
     def _make_room(self, nbytes: int, k: int) -> None:
-        """Evicts until ``nbytes`` are free; the clock waits for transfers that free them."""
+        """Evicts tensors until ``nbytes`` are free; the clock waits for the transfers."""
         while self.used + nbytes > self.limit:
             victim = self.cache.evict()
             if victim is None:
@@ -166,7 +166,7 @@ class _Run:
             self.cache.insert(tensor)
 
     def _prefetch(self, k: int) -> None:
-        """Fetches what the next backward CONV layer needs, if it fits beside the running kernel."""
+        """Fetches the inputs of the next backward CONV layer if they fit next to the running kernel."""
         for t in self.program.kernels[self.next_conv[k]].accesses if k in self.next_conv else ():
             absent = t in self.valid and t not in self.resident
             if absent and self.used + self.program.kernels[k].workspace + self.nbytes[t] <= self.limit:

@@ -1,11 +1,11 @@
 """TFLMS: "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (Le, Imai, Negishi, Kawachiya; 2018).
 
 The graph is rewritten: an edge from a forward to a backward operation becomes a swap-out and a swap-in, for the first
-``n_tensors`` tensors from the input on. A control dependency triggers the swap-in: an operation at least
-``lower_bound`` (the paper's lb) operations before the consumer, so that they overlap the transfer. Both numbers are the
-user's to tune. Written without the text of the paper, from the abstract and the documented options of the module
-(n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Read on in ``TFLMS.choose``. Choices and deviations:
-README.md, by their numbers.
+``n_tensors`` tensors from the input on. A control dependency triggers the swap-in from an operation at least
+``lower_bound`` (the paper's lb) operations before the consumer, so that these overlap the transfer. The user tunes
+both numbers. Implemented without access to the paper's text, from the abstract and the documented options of the
+module (n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Entry point: ``TFLMS.choose``. Numbered
+choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from simulator.program import Gap, Program
 
 @dataclass(eq=False)
 class TFLMS(RowsPlanner):
-    """TFLMS with its two numbers tuned to the limit where they are not given.
+    """TFLMS; its two parameters are tuned to the limit unless given.
 
     Args:
-        n_tensors: tensors that are swapped, counted from the input; None: as few as fit.
+        n_tensors: number of swapped tensors, counted from the input; None: as few as fit.
         lower_bound: kernels between the trigger of a swap-in and its consumer; None: the fastest.
     """
 
@@ -42,7 +42,7 @@ class TFLMS(RowsPlanner):
 
     @no_collections()
     def choose(self, engine: Engine) -> Rows:
-        """The rewritten graph; raises Infeasible when the swapped tensors do not make enough room."""
+        """Returns the swaps of the rewritten graph; raises Infeasible if they do not free enough memory."""
         program, limit = engine.program, engine.limit
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         if self.n_tensors is None:
@@ -56,7 +56,7 @@ class TFLMS(RowsPlanner):
 
 
 def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:
-    """int64[n, 6]: swaps of ``gaps``, each swap-in triggered ``lower_bound`` kernels before its consumer (choice 4)."""
+    """Returns int64[n, 6]: swaps of ``gaps``, each triggered ``lower_bound`` kernels before its consumer (choice 4)."""
     turn = next((k for k, kernel in enumerate(program.kernels) if kernel.phase != "forward"), 0)
     rows = rows_for(gaps, SWAPPED)
     after, before = rows[:, AFTER], rows[:, BEFORE]

@@ -1,11 +1,11 @@
 """vDNN: "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design" (MICRO 2016).
 
-Offloads the input feature map X of a layer while that layer's forward pass runs, and does not start the next layer
-before X has left (section III-B, memory offload). In the backward pass, every layer prefetches for the nearest layer
-before it that has something on the host, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The static
-policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), whatever the limit;
-``vdnn_dyn`` tries configurations and keeps one. Written without the text of the paper. Read on in ``VDNN.choose``.
-Choices and deviations: README.md, by their numbers.
+Offloads the input feature map X of a layer during that layer's forward pass, and does not start the next layer before
+the offload completes (section III-B, memory offload). In the backward pass, every layer prefetches for the nearest
+preceding layer with offloaded data, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The static
+policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), regardless of the limit;
+``vdnn_dyn`` tries configurations and keeps one. Implemented without access to the paper's text. Entry point:
+``VDNN.choose``. Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VDNN(RowsPlanner):
 
     Args:
         policy: all, conv or dyn.
-        sync: no layer starts before the offload of the one before it is over.
+        sync: no layer starts before the offload of the previous layer completes.
     """
 
     facts = tuple(
@@ -45,16 +45,16 @@ class VDNN(RowsPlanner):
     sync: bool = True
 
     def choose(self, engine: Engine) -> Rows:
-        """The swaps of the policy, whether or not they fit the limit."""
+        """Returns the swaps of the policy, whether or not they fit the limit."""
         tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
         scores = [engine.score(rows) for rows in tried] if len(tried) > 1 else []
-        # Of equals that fit, what moves least; where none fits, what comes closest.
+        # Ties go to the plan that moves least; if none fits, to the smallest required memory.
         best = min(range(len(scores)), key=lambda i: (
             scores[i].iteration_ns, not scores[i].feasible and scores[i].required_bytes), default=0)  # fmt: skip
         return tried[best]
 
     def rows(self, program: Program, configuration: str) -> Rows:
-        """int64[m, 6]: the swaps of ``configuration`` (none, conv or all)."""
+        """Returns int64[m, 6], the swaps of ``configuration`` (none, conv or all)."""
         gaps = offloads(program, configuration, self.min_bytes)
         kind, pins = SYNC_SWAP if self.sync else SWAP, prefetches(program, gaps)
         rows = [(kind, *gap, pins[gap], max(gap.after - 1, program.accesses[gap.tensor][0])) for gap in gaps]
@@ -62,7 +62,7 @@ class VDNN(RowsPlanner):
 
 
 def offloads(program: Program, configuration: str, min_bytes: int = MIB) -> list[Gap]:
-    """Section III-C: the gaps in which an X is away, each opened by its last consumer in the forward pass."""
+    """Returns the gaps in which an X is offloaded, each opened by its last consumer (section III-C)."""
     if configuration == "none":
         return []
     kernels = program.kernels
@@ -76,9 +76,9 @@ def offloads(program: Program, configuration: str, min_bytes: int = MIB) -> list
 
 
 def prefetches(program: Program, gaps: list[Gap]) -> dict[Gap, int]:
-    """findPrefetchLayer, once for every backward kernel: per gap, the kernel at whose end its swap-in is issued."""
+    """Runs findPrefetchLayer for every backward kernel; returns the kernel that triggers each gap's swap-in."""
     kernels = program.kernels
-    waiting: dict[int, list[Gap]] = {}  # by the kernel that needs them
+    waiting: dict[int, list[Gap]] = {}  # keyed by the kernel that needs them
     for gap in gaps:
         waiting.setdefault(gap.before, []).append(gap)
     pins = {gap: gap.before - 1 for gap in gaps}
@@ -87,7 +87,7 @@ def prefetches(program: Program, gaps: list[Gap]) -> dict[Gap, int]:
             continue
         for layer in range(current + 1, len(kernels)):
             due = waiting.get(layer)
-            if due and all(gap.after < current for gap in due):  # on the host, and not on its way back
+            if due and all(gap.after < current for gap in due):  # on the host with no prefetch issued
                 pins |= dict.fromkeys(waiting.pop(layer), current - 1)
                 break
             if kernels[layer].kind == "conv":

@@ -1,10 +1,11 @@
-"""The dynamic convolution workspace of "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks"
-(PPoPP 2018), section 3.5, for the plans of every planner.
+"""Dynamic convolution workspaces of SuperNeurons (PPoPP 2018, section 3.5), for the plans of every planner.
 
-A kernel with several algorithms (``Kernel.variants``, and its own duration and workspace) may trade bytes for time.
-Section 3.5: tensors come first, since workspaces do not affect what is computed; then at every step the bytes left are
-profiled, algorithms that need more are skipped, and the fastest of the others is taken. Read on in
-``plan_with_variants``. Choices and deviations: README.md, by their numbers.
+A kernel with several algorithms (``Kernel.variants``, and its own duration and workspace) can trade bytes for time.
+Section 3.5: tensors have priority, since workspaces do not affect results; then, at every step, the free bytes are
+profiled, algorithms that need more are skipped, and the fastest of the others is selected. Entry point:
+``plan_with_variants``. Numbered choices and deviations: README.md.
+
+Source: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks".
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Variants = tuple[tuple[int, int], ...]  # as Plan.variants
 
 
 def algorithms(kernel: Kernel) -> list[tuple[int, int, int]]:
-    """(duration_ns, workspace, index) of every algorithm of a kernel, its own (index -1) first."""
+    """Returns (duration_ns, workspace, index) of every algorithm of a kernel, its default (index -1) first."""
     return [(kernel.duration_ns, kernel.workspace, -1), *((d, w, i) for i, (d, w) in enumerate(kernel.variants))]
 
 
 def least_workspaces(program: Program) -> Variants:
-    """Every kernel with its least workspace."""
+    """Returns the variants with the smallest workspace of every kernel."""
     least = {
         k: min(algorithms(kernel), key=lambda a: (a[1], a[0], a[2]))[2] for k, kernel in enumerate(program.kernels)
     }
@@ -40,7 +41,7 @@ def least_workspaces(program: Program) -> Variants:
 
 
 def relaxed(program: Program) -> Program:
-    """Every kernel as fast as its fastest algorithm, in its least workspace: no choice of variants is better."""
+    """Returns the program with each kernel's shortest duration and smallest workspace, which no variants beat."""
     every = [algorithms(kernel) for kernel in program.kernels]
     kernels = (
         replace(kernel, duration_ns=min(d for d, _, _ in a), workspace=min(w for _, w, _ in a))
@@ -52,14 +53,14 @@ def relaxed(program: Program) -> Program:
 def plan_with_variants(
     planner: Planner, program: Program, machine: Machine, limit: int, fill: bool = True, own: bool = True
 ) -> Plan:
-    """A plan of ``planner`` made with the least workspaces, its variants then as fast as memory allows.
+    """Plans with minimal workspaces, then selects variants that are as fast as memory allows.
 
     Args:
-        fill: False: the least workspaces remain.
-        own: also plan with the kernels' own algorithms (choice 8), where workspaces are filled.
+        fill: False: keep the minimal workspaces.
+        own: if workspaces are filled, also plan with the kernels' default algorithms (choice 8).
 
     Raises:
-        Infeasible: the planner has no plan.
+        Infeasible: the planner finds no plan.
     """
     engine = Engine(program, machine, limit)
     least = least_workspaces(program)
@@ -89,19 +90,19 @@ def plan_with_variants(
 def with_fastest_variants(
     program: Program, plan: Plan, machine: Machine, limit: int, engine: Engine | None = None, refine: bool = True
 ) -> Plan:
-    """The plan with algorithms that fit the bytes it leaves under ``limit``.
+    """Returns the plan with algorithms that fit into the bytes it leaves under ``limit``.
 
-    Its iteration is never longer than with the least workspaces, nor than with the plan's own variants where these
-    fit; it needs at most ``limit`` bytes.
+    Its iteration is never longer than with minimal workspaces, nor than with the plan's own variants if these fit. It
+    needs at most ``limit`` bytes.
 
     Args:
-        plan: fits the program; its decisions stay.
-        engine: of the program, machine and limit, to be charged with the simulator calls.
-        refine: choice 5.
+        plan: a plan that fits the program; its decisions are not changed.
+        engine: engine of the program, machine and limit; simulator calls are counted on it.
+        refine: enables choice 5.
 
     Raises:
         PlanError: the plan does not fit the program or the host.
-        Infeasible: it is over the limit with the least workspaces.
+        Infeasible: the plan exceeds the limit even with minimal workspaces.
     """
     plan.check(program)
     engine = engine or Engine(program, machine, limit)
@@ -110,13 +111,13 @@ def with_fastest_variants(
     try:
         engine.timeline(replace(plan, variants=least))
     except OutOfMemory as error:
-        raise Infeasible(f"{plan.planner or 'the plan'}: with the least workspaces, {error}") from None
-    found: dict[Variants, int] = {}  # iteration time in ns of all that fits
+        raise Infeasible(f"{plan.planner or 'the plan'}: with minimal workspaces, {error}") from None
+    found: dict[Variants, int] = {}  # iteration time in ns of the feasible plans
 
     def iteration_ns(variants: Variants) -> int:
         if variants not in found:
             asked = engine.with_variants(variants)
-            found[variants] = asked.score(rows).iteration_ns  # NEVER where infeasible
+            found[variants] = asked.score(rows).iteration_ns  # NEVER if infeasible
             engine.calls += asked.calls
         return found[variants]
 
@@ -134,17 +135,18 @@ def with_fastest_variants(
 
 
 def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
-    """Per kernel, the fewest bytes left under the limit while it runs or runs again in the last iteration.
+    """Returns, per kernel, the minimum free bytes under the limit during its executions in the last iteration.
 
-    Its own workspace counts as in use. For a kernel that takes no time they are 0: nothing is faster.
+    Recomputations are included, and the kernel's own workspace counts as in use. Kernels of zero duration get 0, since
+    no variant is faster.
     """
     begin = timeline.last_start_ns
     times = [time for time, _ in timeline.memory]
     free: dict[int, int] = {}
     for span in timeline.spans:
         if span.stream == "compute" and span.start_ns >= begin:
-            # At one instant (rule 9) a kernel's start is the last change; copies end before its end, and what ends
-            # only frees memory.
+            # At one instant (rule 9) a kernel's start comes last; copies end before it ends, and these events
+            # only free memory.
             first = bisect_right(times, span.start_ns) - 1
             after = bisect_left(times, span.end_ns, first + 1)
             here = timeline.limit - max(used for _, used in timeline.memory[first:after])
@@ -154,7 +156,7 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
 
 
 def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Variants:
-    """Per kernel, the fastest algorithm that fits the bytes left and those of its present workspace."""
+    """Returns, per kernel, the fastest algorithm that fits into the free bytes plus its current workspace."""
     now = dict(chosen)
     out = {}
     for k in _several(program):
@@ -165,7 +167,7 @@ def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Varian
 
 
 def _refine(program: Program, chosen: Variants, iteration_ns: Callable[[Variants], int]) -> Variants:
-    """Choice 5: one pass over the kernels that could be faster, most time to gain first."""
+    """Makes one pass over the kernels that could be faster, largest time gain first (choice 5)."""
     best = {k: algorithms(program.kernels[k])[1 + dict(chosen).get(k, -1)] for k in _several(program)}
     gain = {k: now[0] - min(algorithms(program.kernels[k]))[0] for k, now in best.items()}
     for k in sorted(gain, key=lambda k: (-gain[k], k)):
@@ -184,5 +186,5 @@ def _several(program: Program) -> list[int]:
 
 
 def _variants(index: dict[int, int]) -> Variants:
-    """From the index of every kernel's algorithm, -1 for its own."""
+    """Converts algorithm indices (-1: the default) to variants."""
     return tuple((k, i) for k, i in sorted(index.items()) if i >= 0)

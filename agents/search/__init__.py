@@ -1,1 +1,1 @@
-"""Search over plans: random, annealing, local search, rounding of the floor's program."""
+"""Search over plans: random search, simulated annealing, local search, and rounding of the floor's linear program."""

@@ -1,11 +1,12 @@
 """Simulated annealing over plans.
 
-State: which candidate gaps are emptied, and how. Candidates are all gaps of tensors of at least ``min_bytes``, those
-that do not span the peak and those over the iteration boundary included. Energy: the simulated iteration time over
-the ideal one. The moves are those of simulator/moves/plan_moves.py, with all gaps and ways alike.
+State: which candidate gaps are emptied, and how (swap or recompute). Candidates are all gaps of tensors of at least
+``min_bytes``, including those that do not span the peak and those that cross the iteration boundary. Energy:
+simulated iteration time over the ideal time. Moves: simulator/moves/plan_moves.py, with uniform weights.
 
-The start is the best plan of the heuristics that ``mode`` allows (``start``), or else every gap emptied. Metropolis
-acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal time).
+The search starts from the best plan of the heuristics allowed by ``mode`` (``start``), or else with every gap
+emptied. Metropolis acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal
+time).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 CALLS = 20_000
-LONG = 10.0  # seconds: no heuristic that takes longer is among the starts
+LONG = 10.0  # seconds: heuristics expected to take longer are skipped
 
 
 @dataclass(eq=False)
@@ -54,13 +55,13 @@ class Annealing(RowsPlanner):
     """Simulated annealing.
 
     Args:
-        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, or as many as fit
+        calls: simulator calls, including those of the start and the final check; None: ``CALLS``, or as many as fit
             into ``seconds``.
         mode: swap, recompute or joint.
-        hot: first temperature, as a fraction of the ideal time.
-        cold: last temperature.
-        seconds: of wall-clock time. With them the plan depends on the computer.
-        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
+        hot: initial temperature, as a fraction of the ideal time.
+        cold: final temperature, as a fraction of the ideal time.
+        seconds: wall-clock budget. If set, the plan depends on the speed of the computer.
+        jobs: parallel chains (one per core) if ``seconds`` is set; None: all cores.
     """
 
     facts = PlannerInfo(
@@ -80,12 +81,12 @@ class Annealing(RowsPlanner):
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found; raises Infeasible when none of the starts fits ``limit``."""
+        """Returns the best plan found; raises Infeasible if none of the starts fits ``limit``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
         best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(until))
         if best is None:
-            # Chains take memory, so that recomputing everything does not reach the least.
+            # Recomputation chains need memory, so recomputing everything does not reach the minimum.
             raise self.beyond_reach(engine, required if self.mode == "swap" else None)
         if until is None:
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
@@ -96,11 +97,11 @@ class Annealing(RowsPlanner):
         return self.finish(engine, best)
 
     def _left(self, calls: int) -> int:
-        """Calls that are left after so many; the last one is the final check."""
+        """Returns the remaining calls after ``calls``, with one reserved for the final check."""
         return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
 
     def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, until: float) -> Rows:
-        """The best plan of runs side by side, each on a core."""
+        """Returns the best plan of parallel chains, one per core."""
         jobs = self.jobs or cores()
         program, machine, limit = engine.program, engine.machine, engine.limit
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
@@ -120,7 +121,7 @@ class Annealing(RowsPlanner):
 
 
 def half_way(until: float | None) -> float | None:
-    """Between now and a time of time.monotonic()."""
+    """Returns the midpoint between now and a deadline on time.monotonic()."""
     return None if until is None else (time.monotonic() + until) / 2
 
 
@@ -128,13 +129,16 @@ def start(
     program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int,
     until: float | None = None, longest: float = LONG,
 ) -> tuple[Rows | None, int, int]:  # fmt: skip
-    """Rows, iteration time and required bytes of the best plan of the heuristics, or of every gap emptied where they
-    have none. The rows are None where that does not fit either. All simulator calls are added to ``engine``'s.
+    """Finds the initial plan: the best heuristic plan, or every gap emptied if no heuristic finds one.
+
+    Simulator calls of the heuristics are added to ``engine.calls``.
 
     Args:
-        until: time.monotonic() at which it should be over: heuristics that would take longer are left out, once there
-            is a plan.
-        longest: s that a heuristic may take, about.
+        until: deadline on time.monotonic(): once a plan is found, heuristics expected to finish later are skipped.
+        longest: maximum expected duration of one heuristic, in s.
+
+    Returns:
+        Rows (None if even the fallback does not fit), iteration time in ns, and required bytes.
     """
     gaps, n = len(program.gaps(min_bytes)), len(program.kernels)
     found: list[Rows] = []
@@ -154,8 +158,10 @@ def start(
 
 
 def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Planner]]:
-    """Those whose plans have only what ``mode`` allows; and about how long they take: s for each gap and each kernel,
-    and s for each pair of them."""
+    """Yields the heuristics whose plans are allowed by ``mode``, with estimates of their duration.
+
+    The estimates are seconds per gap and kernel, and seconds per (gap, kernel) pair.
+    """
     if mode != "recompute":
         yield from ((2e-5, 0.0, AutoSwap(score, min_bytes=min_bytes)) for score in SCORES)
     if mode != "swap":
@@ -167,6 +173,6 @@ def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Plann
 
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:
-    """int64[m, 6]: every gap emptied in the first of its ways."""
+    """Returns int64[m, 6]: every gap emptied by its first eviction kind."""
     ways = [ways_of(program, gap, mode) for gap in program.gaps(min_bytes)]
     return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 6)

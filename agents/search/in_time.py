@@ -1,4 +1,4 @@
-"""Searches that keep within their ``seconds`` at every size of program: a quick plan is made first."""
+"""Time budgets for searches on programs of any size: a quick plan is made first."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-LARGE = 5_000  # kernels: what comes before the search of a smaller program takes no time to speak of
-PART, SLACK = 0.95, 0.5  # of the seconds that are left, what a search takes for itself; seconds until it is broken off
+LARGE = 5_000  # kernels: setup of the search is negligible for smaller programs
+PART, SLACK = 0.95, 0.5  # share of the remaining time for the search; grace period in seconds
 
 Search = Callable[[Any, Program, Machine, int], Plan]
 
 
 def in_time(plan: Search) -> Search:
-    """Decorator of the ``plan`` of a planner with ``seconds``: of a program of ``LARGE`` kernels or more it makes
-    a quick plan first, which is returned where the search has none in the time that is left."""
+    """Decorates ``plan`` of a planner with ``seconds`` so that it returns within its time budget.
+
+    For programs of ``LARGE`` kernels or more it makes a quick plan first, and returns it if the search finds none in
+    the remaining time.
+    """
 
     @functools.wraps(plan)
     def run(self: Any, program: Program, machine: Machine, limit: int) -> Plan:
@@ -56,10 +59,13 @@ def in_time(plan: Search) -> Search:
 
 
 def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple[Plan | None, int]:
-    """A plan in the mode of ``planner``, and in its name, by heuristics whose time grows with the program only; None:
-    these have none. And the simulator calls it took."""
+    """Makes a quick plan, under the name and mode of ``planner``, with heuristics of near-linear run time.
+
+    Returns:
+        The plan (None if the heuristics find none) and the simulator calls.
+    """
     calls, plan = 0, None
-    if getattr(planner, "first", None) is not None:  # a plan that is there
+    if getattr(planner, "first", None) is not None:  # an existing plan
         return Plan.of(program, decisions_of(planner.first), planner.name, limit, machine.name), 0
     mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
     heuristics: list[Planner] = [AutoSwap("doa", min_bytes=planner.min_bytes)] if mode != "recompute" else []

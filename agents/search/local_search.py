@@ -1,7 +1,7 @@
-"""Local search over plans, of simulated annealing, LP rounding and the policy's search.
+"""Local search over plans, shared by simulated annealing, LP rounding and policy-guided search.
 
-The moves are those of simulator/moves/. ``walk`` is the compiled loop; ``anneal`` draws the random numbers that decide
-on acceptance, and looks at the clock.
+The moves are those of simulator/moves/. ``walk`` is the compiled loop; ``anneal`` draws the acceptance random numbers
+and checks the clock.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ from simulator.compiled.scoring import score_one
 from simulator.moves.moves import Moves
 from simulator.moves.plan_moves import propose
 
-CLOCK = 8  # calls to the first look at the clock; twice as many to the next while they take less than TICK, or half
-TICK, LATE = 2e-3, 1.0  # seconds; only where CLOCK calls take longer than LATE, fewer of them
-# Entries of the ``state`` of a walk. STEP: the next one. SCORED: plans. NOW_NS, BEST_NS: of the present plan and of the
-# best. ROWS: of the plan that was proposed last, BEST_ROWS: -1 where the best is still the start. CUTOFF_NS: faster
-# plans are accepted. ANSWER_NS: of the plan that was proposed last, where it was asked for; else -1.
+CLOCK = 8  # calls before the first clock check; then doubled if they took less than TICK, else halved
+TICK, LATE = 2e-3, 1.0  # seconds; fewer than CLOCK calls only if those take longer than LATE
+# Entries of ``state``. STEP: next step. SCORED: simulated plans. NOW_NS, BEST_NS: times of the current and best plan.
+# ROWS: rows of the last proposal; BEST_ROWS: rows of the best plan, -1 if it is the start. CUTOFF_NS: proposals below
+# it are accepted. ANSWER_NS: time of the last proposal if the caller supplied it, else -1.
 STEP, SCORED, NOW_NS, BEST_NS, ROWS, BEST_ROWS, CUTOFF_NS, ANSWER_NS, STATE = range(9)
-# Why it came back. ENDS: the best plan is good enough, or no move was found. ASKS: for ANSWER_NS.
+# Reasons for returning. ENDS: the best plan is good enough, or no move was found. ASKS: ANSWER_NS is needed.
 DONE, ENDS, ASKS = range(3)
 
 
 def check_heat(hot: float, cold: float) -> None:
-    """Are these the temperatures of a search? Raises ValueError where they are not."""
+    """Raises ValueError unless 0 < cold <= hot."""
     if not 0 < cold <= hot:
         raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
 
 
 class Cooling(NamedTuple):
-    """hot_ns, fall: the first temperature, and what it falls to, as a part of it; spent: the part of the time that has
-    passed; calls: simulator calls of the whole walk, 0: any."""
+    """Cooling schedule of a walk.
+
+    Attributes:
+        hot_ns: initial temperature.
+        fall: final temperature as a fraction of the initial one.
+        spent: elapsed fraction of the time budget.
+        calls: simulator calls of the whole walk, 0: unlimited.
+    """
 
     hot_ns: float
     fall: float
@@ -50,17 +56,17 @@ class Cooling(NamedTuple):
 def walk(  # type: ignore[no-untyped-def]
     rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns
 ):
-    """Steps of ``anneal``, at most one for each of ``chances``, and none with a plan of ``enough_ns``.
+    """Executes steps of ``anneal``, at most one per entry of ``chances``, until a plan reaches ``enough_ns``.
 
     Args:
         rng to scratch: as for ``propose``.
         engine: ``Engine.direct``.
         chances: float64, uniform in [0, 1).
-        best: the rows of the best plan, where it is not the start.
+        best: output, rows of the best plan unless it is the start.
         state: int64[STATE], see above.
 
     Returns:
-        Why it came back; whether the present plan is now ``new``, and the new one ``now``.
+        The reason for returning, and whether ``now`` and ``new`` are swapped.
     """
     moved, plan = False, scratch.plan
     for i in range(chances.shape[0]):
@@ -74,7 +80,7 @@ def walk(  # type: ignore[no-untyped-def]
                 return ENDS, moved
             done = max(cooling.spent, state[STEP] / cooling.calls) if cooling.calls else cooling.spent
             more = -(cooling.hot_ns * cooling.fall**done) * math.log(1.0 - chances[i])
-            # A slower plan is not accepted, so that it need not be simulated to its end.
+            # Plans slower than the cutoff are rejected, so their simulation can stop there.
             cutoff = min(state[NOW_NS] + math.ceil(more), NEVER) if more < NEVER else NEVER
             state[ROWS], state[CUTOFF_NS] = count, cutoff
             ns = score_one(*engine, plan, count, cutoff)
@@ -98,17 +104,17 @@ def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
     enough_ns: int = 0, until: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
-    """Metropolis acceptance, the temperature falling geometrically from ``hot`` to ``cold``.
+    """Simulated annealing with Metropolis acceptance and geometric cooling from ``hot`` to ``cold``.
 
     Args:
-        start: rows of a plan that fits, and its iteration time.
-        calls: simulator calls; None: as many as there is time for.
+        start: rows of a feasible plan, and its iteration time.
+        calls: simulator calls; None: limited only by time.
         hot, cold: temperatures, as fractions of the ideal time.
         enough_ns: stop at a plan that is at least this fast.
-        until: time.monotonic() at which to stop. The temperature is that of the calls or of the time, the lower one.
+        until: deadline on time.monotonic(). The temperature follows the calls or the time, whichever gives the lower.
 
     Returns:
-        rows and iteration time of the best plan.
+        Rows and iteration time of the best plan.
     """
     ideal, enough = max(engine.program.ideal_ns, 1), max(enough_ns, engine.program.ideal_ns)
     random = np.random.default_rng(seed)

@@ -1,12 +1,12 @@
-"""Rounding the floor: its linear program says what the best plan would look like, local search makes it a plan.
+"""LP rounding: rounds the optimum of the floor's linear program and repairs it by local search.
 
-Three steps, reasons in README.md; read on in ``LPRound.plan``:
+Three steps (reasons in README.md); entry point: ``LPRound.plan``.
 
-1. Solve the linear program of the floor. Few of the fractions in its optimum are neither 0 nor 1.
-2. Round: recompute a gap that it recomputes by more than ``DROP``, swap any other that it empties at all. In a program
-   of more than FEW kernels, fill again what the limit does not need away, the smallest fractions first.
-3. Repair by annealing, gaps and ways picked by their fractions: ``RUNS``, then kicks of the best plan, then cooling.
-   With ``seconds``, a large program's runs are made on all cores, in threads.
+1. Solve the linear program of the floor. Few fractions of its optimum are neither 0 nor 1.
+2. Round: recompute gaps with a recomputed fraction above ``DROP``, swap all others that are emptied at all. For
+   programs of more than FEW kernels, drop decisions that the limit does not need, smallest fractions first.
+3. Repair by annealing with moves weighted by the fractions: ``RUNS``, then kicks of the best plan, then cooling.
+   With ``seconds``, runs of large programs use all cores, in threads.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from simulator.plan import Plan
 from simulator.program import Gap, Program
 
 DROP = 0.3
-RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
+RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: fraction of the ideal time
 KICK = 4000  # simulator calls
 KERNELS, MOST = 10**8, 300_000
-HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
-QUICK = 3.0  # seconds: where the rounded plan does not fit, no heuristic that takes longer, about, is the start
-LINEAR = (0.5, 10.0, 2000)  # the floor: part of the time, seconds with all detail, from so many kernels on
-GUIDES, FEW = 400, 2000  # gaps that the floor decides about in programs of at most FEW kernels: they lead best
-ROUGH = 0.1  # with less detail than this there is no floor
+HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
+QUICK = 3.0  # seconds: maximum duration of a fallback heuristic if the rounded plan does not fit
+LINEAR = (0.5, 10.0, 2000)  # floor: share of the time, seconds at full detail, minimum number of kernels
+GUIDES, FEW = 400, 2000  # maximum gaps of the linear program for up to FEW kernels (tuned)
+ROUGH = 0.1  # below this detail no floor is computed
 
 _Job = tuple[NDArray[np.float64], Rows, int, float]
 
 
 @dataclass(eq=False)
 class LPRound(RowsPlanner):
-    """The floor's program, rounded and repaired.
+    """Rounding and repair of the floor's linear program.
 
     Args:
         calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``, or as many as fit into
             ``seconds``.
         mode: swap, recompute or joint.
-        seconds: of wall-clock time; with few, the floor is rough, or the ideal time. With them the plan depends on
-            the computer.
-        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
+        seconds: wall-clock budget; a small budget gives a coarse floor, or the ideal time. If set, the plan depends on
+            the speed of the computer.
+        jobs: parallel chains (one per core) if ``seconds`` is set; None: all cores.
 
     Attributes:
-        floor: a floor under all plans of the mode, after ``plan``.
-        first: rows of a plan that fits, of which the search knows from when it has explored by itself; or None.
+        floor: lower bound for all plans of the mode, set by ``plan``.
+        first: rows of a feasible plan that joins the search after its own exploration; or None.
     """
 
     facts = PlannerInfo("lp_round", "LP rounding", "", family="search", slot=4, place=230, moves="joint", slow=2)
@@ -82,7 +82,7 @@ class LPRound(RowsPlanner):
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
+        """Returns the best plan found; raises Infeasible if the floor proves infeasibility or no plan was found."""
         until = None if self.seconds is None else time.monotonic() + self.seconds
         self.floor = self._floor(program, machine, limit)
         if not self.floor.feasible:
@@ -112,15 +112,17 @@ class LPRound(RowsPlanner):
             if calls is None and until is None:
                 calls = min(KERNELS // len(program.kernels), MOST)
             if calls is not None:
-                calls = max(calls - 1 - engine.calls, 0)  # the last call is the final check
+                calls = max(calls - 1 - engine.calls, 0)  # one call is reserved for the final check
             search = _Search(self, engine, moves, calls, until, fractions, best, best_ns)
             search.all()
             best, engine.calls = search.best, sum(e.calls for e in search.engines)
         return self.finish(engine, best)
 
     def _floor(self, program: Program, machine: Machine, limit: int) -> Floor:
-        """With as much detail as there is time for: first roughly, and then so that it takes the time that is left, if
-        that grows with the square of the detail."""
+        """Computes the floor with as much detail as the time budget allows.
+
+        A coarse solve comes first; the detail of the second assumes that time grows with its square.
+        """
         gaps = GUIDES if self.mode == "joint" and len(program.kernels) < FEW else None
         if self.seconds is None:
             return floor(program, machine, limit, self.mode, gaps, 1.0, UNPROVEN)
@@ -138,20 +140,20 @@ class LPRound(RowsPlanner):
         return fine if fine.iteration_ns > rough.iteration_ns or not fine.feasible else rough
 
     def _fractions(self, program: Program) -> tuple[list[Gap], NDArray[np.float64], NDArray[np.float64]]:
-        """The gaps of ``program.gaps``, and of each what part the floor swaps and what it recomputes."""
+        """Returns the gaps of ``program.gaps`` with the fractions that the floor swaps and recomputes."""
         at = {gap: i for i, gap in enumerate(self.floor.gaps)}
         gaps = program.gaps(self.min_bytes)
         swapped, recomputed = (
             np.array([part[at[g]] if g in at else 0.0 for g in gaps])
             for part in (self.floor.swapped, self.floor.recomputed)
         )
-        for i in np.flatnonzero(recomputed):  # the floor knows of more ways
+        for i in np.flatnonzero(recomputed):  # the floor covers more eviction kinds
             if RECOMPUTED not in ways_to_empty(program, gaps[i], self.mode):
                 recomputed[i] = 0.0
         return gaps, swapped, recomputed
 
     def _rounded(self, gaps: list[Gap], swapped: NDArray[np.float64], recomputed: NDArray[np.float64]) -> Rows:
-        """Step 2, the smallest fractions first."""
+        """Rounds the fractions (step 2), smallest first."""
         away = swapped + recomputed
         chosen = np.flatnonzero((recomputed > DROP) | ((away > 1e-3) & (self.mode != "recompute")))
         order = chosen[np.argsort(away[chosen], kind="stable")].tolist()
@@ -160,7 +162,7 @@ class LPRound(RowsPlanner):
 
 
 def pruned(program: Program, limit: int, rows: Rows) -> Rows:
-    """The plan of ``rows`` without those that the limit does not need, as far as they come first."""
+    """Returns ``rows`` without decisions that the limit does not need, tried in order."""
     load = np.array(program.live_bytes, np.int64)
     nbytes = [program.tensors[t].nbytes for t in rows[:, TENSOR].tolist()]
     opened = [spans(after, before, len(load)) for after, before in rows[:, [AFTER, BEFORE]].tolist()]
@@ -177,7 +179,7 @@ def pruned(program: Program, limit: int, rows: Rows) -> Rows:
 
 
 def _variants(program: Program, plan: Rows) -> list[Rows]:
-    """A plan, the same with copies issued as soon as they can be, and each with recomputation that keeps."""
+    """Returns variants of a plan: with copies issued as early as possible, and with ``keep`` for recomputations."""
     early = plan.copy()
     for i in np.flatnonzero(plan[:, KIND] == SWAP):
         gap = Gap(*plan[i, [TENSOR, AFTER, BEFORE]].tolist())
@@ -190,10 +192,10 @@ def _variants(program: Program, plan: Rows) -> list[Rows]:
 
 
 class _Search:
-    """The best plan so far, and the moves that found it; an engine and a way to move for each thread.
+    """Search state: the best plan so far and the weights that found it, with an engine and moves per thread.
 
     Attributes:
-        calls: that are left for all runs; None: as many as there is time for, ``until``.
+        calls: remaining calls of all runs; None: limited only by ``until``.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class _Search:
         self.best, self.best_ns, self.enough_ns = best, best_ns, planner.floor.iteration_ns
         self.calls, self.until, self.seed, self.runs = calls, until, planner.seed, 0
         program, machine, limit = engine.program, engine.machine, engine.limit
-        chains = 1 if until is None else planner.jobs or cores()  # counted calls find more in one chain than in several
+        chains = 1 if until is None else planner.jobs or cores()  # with a call budget, one chain is better
         self.moves = [moves, *(moves.fork(planner.seed + chain) for chain in range(1, chains))]
         self.engines = [engine, *(Engine(program, machine, limit) for _ in range(1, chains))]
         at = {(g.tensor, g.before): i for i, g in enumerate(program.gaps(planner.min_bytes))}
@@ -213,7 +215,7 @@ class _Search:
         self.first = planner.first if moves.takes(planner.first) else None
 
     def all(self) -> None:
-        """A third of the calls (or of the time) explores, half of them kicks, the rest cools."""
+        """Spends a third of the calls (or of the time) on exploration, half on kicks and the rest on cooling."""
         chains, begin = len(self.moves), time.monotonic()
         ends = [None if self.until is None else begin + (self.until - begin) * part for part in (1 / 3, 5 / 6, 1.0)]
         explore, kick, cool = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
@@ -238,8 +240,10 @@ class _Search:
             self._wave(pool, jobs, cool and cool // chains, ends[2])
 
     def _wave(self, pool: Executor, jobs: Sequence[_Job], calls: int | None, until: float | None) -> int | None:
-        """Runs of annealing beside each other, each of its own weights, start, its ns, and first temperature; which of
-        them found the best plan, None where none did."""
+        """Executes annealing runs in parallel, each with its weights, start, start time in ns and initial temperature.
+
+        Returns the index of the run that found a new best plan, or None.
+        """
         better = None
         if self.best_ns <= self.enough_ns:
             return better
@@ -258,8 +262,7 @@ class _Search:
         return anneal(moves, self.engines[chain], rows, ns, calls, hot, COLD, seed, self.enough_ns, until)
 
     def _kick(self, chain: int) -> _Job:
-        """From the best plan without one of its recomputed gaps (or else swapped ones), which may not be emptied in
-        that way."""
+        """Perturbs the best plan: restores a recomputed (else swapped) gap and forbids that eviction kind for it."""
         rng = np.random.default_rng([self.seed, self.runs, chain])
         dropped = np.flatnonzero(self.best[:, KIND] == RECOMPUTE)
         if not len(self.best):

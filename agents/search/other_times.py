@@ -1,12 +1,12 @@
-"""What plans cost where kernels take other times than believed.
+"""Robustness of plans to errors in kernel times.
 
-A model of kernel times has an error (simulator.kernel_times), and kernels believed too slow are the costly mistake:
-what was to be hidden by them is not. Two errors, each by itself:
+A model of kernel times has an error (simulator.kernel_times). Overestimated kernel times are the costly case, because
+copies that kernels were expected to hide become visible. Two independent error models:
 
-1. Of a step: all kernels are faster, or slower, alike, by ``step``.
-2. Of kernels: each shape of kernel (operator, FLOPs, bytes) by a factor of its own, log-normal; the step's sum stays.
+1. Step error: all kernels are faster, or slower, by the same factor ``step``.
+2. Kernel error: each kernel shape (operator, FLOPs, bytes) has a log-normal factor; the step's sum is preserved.
 
-An overhead is over the ideal time under the times in question. ``ForFaster`` makes plans for the fast end.
+Overheads are relative to the ideal time under the times in question. ``ForFaster`` plans for the fast end.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from simulator.program import Program
 
 DRAWS = 20
 CALLS = 5_000
-HOT, COLD = 3e-3, 1e-5  # temperatures, of the ideal time
-FASTER = ", for faster kernels"  # of a planner's name
+HOT, COLD = 3e-3, 1e-5  # temperatures, as fractions of the ideal time
+FASTER = ", for faster kernels"  # suffix of the planner's name
 
 
 @dataclass(frozen=True)
 class TimesError:
-    """How far modelled times are off.
+    """Error model of kernel times.
 
     Attributes:
-        kernel: standard deviation of ln(true / believed) of a kernel.
-        step: by how much the sum of a step may be off, of itself; 0: it was measured.
+        kernel: standard deviation of ln(true / predicted) per kernel.
+        step: maximum relative error of the step's sum; 0: the sum was measured.
 
     Raises:
-        ValueError: a number is negative, or ``step`` not below 1.
+        ValueError: a value is negative, or ``step`` is not below 1.
     """
 
     kernel: float
@@ -55,20 +55,19 @@ class TimesError:
 
     @property
     def margin(self) -> float:
-        """By how much kernels beside a copy may be faster, where a plan is made for that: errors of several kernels
-        partly cancel."""
+        """Relative safety margin of kernel times next to copies; errors of several kernels partly cancel."""
         return max(self.step, self.kernel / 2)
 
     def faster(self, program: Program) -> Program:
-        """All kernels as fast as they may be."""
+        """Returns the program with all kernels faster by the step error."""
         return _times(program, 1 / (1 + self.step))
 
     def slower(self, program: Program) -> Program:
-        """All kernels as slow as they may be."""
+        """Returns the program with all kernels slower by the step error."""
         return _times(program, 1 + self.step)
 
     def drawn(self, program: Program, seed: int) -> Program:
-        """Each shape of kernel off by a factor of its own; the sum stays, but for rounding."""
+        """Returns the program with a random factor per kernel shape; the sum is preserved up to rounding."""
         shapes: dict[tuple[str, int, int], int] = {}
         which = np.array([shapes.setdefault((k.name, k.flops, k.bytes), len(shapes)) for k in program.kernels])
         factors = np.exp(np.random.default_rng(seed).normal(0.0, self.kernel, len(shapes)))[which]
@@ -79,12 +78,12 @@ class TimesError:
 
 @dataclass(frozen=True)
 class Spread:
-    """Overheads of a plan; infinite where it cannot run.
+    """Overheads of a plan under different kernel times; infinite if infeasible.
 
     Attributes:
-        said: under the times that are believed.
-        fast, slow: where all kernels are faster or slower, by the error of a step.
-        low, high: 5th and 95th percentile over errors of kernels.
+        said: with the predicted times.
+        fast, slow: with all kernels faster or slower by the step error.
+        low, high: 5th and 95th percentile over kernel errors.
     """
 
     said: float
@@ -95,21 +94,21 @@ class Spread:
 
     @property
     def least(self) -> float:
-        """The smallest overhead of all."""
+        """Smallest overhead of all."""
         return min(self.said, self.fast, self.slow, self.low)
 
     @property
     def most(self) -> float:
-        """The largest overhead of all."""
+        """Largest overhead of all."""
         return max(self.said, self.fast, self.slow, self.high)
 
 
 class OtherTimes:
-    """A program within a limit under the times that it may have; deterministic for a seed.
+    """A program within a limit under perturbed kernel times; deterministic for a seed.
 
     Args:
         limit: bytes.
-        draws: of errors of kernels.
+        draws: number of samples of the kernel error.
     """
 
     def __init__(
@@ -120,8 +119,7 @@ class OtherTimes:
         self._own = Engine(program, machine, limit)
 
     def expected(self, plan: Plan) -> float:
-        """The mean overhead of a plan as said, with all kernels faster and with all slower; where the sum is sure, over
-        errors of kernels.
+        """Returns the mean overhead over predicted, faster and slower times, or over kernel errors if the sum is exact.
 
         Raises:
             PlanError: the plan does not fit the program.
@@ -129,7 +127,7 @@ class OtherTimes:
         return float(np.mean(self._costs(plan, self._alike if self.error.step else self._drawn)))
 
     def spread(self, plan: Plan) -> Spread:
-        """What a plan may cost; raises PlanError where it does not fit the program."""
+        """Returns the overheads of a plan under all perturbations; raises PlanError if it does not fit the program."""
         said, fast, slow = self._costs(plan, self._alike)
         low, high = np.percentile(self._costs(plan, self._drawn), (5, 95), method="nearest")
         return Spread(said, fast, slow, float(low), float(high))
@@ -155,14 +153,14 @@ class OtherTimes:
 
 
 class ForFaster:
-    """Annealing from plans that are there already, under times as short as they may be (``TimesError.margin``).
+    """Annealing from given plans under kernel times reduced by ``TimesError.margin``.
 
     Args:
-        starts: plans for the times that are believed; the best under the fast ones is taken, of those whose decisions
-            annealing may change: swaps and recomputations of tensors of at least ``min_bytes``.
-        calls: simulator calls, one for each start included; None: CALLS, or as many as there are ``seconds`` for.
+        starts: plans for the predicted times; the search starts from the one that is best under the reduced times.
+            Only plans of swaps and recomputations of tensors of at least ``min_bytes`` qualify.
+        calls: simulator calls, including one per start; None: CALLS, or as many as fit into ``seconds``.
         mode: swap, recompute or joint.
-        seconds: of wall-clock time. With them the plan depends on the computer.
+        seconds: wall-clock budget. If set, the plan depends on the speed of the computer.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class ForFaster:
         self.name, self.simulator_calls = f"annealing{FASTER}", 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found, for ``program``; raises Infeasible where no start can be taken."""
+        """Returns the best plan found for ``program``; raises Infeasible if no start qualifies."""
         until = None if self.seconds is None else time.monotonic() + self.seconds
         engine = Engine(_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
@@ -185,13 +183,13 @@ class ForFaster:
         best = min(range(len(found)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls
         if best is None or not scores[best].feasible:
-            raise Infeasible(f"{self.name}: there is no plan of swaps and recomputations to start from")
+            raise Infeasible(f"{self.name}: no start plan fits and consists of swaps and recomputations only")
         left = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
         rows, _ = anneal(moves, engine, found[best], scores[best].iteration_ns, left, HOT, COLD, self.seed, until=until)
         return finish(self, program, machine, limit, engine, rows)
 
 
 def _times(program: Program, factors: float | NDArray[np.float64]) -> Program:
-    """The program with each duration times its factor."""
+    """Returns the program with each duration multiplied by its factor."""
     own = np.array([k.duration_ns for k in program.kernels], np.float64)
     return program.with_durations(np.rint(own * factors).astype(np.int64).tolist())

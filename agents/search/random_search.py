@@ -1,4 +1,4 @@
-"""Random search, the baseline of the searches: the fastest of many random plans of swaps that fit."""
+"""Random search, the baseline: the fastest of many random swap plans that fit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from simulator.compiled.engine import Engine
 
 @dataclass(eq=False)
 class RandomSearch(RowsPlanner):
-    """Each of ``calls - 1`` samples empties gaps in random order until the planned residency fits the limit."""
+    """Random search: each of ``calls - 1`` samples empties gaps in random order until the planned residency fits."""
 
     facts = PlannerInfo("random_search", "random search", "", family="search", slot=1, place=10, moves="swap")
 
     calls: int = at_least(LEAST, 2_000)
 
     def choose(self, engine: Engine) -> Rows:
-        """The best sample; raises Infeasible if all gaps together leave the peak above the limit."""
+        """Returns the best sample; raises Infeasible if emptying all gaps leaves the peak above the limit."""
         program, limit = engine.program, engine.limit
         candidates = self.reachable(engine, program.gaps(self.min_bytes))
         rng = np.random.default_rng(self.seed)

@@ -1,11 +1,11 @@
-"""Local search over what runs again, compiled: its moves, and how much memory and time a set of runs takes.
+"""Compiled local search over recomputation schedules: moves, memory and time of a set of reruns.
 
-A state is a sorted array of **runs**: before * n + kernel, for each kernel that runs again just before another (a
-``Rerun``; n: kernels of the program). What is kept follows from it by one sweep from the last step to the first
-(``_sweep``). Its cost is the duration of its runs plus ``price`` times its excess: the bytes above the limit, summed
-over the steps. A run that writes nothing that is read is taken out. Moves: remove one or two runs (``_drop``); move a
-run, or all of a pass, to another kernel (``_shift``); split the life of a tensor across the worst step or a random one
-(``_split``). While a state is above the limit some more lives are split at its worst step.
+A state is a sorted array of **runs**, before * n + kernel, one for each kernel that is recomputed just before another
+(a ``Rerun``; n: kernels of the program). One backward sweep over the steps (``_sweep``) derives the retained tensors.
+The cost is the duration of the runs plus ``price`` times the excess: bytes above the limit, summed over the steps.
+Runs without a reader are removed. Moves: remove one or two runs (``_drop``); move a run, or all runs of a pass, to
+another kernel (``_shift``); split the lifetime of a tensor at the worst or a random step (``_split``). While a state
+exceeds the limit, further lifetimes are split at its worst step.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from simulator.compiled.jit import jit
 from simulator.moves.plan_moves import uniform
 from simulator.program import Program
 
-REMOVE, SHIFT = 0.35, 0.4  # shares of the moves; the rest split
-TWICE = 0.3  # of the removals take out a second run
-NEAR, AFTER_USE, ALONE = 0.4, 0.4, 0.7  # of the shifts: to a near kernel; else past the use, not before; one run only
+REMOVE, SHIFT = 0.35, 0.4  # probabilities of the moves; the rest are splits
+TWICE = 0.3  # probability that a removal removes a second run
+NEAR, AFTER_USE, ALONE = 0.4, 0.4, 0.7  # shifts: to a near kernel; else past the use, not before; a single run
 STEP = 4.0  # kernels, mean of a near shift
-ANYWHERE, EARLY, CHAIN, LONGEST = 0.3, 0.3, 0.8, 12  # of the splits: a random step; an earlier kernel; one more link
-REPAIRS = 2.0  # mean of the splits that follow a move
-RATE, RANGE = 3e-4, 1e3  # the price rises above the limit and falls below it: per move, and at most
-FREE, BANNED, LOCKED = 0, 1, 2  # what a search may do with the runs of a node
-ROOM = 64  # runs that a move adds at most, beside the members of its nodes
+ANYWHERE, EARLY, CHAIN, LONGEST = 0.3, 0.3, 0.8, 12  # splits: at a random step; at an earlier kernel; one more link
+REPAIRS = 2.0  # mean number of splits after a move
+RATE, RANGE = 3e-4, 1e3  # change of the price per move (up above the limit, down below it), and its range
+FREE, BANNED, LOCKED = 0, 1, 2  # what the search may do with the runs of a node
+ROOM = 64  # maximum runs that a move adds beyond the members of its nodes
 
 # Rows of Tables.kernels, .nodes, .tensors.
-DURATION, WORKSPACE, AGAIN, NODE = range(4)  # AGAIN: the workspace of a run again, with what it writes to no avail
+DURATION, WORKSPACE, AGAIN, NODE = range(4)  # AGAIN: workspace of a recomputation, including unused outputs
 FROM, TO = range(2)
 SIZE, OWNER = range(2)
 
 
 class Tables(NamedTuple):
-    """A program as arrays. A node is a kernel, or all that have to run again together (``nodes_of``).
+    """A program as arrays. A node is a kernel, or kernels that must be recomputed together (``nodes_of``).
 
-    graph, ragged: per kernel the tensors that it uses and does not bear, those that it bears, those that it writes; per
-    node its kernels; per tensor the kernels that use it. Persistent tensors are in none of them.
+    graph (ragged): per kernel, the tensors it uses but does not create, those it creates, and those it writes; per
+    node, its kernels; per tensor, the kernels that use it. Persistent tensors are omitted.
     """
 
     kernels: Ints  # (4, n)
-    nodes: Ints  # (2, nodes): a node may run again for the kernels from FROM to TO
+    nodes: Ints  # (2, nodes): a node can be recomputed before kernels FROM to TO
     tensors: Ints  # (2, tensors): bytes; the node that writes it, or -1
-    worth: NDArray[np.float64]  # (tensors,), how likely its life is split; 0: never
+    worth: NDArray[np.float64]  # (tensors,), weight of splitting its lifetime; 0: never
     graph: Ints
     base: int  # bytes of persistent tensors
-    room: int  # runs that an array has to hold beside those of a state
+    room: int  # extra capacity of run arrays
 
 
 def tables(program: Program, min_bytes: int) -> Tables:
-    """The arrays of a program whose tensors below ``min_bytes`` stay."""
+    """Returns the arrays of a program; tensors smaller than ``min_bytes`` are never evicted."""
     n, tensors, writes = len(program.kernels), program.tensors, program.writes
     nodes = nodes_of(program)
     node = {k: g for g, members in enumerate(nodes) for k in members}
@@ -89,7 +89,7 @@ def tables(program: Program, min_bytes: int) -> Tables:
 
 
 def nodes_of(program: Program) -> list[list[int]]:
-    """The kernels in groups that run again together: the writers of one tensor, and what reads it between them."""
+    """Groups kernels that must be recomputed together: the writers of one tensor, and its readers between them."""
     group = list(range(len(program.kernels)))
 
     def root(k: int) -> int:
@@ -109,9 +109,9 @@ def nodes_of(program: Program) -> list[list[int]]:
 
 
 def again(program: Program, members: list[int]) -> tuple[int, int]:
-    """The first and the last kernel for which the kernels of a node may run again; the first is larger: for none.
+    """Returns the first and last kernel before which a node can be recomputed; first > last if it cannot.
 
-    What they read must be as it was: of a persistent tensor no version comes back.
+    The node's inputs must be unchanged, and earlier versions of persistent tensors cannot be restored.
     """
     last = len(program.kernels) - 1
     for k in members:
@@ -127,17 +127,17 @@ def again(program: Program, members: list[int]) -> tuple[int, int]:
 
 @jit
 def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-untyped-def]
-    """Goes through all steps, the last first, and takes out the runs that write nothing that is read.
+    """Sweeps backward over all steps and removes the runs that write nothing that is read.
 
-    Where only some members of a node are for nothing, they stay in the array, not ``counted``.
+    If only some members of a node are unused, they stay in the array but are not ``counted``.
 
     Args:
         m: runs in use.
         live, stamp, counted: int64[tensors], int64[nodes], bool[len(runs)], overwritten.
 
     Returns:
-        runs in use, ns of those counted, excess in bytes, the step with the most memory (before * (n + 1) + kernel; n:
-        that of the kernel itself).
+        Runs in use, ns of the counted runs, excess in bytes, and the step with the highest memory (before * (n + 1) +
+        kernel, where kernel n stands for the kernel itself).
     """
     kernels, tensors, graph, n = table.kernels, table.tensors, table.graph, table.kernels.shape[1]
     live[:] = 0
@@ -158,7 +158,7 @@ def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-unty
                     runs[w], counted[w] = b * n + k, needed
                     idle = idle or not needed
             if needed:
-                for part in (k, n + 1 + k):  # what it uses, and what it bears
+                for part in (k, n + 1 + k):  # tensors it uses, and tensors it creates
                     for i in range(graph[part], graph[part + 1]):
                         x = graph[i]
                         if live[x] == 0:
@@ -179,7 +179,7 @@ def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-unty
                 break
             k, again = runs[j] % n, True
             j -= 1
-        if idle:  # takes out the nodes of which nothing counts
+        if idle:  # removes nodes without counted runs
             z = top
             for i in range(top - 1, w - 1, -1):
                 if stamp[kernels[NODE, runs[i] % n]] == b:
@@ -192,7 +192,7 @@ def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-unty
 
 
 def counting(table: Tables, runs: Ints) -> Ints:
-    """The runs of a state without those that write nothing that is read."""
+    """Returns the runs of a state without those that write nothing that is read."""
     kept, counted = runs.copy(), np.zeros(len(runs), np.bool_)
     live, stamp = np.zeros(table.tensors.shape[1], np.int64), np.zeros(table.nodes.shape[1], np.int64)
     m, *_ = _sweep(table, 0, kept, len(runs), live, stamp, counted)
@@ -201,8 +201,7 @@ def counting(table: Tables, runs: Ints) -> Ints:
 
 @jit
 def _across(table, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
-    """Fills live: 1 for tensors that stay across step ``stop``, 2 for those that it uses; use: the kernel for which a
-    tensor is used next."""
+    """Fills ``live`` at step ``stop``: 1 for retained tensors, 2 for tensors in use; fills ``use`` with next uses."""
     graph, n = table.graph, table.kernels.shape[1]
     live[:] = 0
     j = m - 1
@@ -225,7 +224,7 @@ def _across(table, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
 
 @jit
 def _insert(table, runs, m, node, b):  # type: ignore[no-untyped-def]
-    """All members of a node run again before kernel b; returns the runs in use."""
+    """Adds runs of all members of a node before kernel b; returns the runs in use."""
     graph, n = table.graph, table.kernels.shape[1]
     for i in range(graph[3 * n + 3 + node], graph[3 * n + 4 + node]):
         key = b * n + graph[i]
@@ -242,7 +241,7 @@ def _insert(table, runs, m, node, b):  # type: ignore[no-untyped-def]
 
 @jit
 def _remove(table, runs, m, node, b):  # type: ignore[no-untyped-def]
-    """No member of a node runs again before kernel b; returns the runs in use."""
+    """Removes the runs of a node before kernel b; returns the runs in use."""
     kernels, n, z = table.kernels, table.kernels.shape[1], 0
     for i in range(m):
         if runs[i] // n != b or kernels[NODE, runs[i] % n] != node:
@@ -253,7 +252,7 @@ def _remove(table, runs, m, node, b):  # type: ignore[no-untyped-def]
 
 @jit
 def _split(rng, table, rules, runs, m, live, before, use, stop):  # type: ignore[no-untyped-def]
-    """Splits the life of a tensor that stays across step ``stop``; returns the runs in use."""
+    """Splits the lifetime of a tensor that is retained across step ``stop``; returns the runs in use."""
     nodes, tensors, worth, n = table.nodes, table.tensors, table.worth, table.kernels.shape[1]
     _across(table, runs, m, live, use, stop)
     x, total = -1, 0.0
@@ -276,7 +275,7 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):  # type: ignore
         before[:] = live
         _across(table, runs, m, live, use, stop)
         x, count = -1, 0
-        for i in range(live.shape[0]):  # what has to stay now
+        for i in range(live.shape[0]):  # tensors that must be retained now
             if live[i] == 1 and before[i] == 0:
                 g = tensors[OWNER, i]
                 count += 1
@@ -288,7 +287,7 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):  # type: ignore
 
 @jit
 def _shift(rng, table, runs, m, old):  # type: ignore[no-untyped-def]
-    """Shifts a run or a pass; returns the runs in use."""
+    """Moves a run or a pass; returns the runs in use."""
     kernels, nodes, graph = table.kernels, table.nodes, table.graph
     n, i = kernels.shape[1], int(uniform(rng) * m)
     k, b = runs[i] % n, runs[i] // n
@@ -328,17 +327,17 @@ def _drop(rng, table, rules, runs, m):  # type: ignore[no-untyped-def]
 
 @jit
 def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):  # type: ignore[no-untyped-def]
-    """Simulated annealing, the temperature (ns) falling geometrically from ``hot`` to ``cold``.
+    """Simulated annealing; the temperature (ns) falls geometrically from ``hot`` to ``cold``.
 
     Args:
         rng: uint64[1], not 0.
         rules: int64[nodes]: FREE, BANNED or LOCKED.
-        runs: int64, the first ``m`` are the start; changed to the last state.
+        runs: int64, the first ``m`` are the start; overwritten with the final state.
         price: ns per byte of excess.
 
     Returns:
-        runs in use of the last state; the runs of the fastest state within the limit, and the ns of those that count
-        (-1: none was found); the price at the end.
+        Runs in use of the final state; the runs of the fastest state within the limit and the ns of its counted runs
+        (-1: none was found); the final price.
     """
     n, most = table.kernels.shape[1], runs.shape[0] - table.room
     live, before, use = np.zeros((3, table.tensors.shape[1]), np.int64)

@@ -1,9 +1,9 @@
-"""Search over which kernels run again, and when: the schedules of Checkmate and MOCCASIN, by annealing and kicks.
+"""Search over recomputation schedules (the plan spaces of Checkmate and MOCCASIN) by annealing and kicks.
 
-The plans are sets of ``Rerun``: any kernel again, any number of times, early where that lets something go, backward
-ones too; a copy lives until its last use before its writer's next run. That is the language of Checkmate (MLSys 2020,
-section 4: R) and of MOCCASIN ("Efficient Tensor Rematerialization for Neural Networks", ICML 2023, section 2: retention
-intervals). Read on in ``RerunSearch.plan``; how it differs from these two: README.md.
+Plans are sets of ``Rerun``: any kernel any number of times, early if that frees memory, including backward kernels; a
+copy lives until its last use before the next run of its writer. This is the plan space of Checkmate (MLSys 2020,
+section 4: R) and of MOCCASIN ("Efficient Tensor Rematerialization for Neural Networks", ICML 2023, section 2:
+retention intervals). Entry point: ``RerunSearch.plan``; differences from these two: README.md.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from simulator.plan import Plan, Rerun
 from simulator.program import Program
 from simulator.residency import recompute_ns
 
-HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
-FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after it
-PATIENCE = 40  # kicks without a better plan, after which the search starts anew
-PART = 1_000  # moves between two looks at the clock
-EXPLORE = (0.1, 1.0)  # added to the fraction of ``relaxed``, in turns
-PRICE = 10.0  # at first, of the ideal time for the excess of the empty plan
-SLACK = 0.01  # a kicked plan is kicked next if its reruns take at most that much longer than the best one's
+HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
+FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after a kick
+PATIENCE = 40  # kicks without improvement before a restart
+PART = 1_000  # moves between clock checks
+EXPLORE = (0.1, 1.0)  # added to the fractions of ``relaxed``, cyclically
+PRICE = 10.0  # initial price, as a fraction of the ideal time for the empty plan's excess
+SLACK = 0.01  # tolerance for accepting a kicked plan, relative to the best plan's rerun time
 
 
 @dataclass(eq=False)
 class RerunSearch(RowsPlanner):
-    """The search.
+    """Annealing and kicks over sets of reruns.
 
     Args:
-        seconds: of wall-clock time. Where they end the search, the plan depends on the speed of the computer.
-        kicks: at most so many.
+        seconds: wall-clock budget. If it ends the search, the plan depends on the speed of the computer.
+        kicks: maximum number of kicks.
     """
 
     facts = PlannerInfo(
@@ -53,7 +53,7 @@ class RerunSearch(RowsPlanner):
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The best plan found; raises Infeasible where there is none, or none was found."""
+        """Returns the best plan found; raises Infeasible if none exists or none was found."""
         until = time.monotonic() + self.seconds
         engine = Engine(program, machine, limit)
         runs: Ints = np.empty(0, np.int64)
@@ -76,12 +76,12 @@ class RerunSearch(RowsPlanner):
 
 
 def rows(runs: Ints, n: int) -> Rows:
-    """int64[len(runs), 6]: the Reruns, of a program with n kernels."""
+    """Returns int64[len(runs), 6], the Rerun rows of a program with n kernels."""
     return rows_of(Rerun(run % n, run // n) for run in runs.tolist())
 
 
 def least_bytes(program: Program, table: Tables) -> int:
-    """What a kernel needs of memory, and what cannot be written again, at the kernel with the most."""
+    """Returns the maximum over kernels of their own memory plus that of tensors that cannot be recomputed."""
     load = table.kernels[WORKSPACE] + table.base
     for x, tensor in enumerate(program.tensors):
         uses, g = program.accesses[x], table.tensors[OWNER, x]
@@ -94,8 +94,10 @@ def least_bytes(program: Program, table: Tables) -> int:
 
 
 def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
-    """float64[tensors]: what part of a tensor is away in one of its gaps in the cheapest way to fit the limit, if to
-    write it again took what it takes with nothing else away, and no memory; 1 where there is no such way."""
+    """Returns float64[tensors], the evicted fraction of each tensor in the cheapest relaxed way to fit the limit.
+
+    The relaxation assumes that recomputation takes its standalone time and no memory; 1 if it has no solution.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import lil_array
 
@@ -119,7 +121,7 @@ def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
 
 
 class _Search:
-    """The plan that is kicked (``now``), and the best so far; ns of its reruns, -1: none fits."""
+    """Search state: the current plan (``now``) and the best so far; ns of its reruns, -1: none fits."""
 
     def __init__(self, program: Program, table: Tables, limit: int, seed: int, until: float) -> None:
         self.n, self.table, self.limit, self.until = len(program.kernels), table, limit, until
@@ -127,8 +129,8 @@ class _Search:
         self.ideal = max(program.ideal_ns, 1)
         self.price = PRICE * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
         self.fraction = relaxed(program, table, limit)
-        self.lock = np.zeros(table.nodes.shape[1])  # per node: how likely it is locked in
-        self.uses: list[list[int]] = [[] for _ in self.lock]  # per node: kernels for which it may run again
+        self.lock = np.zeros(table.nodes.shape[1])  # per node: weight of being locked
+        self.uses: list[list[int]] = [[] for _ in self.lock]  # per node: kernels before which it can be recomputed
         for x, g in enumerate(table.tensors[OWNER]):
             later = [k for k in program.accesses[x] if table.nodes[FROM, g] <= k <= table.nodes[TO, g]]
             if table.worth[x] > 0 and later:
@@ -140,21 +142,21 @@ class _Search:
         self.starts = 0
 
     def first(self, explore: float) -> None:
-        """From the program without reruns."""
+        """Starts from the program without reruns."""
         self.split = self.table.worth * (explore + self.fraction)
         runs, ns, last, price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
         self.price = price
         self._start(runs if ns >= 0 else last, ns)
 
     def _start(self, runs: Ints, ns: int) -> None:
-        """From now on kicks these runs, or the best ones if they are from the first starts."""
+        """Sets the runs to perturb next; before the first restart these are the best runs so far."""
         self.now, self.since_ns, self.dull = runs, ns, 0
         self._take(runs, ns)
         if not self.starts and self.best_ns >= 0:
             self.now, self.since_ns = self.best, self.best_ns
 
     def kick(self) -> None:
-        """A short annealing under a ban or with a lock, then one without; or a new start."""
+        """Anneals briefly with a ban or a lock, then without; or restarts."""
         self.dull += 1
         if self.dull > PATIENCE:
             self.starts += 1
@@ -164,7 +166,7 @@ class _Search:
         node = self.table.kernels[NODE][self.now % self.n]
         lock = self.lock.copy()
         lock[node] = 0.0
-        if len(node) and (self.rng.random() < 0.5 or not lock.any()):  # every ban once before one comes again
+        if len(node) and (self.rng.random() < 0.5 or not lock.any()):  # each ban is used once before any repeats
             self.deck = [g for g in self.deck if g in node] or self.rng.permutation(np.unique(node)).tolist()
             g = self.deck.pop()
             rules[g], start = BANNED, self.now[node != g]
@@ -182,7 +184,7 @@ class _Search:
             self.now = last
 
     def _anneal(self, runs: Ints, moves: int, hot: float, rules: Ints) -> tuple[Ints, int, Ints, float]:
-        """One annealing from ``runs``: the best, its ns, the last state, the last price."""
+        """Anneals once from ``runs``; returns the best runs, their ns, the final state and the final price."""
         table = self.table._replace(worth=self.split)
         state = np.empty(2 * len(runs) + 2 * self.n + table.room, np.int64)
         state[: len(runs)], m = runs, len(runs)
@@ -200,7 +202,7 @@ class _Search:
         return best, best_ns, state[:m].copy(), price
 
     def _take(self, runs: Ints, ns: int) -> None:
-        """Goes on from these runs if they are near the best since the search started anew."""
+        """Accepts runs as the current plan if they are close to the best since the last restart."""
         if ns < 0:
             return
         if self.since_ns < 0 or ns < self.since_ns:

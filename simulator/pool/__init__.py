@@ -1,14 +1,14 @@
-"""Bytes to addresses: the simulator's ledger counts bytes; here the same tensors get offsets.
+"""Address assignment: the simulator's ledger counts bytes; allocators here give the same tensors offsets.
 
-``intervals`` says who holds how many bytes from when to when. An allocator is a module with one function,
-``pack(intervals, …) -> Packing``; ``ALLOCATORS`` names them all and ``run`` runs one. Offline allocators know the whole
-iteration and pack a circle; online ones see one malloc or free after another on a line.
+``intervals`` describes the lifetimes of blocks. An allocator is a module with one function,
+``pack(intervals, …) -> Packing``; ``ALLOCATORS`` lists them and ``run`` executes one. Offline allocators know the
+whole iteration and pack a circle; online allocators process a line of mallocs and frees one by one.
 
     lives = program_lifetimes(program)                       # or timeline_lifetimes(timeline)
     blocks, packing = run("smartpool", lives.intervals, machine.alignment)
     packing.footprint, packing.ratio(blocks), packing.offsets[i]
 
-Reasons, formats and figures: simulator/pool/README.md.
+Rationale, formats and results: simulator/pool/README.md.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
     "timeline_lifetimes",
 ]
 
-ITERATIONS = 3  # that an online allocator sees of a circle: one to grow, two in the steady state
+ITERATIONS = 3  # of a circle for online allocators: one to grow, two in the steady state
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """How to call one of the allocators.
+    """Registry entry of an allocator.
 
     Attributes:
-        module: in this package.
-        online: it sees mallocs and frees one by one, on a line.
-        timed: it takes ``seconds`` and returns the best packing found within them.
-        options: of its ``pack``.
+        module: module in this package.
+        online: processes mallocs and frees one by one, on a line.
+        timed: accepts ``seconds`` and returns the best packing found within them.
+        options: keyword options of its ``pack``.
     """
 
     module: str
@@ -54,7 +54,7 @@ class Allocator:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-# In the order of tables.
+# In table order.
 ALLOCATORS = {
     "cudamalloc": Allocator("online.cudamalloc", online=True),
     "caching": Allocator("online.caching", online=True),
@@ -68,25 +68,25 @@ ALLOCATORS = {
 
 
 def allocator(name: str) -> Allocator:
-    """The allocator of a name; raises ValueError with the names that there are."""
+    """Returns an allocator by name; raises ValueError with the known names."""
     if name not in ALLOCATORS:
-        raise ValueError(f"there is no allocator {name!r}; there are {', '.join(ALLOCATORS)}")
+        raise ValueError(f"unknown allocator {name!r}; expected one of {', '.join(ALLOCATORS)}")
     return ALLOCATORS[name]
 
 
 def run(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> tuple[Intervals, Packing]:
-    """Packs blocks with the allocator of a name.
+    """Packs blocks with a named allocator.
 
     Args:
-        intervals: on a circle or a line. For an online allocator a circle is unrolled over ``ITERATIONS``.
-        alignment: bytes, of an offline allocator; an online one rounds sizes by rules of its own.
-        seconds: for those that search.
+        intervals: blocks on a circle or a line. For an online allocator a circle is unrolled over ``ITERATIONS``.
+        alignment: bytes, for offline allocators; online ones apply their own rounding.
+        seconds: time budget of timed allocators.
 
     Returns:
-        The blocks as they were packed, and their packing.
+        The blocks as packed, and their packing.
 
     Raises:
-        ValueError: an unknown name, or a bad option.
+        ValueError: the name is unknown or an option is invalid.
     """
     how = allocator(name)
     pack = import_module(f"simulator.pool.{how.module}").pack

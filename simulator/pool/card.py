@@ -1,4 +1,4 @@
-"""What a card counts while a step runs: tensors, and what stands beside them. All in bytes."""
+"""Device memory of a step as NVML reports it: tensors plus loop state, workspaces, allocator overhead and context."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class CardPeak:
-    """Bytes of the card, apart; ``nbytes`` is their sum, what NVML shows.
+    """Breakdown of the peak device memory, in bytes; ``nbytes`` is the sum that NVML shows.
 
     Attributes:
         tensors: the program's peak.
-        loop: what the loop keeps and the optimizer takes besides, at the highest; below 0 where a GPU needs less.
-        workspaces: of libraries, at the highest.
-        allocator: what PyTorch reserves above all that is in use at the highest.
-        context: the CUDA context, kernels and handles of libraries.
-        memory_bytes: of the card, that was asked about; None: none was.
-        fits: it can run in that: blocks that are cached and not in use are given back where a malloc fails, as PyTorch
-            does.
+        loop: peak of data held by the training loop and extra optimizer state; negative if the GPU needs less.
+        workspaces: peak of library workspaces.
+        allocator: memory that PyTorch reserves beyond the peak in use.
+        context: CUDA context, kernels and library handles.
+        memory_bytes: device memory to check against; None: not given.
+        fits: whether the step can run in ``memory_bytes``; cached free blocks are released when a malloc fails, as
+            PyTorch does.
     """
 
     tensors: int
@@ -36,40 +36,44 @@ class CardPeak:
 
     @property
     def reserved(self) -> int:
-        """What ``torch.cuda.max_memory_reserved`` shows."""
+        """Bytes that ``torch.cuda.max_memory_reserved`` reports."""
         return self.tensors + self.loop + self.workspaces + self.allocator
 
     @property
     def nbytes(self) -> int:
-        """What NVML shows."""
+        """Bytes that NVML reports."""
         return self.reserved + self.context
 
     @property
     def beside(self) -> int:
-        """All but the tensors."""
+        """Bytes of everything except tensors."""
         return self.nbytes - self.tensors
 
     @property
     def limit(self) -> int:
-        """Of the memory that was asked about what is left for tensors, at least 1. The allocator is taken to need the
-        same part of what is in use under any limit; a step that fits gets its whole peak.
+        """Memory limit for tensors, at least 1 byte, if the device has ``memory_bytes``.
+
+        Assumes that the allocator's overhead is proportional to the bytes in use. A step that fits gets its whole
+        peak.
 
         Raises:
-            ValueError: none was asked about.
+            ValueError: ``memory_bytes`` was not given.
         """
         if self.memory_bytes is None:
-            raise ValueError("memory_bytes: no memory was asked about")
+            raise ValueError("memory_bytes: not given, so the limit is unknown")
         used = self.reserved - self.allocator
         room = (self.memory_bytes - self.context) * used // max(self.reserved, 1) - self.loop - self.workspaces
         return max(room, self.tensors if self.fits else 1)
 
 
 def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
-    """What the card counts while a plan's blocks come and go, and whether PyTorch's allocator serves them all in the
-    memory that was asked about, if any was, where it gives back what it caches; the rest is as without a plan.
+    """Returns the device memory of a planned step, and whether PyTorch's allocator can serve it.
+
+    The allocator releases cached blocks when ``card.memory_bytes`` (if given) is exhausted. Loop, workspaces and
+    context are taken from the unplanned ``card``.
 
     Args:
-        timeline: of two iterations at least.
+        timeline: covers at least two iterations.
     """
     rest = card.context + card.loop + card.workspaces
     blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
@@ -78,7 +82,7 @@ def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
 
 
 def of_program(program: Program, context: int, memory_bytes: int | None) -> CardPeak:
-    """Of a step that is known from a file: only the allocator and the context are modelled."""
+    """Returns the breakdown of a program loaded from a file: only allocator and context are modeled."""
     blocks, _ = program_lifetimes(program).intervals.unrolled(ITERATIONS)
     reserved, _ = caching.serve(blocks)
     fits = None

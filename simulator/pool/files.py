@@ -1,7 +1,7 @@
-"""Buffers from outside, and packings back.
+"""Import of buffers from other tools, and export of packings.
 
-Four kinds of file, told apart by suffix and content: MiniMalloc CSV, a snapshot of PyTorch's allocator, a log of
-operations, program/1. simulator/pool/README.md says what is read of each, and how blocks are named.
+Four file formats, distinguished by suffix and content: MiniMalloc CSV, PyTorch allocator snapshot, operation log, and
+program/1. simulator/pool/README.md describes which parts are read and how blocks are named.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from simulator.pool.intervals import Intervals, Packing, program_lifetimes
 from simulator.pool.trace import KINDS, NoIteration, Stream, StreamError, detect
 from simulator.program import Program
 
-MAX_BYTES = 2**43  # of one block, as in program/1: more is a mistake in units
+MAX_BYTES = 2**43  # maximum size of a block, as in program/1; more indicates wrong units
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """n buffers with their names, each name once."""
+    """n buffers with unique names."""
 
     ids: tuple[str, ...]
     intervals: Intervals
@@ -40,13 +40,13 @@ def load(path: str | Path, iteration: bool | None = None) -> Buffers:
     """Reads the buffers of a file.
 
     Args:
-        iteration: of a snapshot or a log: True takes the iteration that repeats in it, on a circle; False all of it,
-            on a line; None the iteration if one is found, else all. A program is an iteration, and with False it is put
-            on a line. A CSV is on a line.
+        iteration: for a snapshot or a log: True extracts its repeating iteration, on a circle; False returns
+            everything, on a line; None extracts the iteration if one is found, else returns everything. A program is
+            an iteration; False puts it on a line. A CSV is always on a line.
 
     Raises:
-        FormatError: the file cannot be read or is malformed, naming the line or entry; or ``iteration`` is True and
-            nothing repeats.
+        FormatError: the file is unreadable or malformed (the message names the line or entry), or ``iteration`` is
+            True and nothing repeats.
     """
     path = Path(path)
     if path.name.endswith((".json", ".json.gz")):
@@ -69,12 +69,12 @@ def load(path: str | Path, iteration: bool | None = None) -> Buffers:
 
 
 def save_solution(path: str | Path, buffers: Buffers, packing: Packing) -> None:
-    """Writes MiniMalloc's solution format, ``id,lower,upper,size,offset`` with a line for each buffer.
+    """Writes MiniMalloc's solution format: ``id,lower,upper,size,offset``, one line per buffer.
 
-    Of a circle, ``upper`` is beyond the period where a buffer stays into the next iteration.
+    On a circle, ``upper`` exceeds the period if a buffer stays into the next iteration.
 
     Args:
-        packing: of ``buffers.intervals``.
+        packing: packing of ``buffers.intervals``.
     """
     blocks = buffers.intervals
     columns = (blocks.lower.tolist(), blocks.upper.tolist(), blocks.nbytes.tolist(), packing.offsets.tolist())
@@ -133,8 +133,8 @@ def _csv(lines: list[str], iteration: bool | None) -> Buffers:
 
 
 def _integer(text: str, where: str, most: int) -> int:
-    """Of a cell or word: decimal, or hexadecimal after 0x."""
-    # More digits than these are too many for every number here.
+    """Parses a decimal integer, or a hexadecimal one after 0x."""
+    # Every valid number has fewer digits.
     if not re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]{1,20}|[0-9]{1,20})", text):
         raise FormatError(f"{where}: expected an integer, got {text[:40]!r}")
     return _amount(int(text, 16 if "x" in text.lower() else 10), where, most)
@@ -150,7 +150,7 @@ _Lines = list[tuple[str, int, int]]  # kind, block, bytes
 
 
 def _stream(lines: _Lines, where: Callable[[int], str], shown: Callable[[int], str], iteration: bool | None) -> Buffers:
-    """Buffers of operations. ``where`` names the entry of an operation, ``shown`` a block."""
+    """Returns buffers from operations. ``where`` formats the location of an operation, ``shown`` a block."""
     try:
         stream = Stream.of(lines)
     except StreamError as error:
@@ -172,7 +172,7 @@ def _stream(lines: _Lines, where: Callable[[int], str], shown: Callable[[int], s
 
 def _log(text: list[str], iteration: bool | None) -> Buffers:
     lines: _Lines = []
-    numbers = []  # the line of each operation
+    numbers = []  # line of each operation
     for number, line in enumerate(text, 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -191,7 +191,7 @@ def _log(text: list[str], iteration: bool | None) -> Buffers:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes dicts, lists, tuples, sets, numbers, strings, bytes, booleans and None, which need no name looked up."""
+    """Unpickler restricted to dicts, lists, tuples, sets, numbers, strings, bytes, booleans and None."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise FormatError(f"refused to unpickle {module}.{name}: containers, numbers and strings only")
@@ -201,16 +201,16 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _unpickled(raw: bytes) -> Any:
-    """The object in a pickle that names no class or function.
+    """Loads a pickle that names no class or function.
 
-    The unpickler's table of shared objects grows to twice the highest index in the file, whatever the file's size, and
-    an extension code may stand for a class that was looked up before. Neither is found in what a pickler wrote. A tuple
-    in a tuple, as the key of a dict, can take for ever to hash; snapshots have none.
+    Rejects memo indices above their byte position, because the memo table grows to twice the highest index; extension
+    codes, because they may name a cached class; and nested tuples, whose hashing as dict keys can take exponential
+    time. Picklers of snapshots write none of these.
     """
     try:
         _check_tuples(raw)
         for opcode, argument, position in pickletools.genops(raw):
-            # An entry takes a byte at least.
+            # Every entry takes at least one byte.
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > (position or 0):
                 raise FormatError(
                     f"refused to unpickle byte {position}: {argument} shared objects do not come before it"
@@ -220,13 +220,13 @@ def _unpickled(raw: bytes) -> Any:
         return _PlainUnpickler(io.BytesIO(raw)).load()
     except FormatError:
         raise
-    except Exception as error:  # a broken pickle may raise any
+    except Exception as error:  # a broken pickle may raise any exception
         raise FormatError(f"not a pickle ({type(error).__name__}: {error})") from None
 
 
 def _check_tuples(raw: bytes) -> None:
-    """Goes over a pickle's opcodes with a stack that knows of each object whether it is a tuple; raises FormatError."""
-    stack: list[bool | None] = []  # None: a mark
+    """Raises FormatError if a pickle nests tuples, by interpreting its opcodes with a stack of object kinds."""
+    stack: list[bool | None] = []  # None: a MARK opcode
     memo: dict[int, bool] = {}
     for opcode, argument, position in pickletools.genops(raw):
         name, before = opcode.name, opcode.stack_before
@@ -268,7 +268,7 @@ def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:
         if address not in seen and not alloc:
             before[address] = nbytes
         seen.add(address)
-    # Those that stay first, as in a stream that was recorded from the start.
+    # Persistent blocks first, as if recorded from the start.
     stay = {a: n for a, n in _held(data, device) if a not in seen}
     lines: _Lines = [("malloc", address, nbytes) for address, nbytes in (stay | before).items()]
     setup = len(lines)
@@ -277,7 +277,7 @@ def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:
 
 
 def _events(trace: Any, where: str) -> Iterator[tuple[int, bool, int, int]]:
-    """The entry, whether it allocates, address and bytes of each malloc and free."""
+    """Yields entry, whether it allocates, address and bytes of each malloc and free."""
     if not isinstance(trace, list):
         raise FormatError(f"{where}: expected a list, got {type(trace).__name__}")
     for i, entry in enumerate(trace):
@@ -289,7 +289,7 @@ def _events(trace: Any, where: str) -> Iterator[tuple[int, bool, int, int]]:
 
 
 def _held(data: dict[Any, Any], device: int) -> Iterator[tuple[int, int]]:
-    """Address and requested bytes of what the segments of a device hold."""
+    """Yields address and requested bytes of the blocks in a device's segments."""
     for i, segment in enumerate(_item(data, "segments", list, "snapshot")):
         at = f"segments[{i}]"
         blocks = _item(segment, "blocks", list, at)
@@ -303,7 +303,7 @@ def _held(data: dict[Any, Any], device: int) -> Iterator[tuple[int, int]]:
                 requested = _item(block, "requested_size", int, at) if "requested_size" in block else size
                 here = _item(block, "address", int, at) if "address" in block else address
                 yield here, _amount(requested, f"{at}.requested_size", MAX_BYTES)
-            address += size  # older snapshots give the segment's only
+            address += size  # older snapshots store only the segment's address
 
 
 def _item(entry: Any, key: str, kind: type, where: str) -> Any:

@@ -1,15 +1,15 @@
-"""Who holds how many bytes from when to when: the input of every allocator.
+"""Lifetimes of blocks in device memory: the input of every allocator.
 
-Time is logical (the operation index of "Efficient Memory Management for GPU-based Deep Learning Systems", section III):
-it counts mallocs and frees in the order in which they happen. ``Lifetimes.time_ns`` says when each event was.
-Iterations repeat, so time is a circle of ``period`` events. A block is one stay in device memory:
-- a tensor, from the start of the kernel that first writes it (or of its swap-in or recomputation) until its last use
-  ends, it is dropped, or its swap-out completes. A tensor that stays over the iteration boundary is one block that ends
-  in the next iteration; a persistent tensor that is never swapped out fills the circle;
-- a workspace, while its kernel runs, and what a recomputation writes on the way.
+Time is logical (operation index of "Efficient Memory Management for GPU-based Deep Learning Systems", section III): it
+counts mallocs and frees in order; ``Lifetimes.time_ns`` gives the wall time of each event. Iterations repeat, so time
+is a circle of ``period`` events. Blocks are
 
-Whoever runs a packing must make a malloc wait for the frees before it at the same addresses (README.md says why).
+- tensors, from the start of the kernel that first writes (or swaps in or recomputes) them until the end of their last
+  use, their drop, or the end of their swap-out. A tensor that crosses the iteration boundary is one block that ends in
+  the next iteration; a persistent tensor that is never swapped fills the circle;
+- workspaces during their kernel, and intermediate outputs of recomputations.
 """
+# An executor of a packing must make each malloc wait for earlier frees at the same addresses (README.md says why).
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class Intervals:
-    """n blocks, each holding its bytes over the half-open [lower, upper).
+    """n blocks, each holding its bytes over the half-open interval [lower, upper).
 
     Attributes:
         lower: int64[n], 0 <= lower < period.
-        upper: int64[n], lower < upper <= lower + period; beyond ``period`` where the block stays into the next
-            iteration.
+        upper: int64[n], lower < upper <= lower + period; beyond ``period`` if the block stays into the next iteration.
         nbytes: int64[n].
-        period: length of the circle; NEVER where time does not repeat.
+        period: length of the circle; NEVER if time does not repeat.
     """
 
     lower: Ints
@@ -45,7 +44,7 @@ class Intervals:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak load: most bytes held at once, below which no allocator comes (omega of section III-B)."""
+        """Peak load: maximum bytes held at once, a lower bound on every footprint (omega of section III-B)."""
         over = self.upper > self.period
         frees = np.where(over, self.upper - self.period, self.upper)
         times = np.concatenate((frees, self.lower))
@@ -54,17 +53,17 @@ class Intervals:
         return int(self.nbytes[over].sum() + held.max(initial=0))
 
     def rounded(self, alignment: int) -> Intervals:
-        """The same blocks, sizes rounded up to a multiple of ``alignment`` bytes; raises ValueError below 1."""
+        """Returns the same blocks with sizes rounded up to a multiple of ``alignment``; raises ValueError below 1."""
         if alignment < 1:
             raise ValueError(f"alignment: expected at least 1, got {alignment}")
         return Intervals(self.lower, self.upper, -(-self.nbytes // alignment) * alignment, self.period)
 
     def above_always(self) -> tuple[Intervals, Ints, Ints, int]:
-        """What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
+        """Places permanent blocks at the bottom: they meet every other block, so no packing gets worse.
 
         Returns:
-            The m blocks of some bytes that come and go, int64[m], which of ours each is, int64[n] the offsets of what
-            is always held (0 for the others), and the bytes that it takes.
+            The m temporary blocks of nonzero size; int64[m], their indices; int64[n], offsets of the permanent blocks
+            (0 for others); and the bytes of the permanent blocks.
         """
         always = self.upper - self.lower == self.period
         held = np.where(always, self.nbytes, 0)
@@ -73,19 +72,19 @@ class Intervals:
         return others, rest, np.where(always, np.cumsum(held) - held, 0), int(held.sum())
 
     def unrolled(self, iterations: int) -> tuple[Intervals, Ints]:
-        """The blocks of so many iterations on a line, for allocators that do not know that time repeats.
+        """Returns the blocks of several iterations on a line, for allocators that do not know that time repeats.
 
-        What fills the circle is one block. What stays over a boundary is there at the start, too, and the last
-        iteration ends what it still holds.
+        Permanent blocks become one block. Blocks that cross a boundary also exist at the start, and the last iteration
+        ends those it still holds.
 
         Returns:
-            The m blocks by ascending ``lower``, and int64[m], which of ours each one is.
+            The m blocks by ascending ``lower``, and int64[m], the index of each in this object.
 
         Raises:
             ValueError: time does not repeat.
         """
         if self.period == NEVER:
-            raise ValueError("these blocks are on a line; only a circle can be unrolled")
+            raise ValueError("expected blocks on a circle: blocks on a line cannot be unrolled")
         end = iterations * self.period
         always = self.upper - self.lower == self.period
         source = [np.flatnonzero(always)]
@@ -102,14 +101,14 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where an allocator put the blocks of an ``Intervals``, and what that took.
+    """Offsets of the blocks of an ``Intervals``, with the cost of computing them.
 
     Attributes:
         offsets: int64[n], first byte of each block.
         footprint: bytes from 0 to the highest end of a block.
-        proven: no packing has a smaller footprint.
-        steps: entries of a list or a table that all its mallocs and frees look at.
-        driver_mallocs, driver_frees: calls of cudaMalloc and cudaFree.
+        proven: whether the footprint is proven minimal.
+        steps: list or table entries that all mallocs and frees visit.
+        driver_mallocs, driver_frees: numbers of cudaMalloc and cudaFree calls.
     """
 
     offsets: Ints
@@ -120,19 +119,19 @@ class Packing:
     driver_frees: int = 0
 
     def ratio(self, intervals: Intervals) -> float:
-        """Competitive ratio: the footprint over the peak load of the blocks; 1 where there are none."""
+        """Competitive ratio: the footprint over the peak load of the blocks; 1 without blocks."""
         return self.footprint / intervals.peak_bytes if self.footprint else 1.0
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The blocks of one iteration, in the order of their mallocs, and what they are.
+    """Blocks of one iteration in malloc order, with their owners.
 
     Attributes:
-        intervals: of n blocks; those of zero bytes are left out.
+        intervals: n blocks; blocks of zero bytes are omitted.
         owner: int64[n], the tensor, or -1 - k for the workspace of kernel k.
-        block: int64[n], of which block of the schedule (simulator.schedule) each is a stay; of a program: its own.
-        time_ns: int64[period], when each event of the iteration was, from its start.
+        block: int64[n], the schedule's block (simulator.schedule) that each belongs to; for a program, its own index.
+        time_ns: int64[period], time of each event since the start of the iteration.
     """
 
     intervals: Intervals
@@ -141,7 +140,7 @@ class Lifetimes:
     time_ns: Ints
 
     def addresses(self, packing: Packing) -> dict[int, dict[int, int]]:
-        """The table that an executor looks up (SmartPool, section V): event -> owner -> offset, for every malloc."""
+        """Returns an executor's address table (SmartPool, section V): event -> owner -> offset, for every malloc."""
         table: dict[int, dict[int, int]] = {}
         for event, who, offset in zip(self.intervals.lower, self.owner, packing.offsets, strict=True):
             table.setdefault(int(event), {})[int(who)] = int(offset)
@@ -149,7 +148,7 @@ class Lifetimes:
 
 
 def program_lifetimes(program: Program) -> Lifetimes:
-    """The blocks of a program with unlimited memory; event k is the start of kernel k."""
+    """Returns the blocks of a program with unlimited memory; event k is the start of kernel k."""
     n = len(program.kernels)
     blocks = []
     for t, tensor in enumerate(program.tensors):
@@ -164,21 +163,21 @@ def program_lifetimes(program: Program) -> Lifetimes:
 
 
 def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
-    """The blocks of the last iteration of a timeline, taken to repeat.
+    """Returns the blocks of the last iteration of a timeline, assumed to repeat.
 
-    What one instant takes, or gives back, is one event.
+    Mallocs at the same instant are one event, as are frees.
 
     Raises:
-        ValueError: the timeline has one iteration only.
+        ValueError: the timeline has only one iteration.
     """
     if len(timeline.boundaries) < 2:
-        raise ValueError("timeline: expected at least two iterations; the first has nothing under way at its start")
+        raise ValueError("timeline: expected at least two iterations, because the first is not in the steady state")
     times: list[int] = []
     begin, before = 0, (-1, False)
-    since: dict[int, int] = {}  # block in memory -> the event that took it
+    since: dict[int, int] = {}  # block in memory -> event of its malloc
     owner: dict[int, int] = {}
     nbytes: dict[int, int] = {}
-    left: list[tuple[int, int, int]] = []  # block, from, to, of those given back in the last iteration
+    left: list[tuple[int, int, int]] = []  # (block, from, to) of blocks freed in the last iteration
     for i, event in enumerate(timeline.events):
         if i == timeline.events_until[-2]:
             begin, before = len(times), (-1, False)
@@ -192,12 +191,12 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
             del since[event.block]
         else:
             left.append((event.block, since.pop(event.block), at))
-    if len(times) == begin:  # nothing comes or goes
+    if len(times) == begin:  # no mallocs or frees
         times.append(timeline.last_start_ns)
     period = len(times) - begin
     blocks = []
     for block, lower, upper in left:
-        if lower < begin and block in since:  # it stays over the boundary: one block with what is there at the end
+        if lower < begin and block in since:  # crosses the boundary: merged with the block present at the end
             lower, upper = since.pop(block), upper + period
         blocks.append((max(lower - begin, 0), upper - begin, nbytes[block], owner[block], block))
     blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block], block) for block, lower in since.items()]
@@ -205,7 +204,7 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
 
 
 def _lifetimes(blocks: list[tuple[int, int, int, int, int]], period: int, times: Sequence[int]) -> Lifetimes:
-    """From (lower, upper, bytes, owner, index) per block."""
+    """Builds Lifetimes from (lower, upper, bytes, owner, index) per block."""
     table = np.array(sorted(b for b in blocks if b[2]), np.int64).reshape(-1, 5)
     lower, upper, nbytes, owner, index = np.ascontiguousarray(table.T)
     return Lifetimes(Intervals(lower, upper, nbytes, period), owner, index, np.array(times, np.int64))

@@ -1,9 +1,10 @@
-"""The smallest footprint, proven where possible: the heuristics of ``portfolio``, then an exact search.
+"""Minimum footprint, proven where possible: the heuristics of ``portfolio``, then an exact search.
 
-After Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023):
-branch and bound over canonical packings (every block rests on the bottom or on another block); the load of each
-section of time must fit above its floor; parts of time that no block joins are separate problems. The search itself is
-``skyline``. Differences: simulator/pool/README.md.
+Branch and bound over canonical packings (every block rests on the bottom or on another block). The load of each
+section of time must fit above its lowest free height, and time ranges that share no block are separate problems. The
+search itself is ``skyline``. Differences from the source: simulator/pool/README.md.
+
+Source: Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023).
 """
 
 from __future__ import annotations
@@ -24,22 +25,21 @@ from simulator.pool.portfolio import sections
 from simulator.pool.skyline import BUDGET, DOES_NOT_FIT, FAILED, FITS, GAVE_UP, NODES, State
 
 MAX_BLOCKS = 2000
-RUN = 100  # least nodes of the shortest run, which has half as many as blocks
-MIXES = np.array([(1, 0), (0, 1), (1, 1), (0.5, 1), (1, 0.5)])  # exponents of duration and size in the order to try
+RUN = 100  # minimum nodes of the shortest run, otherwise half the number of blocks
+MIXES = np.array([(1, 0), (0, 1), (1, 1), (0.5, 1), (1, 0.5)])  # exponents of duration and size in the search order
 NOISE = (0.0, 0.2, 0.5)
 
 
 def pack(
     intervals: Intervals, alignment: int = 1, seconds: float = 5.0, seed: int = 0, workers: int | None = None
 ) -> Packing:
-    """The best packing found within so many seconds; ``Packing.proven`` where no smaller footprint exists.
+    """Returns the best packing found within the time budget; ``Packing.proven`` if it is optimal.
 
     Args:
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
-        seconds: wall time for heuristics and search together, compilation not counted. Nothing is spent once the
-            footprint is proven.
-        seed: of the orders to try. With more than one worker, or where time runs out, the packing may differ from run
-            to run.
+        seconds: wall-clock budget of heuristics and search, without compilation. The search stops once the footprint
+            is proven.
+        seed: seed of the search orders. With several workers, or on a timeout, results may differ between runs.
         workers: threads; None: one per core.
 
     Raises:
@@ -56,8 +56,8 @@ def pack(
     search = _Search(others, seed, workers)
     unit = math.gcd(*others.nbytes.tolist())
 
-    low, high = blocks.peak_bytes - base, best.footprint - base  # the footprint of the rest is from low to high
-    packing, aim = best, 0.0  # how far from low to high the capacity lies
+    low, high = blocks.peak_bytes - base, best.footprint - base  # bounds on the footprint of the temporary blocks
+    packing, aim = best, 0.0  # position of the capacity between low and high
     while low < high and (left := deadline - time.monotonic()) > 0:
         capacity = low + int(aim * (high - low)) // unit * unit
         answer, found = search.fits(capacity, min(left, seconds / 10 if aim else max(left / 2, seconds / 10)))
@@ -74,13 +74,13 @@ def pack(
 
 @functools.cache
 def _compile() -> None:
-    """Before the clock starts."""
+    """Compiles the search before the clock starts."""
     portfolio.pack(portfolio.HARD, work=1)
     _Search(portfolio.HARD, seed=0, workers=1).fits(portfolio.HARD.peak_bytes, seconds=1)
 
 
 class _Search:
-    """Runs ``skyline.fits`` again and again on one set of blocks, of which none is held always, in a few threads."""
+    """Repeated, restarted runs of ``skyline.fits`` on one set of temporary blocks, in several threads."""
 
     def __init__(self, blocks: Intervals, seed: int, workers: int | None):
         first, count, n_sections = sections(blocks)
@@ -92,10 +92,10 @@ class _Search:
         self.capacity = 0
 
     def fits(self, capacity: int, seconds: float) -> tuple[int, Ints]:
-        """FITS and the offsets, DOES_NOT_FIT, or GAVE_UP after so many seconds."""
+        """Returns FITS and the offsets, DOES_NOT_FIT, or GAVE_UP after the time budget."""
         for x in self.states:
             skyline.undo(x, 0, 0)
-            if capacity > self.capacity:  # what does not fit under one capacity does not under a smaller one
+            if capacity > self.capacity:  # infeasible under one capacity implies infeasible under a smaller one
                 x.failed[:] = x.counters[FAILED] = 0
         self.capacity, self.stop[0] = capacity, 0
         until = time.monotonic() + seconds
@@ -104,12 +104,12 @@ class _Search:
             try:
                 found = {answer.result(): x.offsets for answer, x in zip(answers, self.states, strict=True)}
             finally:
-                self.stop[0] = 1  # whatever happens here, the threads end
+                self.stop[0] = 1  # the threads end even after an exception
         answer = next(kind for kind in (FITS, DOES_NOT_FIT, GAVE_UP) if kind in found)
         return answer, found[answer]
 
     def _runs(self, x: State, rng: np.random.Generator, until: float) -> int:
-        """The runs of one thread, until one has the answer."""
+        """Executes the runs of one thread until any thread has the answer."""
         for run in itertools.count(1):
             if self.stop[0] or time.monotonic() > until:
                 break
@@ -125,6 +125,6 @@ class _Search:
 
 
 def luby(i: int) -> int:
-    """1, 1, 2, 1, 1, 2, 4, …: lengths of runs that are within a logarithm of the best for any search."""
+    """Returns the Luby sequence 1, 1, 2, 1, 1, 2, 4, …: restart lengths within a logarithmic factor of the optimum."""
     k = i.bit_length()
     return 1 << (k - 1) if i == (1 << k) - 1 else luby(i - (1 << (k - 1)) + 1)

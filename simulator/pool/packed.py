@@ -1,4 +1,4 @@
-"""Whether a plan fits once its blocks have addresses: a step takes the footprint of their packing, not their sum."""
+"""Feasibility of a plan with addresses: a step needs the footprint of its packed blocks, not the sum of their bytes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from simulator.pool.intervals import Intervals, Packing, timeline_lifetimes
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
-SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)  # of a limit, that are planned for in turn
-WORK = 10**8  # of a search for a packing: half a second for a thousand blocks
+SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)  # fractions of the limit, tried in turn
+WORK = 10**8  # budget of a packing search
 Found = TypeVar("Found")
 
 
 class DoesNotPack(RuntimeError):
-    """Blocks at addresses of their own need more than a limit.
+    """The packed blocks exceed the limit.
 
     Attributes:
-        packed_bytes: the smallest footprint that was found.
+        packed_bytes: the smallest footprint found.
     """
 
     def __init__(self, packed_bytes: int, limit: int) -> None:
-        super().__init__(f"with addresses it takes {packed_bytes:,} bytes at least, the limit is {limit:,}")
+        super().__init__(f"the packed blocks take at least {packed_bytes:,} bytes; the limit is {limit:,}")
         self.packed_bytes = packed_bytes
 
 
 def pack_within(intervals: Intervals, limit: int, alignment: int = 1) -> Packing:
-    """Packs blocks with SmartPool, and searches for a better packing if that exceeds the limit.
+    """Packs blocks with SmartPool, and searches for a better packing if its footprint exceeds the limit.
 
     Args:
         limit: bytes.
@@ -42,12 +42,13 @@ def pack_within(intervals: Intervals, limit: int, alignment: int = 1) -> Packing
 
 
 def packed_bytes(timeline: Timeline, limit: int, alignment: int = 1) -> int:
-    """Bytes of a steady iteration of a plan once every block has an address: persistent tensors, all that comes and
-    goes, and workspaces. The plan fits if this is at most the limit.
+    """Returns the footprint of a steady iteration: persistent and temporary tensors, and workspaces.
+
+    The plan fits if the footprint is at most the limit.
 
     Args:
-        timeline: of two iterations at least.
-        limit: bytes; a packing within it is not improved.
+        timeline: covers at least two iterations.
+        limit: bytes; a packing within it is not improved further.
         alignment: bytes, of every address (``Machine.alignment``).
     """
     return pack_within(timeline_lifetimes(timeline).intervals, limit, alignment).footprint
@@ -59,18 +60,19 @@ def first_that_packs(
     alignment: int = 1,
     stops: tuple[type[Exception], ...] = (OutOfMemory,),
 ) -> tuple[Found, int]:
-    """Tries ever smaller parts of a limit (``SHARES``) until the packing of what is found fits into all of it.
+    """Plans for decreasing fractions of a limit (``SHARES``) until the packed plan fits into the full limit.
 
     Args:
         limit: bytes.
-        attempt: from bytes to a plan (say) for them, and its timeline there; raises ``stops`` if there is none.
+        attempt: maps a limit in bytes to a result (such as a plan) and its timeline; raises ``stops`` if it finds
+            none.
 
     Returns:
-        What was found, and its packed bytes.
+        The result and its packed bytes.
 
     Raises:
-        DoesNotPack: no packing of what was found fits.
-        stops: nothing was found for the whole limit.
+        DoesNotPack: no result fits once packed.
+        stops: ``attempt`` finds nothing for the full limit.
     """
     least: int | None = None
     for share in SHARES:

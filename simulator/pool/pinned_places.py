@@ -1,4 +1,4 @@
-"""Places in host memory for the copies of an iteration: a place belongs to a tensor only while its copy is needed."""
+"""Offsets in pinned host memory for the copies of an iteration; a slot is reserved only while its copy is needed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from simulator.pool import Intervals, run
 
 
 class Held:
-    """When the host holds each tensor, on the circle of an iteration, and where.
+    """Host memory of each tensor on the circle of an iteration: lifetimes and offsets.
 
-    A tensor has one place. It is held from the start of a copy until the last way back from that copy is over; where
-    several copies are made of it, between them, too, but for the longest time; where none is made, for good.
+    A tensor has one slot. It is held from the start of a swap-out until the last swap-in from that copy ends. With
+    several swap-outs it is also held between them, except for the longest gap; without any it is held permanently.
 
     Args:
-        copies: tensor -> when copies to the host start, 0 <= time < period.
-        returns: tensor -> when ways back are over, 0 <= time < period, all of these times different.
-        nbytes: of all tensors.
+        copies: tensor -> start times of its swap-outs, 0 <= time < period.
+        returns: tensor -> end times of its swap-ins, 0 <= time < period, distinct from all start times.
+        nbytes: bytes of all tensors.
 
     Attributes:
-        tensors: those held, by ascending ``intervals.lower``.
-        offsets: tensor -> its place, of those with bytes.
-        footprint: bytes of all places.
+        tensors: tensors with a slot, by ascending ``intervals.lower``.
+        offsets: tensor -> offset, for tensors of nonzero size.
+        footprint: bytes of all slots.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Held:
         self.footprint = packing.footprint
 
     def neighbours(self, t: int) -> list[int]:
-        """The other tensors with bytes in the same place."""
+        """Returns the other nonempty tensors whose slots overlap."""
         size = dict(zip(self.tensors, self.intervals.nbytes.tolist(), strict=True))
         begin, end = self.offsets.get(t, 0), self.offsets.get(t, 0) + size[t]
         return [x for x, at in self.offsets.items() if x != t and at < end and begin < at + size[x]]

@@ -1,13 +1,13 @@
-"""The best of several heuristics within a time limit, for instances too large or too hard for the exact search.
+"""Portfolio of packing heuristics with a time limit, for instances too large or too hard for the exact search.
 
-SmartPool's best-fit and first-fit (``smartpool``) and skyline runs come first. Then two searches improve on the best
+SmartPool's best-fit and first-fit (``smartpool``) and skyline runs come first. Then two searches improve the best
 packing in turns, until the time is over or the footprint equals the peak load:
 
 - *Skyline*: the best-fit heuristic of Burke, Kendall and Whitwell (Operations Research 52(4), 2004);
 - *Squeaky wheel* (Joslin and Clements, JAIR 10, 1999) over the skyline's priorities;
 - *Ejection*: the guided ejection search of Nagata and Bräysy (Operations Research Letters 37(5), 2009).
 
-How each works, and what is different here: simulator/pool/README.md.
+Details and differences from the sources: simulator/pool/README.md.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from simulator.pool.intervals import Intervals, Packing
 
 MIXES = ((1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 1.0), (0.0, 1.0))  # exponents of duration and size
 NOISE = (0.0, 0.1, 0.3)
-TURNS = 200  # runs of squeaky wheel from one start
+TURNS = 200  # squeaky-wheel runs per start
 BLAME = math.exp(0.5)
 PATIENCE = 3_000  # steps of ejection
-BURST = 2_000_000  # work between two looks at the clock, some milliseconds
-SHARES = (1, 3)  # of the work, for squeaky wheel and for ejection
+BURST = 2_000_000  # work between clock checks, some milliseconds
+SHARES = (1, 3)  # shares of the work for squeaky wheel and ejection
 NOTHING_WAITS = np.int64(1 << 62)
 
 
@@ -39,19 +39,18 @@ class Blocks(NamedTuple):
     """n blocks over m sections; sizes in units of their greatest common divisor."""
 
     first: Ints  # [n] the first section of a block
-    covers: Ints  # [n] how many it covers, going round
+    covers: Ints  # [n] how many it covers, cyclically
     size: Ints  # [n]
     load: Ints  # [m]
-    begin: Ints  # [n] the blocks by their first section
-    begin_at: Ints  # [m + 1] where those of a section begin in there
-    # The same for the blocks with 2^k <= covers < 2^(k+1), one k after another: what meets a block is in one stretch of
-    # each k.
+    begin: Ints  # [n] blocks sorted by first section
+    begin_at: Ints  # [m + 1] start of each section in ``begin``
+    # The same for blocks with 2^k <= covers < 2^(k+1), by k: neighbors of a block are contiguous for each k.
     kin: Ints  # [n]
     kin_at: Ints  # [k, m + 1]
 
 
 class _Best:
-    """The best packing so far of the blocks that are not always held."""
+    """Best packing so far of the temporary blocks."""
 
     def __init__(self, offsets: Ints, footprint: int):
         self.offsets, self.footprint = offsets, footprint
@@ -64,13 +63,13 @@ class _Best:
 def pack(
     intervals: Intervals, alignment: int = 1, seconds: float = 5.0, seed: int = 0, work: int | None = None
 ) -> Packing:
-    """The best packing found within so many seconds; ``Packing.proven`` where its footprint is the peak load.
+    """Returns the best packing found within the time budget; ``Packing.proven`` if its footprint is the peak load.
 
     Args:
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
-        seconds: wall time, compilation not counted. One skyline and SmartPool's two heuristics run whatever it is,
-            and no run is broken off.
-        work: entries that the searches look at, instead of ``seconds``: the same packing every time.
+        seconds: wall-clock budget, without compilation. One skyline run and SmartPool's two heuristics always run, and
+            runs are not interrupted.
+        work: budget in visited entries instead of ``seconds``, for deterministic packings.
 
     Raises:
         ValueError: ``alignment`` is below 1.
@@ -83,22 +82,22 @@ def pack(
         found = _search(rounded, others, rest, deadline, work, seed)
         offsets[rest] = footprint + found
         footprint += int((found + others.nbytes).max())
-    # The addresses are known before the iteration starts: a malloc looks its own up, a free does nothing.
+    # Addresses are precomputed: a malloc looks its address up, a free does nothing.
     return Packing(offsets, footprint, footprint == rounded.peak_bytes, steps=len(rounded))
 
 
-# On a circle of 3, each of three blocks meets the two others, but only two are held at once: no search is over soon.
+# On a circle of 3, each of three blocks meets the other two, but only two are live at once: all searches run.
 HARD = Intervals(np.arange(3), np.arange(2, 5), np.ones(3, np.int64), 3)
 
 
 @functools.cache
 def _compile() -> None:
-    """Before the clock starts."""
+    """Compiles the searches before the clock starts."""
     _search(HARD, HARD, np.arange(3), math.inf, 3 * BURST, 0)
 
 
 def _search(blocks: Intervals, others: Intervals, rest: Ints, deadline: float, work: int | None, seed: int) -> Ints:
-    """Offsets of ``others``, which are the blocks ``rest``: those that are not always held."""
+    """Returns offsets of ``others``, the temporary blocks with indices ``rest``."""
     unit = math.gcd(*others.nbytes.tolist())
     x = _blocks(Intervals(others.lower, others.upper, others.nbytes // unit, others.period))
     load = int(x.load.max())
@@ -116,7 +115,7 @@ def _search(blocks: Intervals, others: Intervals, rest: Ints, deadline: float, w
     for fit in smartpool.FITS:
         if best.footprint > load:
             found, always = smartpool.pack(blocks, fit=fit).offsets, blocks.upper - blocks.lower == blocks.period
-            order = np.argsort(found[always])  # what is always held below the others is taken out from under them
+            order = np.argsort(found[always])  # offsets without the permanent blocks below
             below = np.cumsum(np.append(0, blocks.nbytes[always][order]))
             offsets = (found[rest] - below[np.searchsorted(found[always][order], found[rest])]) // unit
             best.offer(offsets, int((offsets + x.size).max()))
@@ -127,16 +126,16 @@ def _search(blocks: Intervals, others: Intervals, rest: Ints, deadline: float, w
     spent = [0.0] * len(searches)
     while not over() and (work is None or sum(spent) < work):
         turn = min(range(len(searches)), key=lambda i: spent[i] / SHARES[i])
-        spent[turn] += next(searches[turn], 0)  # 0: it has reached the load
+        spent[turn] += next(searches[turn], 0)  # 0: the footprint equals the load
     return best.offsets * unit
 
 
 def _squeaky_wheel(x: Blocks, best: _Best, rng: np.random.Generator) -> Iterator[int]:
-    """Skylines whose priorities learn from where they fail; yields the work of each burst."""
+    """Executes skyline runs with priorities learned from failures; yields the work of each burst."""
     offsets = np.empty(len(x.size), np.int64)
     work = 0
     while True:
-        # Half of the starts are for the longest block, the others for any mix.
+        # Half of the starts prefer long blocks, the others use a random mix.
         by_duration = 1.0 if rng.random() < 0.5 else rng.random()
         priority = _priority(x, by_duration, rng.random())
         priority *= np.exp(rng.choice(NOISE) * rng.standard_normal(len(priority)))
@@ -150,7 +149,7 @@ def _squeaky_wheel(x: Blocks, best: _Best, rng: np.random.Generator) -> Iterator
 
 
 def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> Iterator[int]:
-    """Targets between the load and the best footprint; yields the work of each burst."""
+    """Tries targets between the load and the best footprint; yields the work of each burst."""
     area: Any = x.size * x.covers.astype(np.float64)
     area /= area.mean()
     weight, way = area.copy(), 0.5
@@ -190,10 +189,10 @@ def _blocks(intervals: Intervals) -> Blocks:
 
 
 def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
-    """The instants at which most blocks are held together, by the mallocs that no free parts.
+    """Returns the instants of locally maximal sets of live blocks: runs of mallocs without a free between them.
 
     Returns:
-        int64[n] the first section of each block, int64[n] how many it covers, going round, and how many there are.
+        int64[n], the first section of each block; int64[n], how many it covers (cyclically); the number of sections.
     """
     n = len(blocks)
     ends = blocks.upper if blocks.upper.max() <= blocks.period else (blocks.upper - 1) % blocks.period + 1
@@ -202,7 +201,7 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
     order = np.lexsort((is_malloc, when))  # frees come first
     opens = is_malloc[order] & ~np.roll(is_malloc[order], 1)
     section = np.empty(2 * n, np.int64)
-    # A free before the first malloc is of a block that came in the last section of the round before.
+    # A free before the first malloc belongs to a block of the previous round's last section.
     section[order] = (np.cumsum(opens) - 1) % opens.sum()
     first, last = section[:n], section[n:]
     return first, (last - first) % opens.sum() + 1, int(opens.sum())
@@ -210,15 +209,15 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
 
 @jit
 def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
-    """Fills basins until nothing waits; the footprint and the work.
+    """Fills basins until no block waits; returns the footprint and the work.
 
-    Where it would be above ``limit`` the footprint is NOTHING_WAITS, and the blocks of the section that says so get
-    more ``priority``.
+    If the footprint would exceed ``limit``, it is NOTHING_WAITS, and the blocks of the failing section gain
+    ``priority``.
     """
     m = len(x.load)
     left = x.load.copy()  # bytes that wait
     height = np.where(left > 0, np.int64(0), NOTHING_WAITS)
-    waiting = x.begin.copy()  # of each section those that wait come first
+    waiting = x.begin.copy()  # per section, waiting blocks first
     held = x.begin_at[1:] - x.begin_at[:-1]
     footprint, work, s, scanned = np.int64(0), 0, 0, 0
     while True:
@@ -258,7 +257,7 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
             waiting[place] = waiting[x.begin_at[at] + held[at]]
             offsets[block] = ground
             footprint = max(footprint, top)
-            if at == begin:  # on with what is left of the basin
+            if at == begin:  # continue with the rest of the basin
                 s = end - 1 if end else m - 1
         for _ in range(covered):
             if block >= 0:
@@ -274,7 +273,7 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
 
 @jit
 def _sort(keys, n):  # type: ignore[no-untyped-def]
-    """Sorts the first n."""
+    """Sorts the first n entries."""
     if n > 40:
         keys[:n].sort()
         return
@@ -288,8 +287,10 @@ def _sort(keys, n):  # type: ignore[no-untyped-def]
 
 @jit
 def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def]
-    """Writes offset << bits | block of what lies somewhere and meets a block, ascending; how many, and how many were
-    looked at."""
+    """Writes offset << bits | block of the placed blocks that meet a block, ascending.
+
+    Returns the number of neighbors and the number of blocks visited.
+    """
     m, first, covers = len(x.load), x.first[block], x.covers[block]
     d, looked = 0, 0
     for k in range(len(x.kin_at)):
@@ -297,7 +298,7 @@ def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def
         if high - low >= m:
             low, high = 0, m
         at = x.kin_at[k]
-        for part in range(2):  # what lies inside [0, m), and what is beyond one of its ends
+        for part in range(2):  # the part inside [0, m), and the part that wraps around
             if part == 0:
                 a, b = at[max(low, 0)], at[min(high, m)]
             elif low < 0:
@@ -318,7 +319,7 @@ def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def
 
 @jit
 def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no-untyped-def]
-    """The offset below target - size where the blocks in the way have the least weight together; any of the best."""
+    """Returns the offset below target - size where overlapping blocks weigh least in total; random ties."""
     d, mask = len(begins), (np.int64(1) << bits) - 1
     best, least, ties = np.int64(0), np.inf, 0
     cost, entered, gone, offset = 0.0, 0, 0, np.int64(0)
@@ -350,19 +351,19 @@ def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no
 
 @jit
 def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-def]
-    """A burst of guided ejection; its work.
+    """Executes a burst of guided ejection; returns its work.
 
     Args:
-        offsets: int64[n], below 0 for the blocks that are out.
+        offsets: int64[n], negative for ejected blocks.
         weight: float64[n] of each block.
-        state: int64[2], the fewest blocks that were out, and steps since.
+        state: int64[2], the fewest ejected blocks so far, and steps since.
     """
     n = len(offsets)
     bits = 0
     while n >> bits:
         bits += 1
     mask = (np.int64(1) << bits) - 1
-    begins, ends = np.empty(n, np.int64), np.empty(n, np.int64)  # height << bits | block, of what meets the next block
+    begins, ends = np.empty(n, np.int64), np.empty(n, np.int64)  # height << bits | block of the next block's neighbors
     out, n_out, work = np.empty(n, np.int64), 0, 0
     for j in range(n):
         if offsets[j] < 0:

@@ -1,13 +1,12 @@
-"""The compiled search of ``optimal``: do these blocks fit under a capacity?
+"""Compiled search of ``optimal``: decides whether blocks fit under a capacity.
 
-Time is cut into *sections*, the instants at which most blocks are held together: two blocks meet if and only if they
-share a section. A block covers consecutive sections of a line or a ring. The *skyline* of a section is a height below
-which nothing more will go; a *basin* is a run of sections of equal height between higher ones. For a section of a
-basin, the branches are the blocks that cover it and fit into the basin, each resting on the ground, and the section
-empty up to the next height at which something can lie. They are complete for *canonical* packings (MiniMalloc, section
-4: every block rests on the bottom or on another one), and every packing can be made canonical.
-
-``fits`` walks them depth first on a ``State``; each change is written to a trail, from which ``undo`` takes it back.
+Time is divided into *sections*, the instants of locally maximal sets of live blocks: two blocks meet if and only if
+they share a section. A block covers consecutive sections of a line or a ring. The *skyline* of a section is a height
+below which nothing more is placed; a *basin* is a run of sections of equal height between higher ones. In a section of
+a basin, the branches are the blocks that cover it, fit into the basin and rest on its ground, and leaving the section
+empty up to the next possible height. They are complete for *canonical* packings (MiniMalloc, section 4: every block
+rests on the bottom or on another block), and every packing can be made canonical. ``fits`` is a depth-first search on
+a ``State``; changes are recorded on a trail for ``undo``.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from simulator.compiled.jit import jit
 NODES, BUDGET, PLACED, CHANGED, FAILED, STAMP = range(6)  # of State.counters
 FITS, DOES_NOT_FIT, GAVE_UP = 1, 0, -1
 NOWHERE = np.int64(1 << 62)
-MAX_DEPTH = 8000  # recursion; a frame is some 500 bytes of a stack of 8 MiB
+MAX_DEPTH = 8000  # maximum recursion depth; a frame takes about 500 bytes of an 8 MiB stack
 
 
 class State(NamedTuple):
-    """n blocks over m sections, and how far the search is. Heights and sizes are in one unit, say bytes."""
+    """Search state of n blocks over m sections. Heights and sizes share one unit, such as bytes."""
 
     first: Ints  # [n] the first section of a block
-    width: Ints  # [n] and how many it covers
+    width: Ints  # [n] number of sections it covers
     size: Ints  # [n]
-    lowest: Ints  # [n] highest skyline under a block that waits, not placed yet
-    offsets: Ints  # [n] of the placed ones
-    priority: Any  # float64[n] which block to try first
+    lowest: Ints  # [n] highest skyline under a waiting block
+    offsets: Ints  # [n] of placed blocks
+    priority: Any  # float64[n] branching priority
     name: Any  # uint64[n] random, for the hash
-    # A section's blocks: those that wait are members[members_at[s] : members_at[s] + held[s]]. The place in there of
-    # block j for the c-th section that it covers is place[place_at[j] + c].
+    # Waiting blocks of section s: members[members_at[s] : members_at[s] + held[s]]. Index of block j in ``members`` for
+    # the c-th section it covers: place[place_at[j] + c].
     members: Ints
     members_at: Ints  # [m + 1]
     held: Ints  # [m]
@@ -44,20 +43,20 @@ class State(NamedTuple):
     place_at: Ints  # [n + 1]
     skyline: Ints  # [m]
     load: Ints  # [m] sizes of the waiting blocks
-    crossed: Ints  # [m] waiting blocks that go on into the next section
+    crossed: Ints  # [m] waiting blocks that continue into the next section
     names: Any  # uint64[m] sum of the names of the waiting blocks that start here
-    weight: Any  # float64[m] how often a section was where it failed
-    raised: Ints  # [m] sections whose skyline rose, to look at
-    stamped: Ints  # [m] equal to counters[STAMP]: some block's lowest rose here
-    placed: Ints  # [n] in this order
+    weight: Any  # float64[m] number of failures per section
+    raised: Ints  # [m] queue of sections whose skyline rose
+    stamped: Ints  # [m] equals counters[STAMP] if a block's ``lowest`` rose here
+    placed: Ints  # [n] placed blocks in order of placement
     changes: Ints  # [2, ...] trail of the skyline (index s) and of lowest (index m + j), with the value before
-    failed: Any  # uint64[2**k] hash table of the subproblems that do not fit
+    failed: Any  # uint64[2**k] hash table of infeasible subproblems
     counters: Ints
-    stop: Ints  # [1] not 0: another search has the answer
+    stop: Ints  # [1] nonzero: another search has the answer
 
 
 def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table_bits: int = 20) -> State:
-    """Nothing placed; the arguments are those of ``State``."""
+    """Returns the initial state without placed blocks; the arguments are those of ``State``."""
     n = len(size)
     place_at = np.concatenate(([0], np.cumsum(width)))
     owner = np.repeat(np.arange(n), width)
@@ -82,7 +81,7 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
 
 @jit(nogil=True)
 def undo(x, placed, changed):  # type: ignore[no-untyped-def]
-    """Back to so many placed blocks and changes."""
+    """Restores an earlier state, given its numbers of placed blocks and changes."""
     m = len(x.skyline)
     while x.counters[PLACED] > placed:
         x.counters[PLACED] -= 1
@@ -119,8 +118,10 @@ def _lift(x, section, height):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
-    """Lifts the skyline everywhere to the lowest height at which anything can come, given the sections
-    ``x.raised[:n_raised]`` in which it rose; False where a load does not fit above it."""
+    """Lifts the skyline to the lowest height at which a waiting block can be placed.
+
+    Starts from the sections ``x.raised[:n_raised]`` whose skyline rose; returns False if a load does not fit above it.
+    """
     m = len(x.skyline)
     if x.counters[CHANGED] + 2 * len(x.members) > x.changes.shape[1]:
         x.counters[BUDGET] = 0  # no room on the trail: give up
@@ -157,7 +158,7 @@ def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
-    """Rests block j on the ground; False where the rest cannot fit."""
+    """Places block j on the ground; returns False if the remaining blocks cannot fit."""
     m = len(x.skyline)
     x.offsets[j] = ground
     x.placed[x.counters[PLACED]] = j
@@ -167,7 +168,7 @@ def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
         s = (x.first[j] + c) % m
         x.load[s] -= x.size[j]
         x.crossed[s] -= c + 1 < x.width[j]
-        x.held[s] -= 1  # the last one that waits changes places with it
+        x.held[s] -= 1  # swap with the last waiting block
         here, last = x.place[x.place_at[j] + c], x.members_at[s] + x.held[s]
         other = x.members[last]
         x.members[last], x.members[here] = j, other
@@ -180,7 +181,7 @@ def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _mix(value):  # type: ignore[no-untyped-def]
-    """splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
+    """Computes splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
     value = np.uint64(value)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -189,7 +190,7 @@ def _mix(value):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _key(x, begin, length):  # type: ignore[no-untyped-def]
-    """64 bits for a subproblem: the waiting blocks of the arc and the skyline under them. Never 0."""
+    """Returns a nonzero 64-bit hash of a subproblem: the waiting blocks of the arc and the skyline under them."""
     m = len(x.skyline)
     key = np.uint64(0)
     s = begin
@@ -201,7 +202,7 @@ def _key(x, begin, length):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _find(table, key):  # type: ignore[no-untyped-def]
-    """The free place for a key; below 0 where the table has it."""
+    """Returns the free slot for a key; negative if the table contains it."""
     mask = len(table) - 1
     at = np.int64(key >> np.uint64(8)) & mask
     while table[at] != 0:
@@ -213,7 +214,7 @@ def _find(table, key):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _resting(x, section):  # type: ignore[no-untyped-def]
-    """The blocks that can rest on the ground of a basin in this section, by falling priority, and how many."""
+    """Returns the blocks that can rest on a basin's ground in this section, by descending priority, and their count."""
     members = x.members[x.members_at[section] : x.members_at[section] + x.held[section]]
     found = np.empty(len(members), np.int64)
     n = 0
@@ -230,8 +231,10 @@ def _resting(x, section):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-untyped-def]
-    """The section of a basin with the fewest branches for its weight, and the height up to which it may stay empty
-    (NOWHERE: it may not)."""
+    """Returns the section of a basin with the fewest branches for its weight, and the height to leave empty.
+
+    The height is the maximum up to which the section may stay empty; NOWHERE if it must not.
+    """
     m = len(x.skyline)
     if closed:  # start at an edge of a basin
         for i in range(m):
@@ -279,16 +282,16 @@ def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-u
 
 @jit(nogil=True)
 def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyped-def]
-    """Whether the waiting blocks of an arc of sections fit under ``capacity``; their offsets are in ``x`` if so.
+    """Decides whether the waiting blocks of an arc of sections fit under ``capacity``; if so, ``x`` has their offsets.
 
     Args:
-        x: the State; unless they fit, whoever calls takes back what was changed (``undo``).
+        x: the State; unless the blocks fit, the caller must revert changes (``undo``).
         begin, length: the arc; no waiting block crosses its ends unless it is the whole ring.
-        depth: calls above this one.
-        by_weight: branch where failures were frequent, else where the skyline is lowest, among equally few branches.
+        depth: recursion depth.
+        by_weight: tie-break among equally few branches: most frequent failures first, else lowest skyline first.
 
     Returns:
-        FITS, DOES_NOT_FIT, or GAVE_UP where the budget of nodes ends or ``x.stop`` is set.
+        FITS, DOES_NOT_FIT, or GAVE_UP if the node budget is exhausted or ``x.stop`` is set.
     """
     m = len(x.skyline)
     if x.counters[NODES] >= x.counters[BUDGET] or x.stop[0] or depth > MAX_DEPTH:
@@ -300,7 +303,7 @@ def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyp
             if x.crossed[s] == 0:
                 begin, closed = (s + 1) % m, False
                 break
-    if not closed:  # parts that no waiting block joins are problems of their own
+    if not closed:  # parts not joined by a waiting block are independent problems
         whole, i = False, 0
         while i < length:
             part = i

@@ -1,14 +1,13 @@
 """SmartPool: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section III.
 
-Offline dynamic storage allocation as weighted interval graph colouring: a block is a vertex, its bytes are the
-weight, an edge joins blocks whose lifetimes overlap, and a block's colours are the bytes it lies on. Blocks are
-coloured by decreasing size (section III-C), each in a hole between the colours of its neighbours that have some:
-best-fit, the default, takes the smallest hole that holds it, first-fit the lowest. O(n²) time, O(n) memory.
-Left open by the paper, and one extension:
+Offline dynamic storage allocation as weighted interval graph coloring: vertices are blocks weighted by bytes, edges
+join blocks with overlapping lifetimes, and colors are addresses. Blocks are colored by decreasing size (section
+III-C), each in a hole between its colored neighbors: best-fit (default) takes the smallest sufficient hole, first-fit
+the lowest. O(n²) time, O(n) memory. Choices not specified in the paper, and one extension:
 
-1. Blocks of one size are taken in the order of their mallocs. 2. Best-fit takes the lowest of the smallest holes.
-3. A block that fits no hole goes right on top of its highest neighbour, whether or not that extends the pool.
-4. Lifetimes may be arcs of a circle (a tensor that stays over the iteration boundary); the paper's pool is one line.
+1. Blocks of equal size are taken in malloc order. 2. Best-fit takes the lowest of the smallest holes.
+3. A block that fits no hole goes on top of its highest neighbor, whether or not that extends the pool.
+4. Lifetimes may be arcs of a circle (a tensor that crosses the iteration boundary); the paper's pool is a line.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ FITS = ("best", "first")
 
 
 def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing:
-    """Offsets for ``intervals``.
+    """Packs ``intervals`` with SmartPool.
 
     Args:
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
         fit: best or first.
 
     Raises:
-        ValueError: ``fit`` is neither, or ``alignment`` is below 1.
+        ValueError: ``fit`` is unknown, or ``alignment`` is below 1.
     """
     if fit not in FITS:
         raise ValueError(f"fit: expected one of {', '.join(FITS)}, got {fit!r}")
@@ -38,17 +37,16 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     order = np.lexsort((lower, -size))
     offsets = _colour(lower, upper, size, order, intervals.period, fit == "best")  # compiled once for all layouts
     footprint = int((offsets + size).max(initial=0))
-    # Running, a malloc looks its address up and a free does nothing (section V); the pool itself is one cudaMalloc,
-    # made once.
+    # At run time a malloc looks its address up and a free does nothing (section V); the pool is a single cudaMalloc.
     return Packing(offsets, footprint, footprint == intervals.peak_bytes, steps=len(size) * len(size).bit_length())
 
 
 @jit
 def _colour(lower, upper, size, order, period, best_fit):  # type: ignore[no-untyped-def]
-    """Section III-C; int64[n] offsets. ``order``: int64[n], the blocks as they are placed."""
+    """Returns int64[n] offsets (section III-C); ``order``: int64[n], the blocks in order of placement."""
     n = len(order)
     offsets = np.empty(n, np.int64)
-    # The blocks that are placed, by ascending offset.
+    # Placed blocks by ascending offset.
     table = np.empty((4, n), np.int64)
     begins, ends, lowers, uppers = table[0], table[1], table[2], table[3]
     neighbours = np.empty(n, np.int64)
@@ -56,7 +54,7 @@ def _colour(lower, upper, size, order, period, best_fit):  # type: ignore[no-unt
         i = order[placed]
         a, b, nbytes = lower[i], upper[i], size[i]
         n_neighbours = 0
-        for j in range(placed):  # without a branch, which no processor could predict
+        for j in range(placed):  # branch-free, since the branch is unpredictable
             neighbours[n_neighbours] = j
             meets = (a < uppers[j]) & (lowers[j] < b) | (a + period < uppers[j]) | (lowers[j] + period < b)
             n_neighbours += meets

@@ -1,8 +1,8 @@
 """Iteration detection: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section V.
 
 The device records every malloc, free, read and write; "once two consecutive subsequences are detected to be
-repeating, the subsequence is fed into PoolOpt": here, packed as a circle. The paper does not say how repetition is
-detected: choices, by their numbers, in simulator/pool/README.md.
+repeating, the subsequence is fed into PoolOpt", here packed as a circle. The paper does not describe the detection;
+the numbered choices are in simulator/pool/README.md.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MALLOC, WRITE, READ, FREE = range(4)
 
 
 class StreamError(ValueError):
-    """An operation on a block that is not held, or a malloc of one that is.
+    """An operation on a block that is not live, or a malloc of a live block.
 
     Attributes:
-        operation: its index.
+        operation: index of the operation.
     """
 
     def __init__(self, operation: int, reason: str):
@@ -35,20 +35,20 @@ class StreamError(ValueError):
 
 
 class NoIteration(ValueError):
-    """Nothing in a stream repeats; the message says what was found instead."""
+    """The stream has no repeating iteration; the message says what was found instead."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """n operations in the order in which they happened.
+    """n operations in execution order.
 
     Attributes:
         kind: int8[n], MALLOC, WRITE, READ or FREE.
-        block: int64[n], any name of the block: its address, or a number. It may be used again once it is free.
-        nbytes: int64[n], of each malloc; of no meaning elsewhere.
+        block: int64[n], identifier of the block: its address, or a number. It may be reused after the free.
+        nbytes: int64[n], size of each malloc; ignored elsewhere.
 
     Raises:
-        StreamError: a block is malloc'ed while it is held, or used or freed while it is not.
+        StreamError: a live block is malloc'ed, or a block that is not live is used or freed.
     """
 
     kind: NDArray[np.int8]
@@ -63,7 +63,7 @@ class Stream:
 
     @classmethod
     def of(cls, operations: Iterable[tuple[str, Hashable, int]]) -> Stream:
-        """From (one of KINDS, block, bytes) per operation; bytes count in a malloc only."""
+        """Builds a stream from (one of KINDS, block, bytes) per operation; bytes matter for mallocs only."""
         rows = list(operations)
         names: dict[Hashable, int] = {}
         block = [names.setdefault(name, len(names)) for _, name, _ in rows]
@@ -72,10 +72,10 @@ class Stream:
 
     @cached_property
     def mallocs(self) -> Ints:
-        """int64[n], the malloc of the block that each operation is on."""
-        order = np.argsort(self.block, kind="stable")  # the operations of a block stand together, in time order
+        """int64[n], index of the malloc of each operation's block."""
+        order = np.argsort(self.block, kind="stable")  # groups operations by block, in time order
         block, kind = self.block[order], self.kind[order]
-        absent = np.ones(len(self), bool)  # the block is not held
+        absent = np.ones(len(self), bool)  # the block is not live
         absent[1:] = (block[1:] != block[:-1]) | (kind[:-1] == FREE)
         malloc = kind == MALLOC
         wrong = order[malloc != absent]
@@ -89,31 +89,31 @@ class Stream:
 
     @cached_property
     def frees(self) -> Ints:
-        """int64[n], the free of the block that each operation is on; n where there is none."""
+        """int64[n], index of the free of each operation's block; n if it is never freed."""
         free = np.flatnonzero(self.kind == FREE)
         ends = np.full(len(self), len(self))
         ends[self.mallocs[free]] = free
         return ends[self.mallocs]
 
     def intervals(self) -> tuple[Intervals, Ints]:
-        """The whole stream on a line, by operation index, and int64[m], the malloc of each block."""
+        """Returns the whole stream on a line, by operation index, and int64[m], the malloc of each block."""
         source = np.flatnonzero(self.kind == MALLOC)
         return Intervals(source, self.frees[source], self.nbytes[source]), source
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What repeats in a stream. Operation k of it, 0 <= k < length, is operation begin + k of the stream first.
+    """Repeating part of a stream. Operation k, 0 <= k < length, is first operation begin + k of the stream.
 
-    An executor looks the address of malloc k up as ``packing.offsets[iteration.block[k]]``.
+    An executor finds the address of malloc k as ``packing.offsets[iteration.block[k]]``.
 
     Attributes:
-        begin: where the first repetition begins in the stream.
-        length: operations.
-        repetitions: whole ones, from ``begin`` on.
-        intervals: of m blocks, those that stay over iterations first; a circle of ``length`` operations.
+        begin: index of the first repetition in the stream.
+        length: number of operations.
+        repetitions: number of complete repetitions from ``begin`` on.
+        intervals: m blocks, those that persist across iterations first; a circle of ``length`` operations.
         source: int64[m], the malloc of each block in the stream, ascending.
-        block: int64[length], the block that each operation is on.
+        block: int64[length], the block of each operation.
     """
 
     begin: int
@@ -125,10 +125,10 @@ class Iteration:
 
 
 def detect(stream: Stream) -> Iteration:
-    """The iteration of a stream.
+    """Detects the iteration of a stream.
 
     Raises:
-        NoIteration: nothing repeats twice in a row, or not for half of the stream, or memory grows.
+        NoIteration: nothing repeats twice in a row or over half of the stream, or memory grows.
     """
     n = len(stream)
     kind, mallocs, frees = stream.kind, stream.mallocs, stream.frees
@@ -156,12 +156,12 @@ def detect(stream: Stream) -> Iteration:
             begin, end = int(begins[p - 1]), int(ends[p - 1])
             here = np.arange(begin, end)
             late = np.where(kind[here] == MALLOC, held_for[here] >= p, ~stays[here] & (age[here] >= p))
-            late[-p:] &= kind[here[-p:]] != MALLOC  # their frees may lie beyond
+            late[-p:] &= kind[here[-p:]] != MALLOC  # their frees may lie beyond it
             late = here[late]
             first = int(late[-1]) + 1 if len(late) else begin
             if end - first >= max(2 * p, half):
                 return _iteration(stream, first, end, p)
-            # The first that no later start would leave out: it is too late for every period that is not longer.
+            # The first range that no later start excludes; it is too late for all shorter or equal periods.
             i = int(late[np.searchsorted(late, end - max(2 * p, half))])
             too_short = int(held_for[i])
             reason = reason or (
@@ -186,7 +186,7 @@ def _nothing(n: int, length: Ints) -> str:
 
 
 def _iteration(stream: Stream, begin: int, end: int, period: int) -> Iteration:
-    """From operations [begin, end), which repeat."""
+    """Builds the iteration from operations [begin, end), which repeat."""
     size = stream.nbytes[stream.mallocs]
     change = np.where(stream.kind == MALLOC, size, np.where(stream.kind == FREE, -size, 0))
     held = np.cumsum(change) - change  # before each operation
@@ -200,13 +200,13 @@ def _iteration(stream: Stream, begin: int, end: int, period: int) -> Iteration:
     index = np.full(len(stream), -1)
     index[source] = np.arange(len(source))
     on = stream.mallocs[begin : begin + period]
-    block = np.where(index[on] < 0, index[on + period], index[on])  # malloc'ed before begin: it comes again
+    block = np.where(index[on] < 0, index[on + period], index[on])  # malloc'ed before begin, so it recurs
     intervals = Intervals(lower, upper, stream.nbytes[source], period)
     return Iteration(begin, period, (end - begin) // period, intervals, source, block)
 
 
 def _repeating(symbols: Ints) -> tuple[Ints, Ints]:
-    """For every period p from 1 to half: the part [begin, end) around the middle in which p repeats (choice 4)."""
+    """Returns, per period p from 1 to half, the range [begin, end) around the middle in which p repeats (choice 4)."""
     n = len(symbols)
     middle = n // 2
     begin, end = _around(symbols, middle)
@@ -216,7 +216,7 @@ def _repeating(symbols: Ints) -> tuple[Ints, Ints]:
 
 
 def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
-    """The same, of those parts in which ``at`` is not in the last period."""
+    """Returns the same ranges, restricted to those in which ``at`` is not in the last period."""
     n = len(symbols)
     p = np.arange(1, n // 2 + 1)
     back = symbols[::-1]
@@ -227,7 +227,7 @@ def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
 
 @jit
 def _z_function(text):  # type: ignore[no-untyped-def]
-    """int64[n]: how many symbols from i on equal those from 0 on."""
+    """Returns int64[n], the length of the common prefix of the sequence and its suffix at i."""
     n = len(text)
     z = np.zeros(n, np.int64)
     begin, end = 0, 0  # of the match that reaches furthest

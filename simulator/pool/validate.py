@@ -1,4 +1,4 @@
-"""A checker of addresses, for tens of thousands of blocks."""
+"""Address checker for tens of thousands of blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from simulator.pool.intervals import Intervals
 
 
 def overlap(intervals: Intervals, offsets: Ints) -> tuple[int, int] | None:
-    """A pair of blocks (i < j) that shares a byte while both are held, None where there is none: n log n comparisons.
+    """Returns a pair of blocks (i < j) that share a byte while both are live, or None; O(n log n) comparisons.
 
-    Sweeps over time with those held in the order of their addresses. As long as no two of them share a byte, a new
-    one that does shares it with one of its two neighbours.
+    Sweeps over time with live blocks sorted by address. As long as no two of them overlap, a new block that overlaps
+    any of them overlaps one of its two neighbors.
     """
     lower, upper, offset = intervals.lower.tolist(), intervals.upper.tolist(), offsets.tolist()
     ends = (offsets + intervals.nbytes).tolist()
     events: list[tuple[int, int, int]] = []  # time, 0 for a free or 1 for a malloc, block
-    for i in (i for i in range(len(intervals)) if offset[i] < ends[i]):  # a block of zero bytes shares none
+    for i in (i for i in range(len(intervals)) if offset[i] < ends[i]):  # empty blocks cannot overlap
         events += [(lower[i], 1, i), (min(upper[i], intervals.period), 0, i)]
-        if upper[i] > intervals.period:  # what lies beyond it lies at the start of the circle
+        if upper[i] > intervals.period:  # the part beyond the period wraps to the start of the circle
             events += [(0, 1, i), (upper[i] - intervals.period, 0, i)]
     held: list[tuple[int, int]] = []  # (offset, block), ascending
     for _, malloc, i in sorted(events):

@@ -1,4 +1,4 @@
-"""What the tests of planners share."""
+"""Shared fixtures of the planner tests."""
 
 import pytest
 
@@ -7,6 +7,6 @@ from agents.search import rerun_search
 
 @pytest.fixture
 def few_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rerun search counts moves, not seconds: as many as programs of a few kernels need."""
+    """Limits the rerun search by a number of moves that suffices for small programs, instead of by seconds."""
     for name, count in {"FIRST": 4000, "KICK": 1000, "SETTLE": 500}.items():
         monkeypatch.setattr(rerun_search, name, count)

@@ -1,4 +1,4 @@
-"""Blocks that end in time, and searches of large programs that come to nothing."""
+"""Deadlines of code blocks, and time budgets of searches on large programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
 class Search:
-    """A search that never ends, but for one that finds nothing."""
+    """A search that runs forever, and one that finds no plan."""
 
     name, mode, min_bytes, simulator_calls = "search", "joint", 0, 0
 
@@ -61,7 +61,7 @@ def test_searches_without_a_budget_and_of_small_programs_are_left_alone(
 
 @pytest.mark.parametrize("name", ["annealing", "lp_round", "policy_search", "dqn", "rerun_search", "best"])
 def test_every_planner_with_seconds_keeps_them(name: str) -> None:
-    """There is a plan however little time there is."""
+    """A plan is returned however small the time budget is."""
     options: dict[str, Any] = {"min_bytes": 0, "seconds": 1e-3}
     plan = agents.make(name, **options).plan(PROGRAM, MACHINE, LIMIT)
     assert plan.planner == name
@@ -76,5 +76,5 @@ def test_blocks_within_blocks_end_with_the_first() -> None:
         with pytest.raises(TimeUp), within(1e-3):
             while True:
                 pass
-        while True:  # the time of the one around it goes on
+        while True:  # the enclosing deadline keeps running
             pass

@@ -1,4 +1,4 @@
-"""The floor: exact where it can be computed by hand, and never above a plan."""
+"""The floor: exact where it can be computed by hand, and never above the time of a plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def sandwich(persistent: bool = False, recomputable: bool = True) -> Program:
-    """100 bytes, written by the first kernel (10 ns) and read by the last (10 ns); the one between (30 ns) has a
-    workspace of 100 bytes. A persistent tensor is only read, by both."""
+    """Builds a program of one 100-byte tensor written by the first and read by the last kernel (10 ns each).
+
+    The kernel between them (30 ns) has a workspace of 100 bytes. The outer kernels also read a persistent tensor.
+    """
     first = ((0,), ()) if persistent else ((), (0,))
     kernels = (
         Kernel("write", "other", "forward", *first, 10, recomputable=recomputable),
@@ -40,23 +42,23 @@ def sandwich(persistent: bool = False, recomputable: bool = True) -> Program:
 
 
 def steps(sizes: list[int], *lines: tuple, recomputable: bool = False) -> Program:
-    """Kernel k reads and writes the tensors of lines[k] and takes so many ns, and workspace where that is given."""
+    """Builds a program whose kernel k accesses the tensors of lines[k], with ns and optional workspace."""
     kernels = (Kernel(f"k{k}", "other", "forward", *line, recomputable=recomputable) for k, line in enumerate(lines))
     return Program("steps", tuple(Tensor(f"t{i}", nbytes) for i, nbytes in enumerate(sizes)), tuple(kernels))
 
 
-# t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by then; for
+# t (100 bytes) must be evicted in kernel 3. Recomputing it for kernel 5 takes 101 ns, because x is evicted then; for
 # kernel 4, which reads x, it takes 1.
 EARLY = steps([10, 100, 1], ((), (0,), 100), ((0,), (1,), 1), ((1,), (2,), 1), ((), (), 10, 100), ((2, 0), (), 10),
               ((1,), (), 10), recomputable=True)  # fmt: skip
-# t (100 bytes) must be away in kernel 2; to write it again takes 1 ns where x (10 bytes) is retained beside, 101 ns
-# where not. Retained to nine tenths it would be 11 ns: it is whole that it is retained or not.
+# t (100 bytes) must be evicted in kernel 2; recomputing it takes 1 ns if x (10 bytes) is retained, else 101 ns. With
+# nine tenths of x it would be 11 ns, but x is either retained entirely or not at all.
 FITS, TOO_LARGE = (
     steps([10, 100], ((), (0,), 100), ((0,), (1,), 1), ((), (), 10, room), ((1,), (), 10), recomputable=True)
     for room in (100, 101)
 )
 # At the first peak there is room for 30 of 300 bytes, and at each for 11 more. Without ``Reruns._futures`` a tenth of x
-# (100 bytes) would be retained, and in every window another part of t (200 bytes) written from it.
+# (100 bytes) would be retained, and in every window another part of t (200 bytes) recomputed from it.
 TENTHS = steps([100, 200, *[1] * 20], ((), (0,), 1000), ((0,), (1,), 1),
                *(((), (2 + i,), 10, 290 - 11 * i) for i in range(20)), ((1,), (), 10),
                *(((2 + i,), (), 0) for i in range(20)), recomputable=True)  # fmt: skip
@@ -72,26 +74,26 @@ CROSS = steps([100, 100], ((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), 
 CROSSED = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
 # Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
 HIDDEN = steps([100], ((), (0,), 10), ((), (), 40), ((), (), 30, 100), ((), (), 60), ((0,), (), 10))
-# a and then b are away beside a workspace of 100: the host needs 100 bytes at one time, 200 in all.
+# a and then b are evicted next to a workspace of 100: the host needs 100 bytes at one time, 200 in all.
 IN_TURN = steps([100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
                 ((1,), (), 10))  # fmt: skip
 SLOW = replace(MACHINE, d2h_latency_ns=7, h2d_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
 
 
 def beside(engines: int, back: int, out: int) -> Machine:
-    """With so many copy engines, at these speeds with both directions under way."""
+    """Returns the machine with a number of copy engines and relative speeds of concurrent copies."""
     return replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
 
 
 @pytest.mark.parametrize(("program", "machine", "limit", "mode", "plan", "extra"), [
-    # All of it is away while the second kernel runs: 100 ns out before, 100 ns in after; or 10 ns to write it again.
+    # All of it is evicted while the second kernel runs: 100 ns out and 100 ns in, or 10 ns of recomputation.
     (sandwich(), MACHINE, 100, "swap", Plan((Swap(0, 0, 2),)), 200),
     (sandwich(), MACHINE, 100, "recompute", Plan((Recompute(0, 0, 2),)), 10),
     (sandwich(), MACHINE, 100, "joint", Plan((Recompute(0, 0, 2),)), 10),
     (sandwich(recomputable=False), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 200),
     (sandwich(), MACHINE, 200, "joint", Plan(), 0),
     (sandwich(), SLOW, 100, "swap", Plan((Swap(0, 0, 2),)), 107 + 207),
-    # Never written: its host copy is valid for ever, so only the 100 ns in remain, before the last kernel.
+    # Never written: its host copy stays valid, so only the 100 ns of the swap-in remain, before the last kernel.
     (sandwich(persistent=True), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 100),
     (EARLY, MACHINE, 111, "joint", Plan((Recompute(1, 2, 5, at=4),)), 1),
     (FITS, MACHINE, 110, "recompute", Plan((Rerun(1, 3),)), 1),
@@ -131,7 +133,7 @@ def test_one_copy_engine_does_not_do_both_at_once() -> None:
 
 
 def test_the_smallest_gaps_are_empty_for_nothing() -> None:
-    # Beside the work's 100 bytes of 110 there is room for 10: decided about t (100 bytes) alone, 90 of it leave.
+    # The workspace takes 100 of 110 bytes: with t (100 bytes) as the only variable, 90 of its bytes leave.
     first, work, last = sandwich(recomputable=False).kernels
     kernels = (replace(first, outputs=(0, 1)), work, replace(last, inputs=(0, 1)))
     program = Program("two sizes", (*sandwich().tensors, Tensor("u", 10)), kernels)
@@ -139,7 +141,7 @@ def test_the_smallest_gaps_are_empty_for_nothing() -> None:
     assert floor(program, MACHINE, 110).iteration_ns == 50 + 2 * 100
 
 
-# A persistent tensor that nothing writes has its copy on the host for ever.
+# A persistent tensor that is never written has a permanent host copy.
 READS = replace(IN_TURN, tensors=(Tensor("a", 100, "parameter", True), Tensor("b", 100)),
                 kernels=(replace(IN_TURN.kernels[0], inputs=(0,), outputs=()), *IN_TURN.kernels[1:]))  # fmt: skip
 
@@ -147,7 +149,7 @@ READS = replace(IN_TURN, tensors=(Tensor("a", 100, "parameter", True), Tensor("b
 @pytest.mark.parametrize(("program", "host", "limit", "mode", "iteration_ns"), [
     (sandwich(), 10**9, 140, "swap", 50 + 120),  # 40 bytes fit: as bytes could stay, 60 leave and return (relaxation 1)
     (sandwich(), 10**9, 99, "joint", None),
-    # 100 bytes must leave, or be written again in 10 ns; with 40 bytes more 60 must, if the host holds as many.
+    # 100 bytes must leave, or be recomputed in 10 ns; with 40 bytes more 60 must, if the host has room.
     (sandwich(recomputable=False), 99, 100, "joint", None),
     (sandwich(recomputable=False), 100, 100, "joint", 250),
     (sandwich(), 99, 100, "joint", 60),
@@ -210,7 +212,7 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again() -> None:
-    """Kernels that last nothing: one byte over the limit takes a part of a nanosecond to copy, none to make again."""
+    """With kernels of zero duration, copying a byte takes a fraction of a nanosecond, and recomputing it takes none."""
     sizes = (11, 29, 21, 1, 1, 3, 1, 1, 1)
     tensors = tuple(Tensor(f"t{i}", nbytes, persistent=i == 0) for i, nbytes in enumerate(sizes))
     reads = [(0,)] * 4 + [(4,), (3,), (2,), (1,)]
@@ -232,7 +234,7 @@ def test_no_enumerated_plan_is_below(data: st.DataObject, program: Program, mach
 
 
 def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) -> Timeline:
-    """The floor is under what lasts: simulated for longer where nothing repeats yet."""
+    """Asserts that the floor is below the long-run iteration time, simulated longer if nothing repeats yet."""
     timeline = simulate(program, plan, machine, limit)
     while not timeline.period:
         timeline = simulate(program, plan, machine, limit, 4 * len(timeline.boundaries))
@@ -240,11 +242,11 @@ def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) 
 
 
 def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
-    """The sandwich, and after it five parameters of 1 byte, each updated in 1000 ns and away until the next iteration.
+    """The sandwich, then five parameters of 1 byte, each updated in 1000 ns and swapped out until the next iteration.
 
-    A byte leaves in 1013 ns, so that five take 5065 ns, and an iteration with the sandwich written again 5060: the
-    queue grows by 5 ns in each until it is so long that kernels wait. For the floor 5 bytes of parameters are away and
-    95 of the sandwich, for 9.5 ns: rounded up, an iteration as fast as those while the queue grows.
+    A byte leaves in 1013 ns, so five take 5065 ns, and an iteration with the sandwich recomputed takes 5060 ns: the
+    queue grows by 5 ns per iteration until kernels wait. In the floor, 5 bytes of parameters and 95 of the sandwich
+    are evicted, for 9.5 ns: rounded up, that is an iteration as fast as those while the queue grows.
     """
     first, work, last = sandwich().kernels
     updates = [Kernel(f"update{i}", "optimizer", "optimizer", (i,), (i,), 1000) for i in range(1, 6)]
@@ -272,14 +274,16 @@ def test_all_that_can_run_again_is_never_below(seed: int) -> None:
 
 @pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (6, 6.0350)])
 def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
-    """U-Net, batch 11: the overheads that Gurobi found in up to 24 hours (utsaslab/monet-schedules, optimal within 1e-4
-    of the iteration at 10 and 6 GiB)."""
+    """U-Net, batch 11: overheads that Gurobi found in up to 24 hours.
+
+    Source: utsaslab/monet-schedules, optimal within 1e-4 of the iteration at 10 and 6 GiB.
+    """
     program = Program.load(DATA / "checkmate" / "un_11.json.gz")
     found = 100 * floor(program, MACHINE, gib * 2**30, "recompute").overhead
     assert 0.75 * percent < found <= percent
 
 
-# Programs of a few kernels are merged as large ones are: with detail 1 a little, with less of it more.
+# Forces small programs to be merged like large ones: slightly with detail 1, more with less detail.
 SMALL = {"GROUPS": {"swap": 10, "joint": 10}, "CELLS": {"recompute": 30, "joint": 30},
          "LARGEST": dict.fromkeys(MODES, 100)}  # fmt: skip
 
@@ -312,7 +316,7 @@ def test_no_time_to_solve_is_no_floor() -> None:
 @given(st.data())
 def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
     program, machine = data.draw(programs() | networks()), data.draw(machines())
-    # All three make it later, never sooner.
+    # Each of the three can only raise the bound.
     issue_ns, wait_ns = data.draw(st.sampled_from([0, 0, 20])), data.draw(st.sampled_from([0, 0, 3]))
     machine = replace(machine, issue_ns=issue_ns, wait_ns=wait_ns)
     if contention := data.draw(st.sampled_from([0.0, 0.0, 0.4])):
@@ -337,7 +341,7 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
 
 
 def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
-    # Writing the tensor again takes 10 ns, moving it 200.
+    # Recomputing the tensor takes 10 ns, moving it 200.
     for mode, best in (("joint", Recompute(0, 0, 2)), ("swap", Swap(0, 0, 2))):
         assert agents.make("lp_round", min_bytes=1, mode=mode).plan(sandwich(), MACHINE, 100).decisions == (best,)
     # It stops at the floor.

@@ -1,4 +1,4 @@
-"""Several jobs: the measure, memory split between them, kernel times, and the controller."""
+"""Several jobs: workload, static memory split, predicted kernel times, and the controller."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_memory_is_split_by_peaks() -> None:
 
 
 def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
-    # Without prefetch triggers tensors come back into memory that is free, and that others need.
+    # Without prefetch triggers, tensors are swapped into free memory that other jobs need.
     programs = [PROGRAM] * 3
     limit = int(0.55 * sum(program.peak_bytes for program in programs))
     within = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
@@ -92,6 +92,6 @@ def test_the_controller_plans_anew_for_those_who_are_there(planner: agents.jobs.
     assert done.jobs[0].plans[-1].decisions == ()
     assert all(at in stays.boundaries for at, _ in stays.switches)
     assert stays.iterations_ns[0] == ideal == stays.iterations_ns[-1]
-    assert len(stays.spans) >= len(stays.boundaries) * len(PROGRAM.kernels)  # nothing is lost
+    assert len(stays.spans) >= len(stays.boundaries) * len(PROGRAM.kernels)  # no iteration is lost
     with pytest.raises(ValueError, match="check_ns"):
         control(jobs, MACHINE, limit, planner, until_ns=ideal, check_ns=0)

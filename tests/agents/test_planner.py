@@ -1,4 +1,4 @@
-"""What holds for every planner."""
+"""Properties of every planner."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ pytestmark = pytest.mark.usefixtures("few_moves")
 
 
 def layers(program: Program, mixed: bool = False) -> Program:
-    """The program with kinds and phases that the methods' rules look at; ``mixed``: backward kernels before forward."""
+    """Builds the program with the kinds and phases that rule-based planners inspect.
+
+    With ``mixed``, backward kernels precede forward ones.
+    """
     kinds, half = ("conv", "norm", "activation", "conv", "pool", "matmul"), len(program.kernels) // 2
     kernels = tuple(
         replace(k, kind=kinds[i % 6], phase="forward" if (7 * i % 5 < 3 if mixed else i < half) else "backward")
@@ -65,7 +68,7 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     try:
         plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:
-        # With addresses, what fits as bytes need not fit; and a chain that is run whatever the limit takes memory.
+        # Packed blocks may not fit although their bytes do; and an unconditional recomputation chain needs memory.
         exempt = agents.PLANNERS[name].addressed or name.startswith("checkpoint_") or "always" in options
         assert (limit < program.peak_bytes or exempt) and f"within {limit:,} bytes" in str(error)
         return
@@ -87,7 +90,7 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     ("name", "options"), PLANNERS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
 )
 def test_every_planner_finds_something_to_move_and_repeats_it(name: str, options: dict[str, object]) -> None:
-    """In a network with what each of them looks for, under 90 % of its peak; all but ``none``."""
+    """Every planner but ``none`` evicts something, deterministically, at 90 % of a feature-rich network's peak."""
     program = network([("conv", 10), ("norm", 10), ("activation", 10)] * 3 + [("matmul", 10)])
     limit = int(0.9 * program.peak_bytes)
     planner = agents.make(name, min_bytes=1, **{**FAST.get(name, {}), **options})
@@ -162,10 +165,10 @@ def test_nothing_that_takes_long_is_imported_before_it_is_needed() -> None:
 @pytest.mark.parametrize(
     ("limit", "min_bytes", "words"),
     [  # the gaps are of a1 and a2 (40 bytes), then of w (10): emptied, the peak of 180 is 110, then 100
-        (150, 41, "every tensor that could leave is below min_bytes (41 bytes): min_bytes=40 could help"),
-        (105, 41, "every tensor that could leave is below min_bytes (41 bytes): min_bytes=10 could help"),
-        (99, 41, "every tensor that could leave is below min_bytes (41 bytes): the largest has 40 bytes"),
-        (105, 40, "tensors stay that are below min_bytes (40 bytes): min_bytes=10 could help"),
+        (150, 41, "every evictable tensor is smaller than min_bytes (41 bytes): try min_bytes=40"),
+        (105, 41, "every evictable tensor is smaller than min_bytes (41 bytes): try min_bytes=10"),
+        (99, 41, "every evictable tensor is smaller than min_bytes (41 bytes): the largest has 40 bytes"),
+        (105, 40, "some evictable tensors are smaller than min_bytes (40 bytes): try min_bytes=10"),
         (110, 40, ""),
         (99, 40, ""),
         (105, 10, ""),

@@ -134,7 +134,7 @@ def test_what_fits() -> None:
     assert found.limit == found.tensors
     half = card_peak(captured, MACHINE, memory_bytes=reserved // 2)
     assert not half.fits and 1 < half.limit < found.tensors * 6 // 10
-    with pytest.raises(ValueError, match="no memory was asked about"):
+    with pytest.raises(ValueError, match="memory_bytes: not given"):
         _ = card_peak(captured, MACHINE).limit
     growing = card_peak(captured, MACHINE, expandable_segments=True)
     assert growing.reserved <= reserved + 20 * MIB and growing.reserved % (2 * MIB) == 0

@@ -1,11 +1,13 @@
-"""TENSILE: "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
-system" (Zhang et al., 2021).
+"""TENSILE, for one job or for several jobs on one GPU.
 
-Algorithm 3 (``plan_jobs``): find the peaks of all jobs' footprints (Algorithm 2), swap the largest tensor that lies at
-one of them unused and whose transfers find their place on the PCIe channel (Algorithm 1), and repeat; once no swap
-succeeds, recompute, by MSPS (section 4.4). No kernel waits for a swap scheduled so: where no region is free, the tensor
-stays. schedule.py has one job's algorithms, times.py the kernel times that are predicted and corrected (4.3). Choices
-and deviations: ../README.md, by their numbers.
+Algorithm 3 (``plan_jobs``): find the peaks of all jobs' footprints (Algorithm 2), swap the largest tensor that is idle
+at one of them and whose transfers fit on the PCIe channel (Algorithm 1), and repeat; once no swap succeeds, recompute,
+by MSPS (section 4.4). No kernel waits for a swap scheduled this way: a tensor without a free region stays. schedule.py
+has one job's algorithms; times.py predicts and corrects kernel times (4.3). Numbered choices and deviations:
+../README.md.
+
+Source: "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
+system" (Zhang et al., 2021).
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class TENSILE(RowsPlanner):
 
     Args:
         mode: swap, recompute or joint.
-        max_swap_ratio: share of the tensors that may be swapped, 0 to 1; for several jobs one of each, or one for all.
-            The less a job may swap, the higher its priority (section 4.1).
+        max_swap_ratio: fraction of the tensors that may be swapped, 0 to 1; for several jobs one per job, or one for
+            all. The lower a job's ratio, the higher its priority (section 4.1).
     """
 
     facts = PlannerInfo(
@@ -52,7 +54,7 @@ class TENSILE(RowsPlanner):
             raise ValueError(f"max_swap_ratio: expected numbers from 0 to 1, got {ratios}")
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Algorithm 3; raises Infeasible when neither swaps nor recomputation bring the plan within ``limit``."""
+        """Plans by Algorithm 3; raises Infeasible if swaps and recomputation do not reach ``limit``."""
         (plan,) = self.plan_jobs([program], machine, limit)
         return plan
 
@@ -60,14 +62,14 @@ class TENSILE(RowsPlanner):
         self, programs: Sequence[Program], machine: Machine, limit: int,
         sequences: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Plan, ...]:  # fmt: skip
-        """Algorithm 3 for jobs that share ``limit`` bytes: a plan of each.
+        """Plans jobs that share ``limit`` bytes by Algorithm 3; returns one plan per job.
 
         Args:
-            sequences: of each job n + 1 times in ns, when its kernels start and its iteration ends; None: choice 1.
+            sequences: per job n + 1 times in ns, when its kernels start and its iteration ends; None: choice 1.
 
         Raises:
-            ValueError: as many ``max_swap_ratio`` as jobs were expected.
-            Infeasible: the least that the jobs need together is more than ``limit``.
+            ValueError: the number of ``max_swap_ratio`` values differs from the number of jobs.
+            Infeasible: the minimum that the jobs need together exceeds ``limit``.
         """
         ratios = self.ratios * len(programs) if len(self.ratios) == 1 else self.ratios
         if len(ratios) != len(programs):
@@ -87,7 +89,7 @@ class TENSILE(RowsPlanner):
             raise infeasible(self, programs[0], limit, sum(least))
         calls, plans = 0, []
         for job, mine in zip(jobs, least, strict=True):
-            left = limit - sum(least) + mine  # what the others leave
+            left = limit - sum(least) + mine  # memory left by the other jobs
             engine = job.engine if left == limit else Engine(job.program, machine, left)
             plans.append(self.finish(engine, array(job.rows)))
             calls += self.simulator_calls
@@ -96,7 +98,7 @@ class TENSILE(RowsPlanner):
 
 
 def _swap(jobs: list[Schedule], machine: Machine) -> bool:
-    """Algorithm 1: schedules the largest tensor of all jobs' peaks that can be; False when there is none."""
+    """Schedules the largest swappable tensor of all jobs' peaks (Algorithm 1); returns False if none fits."""
     room = machine.host_bytes - sum(job.hosted for job in jobs)
     found = [(job, gap) for job in jobs for gap in job.candidates()]
     for job, gap in sorted(found, key=lambda entry: -entry[0].nbytes(entry[1])):
@@ -109,6 +111,6 @@ def _swap(jobs: list[Schedule], machine: Machine) -> bool:
 
 
 def _recompute(jobs: list[Schedule], machine: Machine) -> bool:
-    """Section 4.4: drops the tensor of all jobs' peaks with the largest MSPS; False when none lowers its peak."""
+    """Drops the peak tensor with the largest MSPS of all jobs (section 4.4); returns False if none lowers its peak."""
     found = [(cost, i, gap) for i, job in enumerate(jobs) for cost, gap in job.droppable()]
     return any(jobs[i].drop(gap) for _, i, gap in sorted(found, key=lambda entry: entry[0]))

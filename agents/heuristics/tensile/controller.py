@@ -1,14 +1,13 @@
-"""The Global Controller of TENSILE (sections 3.2 and 4.5): jobs come and go, their kernels take more or less time than
-was thought, and plans are made anew. A new plan takes effect as its job begins an iteration; nothing is lost between.
+"""TENSILE's Global Controller (sections 3.2 and 4.5): replans when jobs arrive, leave, or drift from predicted times.
 
-Plans are made anew for all jobs when one comes or leaves, with the times that the new utilisation lets expect, and when
-the measured times have drifted from those of the plans (times.py). The planner is any ``JobsPlanner``: TENSILE is told
-the times, the others programs whose kernels take their part of them.
+A new plan takes effect when its job begins an iteration. Arrivals and departures replan all jobs, with the times
+expected at the new utilization; so does a drift of measured times from those of the plans (times.py). The planner is
+any ``JobsPlanner``: TENSILE receives the times, other planners receive programs with these durations.
 
-1. Times are looked at every ``check_ns``; the paper does not say how often.
-2. A kernel's time is measured from its start to the next kernel's, less what the job waits for memory and data: what
-   other jobs take of the GPU is in it, what runs again is not.
-3. The simulation is deterministic and is run again from the start to each moment at which something is decided.
+1. Times are checked every ``check_ns``; the paper does not specify the interval.
+2. A kernel's time lasts from its start to the next kernel's, minus waits for memory and data: it includes GPU
+   contention by other jobs but not recomputation.
+3. The simulation is deterministic and is repeated from the start up to each decision.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from simulator.schedule import NEVER
 
 @dataclass(frozen=True)
 class Replanned:
-    """A moment at which plans were made anew, and why."""
+    """A replanning event and its reason."""
 
     time_ns: int
     why: str  # "arrival", "departure" or "drift"
-    drift: float  # the largest of the jobs', as a share
+    drift: float  # largest drift of all jobs, as a fraction
 
 
 @dataclass(frozen=True)
 class Controlled:
-    """What came of jobs under a controller."""
+    """Result of running jobs under a controller."""
 
-    jobs: tuple[Job, ...]  # with all plans that they got
+    jobs: tuple[Job, ...]  # with all plans they received
     timeline: JobsTimeline
     replanned: tuple[Replanned, ...]
 
@@ -49,18 +48,18 @@ def control(
     jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
     sharing: Sharing = "fifo", times: KernelTimes | None = None, beta: float = 0.5, threshold: float = 0.1,
 ) -> Controlled:  # fmt: skip
-    """Runs jobs whose plans ``planner`` makes, and makes anew.
+    """Simulates jobs whose plans ``planner`` makes and replans.
 
     Args:
-        jobs: their own plans and switches are not used.
-        until_ns: all leave at their first boundary from then on.
-        check_ns: how often times are looked at.
-        times: predicts those that were not measured; None: a kernel's own, as many times as jobs run.
-        beta: of the exponential moving average.
-        threshold: drift above which plans are made anew.
+        jobs: their own plans and switches are ignored.
+        until_ns: all jobs leave at their first iteration boundary after this time.
+        check_ns: interval between checks of measured times.
+        times: predicts unmeasured times; None: a kernel's own time multiplied by the number of running jobs.
+        beta: weight of the old estimate in the exponential moving average.
+        threshold: drift above which plans are remade.
 
     Raises:
-        Infeasible: the jobs that are there have no plans that fit together.
+        Infeasible: the running jobs have no plans that fit together.
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
@@ -84,11 +83,11 @@ def control(
 
 
 class _Run:
-    """The jobs that came, by their index, with the plans that they have got.
+    """Jobs that have arrived, by index, with the plans they have received.
 
     Attributes:
-        there: those for which the plans in force were made.
-        times: what each one's kernels take, by the latest estimate; used: by its plan.
+        there: jobs for which the current plans were made.
+        times: latest estimate of each job's kernel times; used: the times used by its plan.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class _Run:
         self.replanned: list[Replanned] = []
 
     def simulate(self, until_ns: int) -> dict[int, JobTimeline]:
-        """What the jobs that have plans do up to a time, by index."""
+        """Simulates all jobs with plans up to a time; returns results by index."""
         order = sorted(self.planned)
         if not order:
             return {}
@@ -113,7 +112,7 @@ class _Run:
         return dict(zip(order, ran.jobs, strict=True))
 
     def left(self, ran: dict[int, JobTimeline], j: int) -> int:
-        """When a job left; NEVER: not in what was simulated, or only because that ended."""
+        """Returns when a job left; NEVER: it did not leave before the end of the simulation."""
         job = ran.get(j)
         mine = self.jobs[j]
         if job is None or job.left_ns is None:
@@ -122,8 +121,10 @@ class _Run:
         return job.left_ns if asked else NEVER
 
     def expected(self, j: int, jobs: int) -> Times:
-        """What a job's kernels take while so many jobs run: its last estimate, as much longer or shorter as the
-        predictions are."""
+        """Returns a job's expected kernel times at a number of running jobs.
+
+        Scales its last estimate by the ratio of the predictions.
+        """
         program = self.jobs[j].program
         known = self.times.get(j)
         if known is not None and self.predictor is None:
@@ -138,7 +139,7 @@ class _Run:
         return longer
 
     def plan(self, there: set[int], now: int, why: str, far: float) -> None:
-        """Makes the plans of the jobs that are there."""
+        """Plans all current jobs."""
         order = sorted(there)
         if why != "drift":
             self.times |= {j: self.expected(j, len(order)) for j in order}
@@ -166,7 +167,7 @@ class _Run:
         self.replanned.append(Replanned(now, why, far))
 
     def measure(self, ran: dict[int, JobTimeline], now: int) -> float:
-        """Corrects the times by each job's last whole iteration; returns how far the farthest has drifted."""
+        """Updates the times from each job's last complete iteration; returns the largest drift."""
         far = 0.0
         for j in self.there:
             measured = measured_times(ran[j], len(self.jobs[j].program.kernels), now)
@@ -177,7 +178,7 @@ class _Run:
 
 
 def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
-    """(n,) ns of the kernels of the last iteration that ended by ``now``; None: there is none."""
+    """Returns (n,) ns of the kernels of the last iteration that ended by ``now``, or None."""
     ended = [i for i, at in enumerate(job.boundaries) if at <= now]
     if not ended or job.admitted_ns is None:
         return None

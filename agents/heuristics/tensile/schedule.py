@@ -1,5 +1,6 @@
-"""TENSILE's schedule of one job: its transfers on the PCIe channel (Algorithm 1), its footprint (Algorithm 2), and what
-is recomputed (section 4.4). The jobs' peaks meet in ``TENSILE.plan_jobs`` (Algorithm 3).
+"""TENSILE's schedule of one job: transfers (Algorithm 1), footprint (Algorithm 2) and recomputation (section 4.4).
+
+``TENSILE.plan_jobs`` (Algorithm 3) combines the jobs' peaks.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from simulator.residency import recompute_ns
 
 
 def array(rows: list[Row]) -> Rows:
-    """int64[m, 6]."""
+    """Returns the rows as int64[m, 6]."""
     return np.array(rows, np.int64).reshape(-1, 6)
 
 
 class Channel:
-    """PCIe: one transfer at a time, the same in every iteration of ``period`` ns.
+    """PCIe channel: one transfer at a time, repeated in every iteration of ``period`` ns.
 
     Attributes:
-        busy: (start, end) of the transfers, in nanoseconds; each stands for its repetitions in every iteration.
+        busy: (start, end) of the transfers, in ns; each stands for its repetitions in every iteration.
     """
 
     def __init__(self, period: int) -> None:
@@ -36,7 +37,7 @@ class Channel:
         self.busy: list[tuple[int, int]] = []
 
     def regions(self, earliest: int, latest: int) -> list[tuple[int, int]]:
-        """The feasible regions: what is free from ``earliest`` to ``latest``."""
+        """Returns the feasible regions: free intervals from ``earliest`` to ``latest``."""
         found, at = [], earliest
         for start, end in sorted(self._busy(earliest, latest)):
             if start > at:
@@ -46,15 +47,15 @@ class Channel:
 
     @property
     def load(self) -> float:
-        """Share of the time in which it is busy."""
+        """Returns the fraction of time in which the channel is busy."""
         return self.share(sum(end - start for start, end in self.busy))
 
     def share(self, duration: int) -> float:
-        """Of the time."""
+        """Returns a transfer's fraction of the period."""
         return duration / self.period if self.period else 0.0
 
     def has(self, duration: int, free: float) -> bool:
-        """Is it busy for at most a share ``free`` of the time with another transfer?"""
+        """Returns whether another transfer keeps the load at or below ``free``."""
         return self.load + self.share(duration) <= free
 
     def _busy(self, earliest: int, latest: int) -> Iterator[tuple[int, int]]:
@@ -64,27 +65,27 @@ class Channel:
                 yield start + i * self.period, end + i * self.period
 
     def early(self, duration: int, earliest: int, latest: int) -> int | None:
-        """The first start of a transfer within the regions; None: there is none."""
+        """Returns the earliest start of a transfer within the regions, or None."""
         fits = (start for start, end in self.regions(earliest, latest) if end - start >= duration)
         return next(fits, None) if duration <= self.period else None
 
     def late(self, duration: int, earliest: int, latest: int) -> int | None:
-        """The last start of a transfer within the regions; None: there is none."""
+        """Returns the latest start of a transfer within the regions, or None."""
         fits = (end - duration for start, end in reversed(self.regions(earliest, latest)) if end - start >= duration)
         return next(fits, None) if duration <= self.period else None
 
 
 class Schedule:
-    """The decisions so far. A position is a kernel, or a kernel of the next iteration (+ n).
+    """Decisions so far. A position is a kernel, or a kernel of the next iteration (+ n).
 
     Args:
         starts: n + 1 times in ns, when each kernel starts and the iteration ends: the Tensor Access Sequence.
-        ratio: share of the tensors that may be swapped.
+        ratio: fraction of the tensors that may be swapped.
 
     Attributes:
         rows: the decisions, as rows of ``planner.Rows``.
         footprint: int64[kernels], bytes while each runs (Algorithm 2), transfers included.
-        swapped: the tensors that are swapped.
+        swapped: the swapped tensors.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class Schedule:
         self.footprint = self._footprint(self.rows)
 
     def _footprint(self, rows: list[Row]) -> NDArray[np.int64]:
-        """Algorithm 2: int64[kernels], with the decisions ``rows``."""
+        """Returns int64[kernels], the footprint with the decisions ``rows`` (Algorithm 2)."""
         return self.engine.residency(array(rows)) + self.moving
 
     def _at_peak(self) -> list[Gap]:
-        """The gaps that span the peak kernel and are not scheduled, the largest tensors first."""
+        """Returns the unscheduled gaps that span the peak kernel, largest tensors first."""
         k = self._peak_kernel
         spanning = [g for g in self.gaps if is_open(g, k) and g not in self.scheduled]
         return sorted(spanning, key=lambda g: -self.nbytes(g))
@@ -119,28 +120,28 @@ class Schedule:
 
     @property
     def peak(self) -> int:
-        """Bytes: the peak of the footprint."""
+        """Peak of the footprint, in bytes."""
         return int(self.footprint.max())
 
     @property
     def hosted(self) -> int:
-        """Bytes of the tensors that are swapped."""
+        """Bytes of the swapped tensors."""
         return sum(self.program.tensors[t].nbytes for t in self.swapped)
 
     def candidates(self) -> list[Gap]:
-        """The gaps at the peak that may be swapped (lines 27 to 29), the largest tensors first."""
+        """Returns the gaps at the peak that may be swapped (lines 27 to 29), largest tensors first."""
         more = len(self.swapped) + 1 <= self.allowed
         return [g for g in self._at_peak() if (g.after >= g.before if g.tensor in self.swapped else more)]
 
     def nbytes(self, gap: Gap) -> int:
-        """Of the gap's tensor."""
+        """Returns the bytes of the gap's tensor."""
         return self.program.tensors[gap.tensor].nbytes
 
     def swap(self, gap: Gap, free: float = 1.0) -> bool:
-        """Function scheduling_swap: both transfers of a gap around the peak; False without regions for them.
+        """Schedules both transfers of a gap around the peak (scheduling_swap); returns False without free regions.
 
         Args:
-            free: share of the channel's time that this job may take.
+            free: maximum load of the channel by this job.
         """
         nbytes = self.nbytes(gap)
         out_ns = self.machine.d2h_ns(nbytes)
@@ -161,8 +162,11 @@ class Schedule:
         return True
 
     def _written(self, gap: Gap) -> int:
-        """The time from which a tensor may be copied: the end of its last write (its OTA, section 4.1), or that of the
-        use that opens the gap, where another swap comes between."""
+        """Returns the time from which a tensor may be copied.
+
+        That is the end of its last write (OTA, section 4.1), or of the use that opens the gap if another swap comes
+        between.
+        """
         away = {g.before for g in self.scheduled if g.tensor == gap.tensor}
         times = []
         for k in self.program.writes[gap.tensor]:
@@ -172,11 +176,11 @@ class Schedule:
         return max(times, default=self.ends[gap.after])
 
     def _swap_in(self, gap: Gap, issued: int, gone: int, earliest: int) -> bool:
-        """Schedules the swap-in of a tensor, not before ``earliest``; False when no region has room for it.
+        """Schedules the swap-in of a tensor, not before ``earliest``; returns False if no region has room.
 
         Args:
-            issued: the position at whose end the copy to the host is issued.
-            gone: the time from which it is gone.
+            issued: the position after which the copy to the host is issued.
+            gone: the time at which the tensor has left.
         """
         after = max(gap.after, issued)
         nbytes, before = self.nbytes(gap), self._position(gap.before, gap)
@@ -196,15 +200,14 @@ class Schedule:
         return True
 
     def _copied(self, row: Row, gap: Gap) -> Row:
-        """A swap beside that of a new gap: where the tensor is away between its early copy and its own gap, it needs
-        none, for it is on the host since then."""
+        """Drops a swap's early copy if the new gap lies between it and the swap's gap: the host has a copy by then."""
         kind, tensor, after, before, prefetch, copy = row
         between = (after - gap.before) % self.n < (after - copy) % self.n
         drops = kind == SWAP and tensor == gap.tensor and copy >= 0 and between
         return (kind, tensor, after, before, prefetch, -1) if drops else row
 
     def _swap_in_the_rest(self, gap: Gap, free: float) -> None:
-        """Line 36: swaps in the later gaps of the tensor in which the copy on the host is still valid."""
+        """Swaps in the tensor's later gaps in which the host copy is still valid (line 36)."""
         t, program = gap.tensor, self.program
         opens = {g.after: g for g in self.gaps if g.tensor == t and g not in self.scheduled}
         i = program.accesses[t].index(gap.before)
@@ -215,14 +218,14 @@ class Schedule:
                 self._swap_in(opens[k], k, self.ends[k], self.ends[k + 1])
 
     def droppable(self) -> list[tuple[float, Gap]]:
-        """Section 4.4: the gaps at the peak that may be recomputed, each with 1 / MSPS, the best first."""
+        """Returns the gaps at the peak that may be recomputed, each with 1 / MSPS, best first (section 4.4)."""
         released = {g.tensor for g in self.scheduled}
         fresh = [g for g in self._at_peak() if g.tensor not in released and ways_to_empty(self.program, g, "recompute")]
         cost = ((recompute_ns(self.program, gap) / self.nbytes(gap), gap) for gap in fresh)
         return sorted(cost, key=lambda entry: entry[0])
 
     def drop(self, gap: Gap) -> bool:
-        """Recomputes a tensor of the peak; False where that would not lower it."""
+        """Recomputes a tensor of the peak; returns False if that does not lower the peak."""
         k, row = self._peak_kernel, row_of(gap, RECOMPUTED)
         footprint = self._footprint([*self.rows, row])
         if footprint.max() > self.peak or footprint[k] >= self.footprint[k]:
@@ -233,5 +236,5 @@ class Schedule:
         return True
 
     def _position(self, k: int, gap: Gap) -> int:
-        """The position of kernel ``k`` of a gap, counted from the iteration in which the gap opens."""
+        """Returns the position of kernel ``k`` of a gap, counted from the iteration in which the gap opens."""
         return k if k > gap.after else k + self.n

@@ -1,12 +1,12 @@
-"""Kernel times before and while jobs run: section 4.3 of the TENSILE paper.
+"""Kernel times before and during execution (TENSILE, section 4.3).
 
-Before a job was measured its kernels' times are predicted by "a 3 layers MLP network" from each kernel's kind, work and
-the GPU's utilisation (``KernelTimes``); while it runs, each is corrected by the exponential moving average of what is
-measured (``corrected``), and plans are made anew where times have drifted (``drift``; section 3.2, step 4).
+Before a job is measured, "a 3 layers MLP network" predicts its kernel times from kind, work and GPU utilization
+(``KernelTimes``); at run time an exponential moving average corrects them (``corrected``), and a drift triggers
+replanning (``drift``; section 3.2, step 4).
 
-1. In the place of shapes and parameters the inputs are FLOPs, bytes and workspace, which a program has of every kernel.
-2. The utilisation is the number of jobs that run.
-3. Predictions stay within the range of the times learned from, as kernels of other kinds would be beyond any.
+1. FLOPs, bytes and workspace, known for every kernel of a program, replace shapes and parameters as inputs.
+2. Utilization is the number of running jobs.
+3. Predictions are clipped to the range of the training times, because other kinds of kernels would extrapolate.
 4. As printed, the average has t_j twice; here it is t' = β t + (1 - β) measured.
 """
 
@@ -31,7 +31,7 @@ Times = NDArray[np.int64]  # (n,), ns of each kernel
 
 
 class Sample(NamedTuple):
-    """What was measured of a program's kernels while so many jobs ran."""
+    """Measured kernel times of a program at a number of running jobs."""
 
     program: Program
     jobs: int
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 
 class KernelTimes:
-    """Predicts kernel times; the same for a seed."""
+    """Predictor of kernel times; deterministic for a seed."""
 
     def __init__(
         self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32], least: float, most: float
@@ -48,10 +48,10 @@ class KernelTimes:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], seed: int = 0) -> KernelTimes:
-        """Learns log times from samples, by Adam on the squared error of all of them at once.
+        """Fits log times by full-batch Adam on the squared error.
 
         Raises:
-            ValueError: there is none.
+            ValueError: ``samples`` is empty.
         """
         import torch
         from torch import nn
@@ -77,7 +77,7 @@ class KernelTimes:
         return cls(net, mean, scale, float(y.min()), float(y.max()))
 
     def predict(self, program: Program, jobs: int) -> Times:
-        """(n,) ns of the program's kernels while so many jobs run, itself included."""
+        """Returns (n,) ns of the program's kernels at a number of running jobs, itself included."""
         import torch
 
         with torch.no_grad():
@@ -87,7 +87,7 @@ class KernelTimes:
 
 
 def features(program: Program, jobs: int) -> NDArray[np.float32]:
-    """(n, f): kind (one column each), logarithms of FLOPs, bytes and workspace, and the number of jobs."""
+    """Returns (n, f): kind (one-hot), logarithms of FLOPs, bytes and workspace, and the number of jobs."""
     out = np.zeros((len(program.kernels), len(KINDS) + 4), np.float32)
     for row, kernel in zip(out, program.kernels, strict=True):
         row[KINDS.index(kernel.kind)] = 1
@@ -96,23 +96,26 @@ def features(program: Program, jobs: int) -> NDArray[np.float32]:
 
 
 def r_squared(predicted: Times, measured: Times) -> float:
-    """1 - squared error / variance, of the times (the paper's "average R²")."""
+    """Returns 1 - squared error / variance of the times (the paper's "average R²")."""
     error = ((predicted - measured).astype(np.float64) ** 2).sum()
     spread = ((measured - measured.mean()) ** 2).sum()
     return 1.0 - float(error / spread) if spread else float(error == 0)
 
 
 def corrected(times: Times, measured: Times, beta: float) -> Times:
-    """The exponential moving average; ``beta`` is what stays of the estimate."""
+    """Returns the exponential moving average; ``beta`` is the weight of the old estimate."""
     return np.rint(beta * times + (1 - beta) * measured).astype(np.int64)
 
 
 def drift(times: Times, measured: Times) -> float:
-    """How far the Tensor Access Sequence has moved from that of the plan: the most that a kernel is early or late, as a
-    share of the iteration that was planned. (Of single kernels, jobs that take turns make any time.)"""
+    """Returns how far the Tensor Access Sequence has moved from that of the plan.
+
+    The result is the largest shift of a kernel's start as a fraction of the planned iteration. Single kernel times are
+    not compared, because time slicing makes them arbitrary.
+    """
     return float(np.abs(np.cumsum(measured - times)).max() / max(times.sum(), 1))
 
 
 def sequence(times: Times) -> list[int]:
-    """The Tensor Access Sequence: n + 1 times in ns, when each kernel starts and the iteration ends."""
+    """Returns the Tensor Access Sequence: n + 1 times in ns, when each kernel starts and the iteration ends."""
     return [0, *np.cumsum(times).tolist()]

@@ -1,1 +1,1 @@
-"""Allocators that see one malloc or free after another: the driver, PyTorch's, CnMem, SuperNeurons' heap."""
+"""Online allocators: the CUDA driver, PyTorch's caching allocator, CnMem, and SuperNeurons' heap."""

@@ -31,7 +31,7 @@ _SIZE, _OFFSET, _PREV, _NEXT, _FREE = range(5)  # rows of the table of PyTorch's
 
 
 def pack(intervals: Intervals) -> Packing:
-    """Offsets for blocks on a line; raises ValueError if time repeats."""
+    """Returns offsets for blocks on a line; raises ValueError if time repeats."""
     order = events(intervals)
     sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
     offsets, reserved, steps, segments, _ = _serve(order, sizes, _ENDLESS, False)
@@ -39,13 +39,13 @@ def pack(intervals: Intervals) -> Packing:
 
 
 def serve(intervals: Intervals, limit: int | None = None, expandable: bool = False) -> tuple[int, bool]:
-    """What is reserved at the highest, and whether all of it is served.
+    """Returns the peak of reserved bytes, and whether all requests are served.
 
     Args:
-        limit: bytes that cudaMalloc has. Where it has no more, all segments without a used block go back to it and it
-            is asked again, as PyTorch does before it raises (``release_cached_blocks``).
+        limit: bytes available to cudaMalloc. If it fails, all unused segments are released and the request is retried,
+            as PyTorch does before it raises (``release_cached_blocks``).
         expandable: ``expandable_segments:True``: each pool is one segment that grows at its end, by 2 MiB (small) or
-            20 MiB; none goes back.
+            20 MiB; none is released.
 
     Raises:
         ValueError: time repeats.
@@ -58,7 +58,7 @@ def serve(intervals: Intervals, limit: int | None = None, expandable: bool = Fal
 
 @jit
 def _segment(nbytes):  # type: ignore[no-untyped-def]
-    """Bytes that cudaMalloc is asked for."""
+    """Returns the bytes requested from cudaMalloc."""
     if nbytes <= SMALL_SIZE:
         return SMALL_BUFFER
     if nbytes < MIN_LARGE_ALLOC:
@@ -68,7 +68,7 @@ def _segment(nbytes):  # type: ignore[no-untyped-def]
 
 @jit
 def _depth(m):  # type: ignore[no-untyped-def]
-    """Binary digits of m."""
+    """Returns the number of binary digits of m."""
     digits = 0
     while m:
         m >>= 1
@@ -78,14 +78,14 @@ def _depth(m):  # type: ignore[no-untyped-def]
 
 @jit
 def _fill(blocks, block, nbytes, offset, before, after):  # type: ignore[no-untyped-def]
-    """Writes the row of a new, free block."""
+    """Writes the table row of a new free block."""
     blocks[_SIZE, block], blocks[_OFFSET, block], blocks[_FREE, block] = nbytes, offset, 1
     blocks[_PREV, block], blocks[_NEXT, block] = before, after
 
 
 @jit
 def _join(blocks, low, high):  # type: ignore[no-untyped-def]
-    """Makes two neighbours one, the low one; returns it."""
+    """Merges two neighbors; returns the lower one."""
     after = blocks[_NEXT, high]
     blocks[_SIZE, low] += blocks[_SIZE, high]
     blocks[_NEXT, low] = after
@@ -96,7 +96,7 @@ def _join(blocks, low, high):  # type: ignore[no-untyped-def]
 
 @jit
 def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
-    """Index of the first of m free blocks that is not below (nbytes, offset)."""
+    """Returns the index of the first of m free blocks that is not below (nbytes, offset)."""
     low, high = 0, m
     while low < high:
         middle = (low + high) // 2
@@ -110,7 +110,7 @@ def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
 
 @jit
 def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
-    """Puts a block into a pool of m. Returns the new m."""
+    """Inserts a block into a pool of m; returns the new m."""
     at = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
     for j in range(m, at, -1):
         pool[j] = pool[j - 1]
@@ -120,7 +120,7 @@ def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
 
 @jit
 def _remove(pool, m, at):  # type: ignore[no-untyped-def]
-    """Takes the block at index ``at`` out of a pool of m. Returns the new m."""
+    """Removes the block at index ``at`` from a pool of m; returns the new m."""
     for j in range(at, m - 1):
         pool[j] = pool[j + 1]
     return m - 1
@@ -128,7 +128,7 @@ def _remove(pool, m, at):  # type: ignore[no-untyped-def]
 
 @jit
 def _released(blocks, pools, counts):  # type: ignore[no-untyped-def]
-    """Takes free blocks that are whole segments out of both pools. Returns their bytes."""
+    """Removes free blocks that are whole segments from both pools; returns their bytes."""
     nbytes = 0
     for which in range(2):
         kept = 0
@@ -145,14 +145,17 @@ def _released(blocks, pools, counts):  # type: ignore[no-untyped-def]
 
 @jit
 def _serve(order, size, limit, expandable):  # type: ignore[no-untyped-def]
-    """All mallocs and frees; offsets, the most bytes reserved, tree entries looked at, segments, and whether all were
-    served. The two pools of expandable segments lie _ENDLESS bytes apart."""
+    """Serves all mallocs and frees. The two pools of expandable segments lie _ENDLESS bytes apart.
+
+    Returns:
+        Offsets, peak reserved bytes, tree entries visited, number of segments, and whether all requests were served.
+    """
     n = len(size)
     offsets, holds = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
     blocks, n_blocks = np.empty((5, 2 * n + 1), np.int64), 0
     pools, counts = np.empty((2, 2 * n + 1), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
     reserved, most, steps, segments = 0, 0, 0, 0
-    ends, tails = np.zeros(2, np.int64), np.full(2, -1, np.int64)  # of expandable segments: their end, last block
+    ends, tails = np.zeros(2, np.int64), np.full(2, -1, np.int64)  # expandable segments: end and last block
     for event in order:
         request = event if event >= 0 else ~event
         nbytes = size[request]

@@ -1,14 +1,12 @@
 """CnMem, NVIDIA's memory pool for CUDA (https://github.com/NVIDIA/cnmem, 2015, ``src/cnmem.cpp``): an online free list.
 
 - A request is rounded up to 512 bytes.
-- The free list is ordered by address. A malloc looks at all of it and takes the smallest piece that is large enough,
-  of several the lowest; the rest of the piece stays in the list.
-- The used list has the newest block first. A free walks it to the block, walks the free list to the block's place,
-  and merges the block with the free pieces before and after it.
+- The free list is ordered by address. A malloc scans all of it and takes the smallest sufficient piece (lowest on
+  ties); the rest of the piece stays in the list.
+- The used list has the newest block first. A free walks it to the block, walks the free list to the insertion point,
+  and merges the block with adjacent free pieces.
 - If no piece is large enough, the pool grows by one cudaMalloc of the rounded request. Pieces of two cudaMallocs
-  never merge, and nothing is given back before the pool is destroyed.
-
-Deviations: simulator/pool/README.md.
+  never merge, and nothing is released before the pool is destroyed. Deviations: simulator/pool/README.md.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ GRANULARITY = 512  # CNMEM_GRANULARITY
 
 
 def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
-    """Offsets for blocks on a line.
+    """Returns offsets for blocks on a line.
 
     Args:
-        reserve_bytes: what the pool begins with, rounded up to 512; None for far more than is needed.
+        reserve_bytes: initial pool size, rounded up to 512; None for far more than is needed.
 
     Raises:
         ValueError: time repeats, or ``reserve_bytes`` is negative.
@@ -35,7 +33,7 @@ def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
     size = intervals.rounded(GRANULARITY).nbytes
     if reserve_bytes is not None and reserve_bytes < 0:
         raise ValueError(f"reserve_bytes: expected at least 0, got {reserve_bytes}")
-    # Twice the sum: what is left above is larger than any piece below it.
+    # Twice the sum, so the remainder is larger than any piece below it.
     reserve = 2 * int(size.sum()) if reserve_bytes is None else -(-reserve_bytes // GRANULARITY) * GRANULARITY
     offsets, footprint, steps, mallocs = _serve(order, size, reserve)
     if reserve_bytes is None:
@@ -45,7 +43,7 @@ def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
 
 @jit
 def _serve(order, size, reserve):  # type: ignore[no-untyped-def]
-    """All mallocs and frees; offsets, bytes of the pool, list entries looked at, and calls of cudaMalloc."""
+    """Serves all mallocs and frees; returns offsets, bytes of the pool, list entries visited, and cudaMalloc calls."""
     n = len(size)
     offsets, head = np.zeros(n, np.int64), np.zeros(n, np.int64)
     used, n_used = np.empty(n, np.int64), 0  # the newest last

@@ -1,11 +1,11 @@
-"""Bare cudaMalloc and cudaFree: every malloc and every free is a call of the driver.
+"""Bare cudaMalloc and cudaFree: every malloc and every free is a driver call.
 
 The baseline of SmartPool ("Efficient Memory Management for GPU-based Deep Learning Systems", 2020, section VI-A):
 "cudaMalloc consumes the exact amount of memory when allocating each and every variable. Hence, it gives optimal
 memory consumption which is equal to the peak memory load." Deviations (reasons in simulator/pool/README.md):
 
-1. Offsets are virtual, no address is used twice; the footprint is physical: the peak load, not the highest address.
-2. Neither rounding to pages nor the driver's fragmentation is modelled.
+1. Offsets are virtual and never reused; the footprint is physical: the peak load, not the highest address.
+2. Neither rounding to pages nor fragmentation in the driver is modeled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from simulator.pool.online.freelist import events
 
 
 def pack(intervals: Intervals) -> Packing:
-    """Virtual offsets for blocks on a line; raises ValueError if time repeats."""
+    """Returns virtual offsets for blocks on a line; raises ValueError if time repeats."""
     order = events(intervals)
     mallocs = order[order >= 0]
     offsets = np.zeros(len(intervals), np.int64)

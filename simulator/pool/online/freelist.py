@@ -1,4 +1,4 @@
-"""What online allocators share: mallocs and frees in the order of time, and a list of free memory."""
+"""Common parts of online allocators: mallocs and frees in time order, and a free list."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ BEGIN, END, HEAD = range(3)  # rows of a free list: int64[3, capacity], pieces b
 
 
 def events(intervals: Intervals) -> Ints:
-    """Mallocs (i) and frees (~i) of n blocks in the order of time, int64[2n].
+    """Returns mallocs (i) and frees (~i) of n blocks in time order, int64[2n].
 
-    At one instant frees come before mallocs, both in the order of the blocks. Blocks of no bytes are left out: an
-    allocator answers them with a null pointer.
+    At one instant frees precede mallocs, both in block order. Empty blocks are omitted, since an allocator returns a
+    null pointer for them.
 
     Raises:
         ValueError: time repeats.
     """
     if intervals.period != NEVER:
-        raise ValueError("an online allocator does not know that time repeats: unroll the circle")
+        raise ValueError("online allocators need blocks on a line: unroll the circle first")
     blocks = np.flatnonzero(intervals.nbytes)
     times = np.concatenate((intervals.upper[blocks], intervals.lower[blocks]))
     return np.concatenate((~blocks, blocks))[np.argsort(times, kind="stable")]
@@ -29,7 +29,7 @@ def events(intervals: Intervals) -> Ints:
 
 @jit
 def insert(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
-    """Puts [begin, end) at index ``at`` of m pieces; ``head``: a cudaMalloc begins there. Returns the new m."""
+    """Inserts [begin, end) at index ``at`` of m pieces; ``head``: a cudaMalloc begins there. Returns the new m."""
     for j in range(m, at, -1):
         for row in range(3):
             free[row, j] = free[row, j - 1]
@@ -39,7 +39,7 @@ def insert(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
 
 @jit
 def remove(free, m, at):  # type: ignore[no-untyped-def]
-    """Takes the piece at index ``at`` out of m. Returns the new m."""
+    """Removes the piece at index ``at`` of m; returns the new m."""
     for j in range(at, m - 1):
         for row in range(3):
             free[row, j] = free[row, j + 1]
@@ -48,7 +48,7 @@ def remove(free, m, at):  # type: ignore[no-untyped-def]
 
 @jit
 def take(free, m, at, nbytes):  # type: ignore[no-untyped-def]
-    """Cuts the first bytes off the piece at index ``at`` of m, or takes all of it. Returns the new m."""
+    """Cuts the first bytes off the piece at index ``at`` of m, or removes it entirely; returns the new m."""
     free[BEGIN, at] += nbytes
     free[HEAD, at] = 0
     return remove(free, m, at) if free[BEGIN, at] == free[END, at] else m
@@ -56,9 +56,9 @@ def take(free, m, at, nbytes):  # type: ignore[no-untyped-def]
 
 @jit
 def give_back(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
-    """Puts [begin, end) among m pieces, ``at`` of which lie below, and merges. Returns the new m.
+    """Inserts [begin, end) into m pieces, ``at`` of which lie below, and merges; returns the new m.
 
-    Neighbours become one piece unless a cudaMalloc begins between them.
+    Neighbors merge unless a cudaMalloc begins between them.
     """
     if at < m and free[BEGIN, at] == end and not free[HEAD, at]:
         end = free[END, at]

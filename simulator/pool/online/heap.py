@@ -1,14 +1,14 @@
-"""The memory pool of "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018).
+"""Memory pool of SuperNeurons (PPoPP 2018, section 3.2.1; full title: agents/heuristics/superneurons.py).
 
-Section 3.2.1: one large chunk of memory is allocated beforehand and divided into blocks of 1 KB. A list of empty
-nodes and a list of allocated nodes hold an address and a number of blocks each. An allocation takes the first empty
-node with enough memory; a deallocation finds its node in a hash table of IDs and puts it back into the empty list.
-Left open by the paper (reasons in simulator/pool/README.md):
+One large chunk of memory is allocated in advance and divided into blocks of 1 KB. Nodes of an empty list and an
+allocated list hold an address and a number of blocks. An allocation takes the first sufficient empty node; a
+deallocation finds its node in a hash table of IDs and returns it to the empty list. Choices not specified in the paper
+(reasons in simulator/pool/README.md):
 
 1. The empty list is ordered by address: first-fit.
-2. Empty neighbours become one node at once.
-3. The chunk is large enough for everything; the footprint is what is needed of it.
-4. ``steps``: the empty nodes looked at, to allocate or to put a node back, and one hash entry per deallocation.
+2. Adjacent empty nodes are merged immediately.
+3. The chunk is large enough for everything; the footprint is the part that is used.
+4. ``steps``: empty nodes visited to allocate or to reinsert a node, and one hash entry per deallocation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 1024  # "1KB blocks as the basic storage unit"
 
 
 def pack(intervals: Intervals) -> Packing:
-    """Offsets for blocks on a line; raises ValueError if time repeats."""
+    """Returns offsets for blocks on a line; raises ValueError if time repeats."""
     order = events(intervals)
     size = intervals.rounded(BLOCK).nbytes
     offsets, steps = _serve(order, size)
@@ -32,11 +32,11 @@ def pack(intervals: Intervals) -> Packing:
 
 @jit
 def _serve(order, size):  # type: ignore[no-untyped-def]
-    """All allocations and deallocations; offsets and list entries looked at."""
+    """Serves all allocations and deallocations; returns offsets and list entries visited."""
     n = len(size)
     offsets, steps = np.zeros(n, np.int64), 0
     empty = np.empty((3, n + 2), np.int64)
-    m = insert(empty, 0, 0, 0, size.sum(), 0)  # at the top there is always room for the requests to come
+    m = insert(empty, 0, 0, 0, size.sum(), 0)  # the top node always has room for later requests
     for event in order:
         if event >= 0:
             first = 0

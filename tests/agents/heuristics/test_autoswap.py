@@ -19,7 +19,7 @@ from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def straight(gaps: list[tuple[int, int]], sizes: list[int], durations: list[int], workspaces: list[int]) -> Program:
-    """Tensor i is written by kernel gaps[i][0] and read by kernel gaps[i][1]."""
+    """Builds a program whose tensor i is written by kernel gaps[i][0] and read by kernel gaps[i][1]."""
     kernels = tuple(
         Kernel(
             f"k{k}", "other", "forward", tuple(i for i, g in enumerate(gaps) if g[1] == k),

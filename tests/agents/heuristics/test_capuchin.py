@@ -53,7 +53,7 @@ def test_msps_is_updated_when_a_source_or_a_user_is_chosen() -> None:
     assert [made.recompute_ns(i) for i in (a1, a2)] == [10, 10]  # f1 from w; f2 from a1
     assert made.msps(a1) == 4.0  # 40 bytes in 10 ns
     made.take(a1, made.recomputed, made.can_recompute)
-    assert made.recompute_ns(a2) == 20  # a1 is gone at b3 now: f1 and f2
+    assert made.recompute_ns(a2) == 20  # a1 is evicted at b3 now: f1 and f2
     made = policy()
     made.take(a2, made.recomputed, made.can_recompute)
     assert made.recompute_ns(a1) == 20  # for itself, and again in the chain of a2
@@ -61,11 +61,11 @@ def test_msps_is_updated_when_a_source_or_a_user_is_chosen() -> None:
 
 
 def test_hybrid_swaps_what_is_hidden_and_recomputes_what_is_cheaper() -> None:
-    # w is hidden; 10 and 20 bytes are left. a1 by swap costs 50 ns, a1 again costs f1, 10 ns.
+    # w is hidden; 10 and 20 bytes are left. a1 by swap costs 50 ns, recomputing a1 costs f1, 10 ns.
     # w's swap-in should start at 90: the last kernel to end by then is b3 (5), at 80.
     plan = agents.make("capuchin", rounds=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=5), Recompute(A1, 1, 6))
-    # f1 runs again at 80 for b2 and waits for w, which it reads, from 80 to 90: the feedback makes that b4 (4).
+    # f1 is recomputed at 80 for b2 and waits from 80 to 90 for its input w: feedback moves the trigger to b4 (4).
     assert overhead_ns(plan) == 20
     plan = agents.make("capuchin", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=4), Recompute(A1, 1, 6))

@@ -66,7 +66,7 @@ def test_parameters_and_optimizer_state_are_swapped_in_every_gap() -> None:
     )
     program = Program("persistent", (state, weight), kernels)
     # The step accesses 8 bytes, and the workspace is 6: no pool of 16 beside it, the pool is the 4 that 10 leaves. The
-    # momentum (4, 4) goes over the boundary; the weight is away from 0 to 2 and from 2 to 4. The fetches for the step
+    # momentum (4, 4) goes over the boundary; the weight is out from 0 to 2 and from 2 to 4. The fetches for the step
     # are issued before it, as 8 is more than 4; the one for the backward pass right after the swap-out.
     plan = agents.make("geeps", min_bytes=1).plan(program, MACHINE, 10)
     assert plan.decisions == (Swap(0, 4, 4, prefetch=3), Swap(1, 0, 2, prefetch=0), Swap(1, 2, 4, prefetch=3))

@@ -1,4 +1,4 @@
-"""HOME: its update against one made by hand, and the swarm around it."""
+"""HOME: particle updates computed by hand, and the swarm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 
 def evaluator(limit: int = LIMIT) -> Evaluator:
-    """The tiny program; a particle is a placement of a1 and one of a2."""
+    """Returns an evaluator of the tiny program; a particle has a placement for a1 and one for a2."""
     return Evaluator(Engine(PROGRAM, MACHINE, limit), [Gap(A1, 1, 6), Gap(A2, 2, 5)])
 
 
@@ -29,7 +29,7 @@ def particles(*rows: tuple[int, ...]) -> np.ndarray:
 
 
 # Iteration times under 150 bytes (tests/tiny.py): a1 swapped 170; a1 dropped 130; a2 swapped: f4 waits until 70,
-# b3 until a2 is back at 140, 200 in all. Both dropped: f1 and f2 again for b3, f1 once more for b2: 120 + 20 + 10.
+# b3 until a2 is back at 140, 200 in all. Both dropped: f1 and f2 recomputed for b3, f1 again for b2: 120 + 20 + 10.
 COSTS = {(0, 0): (30, NEVER), (1, 0): (0, 170), (2, 0): (0, 130), (0, 1): (0, 200), (2, 2): (0, 150)}
 
 
@@ -78,7 +78,7 @@ def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
 
 
 def test_ties_and_particles_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The peak, b4, takes 180 bytes; 140 with a1 away. Over the limit fewer bytes win.
+    # The peak, b4, takes 180 bytes; 140 with a1 evicted. Over the limit fewer bytes win.
     cost = evaluator(100).evaluate(particles((0, 0), (1, 0)))
     assert cost.tolist() == [[80, NEVER], [40, NEVER]]
     x, _ = evaluator(100).update(particles((0, 0)), cost[:1], particles((1, 0)), particles((0, 0)))
@@ -98,7 +98,7 @@ def test_plan_of_the_tiny_program() -> None:
 
 
 def test_the_whole_is_seen() -> None:
-    """SuperNeurons always swaps the output of a convolution; here running it again is five times as cheap."""
+    """SuperNeurons always swaps convolution outputs; here recomputation is five times cheaper, and HOME finds it."""
     kernels = tuple(replace(k, kind="conv" if k.name == "f1" else "matmul") for k in PROGRAM.kernels)
     program = Program("conv", PROGRAM.tensors, kernels)
     fixed = agents.make("superneurons", min_bytes=1).plan(program, MACHINE, LIMIT)
@@ -149,7 +149,7 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
     complete = len(one.history) - (calls < 3000)  # 3000 are more than it takes
     assert one.history[:complete] == free.history[:complete]
     assert (one.simulator_calls == free.simulator_calls) == (calls == 3000)
-    if calls == 700:  # it goes on as far as the calls do: what is left is not enough for a particle
+    if calls == 700:  # stops when the calls left do not suffice for another particle
         assert calls - 2 * 12 - 1 <= one.simulator_calls
 
 

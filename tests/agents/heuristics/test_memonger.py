@@ -1,9 +1,9 @@
-"""Memonger, on chains of equal layers worked out by hand.
+"""Memonger, on chains of equal layers computed by hand.
 
     forward    m1 m2 … mn        m_i: a_(i-1) → a_i, 10 bytes, 10 ns
     backward   loss, tn … t1     t_i: a_(i-1) → ·, gradients have no bytes
 
-a_1 … a_(n-1) wait for the way back; each of them is a candidate. Tensor i is a_i; a_0 is the persistent input.
+a_1 … a_(n-1) are retained for the backward pass; each is a candidate. Tensor i is a_i; a_0 is the persistent input.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def test_algorithm_3_by_hand() -> None:
 def test_plans_by_hand() -> None:
     # limit: which a_i are kept, and why. m17 reads a16 and writes a17; the chain of a stage is made at its end.
     #   170  all of them
-    #    90  every 2nd: 8 and a17 at m17; 8 kernels run again
-    #    70  every 3rd: a3 a6 a9 a12 a15 a16 a17 at m17; 11 run again (a16 is in the last stage, and dropped)
-    #    60  every 4th: a4 a8 a12 and a13 a14 a15 at t16; 12 run again. Every 5th or 6th needs 60 too, 13 or 14 run.
+    #    90  every 2nd: 8 and a17 at m17; 8 recomputations
+    #    70  every 3rd: a3 a6 a9 a12 a15 a16 a17 at m17; 11 recomputations (a16 is in the last stage, and dropped)
+    #    60  every 4th: a4 a8 a12 and a13 a14 a15 at t16; 12 recomputations. Every 5th or 6th needs 60 too, 13 or 14.
     program = chain(17)
     assert program.peak_bytes == 170
     for limit, every in ((170, 1), (169, 2), (90, 2), (89, 3), (70, 3), (69, 4), (60, 4)):

@@ -1,11 +1,11 @@
-"""What PyTorch users reach for, against chains worked out by hand.
+"""PyTorch's own methods, on chains computed by hand.
 
 A layer of ``chain`` is a matrix product, which writes h_i, and an activation, which writes a_i:
 
     forward    m1 r1 m2 r2 … mn rn        m_i: a_(i-1) → h_i     r_i: h_i → a_i
     backward   loss, sn tn … s1 t1        s_i: h_i → ·           t_i: a_(i-1) → ·        (gradients have no bytes)
 
-All h_i and a_i wait for the way back but a_n, which the loss reads at once.
+All h_i and a_i are retained for the backward pass except a_n, which the loss reads immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.programs import BYTE_PER_NS as MACHINE
 def chain(
     n: int, h: list[int] | int = 10, a: int = 10, flops: list[int] | None = None, times: list[int] | None = None
 ) -> Program:
-    """h_i is tensor 2 i, a_i is tensor 2 i + 1; a_0 (tensor 1) is the persistent input and has no bytes."""
+    """Builds the chain: h_i is tensor 2 i, a_i is tensor 2 i + 1; a_0 (tensor 1) is the persistent, empty input."""
     sizes = h if isinstance(h, list) else [h] * n
     tensors = [Tensor("g", 0, "gradient"), Tensor("a0", 0, "input", True)]
     forward, backward = [], [Kernel("loss", "reduce", "backward", (2 * n + 1,), (0,), 20)]
@@ -46,7 +46,7 @@ def names(program: Program, plan: Plan) -> list[str]:
 def test_nine_layers_by_hand() -> None:
     program = chain(9)
     assert program.peak_bytes == 180  # 18 tensors at r9
-    # all: the cuts are a1 … a8. h1 … h8 are dropped; at r9 there are a1 … a8, h9, a9. m1 … m8 run again.
+    # all: the cuts are a1 … a8. h1 … h8 are dropped; at r9 there are a1 … a8, h9, a9. m1 … m8 are recomputed.
     everything = agents.make("checkpoint_all", min_bytes=1).plan(program, MACHINE, 100)
     assert names(program, everything) == [f"h{i}" for i in range(1, 9)]
     assert all(isinstance(d, Recompute) and d.keep for d in everything.decisions)
@@ -59,7 +59,7 @@ def test_nine_layers_by_hand() -> None:
     timeline = simulate(program, root, MACHINE, 80)
     assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (80, 100)
     again = [program.kernels[s.index].name for s in timeline.spans if s.kind == "recompute"]
-    # Each segment at one blow, in both of the simulated iterations.
+    # Each segment is recomputed at once, in both simulated iterations.
     assert again == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
 
 
@@ -125,7 +125,7 @@ def test_the_knapsack_keeps_what_is_dearest_to_run() -> None:
     def dropped(budget: float, runtime: str = "flops") -> list[str]:
         return sorted(THREE.tensors[m.tensor].name for m in Partitioner(THREE, runtime, 1).dropped(budget))
 
-    assert dropped(1) == []  # nothing is free to run again
+    assert dropped(1) == []  # nothing is free to recompute
     assert dropped(0.99) == dropped(0.61) == ["a1", "a2"]  # the allowlist saves 30 of 50 bytes, whatever the budget
     assert dropped(0.6) == ["a1", "a2"]  # knapsack: three products of 0.2
     assert dropped(0.59) == dropped(0.4) == ["a1", "a2", "h1"]  # two: 300 + 200 flops
@@ -144,7 +144,7 @@ def test_the_budget_is_tuned_to_the_limit() -> None:
 
 
 def test_small_results_and_draws_are_banned() -> None:
-    # A draw, a reduction to less than a quarter, and a norm behind an unsaved product are not free to run again.
+    # A draw, a reduction to less than a quarter, and a norm behind an unsaved product are not free to recompute.
     kernels = (
         Kernel("product", "matmul", "forward", (0,), (1,), 1),  # its output dies at "norm"
         Kernel("norm", "norm", "forward", (1,), (2,), 1),
@@ -161,10 +161,10 @@ def test_small_results_and_draws_are_banned() -> None:
     program = Program("banned", tensors, kernels)
     assert [m.tensor for m in feature_maps(program, 1)] == [2, 3, 4, 5, 6, 7] and sum(sizes[2:]) == 200
     partitioner = Partitioner(program, "flops", 1)
-    # Allowlist: relu and double may run again; 128 of 200 bytes (0.64) are saved. Then pool as well: 88 (0.44).
+    # Allowlist: relu and double may be recomputed; 128 of 200 bytes (0.64) are saved. Then pool as well: 88 (0.44).
     assert [m.tensor for m in partitioner.dropped(0.65)] == [3, 6]
     assert [m.tensor for m in partitioner.dropped(0.64)] == [3, 6, 7]
     # Items product (t1, 40 bytes, without which t2 cannot be made), drop (40) and mean (8), worth 1 each: all fit.
     assert [m.tensor for m in partitioner.dropped(0.44)] == [3, 6, 7]
-    # 48 bytes hold mean and one of the equals, the first: drop may run again.
+    # 48 bytes hold mean and one of the equals, the first: drop may be recomputed.
     assert [m.tensor for m in partitioner.dropped(0.24)] == [3, 4, 6, 7]

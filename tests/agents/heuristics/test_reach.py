@@ -1,4 +1,4 @@
-"""The smallest limit that each method reaches, by hand: it has a plan there, and one byte below it names that limit."""
+"""Smallest limit of each method, by hand: it finds a plan there, and names that limit when given one byte less."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REACH: list[tuple[str, dict[str, object], Program, int]] = [
     *((f"autoswap_{score}", {}, FOUR, 12) for score in SCORES),
     ("autoswap_bo", {"evaluations": 6}, FOUR, 12),
     ("tflms", {}, FOUR, 14),  # without a backward pass nothing can be swapped
-    # With a1 and a2 away the loads are 50 90 90 90 100 110 110 60.
+    # With a1 and a2 evicted the loads are 50 90 90 90 100 110 110 60.
     ("tflms", {}, tiny.PROGRAM, 110),
     ("home", {"mode": "swap", "particles": 20}, tiny.PROGRAM, 110),
     # Kernel b4 [40, 60) is the peak. a1 could leave in [20, 40), a2 in [30, 40): too short for 40 bytes. Only w leaves.

@@ -1,4 +1,4 @@
-"""SmartPool+AutoSwap: the limit is one of addresses."""
+"""SmartPool+AutoSwap: the limit applies to addresses."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_swap_ins_are_just_in_time_and_one_at_a_time(nbytes: int, pinned: list[i
 
 @pytest.mark.parametrize(("nbytes", "pinned"), [(5, 3), (15, 2), (25, 1)])
 def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
-    # Used by kernel 1 only: away from 20 to 10 of the next iteration, i.e. 50. To be back it starts at 45, 35, 25.
+    # Used by kernel 1 only: out from 20 to 10 of the next iteration, i.e. 50. To be back it starts at 45, 35, 25.
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10) for i in range(4))
     program = Program("state", (Tensor("state", nbytes, "optimizer_state", True),), kernels)
     assert just_in_time(program, MACHINE, np.array([(SWAP, 0, 1, 1, -1, -1)]))[0, 4] == pinned

@@ -10,10 +10,10 @@ from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Program:
-    """A chain of layers (kind, bytes of output); the backward kernel of a layer reads its input and output.
+    """Builds a chain of layers (kind, output bytes); the backward kernel of a layer reads its input and output.
 
     Tensor i is the output of layer i - 1 (tensor 0 the input), kernel i is layer i's forward; kernel
-    2 * len(layers) - 1 - i is its backward. Gradients are tensors of one byte, or as large as what they belong to.
+    2 * len(layers) - 1 - i is its backward. Gradients have one byte, or the size of their tensors.
     """
     n = len(layers)
     tensors = [Tensor("x", 1, "input", True)] + [Tensor(kind, size) for kind, size in layers]
@@ -48,7 +48,7 @@ def test_least_recently_used_first_and_only_under_pressure() -> None:
     assert tensor_cache(NET, ways, 62) == []
     assert tensor_cache(NET, ways, 52) == [one]  # at kernel 5
     assert tensor_cache(NET, ways, 51) == [one, two]  # 52 at kernel 6
-    # Kernel 3 sends 1 away, 4 sends 2, 5 sends 3 (4 and 5 are younger or locked), 6 sends 4.
+    # Kernel 3 evicts 1, 4 evicts 2, 5 evicts 3 (4 and 5 are younger or locked), 6 evicts 4.
     assert tensor_cache(NET, ways, 31) == [one, two, three, four]
     assert tensor_cache(NET, ways, 52, first=[three]) == [three]
 
@@ -81,7 +81,7 @@ def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
 
 
 def recomputed(program: Program, strategy: str) -> tuple[int, int]:
-    """Kernels run again in one iteration when every cheap output is dropped, and the peak."""
+    """Returns the number of recomputed kernels per iteration if every cheap output is dropped, and the peak."""
     planner = agents.make("superneurons", mode="recompute", recompute=strategy, always=True, min_bytes=1)
     timeline = simulate(program, planner.plan(program, MACHINE, program.peak_bytes), MACHINE, program.peak_bytes)
     extra = [s for s in timeline.spans if s.kind == "recompute" and s.start_ns >= timeline.last_start_ns]

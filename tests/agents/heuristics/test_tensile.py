@@ -1,4 +1,4 @@
-"""TENSILE: its schedule against ones made by hand."""
+"""TENSILE: schedules computed by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
 def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list[int], peak: int) -> Program:
-    """Kernel k reads and writes the tensors named in uses[k]; kernel ``peak`` has 50 bytes of workspace."""
+    """Builds a program whose kernel k accesses the tensors in uses[k]; kernel ``peak`` has 50 bytes of workspace."""
     index = {t.name: i for i, t in enumerate(tensors)}
     kernels = tuple(
         Kernel(f"k{k}", "other", "forward", tuple(index[c] for c in reads), tuple(index[c] for c in writes),
@@ -134,7 +134,7 @@ def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
     planner = TENSILE(min_bytes=1)
     small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 200)
     assert small.decisions == () and [d.tensor for d in large.decisions] == [0]
-    assert (small.limit, large.limit) == (130, 100)  # each: what the other leaves
+    assert (small.limit, large.limit) == (130, 100)  # each gets what the other job leaves
     small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 100)
     assert {d.tensor for d in small.decisions} == {d.tensor for d in large.decisions} == {0, 1}
     with pytest.raises(agents.Infeasible, match="100 bytes"):

@@ -1,4 +1,4 @@
-"""Tensor Cache at run time: Algorithm 2 by hand, and a run whose waits are worked out by hand."""
+"""Tensor Cache at run time: Algorithm 2 and a run with waits, both computed by hand."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_what_fits_causes_no_transfers():
 
 
 def test_a_kernel_waits_for_the_eviction_and_for_the_miss():
-    """c does not fit beside a and b: a is offloaded, and fetched when b is dead (40 ns each)."""
+    """Tensor c does not fit beside a and b: a is offloaded, and fetched when b is dead (40 ns each)."""
     assert run(PROGRAM, LINK, 129, 1) == CacheRun(500 + 40 + 40, 3, 1, 40, 40, 100)
     with pytest.raises(agents.Infeasible, match="kernel 2 needs 90 bytes"):
         run(PROGRAM, LINK, 89, 1)

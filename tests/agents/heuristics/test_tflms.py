@@ -11,7 +11,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 
 def test_n_tensors_count_from_the_input() -> None:
-    # Loads 170 and 180 in kernels 3 and 4; a1 is away in 2 to 5, a2 in 3 and 4, 40 bytes each.
+    # Loads 170 and 180 in kernels 3 and 4; a1 is absent in 2 to 5, a2 in 3 and 4, 40 bytes each.
     planner = agents.make("tflms", min_bytes=1)
     limits = (180, 179, 140, 139, 110)
     assert [len(planner.plan(PROGRAM, MACHINE, limit).decisions) for limit in limits] == [0, 1, 1, 2, 2]

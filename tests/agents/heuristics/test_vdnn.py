@@ -24,7 +24,7 @@ SIZES = (5, 40, 10, 20, 10, 20, 10, 5)
 
 
 def network(second: KernelKind = "conv") -> Program:
-    """The network above; ``second`` is the kind of conv2 and conv2_back."""
+    """Builds the network above; ``second`` is the kind of conv2 and conv2_back."""
     return Program(
         "network",
         tuple(
@@ -78,14 +78,14 @@ def test_nobody_waits_without_sync() -> None:
 
 
 def test_the_search_for_a_prefetch_ends_at_a_conv_layer() -> None:
-    """X2 is too small to leave. k4 meets conv2 (k5) on its way to pool; were that no CONV layer, it would not stop."""
+    """X2 is too small to offload. k4's search for pool passes conv2 (k5) and stops there only if it is a CONV layer."""
     assert prefetches(NETWORK, [X1]) == {X1: 4}
     assert prefetches(network("norm"), [X1]) == {X1: 3}
     assert prefetches(network("norm"), [X1, X2]) == {X1: 4, X2: 3}  # one search, one layer
 
 
 def test_what_no_search_finds_is_fetched_when_it_is_needed() -> None:
-    """The first backward kernel needs x itself: at its start, k3's end, nothing has been looked for."""
+    """The first backward kernel needs x itself, but no search has run before it starts, at the end of k3."""
     kernels = (
         Kernel("k0", "conv", "forward", (), (0,), 10),
         Kernel("k1", "pool", "forward", (0,), (), 10),
@@ -98,7 +98,7 @@ def test_what_no_search_finds_is_fetched_when_it_is_needed() -> None:
 
 
 def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
-    """x is read by a conv, then by a join; y is updated in place by the last layer that has it."""
+    """Tensor x is read by a conv, then by a join; y is updated in place by its last layer."""
     x, y, z = range(3)
     kernels = (
         Kernel("stem", "conv", "forward", (), (x,), 10),
@@ -115,7 +115,7 @@ def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
 
 
 @pytest.mark.parametrize(("policy", "limit", "decisions", "iteration_ns"), [
-    ("all", 94, ALL, 140), ("all", 105, ALL, 140),  # static policies do not look at the limit
+    ("all", 94, ALL, 140), ("all", 105, ALL, 140),  # static policies ignore the limit
     ("conv", PLENTY, ALL[1:], 80),
     ("dyn", 105, (), 80),  # the peak: nothing need leave
     # conv: a2 leaves [20, 30); beside k4 (95) there is no room for it, so that k5 waits [50, 60). all: as above.

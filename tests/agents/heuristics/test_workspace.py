@@ -1,4 +1,4 @@
-"""The dynamic workspace on programs small enough to follow by hand, and its promises on random ones."""
+"""Dynamic workspaces: small programs computed by hand, and properties on random programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_least_workspaces_and_the_best_of_both() -> None:
 
 
 def test_over_the_limit_with_the_least_workspaces() -> None:
-    with pytest.raises(agents.Infeasible, match=r"^the plan: with the least workspaces, kernel 1 needs 40 bytes"):
+    with pytest.raises(agents.Infeasible, match=r"^the plan: with minimal workspaces, kernel 1 needs 40 bytes"):
         with_fastest_variants(PAIR, Plan(), MACHINE, 79)
     with pytest.raises(PlanError, match="there is no kernel 9"):
         with_fastest_variants(PAIR, Plan(variants=((9, 0),)), MACHINE, 100)
@@ -89,7 +89,7 @@ FASTER = replace(SWAPPED, variants=((2, 0),))
     # Where the copy takes 50 ns it is not worth it, and a plan that has it so is undone: 10 + 100 + 10 + 50 + 10.
     (EARLY, SWAPPED, 100, MACHINE, True, (), 10 + 100 + 40 + 10),
     (EARLY, FASTER, 100, MACHINE, True, (), 10 + 100 + 40 + 10),
-    # The profile of the least workspaces finds nothing; the plan's own choice is shorter, and kept.
+    # The profile with minimal workspaces finds nothing; the plan's own choice is faster and is kept.
     (EARLY, FASTER, 100, FAST, False, ((2, 0),), 10 + 100 + 10 + 5 + 10),
 ])  # fmt: skip
 def test_the_fastest_that_fit_the_bytes_left(
@@ -102,7 +102,7 @@ def test_the_fastest_that_fit_the_bytes_left(
 
 def test_bytes_left_are_those_of_the_simulated_iteration() -> None:
     assert free_bytes(AGAIN, simulate(AGAIN, RERUN, MACHINE, 160)) == {0: 50, 1: 80, 2: 90, 3: 50}
-    # a and b are there when k2 runs: 40 bytes are left of 100, of which 90 are planned to be (a away, b).
+    # a and b are there when k2 runs: 40 bytes are left of 100, of which 90 are planned to be (a evicted, b).
     assert free_bytes(EARLY, simulate(EARLY, SWAPPED, FAST, 100))[2] == 40
 
 
@@ -140,7 +140,7 @@ def test_the_relaxed_program_has_the_floor(data: st.DataObject) -> None:
 
 
 def network(layers: int = 6) -> Program:
-    """Convolutions, forward and backward, of 4 ns in 30 bytes, or of 10 ns without; outputs of 20 bytes."""
+    """Builds convolutions, forward and backward, of 4 ns with 30 bytes of workspace, or 10 ns without."""
     tensors = [Tensor("x", 1, "input", True), *(Tensor(f"y{i}", 20) for i in range(layers))]
     tensors += [Tensor(f"d{i}", 5, "gradient") for i in range(layers)]
     slow = ((10_000, 0),)

@@ -1,4 +1,4 @@
-"""What ``local_search.anneal`` does, step by step in Python: its definition, beside which it is tested."""
+"""Step-by-step Python reference of ``local_search.anneal``, used as its test oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.moves.moves import Moves
 
 
 def ticking(seconds: float) -> SimpleNamespace:
-    """A module ``time`` whose clock goes on by so much at every look."""
+    """Returns a fake ``time`` module whose clock advances by a fixed amount per call."""
     looks = count()
     return SimpleNamespace(monotonic=lambda: seconds * next(looks))
 
@@ -25,7 +25,7 @@ def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
     enough_ns: int = 0, until: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
-    """``local_search.anneal``, but that it always looks at the clock after ``CLOCK`` calls."""
+    """Reference of ``local_search.anneal`` that always checks the clock after ``CLOCK`` calls."""
     ideal = max(engine.program.ideal_ns, 1)
     rng = np.random.default_rng(seed)
     moves.reset(start)

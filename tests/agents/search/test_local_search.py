@@ -1,4 +1,4 @@
-"""The compiled loop of the local search against its definition: the same to the last bit, whatever ends it."""
+"""The compiled loop of the local search is bit-identical to its reference, however it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOT, COLD = 3e-2, 3e-4
 
 
 class Counted(Engine):
-    """Knows how often it was asked from Python."""
+    """Counts its calls from Python."""
 
     asked = 0
 
@@ -36,10 +36,10 @@ class Counted(Engine):
 def outcome(
     anneal: Any, program: Program, machine: Machine, limit: int, mode: str, seed: int, short: bool, **options: Any
 ) -> tuple[list[Any], Counted]:
-    """All that is left of a search: the best plan, its time, the calls, the present plan, the random numbers.
+    """Returns the result of a search: best plan, its time, calls, current plan, and random numbers.
 
     Args:
-        short: of room for the steps of chains, and without the code for recomputation at first.
+        short: starts with too little room for recomputation chains, and without their compiled code.
     """
     engine = Counted(program, machine, limit)
     if short:
@@ -54,7 +54,7 @@ def outcome(
 
 
 def drawn(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
-    """A program, half of them a network, on some machine; a limit and a mode."""
+    """Draws a program (half of them networks), a machine, a limit and a mode."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
         program, machine = pyramid(rng.randint(2, 14), seed), MACHINE
@@ -92,7 +92,7 @@ def test_the_same_as_step_by_step() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
 @pytest.mark.parametrize("calls", [None, 150])
 def test_the_same_for_as_much_time(mode: str, calls: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that goes on by a second at every look, which are then as many."""
+    """Uses a clock that advances by a second per check, with equally many checks."""
     program = pyramid(12, 1)
     task = program, MACHINE, int(0.6 * program.peak_bytes), mode, 3, True
     found = []
@@ -104,7 +104,7 @@ def test_the_same_for_as_much_time(mode: str, calls: int | None, monkeypatch: py
 
 
 def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many follow while they take less than TICK; a search that takes longer looks after CLOCK of them."""
+    """The interval doubles while checks are less than TICK apart; a slower search checks every CLOCK calls."""
     program = pyramid(12, 1)
     calls = {}
     for seconds in (0.9 * TICK, TICK):

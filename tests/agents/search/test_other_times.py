@@ -1,4 +1,4 @@
-"""What plans cost under other times, and plans for faster kernels."""
+"""Overheads of plans under perturbed kernel times, and plans for faster kernels."""
 
 from dataclasses import replace
 
@@ -90,7 +90,7 @@ def test_kernels_that_are_faster_hide_less() -> None:
     ([SWAP_PLAN], 1000),  # tensors that are too small to move
 ])  # fmt: skip
 def test_what_it_cannot_start_from(starts: list[Plan], min_bytes: int) -> None:
-    with pytest.raises(Infeasible, match="there is no plan"):
+    with pytest.raises(Infeasible, match="no start plan fits"):
         ForFaster(starts, ERROR, calls=50, min_bytes=min_bytes).plan(PROGRAM, MACHINE, LIMIT)
     with pytest.raises(ValueError, match="calls"):
         ForFaster(starts, ERROR, calls=5)

@@ -1,4 +1,4 @@
-"""Search over reruns: against brute force, its sums against the schedule's, and Checkmate's published results."""
+"""Search over reruns: against brute force, the schedule's memory and time, and Checkmate's published results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_as_good_as_every_set_of_reruns(seed: int, few_moves: None) -> None:
 
 @given(st.data())
 def test_the_sweep_says_what_the_schedule_says(data: st.DataObject) -> None:
-    """Programs with kernels in place, several outputs and persistent results: the plans found are those reckoned."""
+    """Programs with in-place kernels, several outputs and persistent results: computed costs match the plans found."""
     program = data.draw(programs())
     table = tables(program, 1)
     least = least_bytes(program, table)
@@ -65,7 +65,7 @@ def test_the_sweep_says_what_the_schedule_says(data: st.DataObject) -> None:
 
 
 def in_place() -> Program:
-    """A batch norm, its ReLU in place, a kernel that reads in between and one that cannot run twice."""
+    """Builds a batch norm, its ReLU in place, a kernel that reads in between, and a non-recomputable kernel."""
     size = [("x", 10, True), ("a", 10, False), ("y", 40, False), ("m", 4, False), ("z", 40, False), ("r", 8, False)]
     tensors = tuple(Tensor(name, nbytes, "activation", lasts) for name, nbytes, lasts in size)
     return Program("in place", tensors, (

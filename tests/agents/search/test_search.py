@@ -1,4 +1,4 @@
-"""Random search and simulated annealing: repeatable, within their budget, and right where the answer is known."""
+"""Random search and simulated annealing: reproducible, within budget, and correct where the answer is known."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from tests.programs import BYTE_PER_NS as MACHINE
 
 
 def pyramid(layers: int, seed: int) -> Program:
-    """Layers forward then back; the output of each is read again by its backward kernel. One weight per layer,
-    read by both and written at the end."""
+    """Builds layers forward then backward; each output is read again by its backward kernel.
+
+    One weight per layer is read by both and written at the end.
+    """
     rng = random.Random(seed)
     tensors = [Tensor(f"y{i}", rng.randint(5, 30)) for i in range(layers)]
     tensors += [Tensor(f"w{i}", rng.randint(1, 10), "parameter", True) for i in range(layers)]
@@ -74,7 +76,7 @@ def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, obj
 ])  # fmt: skip
 @pytest.mark.parametrize("program", [tiny.PROGRAM, *(pyramid(4, seed) for seed in range(3))], ids=lambda p: p.name)
 def test_no_enumerated_plan_is_faster(name: str, mode: str, program: Program) -> None:
-    """Early copies and shifts may do better still."""
+    """Early copies and shifts may find plans that are faster still."""
     limit = tiny.LIMIT if program is tiny.PROGRAM else int(0.65 * program.peak_bytes)
     planner = agents.make(name, min_bytes=1, mode=mode, calls=3_000)
     found = simulate(program, planner.plan(program, MACHINE, limit), MACHINE, limit).iteration_ns
@@ -107,7 +109,7 @@ def test_annealing_for_some_seconds(jobs: int | None, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("mode", MODES)
 def test_moves_keep_the_residency(mode: str) -> None:
-    """After any moves the residency is that of the rows, within the limit, and the rows fit the program."""
+    """After any moves the residency matches the rows, is within the limit, and the rows fit the program."""
     program = pyramid(8, 2)
     limit = int(0.7 * program.peak_bytes)
     moves = Moves(program, limit, mode, 1, seed=0)

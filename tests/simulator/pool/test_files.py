@@ -1,4 +1,4 @@
-"""Files of buffers: one small file for every format. What is refused: tests/simulator/test_malformed.py."""
+"""Buffer files: one small file per format. Rejected files: tests/simulator/test_malformed.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def rows(buffers: Buffers) -> list[tuple[str, int, int, int]]:
-    """(id, lower, upper, bytes) of each buffer."""
+    """Returns (id, lower, upper, bytes) of each buffer."""
     table = buffers.intervals
     columns = (table.lower.tolist(), table.upper.tolist(), table.nbytes.tolist())
     return list(zip(buffers.ids, *columns, strict=True))
@@ -120,14 +120,14 @@ def test_log_in_which_nothing_repeats(write: Write) -> None:
 
 
 def event(action: str, addr: int, size: int) -> dict[str, Any]:
-    """An entry of a device's trace as _snapshot() makes it."""
+    """Builds an entry of a device's trace as _snapshot() does."""
     frames = [{"filename": "train.py", "line": 12, "name": "step"}]
     return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1_700_000_000_000_000,
             "frames": frames, "pool_id": (0, 0), "compile_context": "N/A", "user_metadata": ""}  # fmt: skip
 
 
 def segment(address: int, blocks: list[tuple[int, int, str]], device: int = 0) -> dict[str, Any]:
-    """A segment; blocks of (size, requested_size, state)."""
+    """Builds a segment from blocks of (size, requested_size, state)."""
     total, table = 0, []
     for size, requested, state in blocks:
         table.append({"address": address + total, "size": size, "requested_size": requested, "state": state,
@@ -206,7 +206,7 @@ def test_older_snapshots(write: Write) -> None:
 
 
 class Evil:
-    """Unpickled without care, it runs a command."""
+    """Executes a command if unpickled without restrictions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch evil",)

@@ -1,4 +1,4 @@
-"""Whether a plan fits: by the packing of its blocks, on the host, and with what a card counts beside tensors."""
+"""Whether a plan fits: packing of its blocks, host memory, and device memory next to tensors."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_what_is_left_for_tensors() -> None:
     assert CardPeak(80, 10, 10, 20, 30, 150, False).limit == 80  # the sum is the memory: all tensors
     assert CardPeak(80, 10, 10, 20, 30, 140, True).limit == 80  # it fits without what is cached
     assert CardPeak(80, 10, 10, 20, 30, 10, False).limit == 1
-    with pytest.raises(ValueError, match="no memory was asked about"):
+    with pytest.raises(ValueError, match="memory_bytes: not given"):
         _ = CardPeak(80, 10, 10, 20, 30).limit
 
 
 def chain(nbytes: int) -> Program:
-    """Three tensors, of which two are in use at once."""
+    """Builds a program of three tensors, two of which are in use at once."""
     return straight(activations(nbytes, nbytes, nbytes), ((), (0,), 10), ((0,), (1,), 10), ((1,), (2,), 10))
 
 
@@ -113,13 +113,13 @@ def test_under_a_plan() -> None:
 
 
 @pytest.mark.parametrize(("copies", "returns", "nbytes", "period", "alignment", "spans", "offsets", "footprint"), [
-    # Tensor 0 is copied at 2 and comes back by 4 and, from the same copy, by 6; 1 is away over the boundary.
+    # Tensor 0 is copied at 2 and returns by 4 and, from the same copy, by 6; 1 is out over the boundary.
     ({0: [2], 1: [8]}, {0: [4, 6], 1: [1]}, [40, 10, 7], 10, 1, [(2, 6), (8, 11)], {0: 0, 1: 0}, 40),
     ({0: [2], 1: [3]}, {0: [5], 1: [8]}, [40, 10], 10, 16, [(2, 5), (3, 8)], {0: 0, 1: 48}, 64),  # side by side
     # Copied twice it has one place, of which its longest time without a copy is free: from 9 to 1; from 3 to 8.
     ({0: [1, 6]}, {0: [3, 9]}, [5], 12, 1, [(1, 9)], {0: 0}, 5),
     ({0: [1, 8]}, {0: [3, 9]}, [5], 12, 1, [(8, 15)], {0: 0}, 5),
-    ({}, {0: [3]}, [7], 10, 1, [(0, 10)], {0: 0}, 7),  # never copied anew, it is there for good
+    ({}, {0: [3]}, [7], 10, 1, [(0, 10)], {0: 0}, 7),  # never copied out: held permanently
     ({}, {0: [3]}, [0], 10, 1, [(0, 10)], {}, 0),
     ({}, {}, [3], 1, 512, [], {}, 0),
 ])  # fmt: skip

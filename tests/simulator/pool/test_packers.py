@@ -1,4 +1,4 @@
-"""SmartPool, the portfolio of heuristics, the exact search: by hand, by a slow checker, on MiniMalloc's benchmark."""
+"""SmartPool, portfolio and exact search: by hand, against a slow checker, and on MiniMalloc's benchmark."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FRAGMENT = table([(0, 2, 3), (1, 4, 2), (3, 6, 2), (4, 6, 3)])
 
 
 def right(blocks: Intervals, packing: Packing, alignment: int = 1) -> None:
-    """No two blocks share a byte, and the footprint is the end of the last."""
+    """Asserts that no two blocks share a byte, and that the footprint is the highest end."""
     rounded = blocks.rounded(alignment)
     assert overlaps(rounded, packing.offsets) == []
     assert not (packing.offsets % alignment).any() and (packing.offsets >= 0).all()
@@ -132,7 +132,7 @@ def test_work_and_seed_decide() -> None:
 
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clock that goes on by one each time that it is asked: at the beginning, after each run."""
+    """Uses a clock that advances by one per call: at the start, and after each run."""
     hard, easy = load(BENCHMARK / "D.1048576.csv").intervals, table([(0, 1, 1), (1, 2, 1)])
     clock, seen = count(), []
     monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: seen.append(next(clock)) or seen[-1]))
@@ -151,7 +151,7 @@ def test_offsets_that_leave_no_bits_for_blocks() -> None:
 
 
 def least_footprint(blocks: Intervals) -> int:
-    """By first-fit in every order: a canonical packing is first-fit in the order of its offsets."""
+    """Returns the minimum footprint by first-fit in every order: canonical packings are first-fit in offset order."""
     n = len(blocks)
     apart = np.zeros(n, np.int64)  # all at one address: those that meet are the pairs that overlap
     ones = Intervals(blocks.lower, blocks.upper, np.ones(n), blocks.period)
@@ -203,7 +203,7 @@ def test_benchmark(file: Path) -> None:
 
 
 def test_the_time_is_kept() -> None:
-    blocks = load(BENCHMARK / "D.1048576.csv").intervals  # nobody has packed it into its load
+    blocks = load(BENCHMARK / "D.1048576.csv").intervals  # no packing with a footprint equal to its load is known
     threads = threading.active_count()
     packing = optimal.pack(blocks, seconds=1)  # which ends
     right(blocks, packing)

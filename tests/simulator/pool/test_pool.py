@@ -1,4 +1,4 @@
-"""Lifetimes by hand, and packings that a slow checker looks over."""
+"""Lifetimes computed by hand, and packings validated by a slow checker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
 
 
 def table(blocks: list[tuple[int, int, int]], **period: int) -> Intervals:
-    """From (lower, upper, bytes)."""
+    """Builds Intervals from (lower, upper, bytes)."""
     return Intervals(*np.array(blocks, np.int64).reshape(-1, 3).T, **period)
 
 
 def in_ns(lives: Lifetimes, iteration_ns: int) -> list[tuple[int, int, int]]:
-    """(owner, start, end) of every block, the end past the iteration where the block is."""
+    """Returns (owner, start, end) of every block, with the end past the iteration if the block crosses it."""
     times = [*lives.time_ns.tolist(), *(lives.time_ns + iteration_ns).tolist(), 2 * iteration_ns]
     lower, upper = lives.intervals.lower.tolist(), lives.intervals.upper.tolist()
     return sorted((t, times[a], times[b]) for t, a, b in zip(lives.owner.tolist(), lower, upper, strict=True))
@@ -40,13 +40,13 @@ def test_lifetimes_of_a_program() -> None:
 
 def test_lifetimes_under_a_plan() -> None:
     lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT))
-    # a1 leaves from 20 to 60 and comes back from 90 on; f4 starts at 60. The drawing is in tiny.py.
+    # a1 leaves from 20 to 60 and returns from 90 on; f4 starts at 60. The drawing is in tiny.py.
     assert in_ns(lives, 170) == [
         (W, 0, 170), (A1, 0, 60), (A1, 90, 170), (A2, 10, 150), (A3, 20, 110), (A4, 60, 90),
         (G4, 70, 110), (G3, 90, 150), (G2, 130, 170),
     ]  # fmt: skip
     lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT))
-    # f2 ends at 20 and drops a1; f1 runs again from 80 to 90, then b2 to 110 and b1 to 130.
+    # f2 ends at 20 and drops a1; f1 is recomputed from 80 to 90, then b2 to 110 and b1 to 130.
     assert [b for b in in_ns(lives, 130) if b[0] == A1] == [(A1, 0, 20), (A1, 80, 130)]
     assert lives.intervals.peak_bytes == 140  # a2 a3 a4 w g4 in b4
 
@@ -70,7 +70,7 @@ def test_kernels_without_duration_do_not_share_addresses() -> None:
     lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16))
     packing = smartpool.pack(lives.intervals)
     assert packing.footprint == lives.intervals.peak_bytes == 16
-    assert packing.offsets.tolist() == [0, 8, 0]  # c comes when a has gone
+    assert packing.offsets.tolist() == [0, 8, 0]  # c is allocated after a is freed
 
 
 def test_one_iteration_is_too_few() -> None:

@@ -1,4 +1,4 @@
-"""Online allocators by hand, where they differ from one another, and random blocks that a slow checker looks over."""
+"""Online allocators: by hand where they differ, and random blocks validated by a slow checker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONLINE = {"cudamalloc": 1, "caching": 512, "cnmem": 512, "superneurons": 1024}  
 
 
 def in_units(packing: Packing, unit: int) -> tuple[list[float], float]:
-    """Offsets and footprint."""
+    """Returns offsets and footprint in units of the allocator's granularity."""
     return (packing.offsets / unit).tolist(), packing.footprint / unit
 
 
@@ -124,7 +124,7 @@ def test_no_two_blocks_share_a_byte(found: list, unit: int, name: str) -> None:
 
 @given(lives)
 def test_one_pool_is_the_gaps_between_live_blocks(found: list) -> None:
-    # What is kept piece by piece must be what one finds by looking at all live blocks.
+    # The incrementally maintained lists must match those derived from all live blocks.
     blocks = table([(lower, lower + length, n * KB) for lower, length, n in found])
     for pack, choose in ((heap.pack, lambda gaps: gaps[0]), (lambda b: cnmem.pack(b, None), min)):
         offsets = pack(blocks).offsets
@@ -170,9 +170,9 @@ def test_what_is_refused() -> None:
         assert module.pack(table([])).footprint == 0
     with pytest.raises(ValueError, match="reserve_bytes: expected at least 0, got -1"):
         cnmem.pack(table([]), reserve_bytes=-1)
-    with pytest.raises(ValueError, match="there is no allocator 'malloc'; there are cudamalloc, caching, cnmem"):
+    with pytest.raises(ValueError, match="unknown allocator 'malloc'; expected one of cudamalloc, caching, cnmem"):
         run("malloc", circle)
-    with pytest.raises(ValueError, match="there is no allocator"):
+    with pytest.raises(ValueError, match="unknown allocator"):
         allocation_ns("malloc", circle, tiny.MACHINE)
 
 

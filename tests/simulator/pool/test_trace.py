@@ -1,4 +1,4 @@
-"""Iteration detection: streams by hand, and programs whose iterations are found again."""
+"""Iteration detection: streams by hand, and programs whose iterations are recovered."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.strategies import programs
 
 
 def stream(text: str) -> Stream:
-    """From words: "+a8" mallocs a with 8 bytes, "-a" frees it, "<a" reads it, ">a" writes it."""
+    """Builds a stream from words: "+a8" mallocs a with 8 bytes, "-a" frees it, "<a" reads it, ">a" writes it."""
     kinds = {"+": "malloc", "-": "free", "<": "read", ">": "write"}
     return Stream.of((kinds[w[0]], w[1:2], int(w[2:] or 0)) for w in text.split())
 
 
 def blocks(found: Iteration) -> list[tuple[int, int, int]]:
-    """(lower, upper, bytes) of each block."""
+    """Returns (lower, upper, bytes) of each block."""
     table = found.intervals
     return list(zip(table.lower.tolist(), table.upper.tolist(), table.nbytes.tolist(), strict=True))
 
 
 def replay(recorded: Stream, found: Iteration) -> None:
-    """Runs every repetition with the addresses of SmartPool; no two blocks that are held may share a byte."""
+    """Replays every repetition with SmartPool's addresses; asserts that no two live blocks share a byte."""
     offsets = smartpool.pack(found.intervals).offsets
     always = np.flatnonzero(found.intervals.upper - found.intervals.lower == found.length)
     at = {int(found.source[b]): int(b) for b in always}  # block of the circle, by malloc
@@ -119,7 +119,7 @@ def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
         ("+a4 +b4 +c4", "after the set-up, no two .* of 0 operations"),
         ("+w4 +a4 <w >a -a", "in the middle of 3 operations"),  # a counts as set-up
         ("+a1 -a +a2 -a +a3 -a +a4 -a +a5 -a +a6 -a", "no two consecutive subsequences"),  # sizes grow
-        # A list of losses that nobody empties: 5 iterations of 4.
+        # A list of losses that is never emptied: 5 iterations of 4.
         ("".join(f"+a4 >a -a +{x}1 " for x in "vwxyz"),
          "5 times 4 operations repeat from operation 0 on, but the 1 bytes of operation 11 are held for 9 operations"),
         # Of one epoch and as many iterations of the next, 30 of the 66 operations are training iterations in a row.
@@ -165,10 +165,10 @@ def test_wrong_streams(text: str, operation: int, reason: str) -> None:
 
 
 def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
-    """The raw stream of a program: persistent tensors first, ids at random, used again once they are free.
+    """Returns a program's raw stream: persistent tensors first, random ids, reused after their free.
 
-    If ``changed``, the second half of the persistent tensors is malloc'ed in the first iteration, where it is used
-    first, and the last one mallocs and frees something else on the way.
+    If ``changed``, the second half of the persistent tensors is malloc'ed at its first use in the first iteration, and
+    the last iteration has extra mallocs and frees.
     """
     free, used, ids = [], 0, {}
 
