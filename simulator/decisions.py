@@ -314,8 +314,7 @@ class Rerun(Kind):
     codes: ClassVar[tuple[int, ...]] = (3,)
 
     def claim(self, program: Program, where: str) -> Hashable:
-        """Returns the decision itself, after the checks that need no other decision; simulator.schedule does the rest.
-        """
+        """Returns the decision itself after the checks that need no other decision; ``lower`` makes the others."""
         n = len(program.kernels)
         if not (0 <= self.kernel < n and 0 <= self.before < n):
             raise _no_kernel(n, where, kernel=self.kernel, before=self.before)

@@ -17,8 +17,7 @@ ALONE_ONLY = ("issue_ns", "wait_ns", "event_ns", "copy_contention")  # costs tha
 
 
 def reserved_bytes(plans: Sequence[Schedule]) -> int:
-    """Returns the host bytes reserved for a job (J9): the largest that a plan holds, of two plans if it changes plans.
-    """
+    """Returns the host bytes reserved for a job (J9): what its plan holds at most, or its two largest together."""
     return sum(sorted(max(plan.on_host) for plan in plans)[-2:])
 
 

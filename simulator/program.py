@@ -404,8 +404,7 @@ def _sha256(data: dict[str, Any]) -> str:
 
 
 def _printable(name: str, where: str) -> None:
-    """Raises FormatError if ``name`` has non-printable characters, which a terminal could execute as escape sequences.
-    """
+    """Raises FormatError if ``name`` has non-printable characters, which may contain terminal escape sequences."""
     if not name.isprintable():
         raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
 

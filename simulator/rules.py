@@ -72,8 +72,7 @@ class World:
         return self.machine.compute_share(len(self.steps)) - loss
 
     def under_way(self) -> list[tuple[Work, int]]:
-        """Returns all running steps and copies in flight with their speeds; opposite copies slow each other down (g).
-        """
+        """Returns running steps and copies in flight with their speeds; opposite copies slow each other down (g)."""
         shares = {"d2h": self.machine.d2h_share, "h2d": self.machine.h2d_share}
         both = len(self.copies) == 2
         copies = [(copy, shares[direction] if both else ALONE) for direction, copy in self.copies.items()]
@@ -174,8 +173,7 @@ class World:
         return sum(at_ns <= self.now for at_ns, _ in self.jobs[j].switches)
 
     def _switch(self, job: JobState, plan: int) -> None:
-        """Changes plans (J7). At a boundary, all evicted tensors are persistent and have the same block in every plan.
-        """
+        """Changes plans (J7). At a boundary, evicted tensors are persistent and have the same block in every plan."""
         missing = {gap.block: gap for gap in (*job.away.values(), *job.evicted.values())}
         nothing_changes = job.job.alike[plan] == job.job.alike[job.plan]
         job.use(plan)

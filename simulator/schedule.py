@@ -165,8 +165,7 @@ class Schedule:
 
     @cached_property
     def touched(self) -> tuple[frozenset[int], ...]:
-        """Blocks that each step touches: those that it reads, writes or frees, and those copied or evicted at its end.
-        """
+        """Blocks that each step touches: those that it reads, writes or frees, or copies or evicts at its end."""
         return tuple(
             frozenset(step.uses.values())
             | {b for b in (*step.allocates, *step.frees) if self.blocks[b].owner >= 0}
@@ -186,8 +185,7 @@ class Schedule:
 
     @cached_property
     def admission_bytes(self) -> int:
-        """Bytes that must be free to admit a job: initial residents, and what its first step allocates and waits for.
-        """
+        """Bytes that must be free to admit a job: initial residents, and the needs of its first step."""
         waits = sum(self.program.tensors[t].nbytes for t in self.steps[0].waits & self.away_at_start)
         return self.start_bytes + waits + sum(self.blocks[b].nbytes for b in self.steps[0].allocates)
 
@@ -410,8 +408,7 @@ class _Walk:
         return fetched
 
     def _copied(self, d: Swap, k: int) -> bool:
-        """Returns whether the copy of d is enqueued before the pass of kernel k, and the tensor is not resident again.
-        """
+        """Returns whether the copy of d is enqueued before the pass of kernel k and the tensor is still on the host."""
         copy = d.copied_at
         return self.away.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
 

@@ -93,8 +93,7 @@ def _last_start(boundaries: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans, block events and statistics of a simulation; figures are those of the last iteration, the peak is of all.
-    """
+    """Spans, block events and statistics of a simulation; figures are those of the last iteration, except the peak."""
 
     program: str
     limit: int
@@ -136,8 +135,7 @@ class Timeline:
         return at_peak
 
     def running(self, time_ns: int) -> Span:
-        """Returns the span that the compute stream executes at ``time_ns``, else the last one before, else the first.
-        """
+        """Returns the span that the compute stream executes at ``time_ns``, else the last before, else the first."""
         spans = [span for span in self.spans if span.stream == "compute"]
         return spans[max(bisect_right(spans, time_ns, key=lambda span: span.start_ns) - 1, 0)]
 
