@@ -170,5 +170,5 @@ print(copied_at(np.zeros((1, 6), np.int64), 0))
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True,
                           timeout=300, check=True)  # fmt: skip
-    said = "" if where == "full" else "compiled code is not kept: set NUMBA_CACHE_DIR to a folder that can be written\n"
+    said = "" if where == "full" else "compiled code is not cached: set NUMBA_CACHE_DIR to a writable folder\n"
     assert done.stdout == "0\n" and done.stderr == said
