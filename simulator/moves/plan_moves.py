@@ -30,22 +30,14 @@ TRIES = 100  # moves tried before giving up
 
 
 class Gaps(NamedTuple):
-    """The m candidate gaps of a program with n kernels.
-
-    Attributes:
-        ways: Row of each way to empty a gap.
-        weights: Relative probability of each way.
-        opens: Kernel after which a gap is open.
-        since: Kernels from the last write to ``opens``.
-        earlier: Previous gap of the same tensor, or -1.
-    """
+    """The m candidate gaps of a program with n kernels."""
 
     nbytes: NDArray[np.int64]  # (m,)
-    ways: NDArray[np.int64]  # (m, 4, 6)
-    weights: NDArray[np.float64]  # (m, 4)
-    opens: NDArray[np.int64]  # (m,)
-    since: NDArray[np.int64]  # (m,)
-    earlier: NDArray[np.int64]  # (m,)
+    ways: NDArray[np.int64]  # (m, 4, 6) row of each way to empty a gap
+    weights: NDArray[np.float64]  # (m, 4) relative probability of each way
+    opens: NDArray[np.int64]  # (m,) kernel after which a gap is open
+    since: NDArray[np.int64]  # (m,) kernels from the last write to ``opens``
+    earlier: NDArray[np.int64]  # (m,) previous gap of the same tensor, or -1
 
 
 class PlanArrays(NamedTuple):
@@ -57,17 +49,11 @@ class PlanArrays(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Work arrays.
+    """Work arrays of ``propose``."""
 
-    Attributes:
-        differ: Number of gaps that may differ between the current and the proposed plan, then these; first -1: any.
-        row: The row under construction.
-        plan: Rows in use of the last proposed plan.
-    """
-
-    differ: NDArray[np.int64]
-    row: NDArray[np.int64]
-    plan: NDArray[np.int64]  # (m, 6)
+    differ: NDArray[np.int64]  # number of gaps in which ``new`` may differ from ``now``, then these; first -1: any
+    row: NDArray[np.int64]  # (6,) row under construction
+    plan: NDArray[np.int64]  # (m, 6) rows in use of the last proposed plan
 
 
 @stage(entry=True)
