@@ -1,4 +1,4 @@
-"""A kind of decision that the language has and others do not know: they refuse it by its name."""
+"""Components refuse a decision kind that they do not know by its name."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,7 +27,7 @@ ALONE = simulate(PROGRAM, Plan(), MACHINE, LIMIT)
 
 @dataclass(frozen=True, slots=True)
 class Squeeze(OfGap):
-    """What is said of it here is all there is."""
+    """A decision kind that only this test defines."""
 
     bits: int = 8
 
@@ -35,7 +35,7 @@ class Squeeze(OfGap):
 
 
 PLAN = Plan((Squeeze(1, 1, 6),))
-SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering knew it
+SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering supported it
 REFUSES = {
     "the compiled simulator": lambda: rows_of(PLAN.decisions),
     "a job among several": lambda: simulate_jobs([Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT),
