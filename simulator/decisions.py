@@ -82,7 +82,7 @@ class Kind:
         Raises:
             PlanError: The compiled simulator does not support the kind.
         """
-        raise PlanError(f"the compiled simulator cannot take a {self.kind}")
+        raise PlanError(f"the compiled simulator does not support {self.kind} decisions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class OfGap(Kind):
 
     def clash(self, other: int) -> str:
         """Returns the error message for a decision ``other`` with the same claim."""
-        return f"tensor {self.tensor} is already away before kernel {self.before} by decisions[{other}]"
+        return f"tensor {self.tensor} is already evicted before kernel {self.before} by decisions[{other}]"
 
     def moved(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Self]:
         """Yields this decision in another program, from the most to the least specific variant.
@@ -233,7 +233,7 @@ class Swap(OfGap):
         if any((after - w) % n < early for w in program.writes[t]):
             raise PlanError(f"{where}: tensor {t} is written between the end of kernel {copy} and that of {after}")
         if any((after - k) % n < early for k in back[t]):
-            raise PlanError(f"{where}: tensor {t} is away between the end of kernel {copy} and that of {after}")
+            raise PlanError(f"{where}: tensor {t} is evicted between the end of kernel {copy} and that of {after}")
 
     def row(self) -> Row:
         """Returns the row; see ``Decision.row``."""

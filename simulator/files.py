@@ -104,7 +104,7 @@ def read_bytes(path: str | Path) -> bytes:
     path = Path(path)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'it is no file'})")
+            raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'not a regular file'})")
         with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as plain:
             raw = plain.read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:  # missing, truncated, or not gzip
@@ -133,7 +133,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise FormatError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+        raise FormatError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r} in an object")
     return out
 
 
@@ -154,7 +154,7 @@ def read_yaml(path: str | Path) -> str:
         text = raw.decode()
         for event in yaml.parse(text):
             if isinstance(event, yaml.AliasEvent):
-                raise FormatError(f"{line(event)}: aliases are not read")
+                raise FormatError(f"{line(event)}: aliases are not supported")
             if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
                 keys.pop()
                 expects_key.pop()
@@ -165,7 +165,7 @@ def read_yaml(path: str | Path) -> str:
             if known is not None:
                 if expects_key[-1] and isinstance(event, yaml.ScalarEvent):
                     if event.value in known:
-                        raise FormatError(f"{line(event)}: key {event.value!r} stands twice")
+                        raise FormatError(f"{line(event)}: duplicate key {event.value!r}")
                     known.add(event.value)
                 expects_key[-1] = not expects_key[-1]
             if isinstance(event, yaml.CollectionStartEvent):

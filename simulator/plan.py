@@ -59,7 +59,7 @@ class Plan:
         if not self.structure:
             raise PlanError(
                 f"the plan is for another program (fingerprint {self.fingerprint[:12]}, {program.name!r} has "
-                f"{program.fingerprint[:12]}), and was saved without what tells whether only times differ"
+                f"{program.fingerprint[:12]}), and does not record whether only times differ"
             )
         out = replace(self, fingerprint=program.fingerprint)
         if self.structure != program.structure:
@@ -68,7 +68,9 @@ class Plan:
                 first = "its decisions would fit"
             except PlanError as error:
                 first = str(error)
-            raise PlanError(f"the plan is for another program than {program.name!r}, not only for other times: {first}")
+            raise PlanError(
+                f"the plan is for another program than {program.name!r}, and not only times differ: {first}"
+            )
         out.check(program)
         return out
 
@@ -118,7 +120,7 @@ class Plan:
         """
         for i, d in enumerate(self.decisions):
             if d.kind not in kinds:
-                raise PlanError(f"decisions[{i}]: {who} cannot take a {d.kind}")
+                raise PlanError(f"decisions[{i}]: {who} does not support {d.kind} decisions")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the ``plan/2`` dictionary; ``structure`` and ``variants`` are left out if empty."""

@@ -388,14 +388,14 @@ class _Walk:
                     uses[x] = self._use(own[x])
                 else:
                     raise PlanError(
-                        f"kernel {w} cannot run again before kernel {k}: tensor {x} is not there as it read it"
+                        f"kernel {w} cannot be recomputed before kernel {k}: its input {x} is freed or overwritten"
                     )
             for x in program.kernels[w].outputs:
                 earlier = program.version(x, w)
                 if not tensors[x].persistent and earlier >= 0 and held.get(x) != earlier:
                     raise PlanError(
-                        f"kernel {w} cannot run again before kernel {k}: it goes on writing tensor {x}, and kernel "
-                        f"{earlier} does not run again just before it"
+                        f"kernel {w} cannot be recomputed before kernel {k}: it updates tensor {x}, and kernel "
+                        f"{earlier} is not recomputed just before it"
                     )
             self._write(w, uses, own)
             for x in program.kernels[w].outputs:

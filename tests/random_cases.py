@@ -61,7 +61,7 @@ class JobsCase(NamedTuple):
 
 
 def program_of(rng: Random, max_kernels: int = 14) -> Program:
-    """Random program with persistent tensors, in-place and multi-output kernels, workspaces; some shaped like networks."""
+    """Random program with persistent tensors, in-place and multi-output kernels, workspaces; some resemble networks."""
     tensors = [Tensor(f"p{i}", rng.randint(0, 40), "parameter", True) for i in range(rng.randint(0, 3))]
     persistent = list(range(len(tensors)))
     born = list(persistent)
@@ -90,7 +90,7 @@ def program_of(rng: Random, max_kernels: int = 14) -> Program:
 
 
 def plan_of(rng: Random, program: Program, reruns: bool = True) -> Plan:
-    """Random plan that fits: early copies, prefetches, synchronous swap-outs, wrapping gaps, recomputation or reruns."""
+    """Random plan that fits: early copies, prefetches, synchronous swap-outs, wrapping gaps, recomputation, reruns."""
     n = len(program.kernels)
     one_by_one = reruns and rng.random() < 0.4
     decisions: list[Decision] = []

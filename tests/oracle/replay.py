@@ -177,7 +177,7 @@ class Replay:
         if sign > 0:
             self.memory.append(block)
         else:
-            self._need(block in self.memory, "memory", f"tensor {block.owner} is given back twice")
+            self._need(block in self.memory, "memory", f"tensor {block.owner} is freed twice")
             self.memory.remove(block)
         if block.nbytes:
             self.ledger.append(Change(self.now, block.owner, block.born, sign * block.nbytes))

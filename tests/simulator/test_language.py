@@ -81,7 +81,7 @@ def test_a_copy_is_of_the_present_content(swap, reason):
 def test_a_copy_is_of_what_is_there():
     program = straight(activations(10), ((), (0,), 1), ((), (), 1), ((0,), (), 1), ((), (), 1), ((0,), (), 1))
     for first in (Swap(0, 0, 2), Recompute(0, 0, 2)):
-        with pytest.raises(PlanError, match="tensor 0 is away between the end of kernel 1 and that of 2"):
+        with pytest.raises(PlanError, match="tensor 0 is evicted between the end of kernel 1 and that of 2"):
             Plan((first, Swap(0, 2, 4, copy=1))).check(program)
     Plan((Recompute(0, 0, 2, at=1), Swap(0, 2, 4, copy=1))).check(program)
 
@@ -161,9 +161,15 @@ INPLACE = straight([parameter(1), *activations(10, 10, 10)], ((0,), (1,), 1), ((
 @pytest.mark.parametrize(
     ("decisions", "reason"),
     [
-        ((Rerun(1, 4),), "kernel 1 cannot run again before kernel 4: tensor 1 is not there as it read it"),
-        ((Rerun(0, 4), Rerun(1, 4)), "kernel 0 cannot run again before kernel 4: tensor 0 is not there as it read it"),
-        ((Rerun(0, 2), Rerun(1, 3)), "kernel 1 goes on writing|it goes on writing tensor 1, and kernel 0 does not run"),
+        ((Rerun(1, 4),), "kernel 1 cannot be recomputed before kernel 4: its input 1 is freed or overwritten"),
+        (
+            (Rerun(0, 4), Rerun(1, 4)),
+            "kernel 0 cannot be recomputed before kernel 4: its input 0 is freed or overwritten",
+        ),
+        (
+            (Rerun(0, 2), Rerun(1, 3)),
+            "kernel 1 cannot be recomputed before kernel 3: it updates tensor 1, and kernel 0 is not",
+        ),
         ((Rerun(0, 3), Rerun(1, 3)), None),
         ((Rerun(2, 4),), None),
     ],
