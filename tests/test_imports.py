@@ -25,7 +25,7 @@ ROOMS = {
     "simulator": ["", "compiled", "moves", "pool"],
     "agents": ["floor", "", "heuristics", "search", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
-    # The top has commands, which use all of them; so is the __main__ of a room.
+    # The top level and a subpackage's __main__ have commands, which use all subpackages.
     "experiments": ["workloads", "common", "plotting", "plan", "validate_gpu", "measured", "examples", "figures",
                     "benchmark"],
 }  # fmt: skip

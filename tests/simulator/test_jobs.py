@@ -126,7 +126,7 @@ def test_the_furthest_next_touch_of_the_others_leaves_first():
     big = straight(activations(40, 20), ((), (0,), 20), ((0,), (1,), 5))
     jobs = [Job("a", big, Plan(), iterations=1), Job("b", IDLE, Plan(), iterations=2)]
     timeline = simulate_jobs(jobs, MACHINE, 100, sharing="shared")
-    assert timeline.evictions == ()  # b goes on, and a waits for it
+    assert timeline.evictions == ()  # b continues, and a waits for it
     blocked = replace(IDLE, kernels=(*IDLE.kernels[:2], replace(IDLE.kernels[2], workspace=50)))
     timeline = simulate_jobs(once(big, blocked), MACHINE, 100)
     # a: k0 from 0 to 20; b: k0 from 20 to 30; a's k1 requests 20 beside 90, b's k1 runs, k2 requests 50: deadlock.

@@ -12,7 +12,7 @@ from tests.simulator.test_reference import PLENTY
 from tests.simulator.test_steady import NEVER_STEADY
 from tests.tiny import MACHINE
 
-# w writes a, r1 reads it for 100 ns, big needs the memory, x takes long, r2 reads a again.
+# w writes a, r1 reads it for 100 ns, big needs the memory, x is long, r2 reads a again.
 READ_MEANWHILE = straight(
     activations(100, 100), ((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)
 )
@@ -142,7 +142,7 @@ def test_run_twice_again(simulate):
     plan = Plan((Rerun(0, 2), Rerun(1, 3), Rerun(0, 4)))
     schedule = lower(LINE, plan)
     assert [s.kernel for s in schedule.steps if s.again] == [0, 1, 0]
-    assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 has run again
+    assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 is recomputed
     assert simulate(LINE, plan, MACHINE, 30, iterations=1).iteration_ns == 45 + 30
 
 

@@ -63,7 +63,7 @@ def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
     timeline = simulate(program, plan, MACHINE, PLENTY, iterations=2)
     assert timeline.memory[0] == (0, 10)
     assert compute(timeline)[0] == (0, 0, 10)
-    assert timeline.iteration_ns == 70  # 60 and k0 again
+    assert timeline.iteration_ns == 70  # 60 and recomputation of k0
 
 
 def test_a_wrapping_gap_that_has_ended_is_no_gap_before_its_kernel(simulate):
@@ -105,7 +105,7 @@ def test_choice_a_a_swap_out_is_completed_even_when_it_is_late(simulate):
         ("swap_out", 10, 110), ("swap_in", 110, 210),
     ]  # fmt: skip
     assert compute(timeline)[-1] == (2, 210, 220)
-    # 195 ns of waiting: for the swap-out [15, 110), for the swap-in [110, 210).
+    # 195 ns of stalls: for the swap-out [15, 110), for the swap-in [110, 210).
     assert timeline.breakdown == Breakdown(25, 0, 95, 100, 5)
 
 

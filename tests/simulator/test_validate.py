@@ -164,7 +164,7 @@ def test_wrong_boundaries():
 
 
 def test_over_the_limit():
-    assert rules(SWAPPED, tiny.SWAP_PLAN, limit=149) == {"swap-in"}  # 150 bytes with a1 back beside b3
+    assert rules(SWAPPED, tiny.SWAP_PLAN, limit=149) == {"swap-in"}  # 150 bytes with a1 resident beside b3
     assert rules(simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180), Plan(), limit=179) == {"limit"}
 
 
@@ -276,7 +276,7 @@ def test_a_copy_of_the_iteration_before():
     assert rules(timeline, plan, program, limit=1000) == set()
     assert [s.start_ns for s in timeline.spans if s.kind == "swap_out"] == [timeline.boundaries[0]]
     assert "idle" in rules(with_span(timeline, find(timeline, "swap_out", 0)), plan, program, limit=1000)
-    assert rules(timeline, Plan((Swap(0, 0, 2),)), program, limit=1000) == {"idle"}  # nothing is there at the start
+    assert rules(timeline, Plan((Swap(0, 0, 2),)), program, limit=1000) == {"idle"}  # nothing is resident at the start
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_kernel_and_its_recomputation_use_the_variant(simulate):
     assert (timeline.breakdown.compute_ns, timeline.breakdown.recompute_ns) == (114, 4)
     # The ideal time is that of the program as given, so that the overhead may be negative.
     assert timeline.ideal_ns == PROGRAM.ideal_ns == 120 and timeline.overhead == 118 / 120 - 1
-    assert timeline.required_bytes == 140  # b4: w a2 a3 a4 g4; f1 again: w a2 g3 a1 and 20 is 120
+    assert timeline.required_bytes == 140  # b4: w a2 a3 a4 g4; recomputed f1: w a2 g3 a1 and 20 is 120
     assert violations(timeline, PROGRAM, plan, MACHINE, tiny.LIMIT) == []
 
 

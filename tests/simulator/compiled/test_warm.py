@@ -14,8 +14,8 @@ from simulator.compiled import engine, jit, warm
 from tests.test_imports import ROOT
 
 STAND_IN = """
-# Python imports this file at its start. In the place of what takes ten seconds to compile: what takes none, but, in the
-# other process, as long as there is a file "hold".
+# Python imports this file at its start. Replaces code that takes ten seconds to compile by trivial code, whose
+# compilation takes as long as a file "hold" exists in the other process.
 import time
 from pathlib import Path
 from numba.core.dispatcher import _FunctionCompiler

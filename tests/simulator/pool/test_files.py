@@ -1,4 +1,4 @@
-"""Files of buffers: one small file for every format. What is refused: tests/simulator/test_malformed.py."""
+"""Files of buffers: one small file per format. Malformed files: tests/simulator/test_malformed.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def rows(buffers: Buffers) -> list[tuple[str, int, int, int]]:
-    """(id, lower, upper, bytes) of each buffer."""
+    """Returns (id, lower, upper, bytes) of each buffer."""
     table = buffers.intervals
     columns = (table.lower.tolist(), table.upper.tolist(), table.nbytes.tolist())
     return list(zip(buffers.ids, *columns, strict=True))
@@ -73,7 +73,7 @@ def test_solution_and_back(tmp_path: Path) -> None:
     packing = smartpool.pack(buffers.intervals)
     path = tmp_path / "new" / "solution.csv"
     save_solution(path, buffers, packing)
-    # By size: b1 and the second, which do not meet, at 0; the third meets both.
+    # By size: b1 and the second, whose lifetimes are disjoint, at 0; the third overlaps both.
     assert (
         path.read_text() == 'id,lower,upper,size,offset\nb1,0,3,4,0\n"with, comma",3,9,4,0\n"and ""quotes""",2,4,2,4\n'
     )
@@ -101,7 +101,7 @@ free 7
 
 def test_log(write: Write) -> None:
     path = write("trace.log", LOG)
-    # Operations 1 to 4 and 5 to 8 repeat; "65280" is held throughout, "1" from 0 to 3.
+    # Operations 1 to 4 and 5 to 8 repeat; "65280" is held throughout, "1" from 0 to 3 of each.
     found = load(path)
     assert rows(found) == [("65280", 0, 4, 9), ("1", 0, 3, 4)]
     assert found.intervals.period == 4
@@ -120,14 +120,14 @@ def test_log_in_which_nothing_repeats(write: Write) -> None:
 
 
 def event(action: str, addr: int, size: int) -> dict[str, Any]:
-    """An entry of a device's trace as _snapshot() makes it."""
+    """Returns an entry of a device's trace in the format of _snapshot()."""
     frames = [{"filename": "train.py", "line": 12, "name": "step"}]
     return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1_700_000_000_000_000,
             "frames": frames, "pool_id": (0, 0), "compile_context": "N/A", "user_metadata": ""}  # fmt: skip
 
 
 def segment(address: int, blocks: list[tuple[int, int, str]], device: int = 0) -> dict[str, Any]:
-    """A segment; blocks of (size, requested_size, state)."""
+    """Returns a segment; blocks are (size, requested_size, state)."""
     total, table = 0, []
     for size, requested, state in blocks:
         table.append({"address": address + total, "size": size, "requested_size": requested, "state": state,
@@ -170,7 +170,7 @@ def test_snapshot(write: Write) -> None:
     )  # fmt: skip
     other = segment(0x1000, [(512, 1, "active_allocated")], device=1)
     path = write("s.pickle", pickle.dumps(snapshot(trace, [event("alloc", 1, 1)], segments=(held, other))))
-    # Before: 0x1800 and 0x1a00, which the trace does not name, stay; 0x9000. Operations 3 to 7: alloc 0x1000, free
+    # Before the trace: 0x1800 and 0x1a00, never freed; 0x9000. Operations 3 to 7: alloc 0x1000, free
     # 0x9000, alloc 0x1200, free 0x1000, alloc 0x1000.
     assert rows(load(path)) == [
         ("0x1800", 0, 8, 300), ("0x1a00", 1, 8, 500), ("0x9000", 2, 4, 70),
@@ -183,7 +183,7 @@ def test_snapshot(write: Write) -> None:
 
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_the_iteration_of_a_snapshot(write: Write, protocol: int) -> None:
-    # Cut out of a training: it begins with the free of what the iteration before has left.
+    # Cut out of a training: it begins with frees of the previous iteration's blocks.
     trace = freed(0x600, 20)
     for a, b in [(0x200, 0x400), (0x400, 0x200), (0x800, 0x400)]:
         trace += [event("alloc", a, 10), event("alloc", b, 20), *freed(a, 10), *freed(b, 20)]
@@ -197,7 +197,7 @@ def test_the_iteration_of_a_snapshot(write: Write, protocol: int) -> None:
 
 
 def test_older_snapshots(write: Write) -> None:
-    # Blocks had no address and no requested_size; the state was active_pending_free.
+    # Old format: blocks without address and requested_size, state active_pending_free.
     old = segment(0x100, [(512, 0, "inactive"), (1024, 0, "active_pending_free")])
     for block in old["blocks"]:
         del block["address"], block["requested_size"]
@@ -206,7 +206,7 @@ def test_older_snapshots(write: Write) -> None:
 
 
 class Evil:
-    """Unpickled without care, it runs a command."""
+    """Runs a command if it is unpickled without restrictions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch evil",)
@@ -222,7 +222,7 @@ def test_a_malicious_pickle_is_refused(
     with pytest.raises(FormatError, match=r"evil.pickle: refused to unpickle (posix|nt)\.system: containers"):
         load(path)
     assert not (tmp_path / "evil").exists()
-    pickle.loads(raw)  # it would have
+    pickle.loads(raw)  # the unrestricted unpickler runs it
     assert (tmp_path / "evil").exists()
 
 
@@ -231,7 +231,7 @@ def test_program(tmp_path: Path, name: str) -> None:
     tiny.PROGRAM.save(tmp_path / name)
     buffers = load(tmp_path / name)
     blocks = program_lifetimes(tiny.PROGRAM).intervals
-    # w, a1 to a4, g4 to g2 are tensors 0 to 7; blocks go by their malloc. Kernels have no workspace.
+    # w, a1 to a4, g4 to g2 are tensors 0 to 7; blocks are in order of malloc. Kernels have no workspace.
     assert buffers.ids == ("t0", "t1", "t2", "t3", "t4", "t5", "t6", "t7")
     assert buffers.intervals.nbytes.tolist() == blocks.nbytes.tolist()
     assert buffers.intervals.period == 8

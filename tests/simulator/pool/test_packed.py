@@ -1,4 +1,4 @@
-"""Whether a plan fits: by the packing of its blocks, on the host, and with what a card counts beside tensors."""
+"""Whether a plan fits after packing its blocks, on the host, and with device memory in use besides tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_smaller_parts_of_a_limit_are_tried_until_the_packing_fits(monkeypatch: 
     with pytest.raises(DoesNotPack) as caught:
         first_that_packs(least + 1, attempt)
     assert caught.value.packed_bytes == 10 * (least + 1) and asked[3] == least + 1 and asked[4] < least
-    with pytest.raises(OutOfMemory):  # not even a plan for all of it
+    with pytest.raises(OutOfMemory):  # no plan even for the whole memory
         first_that_packs(least - 1, attempt)
 
 
@@ -90,12 +90,12 @@ def test_what_is_left_for_tensors() -> None:
 
 
 def chain(nbytes: int) -> Program:
-    """Three tensors, of which two are in use at once."""
+    """Three tensors, two of which are in use at once."""
     return straight(activations(nbytes, nbytes, nbytes), ((), (0,), 10), ((0,), (1,), 10), ((1,), (2,), 10))
 
 
 def test_a_program_file_has_allocator_and_context() -> None:
-    program = chain(11 * MIB)  # each in a segment of its own of 12 MiB
+    program = chain(11 * MIB)  # each in a separate segment of 12 MiB
     found = of_program(program, 5 * MIB, 29 * MIB)
     assert (found.tensors, found.allocator, found.context) == (22 * MIB, 2 * MIB, 5 * MIB)
     assert found.fits and found.limit == 22 * MIB
@@ -113,13 +113,13 @@ def test_under_a_plan() -> None:
 
 
 @pytest.mark.parametrize(("copies", "returns", "nbytes", "period", "alignment", "spans", "offsets", "footprint"), [
-    # Tensor 0 is copied at 2 and comes back by 4 and, from the same copy, by 6; 1 is away over the boundary.
+    # Tensor 0 is copied at 2 and swapped in by 4 and, from the same copy, by 6; 1 is evicted over the boundary.
     ({0: [2], 1: [8]}, {0: [4, 6], 1: [1]}, [40, 10, 7], 10, 1, [(2, 6), (8, 11)], {0: 0, 1: 0}, 40),
     ({0: [2], 1: [3]}, {0: [5], 1: [8]}, [40, 10], 10, 16, [(2, 5), (3, 8)], {0: 0, 1: 48}, 64),  # side by side
-    # Copied twice it has one place, of which its longest time without a copy is free: from 9 to 1; from 3 to 8.
+    # Copied twice, it has one place, which is free during the longest time without a copy: from 9 to 1; from 3 to 8.
     ({0: [1, 6]}, {0: [3, 9]}, [5], 12, 1, [(1, 9)], {0: 0}, 5),
     ({0: [1, 8]}, {0: [3, 9]}, [5], 12, 1, [(8, 15)], {0: 0}, 5),
-    ({}, {0: [3]}, [7], 10, 1, [(0, 10)], {0: 0}, 7),  # never copied anew, it is there for good
+    ({}, {0: [3]}, [7], 10, 1, [(0, 10)], {0: 0}, 7),  # copied once, held forever
     ({}, {0: [3]}, [0], 10, 1, [(0, 10)], {}, 0),
     ({}, {}, [3], 1, 512, [], {}, 0),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""SmartPool, the portfolio of heuristics, the exact search: by hand, by a slow checker, on MiniMalloc's benchmark."""
+"""SmartPool, the heuristics portfolio and the exact search: by hand, by a slow validator, on MiniMalloc's benchmark."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PACKERS: dict[str, Callable[..., Packing]] = {
 }
 arcs = st.tuples(st.integers(0, CIRCLE - 1), st.integers(1, CIRCLE), st.integers(0, 50))
 EVERY = pytest.mark.parametrize("name", PACKERS)
-# SmartPool: 3 and 3 lie at 0, the first 2 on the one, the second 2 meets it and the other 3, so that nothing is left
-# below 5. The load is 5: with the second 2 at 0 and the other 3 at 2 there is room.
+# SmartPool: 3 and 3 lie at 0, the first 2 on one of them; the second 2 overlaps it and the other 3, so that it does
+# not fit below 5. The load is 5: the second 2 at 0 and the other 3 at 2 fit.
 FRAGMENT = table([(0, 2, 3), (1, 4, 2), (3, 6, 2), (4, 6, 3)])
 
 
 def right(blocks: Intervals, packing: Packing, alignment: int = 1) -> None:
-    """No two blocks share a byte, and the footprint is the end of the last."""
+    """Checks that no two blocks share a byte, and that the footprint is the end of the last."""
     rounded = blocks.rounded(alignment)
     assert overlaps(rounded, packing.offsets) == []
     assert not (packing.offsets % alignment).any() and (packing.offsets >= 0).all()
@@ -64,7 +64,7 @@ def test_a_fragment(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["portfolio", "optimal"])
 def test_what_is_always_held_lies_at_the_bottom(name: str) -> None:
-    # [8, 12) of a period of 10 meets [1, 3), but not [3, 8).
+    # [8, 12) with a period of 10 overlaps [1, 3), but not [3, 8).
     blocks = table([(8, 12, 4), (2, 12, 5), (1, 3, 2), (3, 8, 6), (0, 10, 1)], period=10)
     packing = PACKERS[name](blocks)
     right(blocks, packing)
@@ -96,16 +96,16 @@ def test_twenty_thousand_blocks(name: str, ratio: float) -> None:
     assert 1 <= (portfolio.pack(blocks, work=0) if name == "portfolio" else PACKERS[name](blocks)).ratio(blocks) < ratio
 
 
-# By size: 10 lies at 0; 8 meets it and lies on it, at 10; 4 meets both: 18; 3 meets all three: 22. When 2 comes, 10 and
-# 4 have gone: the holes are [0, 10) and [18, 22).
+# By size: 10 lies at 0; 8 overlaps it and lies at 10; 4 overlaps both: 18; 3 overlaps all three: 22. When 2 is
+# allocated, 10 and 4 are freed: the holes are [0, 10) and [18, 22).
 LADDER = [(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)]
 
 
 @pytest.mark.parametrize(("rows", "period", "alignment", "fit", "offsets"), [
     (LADDER, NEVER, 1, "best", [0, 10, 18, 22, 18]), (LADDER, NEVER, 1, "first", [0, 10, 18, 22, 0]),
-    # In the order of mallocs the small one would lie at 0 and both large ones on it; so it lies on them.
+    # In the order of mallocs the small one would lie at 0 and both large ones above it; here it lies above them.
     ([(0, 3, 1), (0, 1, 6), (2, 3, 5)], NEVER, 1, "best", [6, 0, 0]),
-    # Of a period of 10, [8, 12) meets [1, 3) and [9, 10), but not [2, 8). By malloc: [1, 3), [2, 8), [8, 12), [9, 10).
+    # With a period of 10, [8, 12) overlaps [1, 3), [9, 10), not [2, 8). By malloc: [1, 3), [2, 8), [8, 12), [9, 10).
     ([(8, 12, 4), (1, 3, 4), (9, 10, 4), (2, 8, 4)], 10, 1, "best", [4, 0, 0, 4]),
     ([(8, 12, 4), (1, 3, 4)], NEVER, 1, "best", [0, 0]),
     ([(0, 2, 5), (1, 3, 9), (1, 2, 8)], NEVER, 8, "best", [16, 0, 24]),
@@ -132,7 +132,7 @@ def test_work_and_seed_decide() -> None:
 
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clock that goes on by one each time that it is asked: at the beginning, after each run."""
+    """The clock advances by one whenever it is read: at the beginning, and after each iteration."""
     hard, easy = load(BENCHMARK / "D.1048576.csv").intervals, table([(0, 1, 1), (1, 2, 1)])
     clock, seen = count(), []
     monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: seen.append(next(clock)) or seen[-1]))
@@ -151,9 +151,9 @@ def test_offsets_that_leave_no_bits_for_blocks() -> None:
 
 
 def least_footprint(blocks: Intervals) -> int:
-    """By first-fit in every order: a canonical packing is first-fit in the order of its offsets."""
+    """Returns the smallest footprint of first-fit in any order; a canonical packing is first-fit by offset."""
     n = len(blocks)
-    apart = np.zeros(n, np.int64)  # all at one address: those that meet are the pairs that overlap
+    apart = np.zeros(n, np.int64)  # all at one address: lifetimes that overlap are overlaps
     ones = Intervals(blocks.lower, blocks.upper, np.ones(n), blocks.period)
     meets = {frozenset(pair) for pair in overlaps(ones, apart)}
     best = 1 << 62
@@ -180,7 +180,7 @@ def test_no_smaller_footprint_exists(found: list, circle: bool) -> None:
 
 
 def test_a_load_that_no_packing_reaches() -> None:
-    # On a circle of 3, each of three blocks of 1 meets the two others, but only two are held at once.
+    # On a circle of 3, each of three blocks of 1 overlaps the two others, but only two are held at once.
     blocks = table([(0, 2, 1), (1, 3, 1), (2, 4, 1)], period=3)
     packing = optimal.pack(blocks, seconds=20)
     assert (blocks.peak_bytes, packing.footprint, packing.proven) == (2, 3, True)
@@ -193,7 +193,7 @@ def test_a_load_that_no_packing_reaches() -> None:
 )  # fmt: skip
 def test_benchmark(file: Path) -> None:
     blocks = load(file).intervals
-    if file.name[0] in "DJ":  # their loads are 6 % below the capacity, and what is between is not known
+    if file.name[0] in "DJ":  # their loads are 6 % below the capacity, and the optimum is unknown
         answer, offsets = optimal._Search(blocks, 0, None).fits(CAPACITY, seconds=60)
         assert answer == FITS and overlaps(blocks, offsets) == [] and (offsets + blocks.nbytes).max() <= CAPACITY
         return
@@ -203,8 +203,8 @@ def test_benchmark(file: Path) -> None:
 
 
 def test_the_time_is_kept() -> None:
-    blocks = load(BENCHMARK / "D.1048576.csv").intervals  # nobody has packed it into its load
+    blocks = load(BENCHMARK / "D.1048576.csv").intervals  # no known packing reaches its load
     threads = threading.active_count()
-    packing = optimal.pack(blocks, seconds=1)  # which ends
+    packing = optimal.pack(blocks, seconds=1)  # terminates
     right(blocks, packing)
     assert not packing.proven and threading.active_count() == threads

@@ -1,4 +1,4 @@
-"""Lifetimes by hand, and packings that a slow checker looks over."""
+"""Lifetimes by hand, and packings checked by a slow validator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
 
 
 def table(blocks: list[tuple[int, int, int]], **period: int) -> Intervals:
-    """From (lower, upper, bytes)."""
+    """Returns intervals from (lower, upper, bytes)."""
     return Intervals(*np.array(blocks, np.int64).reshape(-1, 3).T, **period)
 
 
 def in_ns(lives: Lifetimes, iteration_ns: int) -> list[tuple[int, int, int]]:
-    """(owner, start, end) of every block, the end past the iteration where the block is."""
+    """Returns (owner, start, end) of every block; the end may be past the iteration."""
     times = [*lives.time_ns.tolist(), *(lives.time_ns + iteration_ns).tolist(), 2 * iteration_ns]
     lower, upper = lives.intervals.lower.tolist(), lives.intervals.upper.tolist()
     return sorted((t, times[a], times[b]) for t, a, b in zip(lives.owner.tolist(), lower, upper, strict=True))
@@ -40,13 +40,13 @@ def test_lifetimes_of_a_program() -> None:
 
 def test_lifetimes_under_a_plan() -> None:
     lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT))
-    # a1 leaves from 20 to 60 and comes back from 90 on; f4 starts at 60. The drawing is in tiny.py.
+    # a1: out from 20 to 60, in from 90 on; f4 starts at 60 (see tiny.py).
     assert in_ns(lives, 170) == [
         (W, 0, 170), (A1, 0, 60), (A1, 90, 170), (A2, 10, 150), (A3, 20, 110), (A4, 60, 90),
         (G4, 70, 110), (G3, 90, 150), (G2, 130, 170),
     ]  # fmt: skip
     lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT))
-    # f2 ends at 20 and drops a1; f1 runs again from 80 to 90, then b2 to 110 and b1 to 130.
+    # f2 ends at 20 and drops a1; f1 is recomputed from 80 to 90, then b2 to 110 and b1 to 130.
     assert [b for b in in_ns(lives, 130) if b[0] == A1] == [(A1, 0, 20), (A1, 80, 130)]
     assert lives.intervals.peak_bytes == 140  # a2 a3 a4 w g4 in b4
 
@@ -57,8 +57,8 @@ def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> No
     plan = Plan((Swap(0, 0, 3, prefetch=2),))
     timeline = simulate(program, plan, tiny.MACHINE, 100)
     lives = timeline_lifetimes(timeline)
-    # Out from 100 to 140 where k3 has written it, else released at 100, since its copy on the host is still valid.
-    # Back from 300 (the end of k2) to 340, so that k3 runs to 440.
+    # Out from 100 to 140 if k3 has written it, else freed at 100, since its host copy is still valid.
+    # In from 300 (the end of k2) to 340, so that k3 runs to 440.
     leaves = 440 + (140 if written else 100)
     assert in_ns(lives, timeline.iteration_ns) == [(-2, 100, 200), (0, 300, leaves)]  # -2: the workspace of k1
     assert lives.intervals.peak_bytes == (45 if written else 40)

@@ -1,4 +1,4 @@
-"""Online allocators by hand, where they differ from one another, and random blocks that a slow checker looks over."""
+"""Online allocators by hand, where they differ, and random blocks checked by a slow validator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONLINE = {"cudamalloc": 1, "caching": 512, "cnmem": 512, "superneurons": 1024}  
 
 
 def in_units(packing: Packing, unit: int) -> tuple[list[float], float]:
-    """Offsets and footprint."""
+    """Returns offsets and footprint in units."""
     return (packing.offsets / unit).tolist(), packing.footprint / unit
 
 

@@ -1,4 +1,4 @@
-"""Iteration detection: streams by hand, and programs whose iterations are found again."""
+"""Iteration detection: hand-made streams, and iterations recovered from unrolled programs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.strategies import programs
 
 
 def stream(text: str) -> Stream:
-    """From words: "+a8" mallocs a with 8 bytes, "-a" frees it, "<a" reads it, ">a" writes it."""
+    """Returns a stream from words: "+a8" mallocs a with 8 bytes, "-a" frees it, "<a" reads it, ">a" writes it."""
     kinds = {"+": "malloc", "-": "free", "<": "read", ">": "write"}
     return Stream.of((kinds[w[0]], w[1:2], int(w[2:] or 0)) for w in text.split())
 
 
 def blocks(found: Iteration) -> list[tuple[int, int, int]]:
-    """(lower, upper, bytes) of each block."""
+    """Returns (lower, upper, bytes) of each block."""
     table = found.intervals
     return list(zip(table.lower.tolist(), table.upper.tolist(), table.nbytes.tolist(), strict=True))
 
 
 def replay(recorded: Stream, found: Iteration) -> None:
-    """Runs every repetition with the addresses of SmartPool; no two blocks that are held may share a byte."""
+    """Executes every repetition with the addresses of SmartPool; no two held blocks may share a byte."""
     offsets = smartpool.pack(found.intervals).offsets
     always = np.flatnonzero(found.intervals.upper - found.intervals.lower == found.length)
     at = {int(found.source[b]): int(b) for b in always}  # block of the circle, by malloc
@@ -165,10 +165,10 @@ def test_wrong_streams(text: str, operation: int, reason: str) -> None:
 
 
 def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
-    """The raw stream of a program: persistent tensors first, ids at random, used again once they are free.
+    """Returns the raw stream of a program: persistent tensors first, random ids that are reused after a free.
 
-    If ``changed``, the second half of the persistent tensors is malloc'ed in the first iteration, where it is used
-    first, and the last one mallocs and frees something else on the way.
+    If ``changed``, the second half of the persistent tensors is allocated at first use in the first iteration, and the
+    last iteration has an additional malloc and free.
     """
     free, used, ids = [], 0, {}
 
