@@ -380,12 +380,12 @@ class World:
             return
         if best is None:
             asks = [
-                f"{job.job.name!r} requests {job.requested():,} bytes for kernel {job.next_step.kernel}"
+                f"{job.job.name!r} asks for {job.requested():,} bytes for kernel {job.next_step.kernel}"
                 + "".join(f" and {job.nbytes(gap.block):,} for tensor {gap.tensor}" for gap in job.awaited())
                 for job in self.present
             ]
             raise JobsDeadlock(
-                f"deadlock at {self.now} ns: no job can proceed, and the host is full: {'; '.join(asks)}"
+                f"no job can go on at {self.now} ns, and the host is full: {'; '.join(asks)}"
             )
         _, job, b = best
         tensor, nbytes, *_ = job.schedule.blocks[b]

@@ -112,7 +112,7 @@ def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
 
 def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what():
     jobs = once(GROWS, GROWS)
-    with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' requests 30 bytes for kernel 1; 'b' requests 30 bytes for"):
+    with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' asks for 30 bytes for kernel 1; 'b' asks for 30 bytes for"):
         simulate_jobs(jobs, replace(MACHINE, host_bytes=39), 100)
     simulate_jobs(jobs, replace(MACHINE, host_bytes=40), 100)
 
