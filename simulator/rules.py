@@ -384,9 +384,7 @@ class World:
                 + "".join(f" and {job.nbytes(gap.block):,} for tensor {gap.tensor}" for gap in job.awaited())
                 for job in self.present
             ]
-            raise JobsDeadlock(
-                f"no job can go on at {self.now} ns, and the host is full: {'; '.join(asks)}"
-            )
+            raise JobsDeadlock(f"no job can go on at {self.now} ns, and the host is full: {'; '.join(asks)}")
         _, job, b = best
         tensor, nbytes, *_ = job.schedule.blocks[b]
         self.evictions.append(Eviction(self.now, job.index, tensor, b, nbytes, self.served.index))
