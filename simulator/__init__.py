@@ -1,4 +1,4 @@
-"""The machine: programs, machines, plans, and the simulator that runs one on another."""
+"""Simulator of GPU memory: programs, machines, plans, and `simulate`, which executes a program under a plan."""
 
 from simulator.compiled.engine import Engine, simulate
 from simulator.files import FormatError

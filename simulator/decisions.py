@@ -1,12 +1,11 @@
-"""The kinds of decisions that a plan is made of: a class each, and the table of them, KINDS.
+"""Decision kinds of a plan, one class each, and their table KINDS.
 
-A Swap or a Recompute empties one gap of a tensor (simulator.program.Gap): the time between two consecutive uses.
-A Rerun says which kernel runs again and when; which tensors are away meanwhile follows from all of them. What a kind
-does to memory and time, simulator.schedule says.
+A Swap or a Recompute evicts a tensor within one gap (simulator.program.Gap). A Rerun names the kernel to recompute; the
+evictions follow from all reruns together. simulator.schedule derives the effects on memory.
 
-A kind owns what else there is to say of it: is it possible (``claim``, ``check``, ``check_beside``), its entry in
-JSON, its row for compiled code, and what becomes of it in another program (``moved``, ``renumbered``). What can take
-only some kinds refuses the others by name (``Plan.only``).
+A class checks its decisions (``claim``, ``check``, ``check_beside``), converts them to JSON and to rows for compiled
+code, and transfers them to other programs (``moved``, ``renumbered``). A component that supports only some kinds
+refuses the others by name (``Plan.only``).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What all kinds have. Their fields are the keys of their entries in JSON.
+    """Base class of all decisions; the fields of a subclass are the keys of its JSON entries.
 
     Attributes:
-        kind: its name.
-        codes: what it has in the first column of rows.
-        excludes: kinds that no plan has beside it.
-        of_plan_1: keys that ``plan/1`` has; without any, it has not the kind.
+        kind: Name in JSON.
+        codes: Values in the first column of rows.
+        excludes: Kinds that may not be in the same plan.
+        of_plan_1: Keys that ``plan/1`` has; empty if ``plan/1`` does not have the kind.
     """
 
     kind: ClassVar[Name]
@@ -45,23 +44,30 @@ class Kind:
     of_plan_1: ClassVar[tuple[str, ...]] = ()
 
     def check(self, program: Program, where: str) -> None:
-        """Raises PlanError where ``program`` cannot do it."""
+        """Raises PlanError if the decision is impossible in ``program``."""
 
     def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
-        """Raises PlanError where the others are against decision ``i``; ``back``: tensor -> kernels by which they have
-        it back."""
+        """Raises PlanError if the plan's other decisions conflict with decision ``i``.
+
+        Args:
+            back: Per tensor, the kernels before which a decision restores it.
+        """
 
     def entry(self) -> dict[str, Any]:
-        """As in JSON: a key that is as by default is left out."""
+        """Returns the JSON entry without keys that have their default."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"kind": self.kind, **values}
 
     @classmethod
     def of_entry(cls, entry: object, where: str, old: bool) -> Self:
-        """Reads an entry; ``old``: of ``plan/1``.
+        """Reads a JSON entry.
+
+        Args:
+            where: Name of the entry in error messages.
+            old: Whether the entry is from ``plan/1``.
 
         Raises:
-            FormatError: it is malformed.
+            FormatError: The entry is malformed.
         """
         known = [f for f in fields(cls) if f.name in cls.of_plan_1 or not old]
         types = {f.name: bool if f.type == "bool" else int for f in known}
@@ -71,21 +77,20 @@ class Kind:
         return cls(**found)
 
     def row(self) -> Row:
-        """For compiled code; ``of_row`` is its inverse.
+        """Returns the row for compiled code; ``of_row`` is its inverse.
 
         Raises:
-            PlanError: that does not know the kind.
+            PlanError: The compiled simulator does not support the kind.
         """
-        raise PlanError(f"the compiled simulator cannot take a {self.kind}")
+        raise PlanError(f"the compiled simulator does not support {self.kind} decisions")
 
 
 @dataclass(frozen=True, slots=True)
 class OfGap(Kind):
-    """A kind that empties one gap: ``tensor`` may be away from the end of kernel ``after`` until kernel ``before``.
+    """Base class of decisions that evict ``tensor`` from the end of kernel ``after`` until kernel ``before``.
 
-    ``after`` is any kernel from the tensor's last use before the gap, up to (not including) ``before``. For a
-    persistent tensor the gap may wrap over the iteration boundary (``after >= before``), unless ``no_wrap`` says why
-    not.
+    ``after`` is any kernel from the last use before the gap up to, not including, ``before``. For a persistent tensor
+    the gap may wrap over the iteration boundary (``after >= before``), unless ``no_wrap`` gives a reason against it.
     """
 
     tensor: int
@@ -96,14 +101,14 @@ class OfGap(Kind):
 
     @property
     def back(self) -> int:
-        """The kernel before which it is there again."""
+        """Kernel before which the tensor is resident again."""
         return self.before
 
     def claim(self, program: Program, where: str) -> Hashable:
-        """What no other decision may empty: the tensor, and the index of the use that opens the gap.
+        """Returns the tensor and the index of the use that opens the gap, which only one decision may claim.
 
         Raises:
-            PlanError: an id is dangling or the decision does not lie in one gap.
+            PlanError: An id is dangling or the decision does not lie within one gap.
         """
         t, after, before, n = self.tensor, self.after, self.before, len(program.kernels)
         if not 0 <= t < len(program.tensors):
@@ -137,15 +142,23 @@ class OfGap(Kind):
         return t, opens
 
     def _check_inside(self, n: int, where: str) -> None:
-        """Raises PlanError unless the other kernels that it names, of ``n``, lie in the gap."""
+        """Raises PlanError unless the decision's other kernels, of ``n``, lie in the gap."""
 
     def clash(self, other: int) -> str:
-        """What is wrong where decision ``other`` has the same claim."""
-        return f"tensor {self.tensor} is already away before kernel {self.before} by decisions[{other}]"
+        """Returns the error message for a decision ``other`` with the same claim."""
+        return f"tensor {self.tensor} is already evicted before kernel {self.before} by decisions[{other}]"
 
     def moved(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Self]:
-        """The same in another program, which has these tensors and kernels; what says most first. Where ``after`` is
-        missing, the gap opens after the use before; a kernel within it may be left open."""
+        """Yields this decision in another program, from the most to the least specific variant.
+
+        If kernel ``after`` has no counterpart, the gap opens after the previous use. Kernels within the gap may be left
+        open.
+
+        Args:
+            tensor: Index of each tensor in the other program.
+            kernel: Index of each kernel in the other program.
+            program: The other program.
+        """
         t, before = tensor.get(self.tensor), kernel.get(self.before)
         if t is None or before is None or not (uses := program.accesses[t]):
             return
@@ -155,31 +168,37 @@ class OfGap(Kind):
             yield replace(self, tensor=t, after=after, before=before, **dict(zip(inside, known, strict=True)))
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Self:
-        """The same with these numbers of tensors, in a program of ``total`` kernels that has its ``n`` from ``first``
-        on, and iterations like them before and after."""
+        """Returns this decision for a program that contains this iteration, and others like it before and after.
+
+        Args:
+            tensor: New index of each tensor.
+            first: Index of the iteration's first kernel.
+            n: Kernels of one iteration.
+            total: Kernels of the program.
+        """
 
         def ahead(k: int) -> int:
-            """Of the kernels ``k`` the first after the gap opens."""
+            """Returns the first execution of kernel k after the gap opens."""
             return (first + self.after + 1 + (k - self.after - 1) % n) % total
 
         inside = {name: ahead(k) for name, k in self._inside().items() if k >= 0}
         return replace(self, tensor=tensor[self.tensor], after=first + self.after, before=ahead(self.before), **inside)
 
     def _inside(self) -> dict[str, int]:
-        """The kernels that may be left open, by name; those that are: -1."""
+        """Returns the optional kernels of the decision by name; -1: not given."""
         return {f.name: _number(getattr(self, f.name)) for f in fields(self) if f.type == "int | None"}
 
 
 @dataclass(frozen=True, slots=True)
 class Swap(OfGap):
-    """Swap ``tensor`` out when kernel ``after`` ends; have it back for kernel ``before``.
+    """Swaps ``tensor`` out when kernel ``after`` ends, and in before kernel ``before``.
 
-    ``prefetch`` is the kernel at whose end the swap-in is issued; None leaves it to the simulator's rule 5.
-    ``sync``: compute waits; no kernel starts between the end of ``after`` and the completion of this
-    swap-out (vDNN's layer-wise synchronisation, PyTorch's save_on_cpu).
-    ``copy`` is the kernel at whose end the copy to the host is issued, from the last write of the present content
-    up to ``after``: reads do not change it. None: ``after``. The memory is free when the copy is complete and
-    ``after`` has ended.
+    Attributes:
+        prefetch: Kernel at whose end the swap-in is issued; None: chosen by rule 5.
+        sync: No kernel starts between the end of ``after`` and the completion of the swap-out (vDNN's layer-wise
+            synchronization, PyTorch's save_on_cpu).
+        copy: Kernel at whose end the copy to the host is issued, from the last write of the current content up to
+            ``after``; None: ``after``. The memory is freed when the copy is complete and ``after`` has ended.
     """
 
     prefetch: int | None = None
@@ -187,12 +206,12 @@ class Swap(OfGap):
     copy: int | None = None
 
     kind: ClassVar[Name] = "swap"
-    codes: ClassVar[tuple[int, ...]] = (0, 2)  # 2: sync
+    codes: ClassVar[tuple[int, ...]] = (0, 2)  # 2: with sync
     of_plan_1: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "prefetch", "sync")
 
     @property
     def copied_at(self) -> int:
-        """The kernel at whose end the copy to the host is issued."""
+        """Kernel at whose end the copy to the host is issued."""
         return self.after if self.copy is None else self.copy
 
     def _check_inside(self, n: int, where: str) -> None:
@@ -201,7 +220,7 @@ class Swap(OfGap):
             raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
 
     def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
-        """A copy is made of what is there: after the last write and the tensor's earlier gaps; raises PlanError."""
+        """Raises PlanError unless the copy is issued after the last write and while the tensor is resident."""
         t, copy, after, n = self.tensor, self.copy, self.after, len(program.kernels)
         if copy is None or copy == after:
             return
@@ -214,23 +233,23 @@ class Swap(OfGap):
         if any((after - w) % n < early for w in program.writes[t]):
             raise PlanError(f"{where}: tensor {t} is written between the end of kernel {copy} and that of {after}")
         if any((after - k) % n < early for k in back[t]):
-            raise PlanError(f"{where}: tensor {t} is away between the end of kernel {copy} and that of {after}")
+            raise PlanError(f"{where}: tensor {t} is evicted between the end of kernel {copy} and that of {after}")
 
     def row(self) -> Row:
-        """int64[6]; see ``Decision.row``."""
+        """Returns the row; see ``Decision.row``."""
         prefetch, copy = _number(self.prefetch), _number(self.copy)
         return self.codes[self.sync], self.tensor, self.after, self.before, prefetch, copy
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Swap:
-        """The swap of such a row."""
+        """Returns the swap of a row."""
         code, t, after, before, prefetch, copy = row
         return cls(t, after, before, _or_none(prefetch), code == cls.codes[True], _or_none(copy))
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Swap:
-        """See ``OfGap.renumbered``: its copy and its prefetch move with the gap."""
+        """Returns the swap with its copy and prefetch shifted with the gap; see ``OfGap.renumbered``."""
         out: Swap = OfGap.renumbered(self, tensor, first, n, total)
-        # A prefetch may be issued as the gap opens, a copy before.
+        # A prefetch may be issued when the gap opens, a copy earlier.
         prefetch = out.after if self.prefetch == self.after else out.prefetch
         copy = None if self.copy is None else (out.after - (self.after - self.copy) % n) % total
         return replace(out, prefetch=prefetch, copy=copy)
@@ -238,12 +257,11 @@ class Swap(OfGap):
 
 @dataclass(frozen=True, slots=True)
 class Recompute(OfGap):
-    """Drop ``tensor`` when kernel ``after`` ends; run its producers again just before kernel ``at`` (None: ``before``).
+    """Drops ``tensor`` when kernel ``after`` ends and recomputes it just before kernel ``at`` (None: ``before``).
 
-    It stays from then on; ``before`` is its next use.
-
-    ``keep`` keeps the dropped tensors that are recovered on the way for their own later uses
-    (SuperNeurons' speed-centric recomputation); without it they are freed at once (memory-centric).
+    The tensor is resident from then on; ``before`` is its next use. With ``keep``, dropped tensors that are recovered
+    on the way stay for their own later uses (SuperNeurons' speed-centric recomputation). Without it they are freed at
+    once (memory-centric).
     """
 
     keep: bool = False
@@ -257,7 +275,7 @@ class Recompute(OfGap):
 
     @property
     def back(self) -> int:
-        """The kernel before which the tensor is recovered."""
+        """Kernel before which the tensor is recomputed."""
         return self.before if self.at is None else self.at
 
     def _check_inside(self, n: int, where: str) -> None:
@@ -265,27 +283,28 @@ class Recompute(OfGap):
             raise PlanError(f"{where}.at: kernel {self.at} is not after {self.after} and up to {self.before}")
 
     def check(self, program: Program, where: str) -> None:
-        """Raises PlanError where the gap is none, or its chain of kernels cannot run again."""
+        """Raises PlanError if the decision does not lie in one gap, or its chain of kernels cannot be recomputed."""
         if reason := cannot_recompute(program, self.tensor, self.after, self.back):
             raise PlanError(f"{where}: {reason}")
 
     def row(self) -> Row:
-        """int64[6]; see ``Decision.row``."""
+        """Returns the row; see ``Decision.row``."""
         return self.codes[0], self.tensor, self.after, self.before, int(self.keep), _number(self.at)
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Recompute:
-        """The recomputation of such a row."""
+        """Returns the recomputation of a row."""
         _, t, after, before, keep, at = row
         return cls(t, after, before, bool(keep), _or_none(at))
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun(Kind):
-    """Run ``kernel`` again just before kernel ``before``, which is later.
+    """Recomputes ``kernel`` just before the later kernel ``before``.
 
-    A copy of a tensor then lives from the run that writes it to the last one that reads it before its writer's next
-    run: the schedules of Checkmate (MLSys 2020, section 4: R, from which S follows) and of MOCCASIN's intervals.
+    A copy of a tensor lives from the execution that writes it to its last reader before the writer's next execution.
+
+    Source: Checkmate (MLSys 2020), section 4: R, from which S follows; MOCCASIN's intervals.
     """
 
     kernel: int
@@ -295,7 +314,7 @@ class Rerun(Kind):
     codes: ClassVar[tuple[int, ...]] = (3,)
 
     def claim(self, program: Program, where: str) -> Hashable:
-        """Itself. What is to be seen without the others is checked; simulator.schedule sees the rest."""
+        """Returns the decision itself after the checks that need no other decision; ``lower`` makes the others."""
         n = len(program.kernels)
         if not (0 <= self.kernel < n and 0 <= self.before < n):
             raise _no_kernel(n, where, kernel=self.kernel, before=self.before)
@@ -307,25 +326,25 @@ class Rerun(Kind):
         return self
 
     def clash(self, other: int) -> str:
-        """Two reruns of a kernel before the same kernel."""
+        """Returns the error message for a second rerun of the same kernel before the same kernel."""
         return f"the same as decisions[{other}]"
 
     def row(self) -> Row:
-        """int64[6]; see ``Decision.row``."""
+        """Returns the row; see ``Decision.row``."""
         return self.codes[0], -1, self.kernel, self.before, 0, -1
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Rerun:
-        """The rerun of such a row."""
+        """Returns the rerun of a row."""
         return cls(row[2], row[3])
 
     def moved(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Rerun]:
-        """See ``Decision.moved``: nothing where one of its two kernels has none there."""
+        """Yields the rerun in another program, or nothing if one of its two kernels has no counterpart."""
         if self.kernel in kernel and self.before in kernel:
             yield Rerun(kernel[self.kernel], kernel[self.before])
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Rerun:
-        """Both kernels are counted from ``first``."""
+        """Returns the rerun with both kernels counted from ``first``."""
         return Rerun(first + self.kernel, first + self.before)
 
 
@@ -342,17 +361,17 @@ def _or_none(kernel: int) -> int | None:
 
 
 def _no_kernel(n: int, where: str, **kernels: int) -> PlanError:
-    """The first of these is none of ``n``."""
+    """Returns the error for the first of ``kernels`` that is not in range(n)."""
     label, k = next((label, k) for label, k in kernels.items() if not 0 <= k < n)
     return PlanError(f"{where}.{label}: there is no kernel {k}")
 
 
 def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> str | None:
-    """Why ``tensor`` cannot be recovered for kernel ``before`` by running kernels again; None if it can.
+    """Returns why ``tensor`` cannot be recomputed for kernel ``before``, or None if it can.
 
-    Running the writers of the tensor again needs their inputs as they were. A non-persistent input that
-    is gone or has changed is recovered in turn, from its own writers. A persistent one must still have
-    the content it had, because nothing in the iteration can restore it.
+    To recompute the writers of the tensor, their inputs must be unchanged. A non-persistent input that was freed or
+    overwritten is recomputed recursively. A persistent input must still have its content, because no kernel can restore
+    it.
     """
     if program.tensors[tensor].persistent:
         return f"tensor {tensor} is persistent; only tensors born in the iteration can be recomputed"
@@ -367,7 +386,7 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
             return f"tensor {tensor} needs kernel {w} ({kernel.name}), which cannot be run twice"
         for x, until in program.available_until[w].items():
             if before <= until and x != tensor:
-                continue  # present (or away by its own decision, which is checked on its own)
+                continue  # resident, or evicted by a decision that is checked itself
             if program.tensors[x].persistent:
                 return (
                     f"tensor {tensor} needs kernel {w} ({kernel.name}), whose input {x} is overwritten "
@@ -380,7 +399,7 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
 
 
 def can_recompute(program: Program, tensor: int, before: int) -> bool:
-    """Whether ``cannot_recompute`` finds no reason, without looking for one."""
+    """Returns whether ``cannot_recompute`` finds no reason, without formatting one."""
     writers = program.writes[tensor]
     return not program.tensors[tensor].persistent and all(
         before <= program.again_until[w] for w in writers[: bisect_left(writers, before)]

@@ -1,4 +1,4 @@
-"""Reading and writing the project's JSON files: checked at the edge, written whole or not at all."""
+"""Reads and writes the project's JSON files: validated on reading, written atomically."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import IO, Any, TypeVar
 import yaml
 
 T = TypeVar("T")
-MOST_BYTES = 2**29  # of a file, once it is no longer compressed
-LONGEST = 500  # characters of a message that quotes a file
-FORGOTTEN = 3600.0  # seconds after which nobody writes to a temporary file any more
-MOST_LEVELS = 32  # of nesting in YAML
+MOST_BYTES = 2**29  # largest size of a file after decompression
+LONGEST = 500  # characters of an error message that quotes a file
+FORGOTTEN = 3600.0  # seconds after which a temporary file counts as abandoned
+MOST_LEVELS = 32  # deepest nesting in YAML
 
 
 class FormatError(ValueError):
-    """A file or dictionary from outside is malformed; the message names the entry, and is never longer than LONGEST."""
+    """Malformed file or dictionary; the message names the entry and has at most LONGEST characters."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if len(message) <= LONGEST else message[: LONGEST - 3] + "...")
@@ -36,11 +36,12 @@ class FormatError(ValueError):
 def fields(
     data: object, where: str, required: Mapping[str, type], optional: Mapping[str, tuple[type, Any]]
 ) -> dict[str, Any]:
-    """Checks that ``data`` is an object with the required keys, perhaps the optional ones, and no others.
+    """Checks that ``data`` is an object with all required keys and no keys besides the optional ones.
 
     Args:
-        where: how error messages name the entry.
-        optional: type and default of each key that may be left out.
+        where: Name of the entry in error messages.
+        required: Type of each required key.
+        optional: Type and default of each optional key.
 
     Returns:
         A new dictionary with every key present.
@@ -80,12 +81,12 @@ def _describe(value: object) -> str:
 
 
 def label(name: str) -> str:
-    """A name from a file as a part of a path: letters, digits and ``_ + . -``, not hidden, at most 80 of them."""
+    """Returns ``name`` as a path component: at most 80 letters, digits and ``_ + . -``, not hidden."""
     return re.sub(r"[^\w+.-]", "_", name)[:80].lstrip(".") or "_"
 
 
 def integers(values: Any, where: str, length: int | None = None) -> tuple[int, ...]:
-    """Checks a list of integers (of a given length); raises FormatError, which names ``where``."""
+    """Checks a list of integers (of length ``length`` if given); raises FormatError that names ``where``."""
     if not isinstance(values, list):
         raise FormatError(f"{where}: expected a list, got {_describe(values)}")
     if length is not None and len(values) != length:
@@ -94,18 +95,19 @@ def integers(values: Any, where: str, length: int | None = None) -> tuple[int, .
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a file, through gzip when its name ends in .gz; at most MOST_BYTES, compressed or not.
+    """Returns the content of a file, decompressed if its name ends in .gz; at most MOST_BYTES, compressed or not.
 
     Raises:
-        FormatError: it cannot be read, is no file of its own (a pipe, a directory), or is larger; the message names it.
+        FormatError: The file cannot be read, is not a regular file (a pipe, a directory), or is too large; the message
+            names it.
     """
     path = Path(path)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'it is no file'})")
+            raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'not a regular file'})")
         with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as plain:
             raw = plain.read(MOST_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:  # no such file, cut off, or not gzip inside
+    except (OSError, EOFError, zlib.error) as error:  # missing, truncated, or not gzip
         raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if len(raw) > MOST_BYTES:
         raise FormatError(f"{path}: larger than {MOST_BYTES:,} bytes")
@@ -113,10 +115,10 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """Reads JSON, through gzip when the name ends in .gz.
+    """Reads JSON, decompressed if the name ends in .gz.
 
     Raises:
-        FormatError: as ``read_bytes``, or it is not JSON, or an object has a key twice.
+        FormatError: As ``read_bytes``, or the content is not JSON, or an object has a duplicate key.
     """
     raw = read_bytes(path)
     try:
@@ -131,18 +133,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise FormatError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+        raise FormatError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r} in an object")
     return out
 
 
 def read_yaml(path: str | Path) -> str:
-    """The text of a YAML file that is as large as it looks: no aliases, no key twice, not nested beyond MOST_LEVELS.
+    """Returns the text of a YAML file without aliases, duplicate keys or nesting beyond MOST_LEVELS.
 
     Raises:
-        FormatError: as ``read_bytes``, or it is not such YAML.
+        FormatError: As ``read_bytes``, or the content violates these restrictions.
     """
     raw = read_bytes(path)
-    keys: list[set[str] | None] = []  # of each mapping that is open; None: a list
+    keys: list[set[str] | None] = []  # keys of each open mapping; None: a list
     expects_key: list[bool] = []
 
     def line(event: yaml.Event) -> str:
@@ -152,7 +154,7 @@ def read_yaml(path: str | Path) -> str:
         text = raw.decode()
         for event in yaml.parse(text):
             if isinstance(event, yaml.AliasEvent):
-                raise FormatError(f"{line(event)}: aliases are not read")
+                raise FormatError(f"{line(event)}: aliases are not supported")
             if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
                 keys.pop()
                 expects_key.pop()
@@ -163,7 +165,7 @@ def read_yaml(path: str | Path) -> str:
             if known is not None:
                 if expects_key[-1] and isinstance(event, yaml.ScalarEvent):
                     if event.value in known:
-                        raise FormatError(f"{line(event)}: key {event.value!r} stands twice")
+                        raise FormatError(f"{line(event)}: duplicate key {event.value!r}")
                     known.add(event.value)
                 expects_key[-1] = not expects_key[-1]
             if isinstance(event, yaml.CollectionStartEvent):
@@ -177,7 +179,7 @@ def read_yaml(path: str | Path) -> str:
 
 
 def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:
-    """Reads a file and makes an object of it; every FormatError names the file."""
+    """Reads a JSON file and converts it with ``from_dict``; every FormatError names the file."""
     data = read_json(path)
     try:
         return from_dict(data)
@@ -186,10 +188,10 @@ def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:
 
 
 def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-    """A file as ``write`` fills it, or nothing: to a temporary name beside it, then renamed."""
+    """Writes a file atomically: ``write`` fills a temporary file in the same folder, which is then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):  # by writes that were killed
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):  # left by killed processes
         if time.time() - left.stat().st_mtime > FORGOTTEN:
             left.unlink(missing_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -204,23 +206,24 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a whole file or nothing, through gzip when the name ends in .gz."""
+    """Writes a file atomically, compressed if the name ends in .gz."""
     raw = text.encode()
     if Path(path).suffix == ".gz":
-        raw = gzip.compress(raw, mtime=0)  # no time stamp: equal content, equal bytes
+        raw = gzip.compress(raw, mtime=0)  # without a time stamp, equal content gives equal bytes
     write_whole(path, lambda file: file.write(raw))
 
 
 def write_json(path: str | Path, data: Any, indent: int | None = None) -> None:
-    """Writes JSON (gzip when the name ends in .gz), whole or not at all."""
+    """Writes JSON atomically (gzip if the name ends in .gz)."""
     write_text(path, json.dumps(data, indent=indent) + "\n")
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Without garbage collections: they would look through very many objects, half of the time, and find nothing.
+    """Disables garbage collection, which would otherwise take half of the time on many long-lived objects.
 
-    As a decorator, of all that a function does."""
+    As a decorator, disables it during the call.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:

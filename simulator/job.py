@@ -1,4 +1,4 @@
-"""The nouns of several programs on one machine: a Job goes in, a JobsTimeline comes out. Both are frozen."""
+"""Job and JobsTimeline: input and result of a simulation of several programs on one machine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Sharing = Literal["fifo", "shared"]
 
 
 class JobsDeadlock(RuntimeError):
-    """No job can go on, and no tensor can be evicted: the host is full. It names the jobs and what each asks for."""
+    """No job can proceed and no tensor can be evicted, because the host is full; names the jobs and their requests."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A program under a plan that comes to a machine, runs one iteration after the other, and leaves.
+    """A program and its plans on a shared machine: arrives, runs iterations, and leaves.
 
     Attributes:
-        arrives_ns: it begins then, or later, when its start fits (RULES.md, J5).
-        iterations: it leaves after so many; None: it does not count them.
-        leaves_ns: it leaves at the first end of an iteration from this time on.
+        arrives_ns: Earliest start; the job is admitted when its initial memory fits (RULES.md, J5).
+        iterations: Number of iterations after which the job leaves; None: unlimited.
+        leaves_ns: The job leaves at its first boundary from this time on.
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
-        within: its swap-ins do not bring its own memory above the limit that the plan was made for (J4).
-        durations: iteration i takes row i mod len for the ns of its kernels (J11); empty: the program's and plan's.
+        within: Whether swap-ins keep the job's own memory within the limit of its plan (J4).
+        durations: Kernel durations in ns; iteration i uses row i mod len (J11). Empty: those of the program and plan.
 
     Raises:
-        ValueError: a time or a number is out of range, or a row is not one of the program.
+        ValueError: A time or a count is out of range, or a row does not fit the program.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
-            raise ValueError(f"job {self.name!r}: arrives_ns is at least 0, not {self.arrives_ns}")
+            raise ValueError(f"job {self.name!r}: arrives_ns must be at least 0, got {self.arrives_ns}")
         if self.iterations is not None and self.iterations < 1:
-            raise ValueError(f"job {self.name!r}: iterations are at least 1, not {self.iterations}")
+            raise ValueError(f"job {self.name!r}: iterations must be at least 1, got {self.iterations}")
         if any(a >= b for (a, _), (b, _) in pairwise(self.switches)):
-            raise ValueError(f"job {self.name!r}: the times of its switches are not ascending")
+            raise ValueError(f"job {self.name!r}: the times in switches must be ascending")
         for i, row in enumerate(self.durations):
             if len(row) != len(self.program.kernels) or not all(0 <= ns <= 2**43 for ns in row):
                 raise ValueError(
@@ -61,18 +61,18 @@ class Job:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of the start, and those that are switched to."""
+        """The initial plan, then the plans of the switches."""
         return (self.plan, *(plan for _, plan in self.switches))
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Per plan: the first with the same decisions and variants."""
+        """Per plan, the index of the first plan with equal decisions and variants."""
         first: dict[object, int] = {}
         keys = [(frozenset(plan.decisions), plan.variants) for plan in self.plans]
         return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
     def share(self, plan: int) -> int | None:
-        """Bytes that its swap-ins keep within under this one of its plans; None: all may be used."""
+        """Returns the bytes that the job's swap-ins keep within under a plan; None if unrestricted."""
         return (self.plans[plan].limit or None) if self.within else None
 
 
@@ -85,10 +85,10 @@ class Stall(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """A tensor is sent away on demand (J6)."""
+    """A tensor is evicted on demand (J6)."""
 
     time_ns: int
-    job: int  # whose tensor it is
+    job: int  # owner of the tensor
     tensor: int
     block: int  # in the schedule of the job's plan at that time
     nbytes: int
@@ -97,52 +97,52 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True)
 class JobTimeline:
-    """What one job did. Times are ns from the start of the simulation, None where it did not come to that."""
+    """Timeline of one job; times are ns from the start of the simulation, None for events that did not occur."""
 
     name: str
     program: str
-    ideal_ns: int  # the program's, whatever its kernels took
+    ideal_ns: int  # of the program, regardless of Job.durations
     arrived_ns: int
     admitted_ns: int | None
     left_ns: int | None
     boundaries: tuple[int, ...]  # end time of each iteration
     spans: tuple[Span, ...]  # in order of start
     events: tuple[BlockEvent, ...]  # in order; blocks are those of the plan in force
-    events_until: tuple[int, ...]  # how many of them there were after admission, and at the end of each iteration
+    events_until: tuple[int, ...]  # number of events after admission, then at the end of each iteration
     stalls: tuple[Stall, ...]  # in order
-    switches: tuple[tuple[int, int], ...]  # that took effect: time, index into Job.plans
+    switches: tuple[tuple[int, int], ...]  # changes of plan: time, index into Job.plans
 
     @property
     def iterations_ns(self) -> tuple[int, ...]:
-        """How long each iteration took."""
+        """Duration of each iteration."""
         return tuple(b - a for a, b in pairwise((self.admitted_ns or 0, *self.boundaries)))
 
     @property
     def mean_ns(self) -> float:
-        """The mean iteration; NaN where none ended."""
+        """Mean duration of an iteration; NaN if none ended."""
         lasts = self.iterations_ns
         return sum(lasts) / len(lasts) if lasts else float("nan")
 
     def stall_ns(self, cause: Cause) -> int:
-        """How long it waited for this, in all."""
+        """Returns the total stall for one cause."""
         return sum(s.end_ns - s.start_ns for s in self.stalls if s.cause == cause)
 
     @cached_property
     def held(self) -> tuple[tuple[int, int], ...]:
-        """(time_ns, bytes that the job holds after this), in order."""
+        """(time_ns, bytes that the job holds) after each change, in order."""
         return memory_curve(self.events, 0)
 
 
 @dataclass(frozen=True)
 class JobsTimeline:
-    """Several jobs on one machine, from the arrival of the first until the last has left."""
+    """Timeline of several jobs on one machine, until the last has left."""
 
     limit: int
     sharing: Sharing
     end_ns: int  # when the last job left
     peak_bytes: int
     jobs: tuple[JobTimeline, ...]
-    order: tuple[int, ...]  # the jobs of all block events, in order
+    order: tuple[int, ...]  # job of each block event, in order
     evictions: tuple[Eviction, ...]  # in order
 
     @classmethod
@@ -150,21 +150,21 @@ class JobsTimeline:
         cls, limit: int, sharing: Sharing, end_ns: int, jobs: Sequence[JobTimeline], order: Sequence[int],
         evictions: Sequence[Eviction],
     ) -> JobsTimeline:  # fmt: skip
-        """With the peak that the events give."""
+        """Builds a timeline; the peak is computed from the block events."""
         peak = max(used for _, used in memory_curve(_merged(jobs, order), 0))
         return cls(limit, sharing, end_ns, peak, tuple(jobs), tuple(order), tuple(evictions))
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
-        """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
+        """(time_ns, bytes in use) after each change, in order; simultaneous allocations, or frees, are merged."""
         return memory_curve(_merged(self.jobs, self.order), 0)
 
     def copies_ns(self, stream: Literal["d2h", "h2d"]) -> int:
-        """How long copies in this direction were under way."""
+        """Returns the total duration of the copies in one direction."""
         return sum(s.end_ns - s.start_ns for job in self.jobs for s in job.spans if s.stream == stream)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as lists and numbers."""
+        """Returns all fields as lists and numbers."""
         out = asdict(self)
         for job, entry in zip(self.jobs, out["jobs"], strict=True):
             entry |= {name: [list(x) for x in getattr(job, name)] for name in ("spans", "events", "stalls", "switches")}
@@ -172,8 +172,11 @@ class JobsTimeline:
         return out
 
     def perfetto(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls, what it holds and the
-        instants at which it changes its plan; one more process for the memory of all."""
+        """Returns Chrome trace JSON (opens in Perfetto).
+
+        Each job is a process with its streams, stalls, memory and changes of plan; one more process shows the total
+        memory.
+        """
         events: list[dict[str, Any]] = []
         for pid, (job, ran) in enumerate(zip(jobs, self.jobs, strict=True), 1):
             events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
@@ -191,6 +194,6 @@ class JobsTimeline:
 
 
 def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:
-    """The block events of all jobs, in order."""
+    """Merges the block events of all jobs in order."""
     events = [iter(job.events) for job in jobs]
     return [next(events[j]) for j in order]

@@ -1,8 +1,9 @@
-"""KernelTimes: coefficients of the model of kernel times, fitted to measurements of one GPU architecture.
+"""KernelTimes: coefficients of the kernel-time model, fitted to measurements of one GPU architecture.
 
-The model needs the operators' shapes; it stands in executor/capture/durations.py. A share is of the machine's peak:
-of ``flops_per_s`` for arithmetic, of ``memory_bytes_per_s`` for traffic. experiments/measured/README.md says what each
-coefficient is fitted to, and with which error.
+The model needs operator shapes and is implemented in executor/capture/durations.py. A share is relative to the
+machine's
+peak: ``flops_per_s`` for arithmetic, ``memory_bytes_per_s`` for traffic. experiments/measured/README.md lists the
+measurements and the error of each coefficient.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from simulator.files import FormatError, fields
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Coefficients of one GPU; shares of a peak unless a comment says otherwise.
+    """Coefficients of one GPU; shares of a peak unless a comment states otherwise.
 
     Raises:
-        FormatError: a coefficient is out of range.
+        FormatError: A coefficient is out of range.
     """
 
-    source: str  # the measurements that the coefficients are fitted to; `plan` prints it
-    error: float  # standard deviation of ln(measured / modelled) over kernels of at least 20 us not fitted to
-    step_error: float  # relative error that the sum over a step may have
+    source: str  # measurements that the coefficients are fitted to; `plan` prints it
+    error: float  # standard deviation of ln(measured / modeled) over held-out kernels of at least 20 us
+    step_error: float  # bound on the relative error of the sum over a step
     launch_ns: int  # duration of the shortest kernels
     multiprocessors: int  # a count
-    elementwise: float  # bandwidth of kernels that read and write each byte once
+    elementwise: float  # bandwidth of elementwise kernels, which read and write each byte once
     multi_tensor: float  # bandwidth of updates of many parameters in one kernel (foreach, fused)
-    norm: float  # bandwidth of one pass of a normalisation
+    norm: float  # bandwidth of one pass of a normalization
     norm_channels: float  # channels per multiprocessor with which batch norm reaches 1 - 1/e of ``norm``
     pool: float  # bandwidth of pooling with 3 x 3 windows
     pool_backward: float
     # Convolutions on tensor cores (TF32, half precision): shares of their rate.
     conv: float
     conv_backward: float
-    conv_1x1: float  # stride 1, which needs no conversion of layouts
+    conv_1x1: float  # stride 1, which needs no layout conversion
     conv_1x1_backward: float
-    conv_bandwidth: float  # bandwidth of operands, and of conversions of their layout to NHWC and back
-    conv_channels: float  # number of channels with which half the rate is reached
+    conv_bandwidth: float  # bandwidth of operands and of their conversions to NHWC and back
+    conv_channels: float  # number of channels at which half the rate is reached
     # Convolutions without tensor cores: shares of float32's rate.
     conv_float32: float
     conv_float32_backward: float
@@ -46,12 +47,12 @@ class KernelTimes:
     matmul: float  # on tensor cores
     matmul_float32: float
     attention: float  # fused, on tensor cores
-    # Optional. 0: not measured on this GPU, and the rule that uses the coefficient does not apply.
+    # Optional. 0: not measured on this GPU; the rule that uses the coefficient is skipped.
     attention_backward: float = 0.0  # fused, on tensor cores; 0: ``attention``
-    unaligned: float = 0.0  # rate of products and convolutions whose rows are no multiple of 16 bytes, over the aligned
+    unaligned: float = 0.0  # relative rate of matmuls and convolutions whose rows are not multiples of 16 bytes
     columns: float = 0.0  # bandwidth of sums that keep the contiguous dimension (bias gradients, batch norm in NHWC)
-    row_ns: float = 0.0  # ns that a multiprocessor takes at least per row and pass of layer norm, RMS norm and softmax
-    element_flops: float = 0.0  # float32 FLOPs that take as long as one element of a kernel that is not vectorised
+    row_ns: float = 0.0  # least ns per row, pass and multiprocessor of layer norm, RMS norm and softmax
+    element_flops: float = 0.0  # float32 FLOPs that take as long as one element of a kernel that is not vectorized
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
@@ -68,10 +69,10 @@ class KernelTimes:
 
     @classmethod
     def from_dict(cls, data: object) -> KernelTimes:
-        """Reads a dictionary of fields; those with a default may be left out.
+        """Reads a dictionary of fields; fields with a default are optional.
 
         Raises:
-            FormatError: names the first malformed entry.
+            FormatError: An entry is malformed; the message names the first.
         """
         kinds = {entry.name: _TYPES.get(entry.name, float) for entry in dataclass_fields(cls)}
         optional = {entry.name: (float, 0.0) for entry in dataclass_fields(cls) if entry.default == 0}
@@ -83,11 +84,11 @@ def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
     """Scales durations so that their sum is exactly ``iteration_ns``; returns them unchanged for None.
 
     Args:
-        durations: ns per kernel.
-        iteration_ns: ns of an iteration, for example measured.
+        durations: Duration of each kernel in ns.
+        iteration_ns: Duration of an iteration in ns, for example measured.
 
     Raises:
-        ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
+        ValueError: ``iteration_ns`` is not positive, or all durations are 0.
     """
     if iteration_ns is None:
         return durations

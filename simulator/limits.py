@@ -1,10 +1,9 @@
-"""Memory limits as people write them, in bytes: the one place where sizes are parsed.
+"""Parses memory limits and sizes.
 
 A limit is a fraction of a program's peak (above 0, at most 1; also ``80%``), an integer (bytes), or a size:
-``24GiB``, ``500MB``, ``1.5 GB``. The units are B; kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024, in any case.
-A letter alone (``24G``) is refused: some tools mean 10**9 by it, others 2**30. Numbers may be text (``"0.6"``), as
-argparse and Python's callers hand them on. A bare number too small for bytes (``24``) is refused with the question
-whether GiB were meant.
+``24GiB``, ``500MB``, ``1.5 GB``. Units are case-insensitive: B; kB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB
+(powers of 1024). A single letter (``24G``) is rejected as ambiguous. Numbers may be strings (``"0.6"``), as argparse
+passes them. A bare number too small for bytes (``24``) is rejected with a hint at GiB.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
-LEAST = 1024  # bytes without a unit: below, GiB were meant
+LEAST = 1024  # smallest number without a unit that counts as bytes
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%|)\s*", re.IGNORECASE | re.ASCII)
 
 
 def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
-    """An integer (bytes), or a size with its unit, rounded down.
+    """Returns a size in bytes from an integer or a size with a unit, rounded down.
 
     Args:
-        where: how error messages name the entry.
-        least: the smallest number without a unit that is taken for bytes.
+        where: Name of the entry in error messages.
+        least: Smallest number without a unit that counts as bytes.
 
     Raises:
-        FormatError: it is neither, or no byte.
+        FormatError: The value is neither, or less than one byte.
     """
     _ask(value, where, least)
     found = _size(value)
@@ -44,15 +43,15 @@ def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
 
 
 def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
-    """A limit in bytes, persistent tensors included; a fraction is one of ``program.peak_bytes``.
+    """Returns a limit in bytes, persistent tensors included; fractions are relative to ``program.peak_bytes``.
 
     Args:
-        where: how error messages name the entry.
+        where: Name of the entry in error messages.
 
     Raises:
-        FormatError: it is no limit.
+        FormatError: The value is not a limit.
     """
-    _ask(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # those of tests may be smaller
+    _ask(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # programs in tests may be smaller
     part = _fraction(value)
     found = int(program.peak_bytes * part) if part is not None else _size(value)
     if found is None:
@@ -64,23 +63,23 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
 
 
 def is_fraction(value: object) -> bool:
-    """Whether a limit is a fraction of a program's peak."""
+    """Returns whether a limit is a fraction of a program's peak."""
     return _fraction(value) is not None
 
 
 def _ask(value: object, where: str, least: int) -> None:
-    """Refuses a bare number that can be no bytes, above 1 and below ``least``; raises FormatError."""
+    """Raises FormatError for a bare number between 1 and ``least``, which cannot be bytes."""
     number, unit = _parts(value)
     if not unit and number is not None and 1 < number < least:
         raise FormatError(f"{where}: {value} would be {value} bytes; was {value}GiB meant?")
 
 
 def _parts(value: object) -> tuple[Decimal | None, str]:
-    """The number, and its unit in small letters ("": it has none); None where it is no number."""
+    """Returns the number and its unit in lower case ("": no unit); None if the value is not a number."""
     if isinstance(value, str):
         found = _NUMBER_AND_UNIT.fullmatch(value)
         return (Decimal(found[1]), found[2].lower()) if found else (None, "")
-    if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):  # NumPy's, too
+    if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):  # includes NumPy scalars
         return None, ""
     return Decimal(int(value) if isinstance(value, Integral) else float(value)), ""
 

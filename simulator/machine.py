@@ -1,6 +1,6 @@
-"""Machine: GPU memory, copy engines and a roofline.
+"""Machine: GPU memory, copy engines and a roofline model of kernel times.
 
-Presets are data (``configs/machine/*.yaml``), each figure with its source beside it.
+Presets are YAML files (``configs/machine/*.yaml``) that cite the source of each figure.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from simulator.files import FormatError, fields, read_yaml
 from simulator.kernel_times import KernelTimes
 from simulator.limits import size_bytes
 
-ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.h2d_share and d2h_share
-SIZES = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # in files also as 24GiB
+ALONE = 2**20  # full speed of a transfer in the fixed-point unit of Machine.h2d_share and d2h_share
+SIZES = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # files may write 24GiB
 LATENCIES = ("d2h_latency_ns", "h2d_latency_ns")
 POSITIVE = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment", "queue_depth")
-LATENCY = "copy_latency_ns"  # of files: of both directions
+LATENCY = "copy_latency_ns"  # key in files for the latency of both directions
 DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
-TOGETHER = "duplex_bytes_per_s"  # of files: both directions together (Machine.with_shared_link)
+TOGETHER = "duplex_bytes_per_s"  # key in files for both directions together (Machine.with_shared_link)
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU on one host link. Bandwidths are bytes per second, times nanoseconds, sizes bytes.
+    """One GPU on one host link. Bandwidths are in bytes per second, times in nanoseconds, sizes in bytes.
 
-    The simulator ignores what the driver takes for memory (``driver_ns``): its tensors come from a pool. Only
-    ``simulator.pool.times``, which compares pools with bare cudaMalloc and cudaFree, asks for it.
+    The simulator ignores the driver's allocation time (``driver_ns``), because its tensors come from a pool. Only
+    ``simulator.pool.times``, which compares pools with plain cudaMalloc and cudaFree, uses it.
 
     Raises:
-        FormatError: a figure is out of range.
+        FormatError: A figure is out of range.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Machine:
     d2h_latency_ns: int = 10_000
     h2d_latency_ns: int = 10_000
     copy_engines: int = 2  # 2: full duplex; 1: one transfer at a time
-    duplex_h2d_bytes_per_s: int = 0  # what the way in carries while the way out is busy, too; 0: as much as alone
-    duplex_d2h_bytes_per_s: int = 0  # what the way out carries while the way in is busy, too; 0: as much as alone
+    duplex_h2d_bytes_per_s: int = 0  # H2D bandwidth while a D2H copy is in flight; 0: as without one
+    duplex_d2h_bytes_per_s: int = 0  # D2H bandwidth while an H2D copy is in flight; 0: as without one
     host_bytes: int = 64 * 2**30  # pinned host memory for swapped tensors
     alignment: int = 512  # of addresses; the ledger counts exact bytes
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
@@ -53,26 +53,26 @@ class Machine:
     launch_ns: int = 5_000  # pause between two kernels of one stream
     graph_launch_ns: int = 0  # pause between two kernel nodes of a CUDA graph
     issue_ns: int = 0  # host time to issue one kernel or copy (RULES.md, choice i)
-    queue_depth: int = 1024  # kernels that the host may have issued and that are not over (choice i)
-    wait_ns: int = 0  # time that the compute stream takes to wait for the event of a swap-in (choice j)
-    event_ns: int = 0  # time that an event takes on the compute stream for which a copy waits (choice j)
-    copy_contention: float = 0.0  # of a memory-bound kernel's speed, what each copy beside it takes (choice k)
-    # What the card counts besides what PyTorch reserves: the CUDA context, kernels and handles of libraries.
+    queue_depth: int = 1024  # most kernels that are issued and unfinished (choice i)
+    wait_ns: int = 0  # time on the compute stream to wait for the event of a swap-in (choice j)
+    event_ns: int = 0  # time on the compute stream to record an event that a copy waits for (choice j)
+    copy_contention: float = 0.0  # fraction of a memory-bound kernel's speed lost per copy in flight (choice k)
+    # Device memory in use besides what PyTorch reserves: CUDA context, kernels and handles of libraries.
     context_bytes: int = 0
-    cublas_workspace_bytes: int = 8_519_680  # that PyTorch reserves for each handle of cuBLAS
-    convolution_copies: bool = False  # cuDNN copies images, results and filters of convolutions to channels last
-    malloc_ns: int = 0  # a call of cudaMalloc
-    free_ns: int = 0  # a call of cudaFree
+    cublas_workspace_bytes: int = 8_519_680  # reserved by PyTorch per cuBLAS handle
+    convolution_copies: bool = False  # cuDNN converts operands and results of convolutions to channels last
+    malloc_ns: int = 0  # per cudaMalloc call
+    free_ns: int = 0  # per cudaFree call
     malloc_bytes_per_s: int = (
-        0  # at which memory is mapped and unmapped again, besides the calls; 0: size costs nothing
+        0  # rate of mapping and unmapping memory, in addition to the calls; 0: independent of size
     )
-    # For several programs at once (simulator.simulate_jobs).
-    switch_ns: int = 0  # between two kernels of different programs, where one runs at a time
-    concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
-    # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
+    # Several jobs only (simulator.simulate_jobs).
+    switch_ns: int = 0  # between two kernels of different jobs that share compute by "fifo"
+    concurrency: float = 1.0  # total speed of concurrent kernels relative to one kernel alone
+    # Fraction of the roofline that kernels reach, by kernel kind; "default" for all other kinds.
     efficiency: dict[str, float] = field(default_factory=dict)
-    kernel_times: KernelTimes | None = None  # of captured kernels; None: the roofline's
-    capability: str = ""  # CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": not known
+    kernel_times: KernelTimes | None = None  # model for captured kernels; None: roofline
+    capability: str = ""  # CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": unknown
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
@@ -96,69 +96,75 @@ class Machine:
                 raise FormatError(f"machine.efficiency.{key}: expected a number in (0, 1], got {part!r}")
 
     def d2h_ns(self, nbytes: int) -> int:
-        """Duration of a swap-out: latency + nbytes / bandwidth, rounded up."""
+        """Returns the duration of a swap-out: latency + nbytes / bandwidth, rounded up."""
         return self.d2h_latency_ns - (-nbytes * 1_000_000_000 // self.d2h_bytes_per_s)
 
     def h2d_ns(self, nbytes: int) -> int:
-        """Duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
+        """Returns the duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
         return self.h2d_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
 
     @property
     def h2d_share(self) -> int:
-        """Speed of a swap-in while a swap-out is under way, too, in 2⁻²⁰ of its own."""
+        """Fraction of H2D speed while a D2H copy is in flight, as a 20-bit fixed-point number."""
         return self._share(self.duplex_h2d_bytes_per_s, self.h2d_bytes_per_s)
 
     @property
     def d2h_share(self) -> int:
-        """Speed of a swap-out while a swap-in is under way, too, in 2⁻²⁰ of its own."""
+        """Fraction of D2H speed while an H2D copy is in flight, as a 20-bit fixed-point number."""
         return self._share(self.duplex_d2h_bytes_per_s, self.d2h_bytes_per_s)
 
     def _share(self, beside: int, alone: int) -> int:
         return max(1, beside * ALONE // alone) if self.copy_engines == 2 and 0 < beside < alone else ALONE
 
     def with_shared_link(self, duplex_bytes_per_s: int) -> Machine:
-        """This machine where both directions carry so much together while both are busy, and slow down alike; 0: each
-        its own rate.
+        """Returns this machine with a total bandwidth for copies in both directions at once.
 
-        So ``duplex_bytes_per_s`` is read in files that have it: either direction then carries the same share,
-        duplex_bytes_per_s / (h2d_bytes_per_s + d2h_bytes_per_s), of its own rate, to 2⁻²⁰.
+        Both directions then slow down to the same share, duplex_bytes_per_s / (h2d_bytes_per_s + d2h_bytes_per_s), in
+        units of 2⁻²⁰. Machine files may give this figure under the same key.
+
+        Args:
+            duplex_bytes_per_s: Total bandwidth; 0: both directions keep their full bandwidth.
 
         Raises:
-            FormatError: a figure below 0.
+            FormatError: The figure is negative.
         """
         if duplex_bytes_per_s < 0:
             raise FormatError(f"machine.{TOGETHER}: expected an integer of at least 0, got {duplex_bytes_per_s}")
         share, both = 0, self.h2d_bytes_per_s + self.d2h_bytes_per_s
         if 0 < duplex_bytes_per_s < both:
             share = max(1, duplex_bytes_per_s * ALONE // both)
-        # Rounded up, so that the share of a link of 1 MiB/s or more is this one to the unit.
+        # Rounded up, so that the share is exact for links of at least 1 MiB/s.
         h2d, d2h = (-(-share * rate // ALONE) for rate in (self.h2d_bytes_per_s, self.d2h_bytes_per_s))
         return replace(self, duplex_h2d_bytes_per_s=h2d, duplex_d2h_bytes_per_s=d2h)
 
     def one_copy_stream(self) -> Machine:
-        """This machine under an executor whose copies of both directions are on one stream: one at a time, in order of
-        issue, however many engines the GPU has."""
+        """Returns this machine with one copy engine, as for an executor that issues all copies on one CUDA stream."""
         return replace(self, copy_engines=1)
 
     def copy_loss(self, nbytes: int, duration_ns: int) -> int:
-        """What each copy under way takes from the speed of a kernel that moves so many bytes, in 2⁻²⁰ of it."""
+        """Returns the speed that a kernel loses per copy in flight, in units of 2⁻²⁰ of its speed.
+
+        Args:
+            nbytes: Memory traffic of the kernel.
+            duration_ns: Duration of the kernel without copies.
+        """
         most, could = int(self.copy_contention * ALONE), duration_ns * self.memory_bytes_per_s
         return min(most, most * nbytes * 1_000_000_000 // could) if could else 0
 
     def compute_share(self, running: int) -> int:
-        """Speed of each of so many kernels that run at once, in 2⁻²⁰ of that of one alone."""
+        """Returns the speed of each of ``running`` concurrent kernels, in units of 2⁻²⁰ of that of one alone."""
         return ALONE if running < 2 else max(1, min(ALONE, round(self.concurrency * ALONE) // running))
 
     def driver_ns(self, mallocs: int, frees: int, nbytes: int) -> int:
-        """Time of so many calls of cudaMalloc and cudaFree over ``nbytes`` in all, rounded up."""
+        """Returns the time of cudaMalloc and cudaFree calls over ``nbytes`` in total, rounded up."""
         mapped = -(-nbytes * 1_000_000_000 // self.malloc_bytes_per_s) if self.malloc_bytes_per_s else 0
         return mallocs * self.malloc_ns + frees * self.free_ns + mapped
 
     def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
-        """Roofline: max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
+        """Returns the roofline time max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
 
         Raises:
-            FormatError: the machine has no figure for ``dtype``.
+            FormatError: The machine has no peak for ``dtype``.
         """
         part = self.efficiency.get(kind, self.efficiency.get("default", 1.0))
         seconds = nbytes / self.memory_bytes_per_s
@@ -169,18 +175,18 @@ class Machine:
         return self.launch_ns + round(seconds / part * 1e9)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
+        """Returns every field by name."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: object) -> Machine:
-        """Reads a dictionary of fields; those with a default may be left out.
+        """Reads a dictionary of fields; fields with a default are optional.
 
-        ``duplex_bytes_per_s`` may stand for the two figures of the directions (``with_shared_link``), and
-        ``copy_latency_ns`` for the two latencies; neither beside them.
+        ``duplex_bytes_per_s`` may replace the two figures per direction (``with_shared_link``), and ``copy_latency_ns``
+        the two latencies; each excludes the keys that it replaces.
 
         Raises:
-            FormatError: naming the first malformed entry.
+            FormatError: An entry is malformed; the message names the first.
         """
         required = {"name": str, "memory_bytes": int, "h2d_bytes_per_s": int, "d2h_bytes_per_s": int}
         optional: dict[str, tuple[type, Any]] = {"kernel_times": (dict, None)}
@@ -211,10 +217,10 @@ class Machine:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:
-        """Reads a preset by name ("gtx1080ti") or any YAML file of the same form.
+        """Reads a preset by name ("gtx1080ti") or a YAML file of the same form.
 
         Raises:
-            FormatError: no such preset or file, or a malformed entry.
+            FormatError: The preset or file does not exist, or an entry is malformed.
         """
         path = Path(name_or_path)
         if path.suffix not in (".yaml", ".yml", ".json"):

@@ -1,7 +1,7 @@
-"""Plan: what to swap, what to recompute, and when. A plan is data.
+"""Plan: the decisions to swap and recompute tensors in one program.
 
-Its decisions are of the kinds in simulator.decisions, each of which owns what is said of it here. ``plan/2`` is
-written; ``plan/1``, which has neither ``copy`` nor ``at`` nor Rerun, is read, too.
+Kinds of decisions are defined in simulator.decisions. Plans are written as ``plan/2``; ``plan/1``, which lacks
+``copy``, ``at`` and Rerun, can still be read.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ OneKind = TypeVar("OneKind", bound=Kind)
 class Plan:
     """Decisions for one program. Immutable; the order of the decisions has no meaning.
 
-    ``variants``: pairs (kernel, index into its ``Kernel.variants``), ascending by kernel: the algorithms to run with.
-    A kernel that is not named runs with its own duration and workspace. Times of recomputation are those of the
-    chosen algorithms, too; the ideal time remains that of the program as given.
+    ``variants``: pairs (kernel, index into its ``Kernel.variants``), ascending by kernel, that select algorithms. Other
+    kernels use their own duration and workspace. Recomputed kernels use the selected variant, too. The ideal time
+    remains that of the program as given.
     """
 
     decisions: tuple[Decision, ...] = ()
-    fingerprint: str = ""  # of the program; "" fits any program whose ids and gaps fit
+    fingerprint: str = ""  # of the program; "": any program with matching ids and gaps
     planner: str = ""
-    limit: int = 0  # bytes the plan was made for; 0: none
+    limit: int = 0  # memory limit in bytes that the plan was made for; 0: none
     machine: str = ""
     variants: tuple[tuple[int, int], ...] = ()
-    # Of the program; "": not known, and the plan cannot be ``retimed``. The fingerprint tells plans apart without it.
+    # Program.structure; "": unknown, so that the plan cannot be ``retimed``.
     structure: str = field(default="", compare=False)
 
     @classmethod
     def of(
         cls, program: Program, decisions: tuple[Decision, ...], planner: str = "", limit: int = 0, machine: str = ""
     ) -> Plan:  # fmt: skip
-        """A plan that names its program, whose times may change later (``retimed``)."""
+        """Returns a plan with the program's fingerprint and structure, so that it can be ``retimed``."""
         return cls(decisions, program.fingerprint, planner, limit, machine, structure=program.structure)
 
     def retimed(self, program: Program) -> Plan:
-        """This plan for ``program``, which is the one that it was made for, but for its times.
+        """Returns this plan for a program that differs only in times from the program it was made for.
 
         Raises:
-            PlanError: they differ in more, or the plan does not say which structure it was made for.
+            PlanError: The programs differ in more than times, or the plan does not record a structure.
         """
         if self.fingerprint in ("", program.fingerprint):
             self.check(program)
@@ -59,7 +59,7 @@ class Plan:
         if not self.structure:
             raise PlanError(
                 f"the plan is for another program (fingerprint {self.fingerprint[:12]}, {program.name!r} has "
-                f"{program.fingerprint[:12]}), and was saved without what tells whether only times differ"
+                f"{program.fingerprint[:12]}), and does not record whether only times differ"
             )
         out = replace(self, fingerprint=program.fingerprint)
         if self.structure != program.structure:
@@ -68,7 +68,9 @@ class Plan:
                 first = "its decisions would fit"
             except PlanError as error:
                 first = str(error)
-            raise PlanError(f"the plan is for another program than {program.name!r}, not only for other times: {first}")
+            raise PlanError(
+                f"the plan is for another program than {program.name!r}, and not only times differ: {first}"
+            )
         out.check(program)
         return out
 
@@ -89,7 +91,7 @@ class Plan:
         except ValueError as error:
             raise PlanError(str(error)) from None
         claimed: dict[Hashable, int] = {}
-        back: dict[int, list[int]] = {}  # tensor -> kernels by which a decision has it back
+        back: dict[int, list[int]] = {}  # tensor -> kernels before which a decision restores it
         for i, d in enumerate(self.decisions):
             where = f"decisions[{i}]"
             claim = d.claim(program, where)
@@ -106,21 +108,22 @@ class Plan:
             d.check_beside(program, i, back)
 
     def of_kind(self, kind: type[OneKind]) -> list[OneKind]:
-        """Its decisions of this kind."""
+        """Returns the decisions of one kind."""
         return [d for d in self.decisions if isinstance(d, kind)]
 
     def only(self, who: str, *kinds: Name) -> None:
-        """Who can take only some kinds says so, rather than take another for one of them.
+        """Raises PlanError unless all decisions are of the given kinds.
 
-        Raises:
-            PlanError: a decision is of another kind.
+        Args:
+            who: Name of the component in the error message.
+            kinds: Kinds that the component supports.
         """
         for i, d in enumerate(self.decisions):
             if d.kind not in kinds:
-                raise PlanError(f"decisions[{i}]: {who} cannot take a {d.kind}")
+                raise PlanError(f"decisions[{i}]: {who} does not support {d.kind} decisions")
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``plan/2`` dictionary; ``structure`` and ``variants`` stand in it where there are any."""
+        """Returns the ``plan/2`` dictionary; ``structure`` and ``variants`` are left out if empty."""
         top = {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
                "limit": self.limit, "machine": self.machine,
                **({"structure": self.structure} if self.structure else {}),
@@ -132,7 +135,7 @@ class Plan:
         """Reads a dictionary of ``plan/2`` or ``plan/1``.
 
         Raises:
-            FormatError: naming the first malformed entry.
+            FormatError: An entry is malformed; the message names the first.
         """
         top = fields(
             data, "plan", {"format": str, "decisions": list},
@@ -167,6 +170,6 @@ class Plan:
         """Reads JSON of ``plan/2`` or ``plan/1``.
 
         Raises:
-            FormatError: naming the file and its first malformed entry.
+            FormatError: The message names the file and its first malformed entry.
         """
         return load_json(path, cls.from_dict)

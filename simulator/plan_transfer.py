@@ -1,10 +1,10 @@
-"""Carries a plan over to another capture of the step: on another device, or by other operators.
+"""Transfers a plan to another capture of the same step, from another device or with other operators.
 
-Names do not say what corresponds: captures name parameters by module, but number activations and gradients in order. So
-a kernel is known by its **place**: the persistent tensors that it touches; if it touches none, the place of the kernel
-that wrote the newest of its inputs (of those that the forward pass wrote, if there are any: in the backward pass a
-layer's own activations say more than the gradient that comes in). Of kernels of the same name at the same place the
-k-th correspond. A tensor is known by its name if it is persistent, else by its first writer.
+Names of activations are not stable across captures, but names of persistent tensors are. So a kernel is identified by
+its **place**: the persistent tensors that it touches, or else the place of the writer of its newest input. Inputs
+written in the forward pass take precedence, because a layer's activations identify it better than the incoming
+gradient. Among kernels of equal name and place, the k-th correspond to each other. A persistent tensor is identified by
+its name, any other by its first writer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from simulator.schedule import lower
 
 
 def adapted(plan: Plan, program: Program, other: Program) -> Plan:
-    """The decisions of a plan for ``program`` that make sense in ``other``.
+    """Returns the decisions of a plan for ``program`` that can be transferred to ``other``.
 
-    A decision whose tensor or next use is missing is left out. Where the kernel is missing after which a gap opens, it
-    opens after the use before; a prefetch, an early copy or an early recomputation is left open. Of decisions that do
-    not go together the later are left out. What is then not planned may need more than the plan's limit.
+    Decisions whose tensor or next use is missing are dropped. If the kernel after which a gap opens is missing, the gap
+    opens after the previous use, and prefetches, early copies and early recomputations are left open. Of conflicting
+    decisions, the later are dropped. The result may need more memory than the plan's limit.
 
-    Kernels of other names correspond where as many have the same place, and what they write. Else a kernel that the
-    other lacks is taken for the one that touches the decision's tensor in its place, as many uses into the phase.
+    Kernels with other names correspond if equally many have the same place, and so do their outputs. Otherwise, a
+    missing kernel is replaced by the one that touches the decision's tensor, counted by uses within the phase.
 
     Returns:
         A plan that passes ``Plan.check`` and can be lowered.
@@ -44,7 +44,7 @@ def adapted(plan: Plan, program: Program, other: Program) -> Plan:
 
 
 class Same:
-    """A program or a machine in the key of a cache: equal to itself only."""
+    """Identity-based cache key for a program or a machine."""
 
     def __init__(self, of: Any):
         self.of = of
@@ -57,7 +57,7 @@ class Same:
 
 
 def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
-    """Indices with the same key."""
+    """Returns the pairs of indices with equal keys."""
     at = {key: i for i, key in enumerate(others)}
     return {i: at[key] for i, key in enumerate(keys) if key in at}
 
@@ -66,7 +66,14 @@ def _match_others(
     program: Program, other: Program, mine: Sequence[Any], theirs: Sequence[Any], tensor: dict[int, int],
     kernel: dict[int, int],
 ) -> None:  # fmt: skip
-    """Adds the kernels of other names, and the tensors that they write; ``mine``, ``theirs``: keys of kernels."""
+    """Matches kernels of other names, and their outputs.
+
+    Args:
+        mine: Keys of the kernels of ``program``.
+        theirs: Keys of the kernels of ``other``.
+        tensor: Tensors matched so far; extended in place.
+        kernel: Kernels matched so far; extended in place.
+    """
     found = set(kernel.values())
     left: list[dict[Hashable, list[int]]] = [{}, {}]
     for groups, keys, kernels, known in zip(left, (mine, theirs), (program.kernels, other.kernels), (kernel, found),
@@ -88,8 +95,11 @@ def _match_others(
 def _by_order(
     program: Program, other: Program, tensor: Mapping[int, int], kernel: Mapping[int, int]
 ) -> dict[int, dict[int, int]]:
-    """By tensor: kernels that end a gap of it and are not known in the other program, as an update by other operators
-    is not, and those in their place: as many uses of the tensor into the phase."""
+    """Returns, per tensor, replacements for unmatched kernels that end one of its gaps.
+
+    A replacement is the kernel with the same number of uses of the tensor into the phase. Optimizer updates by other
+    operators need it.
+    """
     found: dict[int, dict[int, int]] = {}
     for t, u in tensor.items():
         if all(k in kernel for k in program.accesses[t]):
@@ -107,10 +117,10 @@ def _by_order(
 
 
 def _known(program: Program) -> tuple[list[Hashable], list[Hashable]]:
-    """What tensors and kernels are known by, each by its own."""
+    """Returns the keys that identify tensors and kernels."""
     tensors, kernels = program.tensors, program.kernels
     places: list[Hashable] = []
-    writer: dict[int, int] = {}  # of tensors that are not persistent: the last so far
+    writer: dict[int, int] = {}  # last writer so far of each non-persistent tensor
     for kernel in kernels:
         place: Hashable = tuple(tensors[t].name for t in kernel.accesses if tensors[t].persistent)
         wrote = sorted(writer[t] for t in kernel.inputs if t in writer)
@@ -125,7 +135,7 @@ def _known(program: Program) -> tuple[list[Hashable], list[Hashable]]:
 
 
 def _numbered(names: Iterable[Hashable]) -> list[Hashable]:
-    """Each with how often it came before."""
+    """Pairs each name with the number of its previous occurrences."""
     seen: dict[Hashable, int] = {}
     out: list[Hashable] = []
     for name in names:
@@ -143,7 +153,7 @@ def _fit(plan: Plan, program: Program) -> bool:
 
 
 def _together(kept: list[Decision], more: list[Decision], bare: Plan, program: Program) -> tuple[Decision, ...]:
-    """Those that are kept, and of the others those that go together with them, found by halving."""
+    """Returns the kept decisions, and those of ``more`` that are compatible with them, found by bisection."""
     whole = replace(bare, decisions=(*kept, *more))
     try:
         whole.check(program)

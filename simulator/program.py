@@ -1,11 +1,11 @@
-"""The vocabulary: Tensor, Kernel, Program. Every other file is written in these words.
+"""Tensor, Kernel and Program: one iteration of a GPU workload.
 
 Units: time is integer nanoseconds, size is integer bytes. Intervals over kernels are half-open.
-Indices: a tensor is named by its position in ``Program.tensors``, a kernel by its position in
-``Program.kernels``; program order is execution order.
+A tensor is identified by its index in ``Program.tensors``, a kernel by its index in ``Program.kernels``. Program order
+is execution order.
 
-One tensor is one storage: views of it and in-place results share it. A persistent tensor lives across
-iterations. Any other tensor is born at its first write and dies after its last access.
+A tensor is one storage: its views and in-place results share it. A persistent tensor lives across iterations. Any other
+tensor is allocated at its first write and freed after its last access.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 TENSOR_KINDS: frozenset[str] = frozenset(get_args(TensorKind))
 KERNEL_KINDS: frozenset[str] = frozenset(get_args(KernelKind))
 PHASES: frozenset[str] = frozenset(get_args(Phase))
-# One size or duration beyond LONGEST is a mistake in units; sums of 2**20 of them still fit 64 bits.
+# A size or duration above LONGEST is a unit error. Sums of 2**20 such values still fit 64 bits.
 LONGEST = 2**43
 UNTIMED = (
     "name",
@@ -51,7 +51,7 @@ UNTIMED = (
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One storage."""
+    """One storage with all its views."""
 
     name: str
     nbytes: int
@@ -63,9 +63,9 @@ class Tensor:
 class Kernel:
     """One launch on the compute stream.
 
-    A kernel that updates a tensor in place has it in both ``inputs`` and ``outputs``. A tensor that is
-    updated without its old content mattering to the other outputs (batch-norm statistics) is in
-    ``outputs`` alone, which is what lets the kernel be run twice.
+    A kernel that updates a tensor in place lists it in both ``inputs`` and ``outputs``. If the old content does not
+    affect the other outputs (batch-norm statistics), the tensor is in ``outputs`` only, so that the kernel can be
+    recomputed.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Kernel:
     workspace: int = 0  # bytes held while the kernel runs
     flops: int = 0
     bytes: int = 0  # memory traffic
-    recomputable: bool = True  # running it twice changes nothing but its outputs
+    recomputable: bool = True  # running it twice has no side effects besides its outputs
     variants: tuple[tuple[int, int], ...] = ()  # (duration_ns, workspace) per algorithm
 
     @property
@@ -87,9 +87,9 @@ class Kernel:
 
 
 class Gap(NamedTuple):
-    """An interval in which a tensor is alive and unused: after kernel ``after``, until ``before``.
+    """Interval between two consecutive uses of a tensor: after kernel ``after``, until kernel ``before``.
 
-    ``after > before`` for a persistent tensor means that the gap wraps over the iteration boundary.
+    ``after >= before`` for a persistent tensor means that the gap wraps over the iteration boundary.
     """
 
     tensor: int
@@ -98,7 +98,7 @@ class Gap(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One line of the iteration in the papers' terms (DQN paper, section 4.2)."""
+    """One memory operation of the iteration in the terms of the DQN paper (section 4.2)."""
 
     kind: Literal["malloc", "write", "read", "free"]
     tensor: int
@@ -108,11 +108,10 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """One iteration of an iterative GPU job: a straight line of kernels over tensors.
+    """One training iteration: a sequence of kernels over tensors.
 
     Raises:
-        FormatError: an entry breaks a rule of the format (dangling id, negative size, a read before any
-            write of a non-persistent tensor, …).
+        FormatError: An entry violates the format (dangling id, negative size, read before the first write, …).
     """
 
     name: str
@@ -123,16 +122,16 @@ class Program:
         _check(self)
 
     def __deepcopy__(self, memo: object) -> Program:
-        """Itself: nothing of it changes (``gymnasium.make`` copies all that it is given)."""
+        """Returns itself, because a program is immutable (``gymnasium.make`` deep-copies its arguments)."""
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy, since what is cached may grow while another thread pickles this."""
+        """Returns a copy of the attributes, because another thread may add cached properties during pickling."""
         return dict(self.__dict__)
 
     @cached_property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
-        """Per tensor: the kernels that read or write it, ascending."""
+        """Kernels that read or write each tensor, ascending."""
         table: list[list[int]] = [[] for _ in self.tensors]
         for k, kernel in enumerate(self.kernels):
             for t in kernel.accesses:
@@ -141,7 +140,7 @@ class Program:
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
-        """Per tensor: the kernels that write it, ascending."""
+        """Kernels that write each tensor, ascending."""
         table: list[list[int]] = [[] for _ in self.tensors]
         for k, kernel in enumerate(self.kernels):
             for t in dict.fromkeys(kernel.outputs):
@@ -149,14 +148,17 @@ class Program:
         return tuple(map(tuple, table))
 
     def version(self, tensor: int, kernel: int) -> int:
-        """Returns the kernel that wrote ``tensor`` last before ``kernel``; -1: none in this iteration."""
+        """Returns the last kernel before ``kernel`` that writes ``tensor``, or -1 if none in this iteration does."""
         i = bisect_left(self.writes[tensor], kernel)
         return self.writes[tensor][i - 1] if i else -1
 
     @cached_property
     def available_until(self) -> tuple[dict[int, int], ...]:
-        """Per kernel, by input: the last kernel at which the input is as it was read, unless a plan has it away: the
-        next writer, or the last use of a tensor that is not persistent."""
+        """Last kernel at which each input of each kernel still has the content that the kernel read.
+
+        Per kernel, a dictionary from input to its next writer or, for a non-persistent tensor, its last use. Evictions
+        by a plan are not considered.
+        """
         found = []
         for k, kernel in enumerate(self.kernels):
             until = {}
@@ -170,8 +172,10 @@ class Program:
 
     @cached_property
     def again_until(self) -> tuple[int, ...]:
-        """Per kernel: the last one before which it can run again, where nothing that lives is away; -1: it may not. It
-        needs its inputs as they were: there still, or from kernels that can run again, too."""
+        """Last kernel before which each kernel can be recomputed with no live tensor evicted; -1 if never.
+
+        Its inputs must be unchanged, or be outputs of kernels that can be recomputed themselves.
+        """
         until: list[int] = []
         for k, kernel in enumerate(self.kernels):
             last = len(self.kernels) if kernel.recomputable else -1
@@ -184,7 +188,7 @@ class Program:
 
     @cached_property
     def live_bytes(self) -> tuple[int, ...]:
-        """Per kernel: bytes in use while it runs with unlimited memory, its workspace included."""
+        """Bytes in use during each kernel with unlimited memory, workspace included."""
         change = [0] * (len(self.kernels) + 1)
         for t, tensor in enumerate(self.tensors):
             if tensor.persistent:
@@ -200,7 +204,7 @@ class Program:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Peak load: the smallest limit at which the program runs without a plan."""
+        """Peak load: smallest limit at which the program runs without a plan."""
         return max(self.live_bytes)
 
     @cached_property
@@ -210,7 +214,7 @@ class Program:
 
     @cached_property
     def start_ns(self) -> tuple[int, ...]:
-        """Per kernel, and one past the last: when it starts with unlimited memory."""
+        """Start time of each kernel with unlimited memory, then the end of the last kernel; (kernels + 1,)."""
         times = [0]
         for kernel in self.kernels:
             times.append(times[-1] + kernel.duration_ns)
@@ -219,13 +223,13 @@ class Program:
     @cached_property
     @no_collections()
     def fingerprint(self) -> str:
-        """sha256 of the canonical JSON: plans name the program that they were made for."""
+        """SHA-256 of the canonical JSON; plans store it to identify their program."""
         return _sha256(self.to_dict())
 
     @cached_property
     @no_collections()
     def structure(self) -> str:
-        """sha256 of the canonical JSON without any times: the same for a program whose times are others."""
+        """SHA-256 of the canonical JSON without times; equal for programs that differ only in durations."""
         data = self.to_dict()
         for kernel in data["kernels"]:
             del kernel["duration_ns"]
@@ -233,8 +237,13 @@ class Program:
         return _sha256(data)
 
     def gaps(self, min_bytes: int = 0) -> list[Gap]:
-        """Every interval between consecutive accesses of a tensor of at least ``min_bytes`` in which at
-        least one other kernel runs. Persistent tensors have one more, over the iteration boundary."""
+        """Returns the intervals between consecutive uses of tensors that contain at least one other kernel.
+
+        Persistent tensors have one more gap, over the iteration boundary.
+
+        Args:
+            min_bytes: Smallest tensor to consider.
+        """
         found = []
         for t, tensor in enumerate(self.tensors):
             if tensor.nbytes < max(min_bytes, 1):
@@ -246,15 +255,15 @@ class Program:
         return found
 
     def gap_ns(self, gap: Gap) -> int:
-        """Time from the end of ``after`` to the start of ``before``, with unlimited memory."""
+        """Returns the time from the end of ``after`` to the start of ``before`` with unlimited memory."""
         between = self.start_ns[gap.before] - self.start_ns[gap.after + 1]
         return between + self.ideal_ns if gap.after >= gap.before else between
 
     def operations(self) -> list[Operation]:
-        """The iteration as malloc, write, read and free lines in time order.
+        """Returns the iteration as malloc, write, read and free operations in time order.
 
-        A malloc, the writes and the reads of a kernel carry its start time, its frees its end time.
-        Persistent tensors have no malloc and no free.
+        The malloc, reads and writes of a kernel carry its start time, its frees its end time. Persistent tensors have
+        neither malloc nor free.
         """
         lines = []
         for k, kernel in enumerate(self.kernels):
@@ -269,10 +278,13 @@ class Program:
         return lines
 
     def with_durations(self, durations_ns: Sequence[int]) -> Program:
-        """The same program with other kernel durations (one per kernel); those of variants change in proportion.
+        """Returns this program with other kernel durations; durations of variants are scaled in proportion.
+
+        Args:
+            durations_ns: (kernels,) new durations.
 
         Raises:
-            ValueError: a kernel with variants has no duration, so that there is no proportion.
+            ValueError: A kernel with variants has duration 0, so its variants cannot be scaled.
         """
         kernels = []
         for i, (kernel, new) in enumerate(zip(self.kernels, map(int, durations_ns), strict=True)):
@@ -284,20 +296,20 @@ class Program:
             kernels.append(replace(kernel, duration_ns=new, variants=variants))
         if any(k.variants or not 0 <= k.duration_ns <= LONGEST for k in kernels):
             return Program(self.name, self.tensors, tuple(kernels))
-        out = object.__new__(Program)  # what was checked, and what is known of it beside times, is as it was
+        out = object.__new__(Program)  # skips the checks and keeps cached properties that do not depend on times
         out.__dict__.update(
             {key: self.__dict__[key] for key in UNTIMED if key in self.__dict__}, kernels=tuple(kernels)
         )
         return out
 
     def chosen(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """(duration_ns, workspace) of every kernel that ``variants`` names.
+        """Returns (duration_ns, workspace) of every kernel that ``variants`` names.
 
         Args:
-            variants: pairs (kernel, index into its ``variants``), ascending by kernel.
+            variants: Pairs (kernel, index into its ``variants``), ascending by kernel.
 
         Raises:
-            ValueError: with the first pair that is dangling, repeated or out of order.
+            ValueError: A pair is dangling, repeated or out of order; the message names the first.
         """
         out: dict[int, tuple[int, int]] = {}
         last = -1
@@ -313,7 +325,7 @@ class Program:
         return out
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Program:
-        """The program as it runs under ``variants``: their durations and workspaces in the place of the kernels' own.
+        """Returns this program with the durations and workspaces of the given variants.
 
         Args, Raises: as ``chosen``.
         """
@@ -325,7 +337,7 @@ class Program:
         return Program(self.name, self.tensors, tuple(kernels))
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``program/1`` dictionary, every field present."""
+        """Returns the ``program/1`` dictionary with every field."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -347,7 +359,7 @@ class Program:
         """Reads a ``program/1`` dictionary.
 
         Raises:
-            FormatError: naming the first malformed entry.
+            FormatError: An entry is malformed; the message names the first.
         """
         top = fields(data, "program", {"format": str, "name": str, "tensors": list, "kernels": list}, {})
         if top["format"] != FORMAT:
@@ -381,18 +393,18 @@ class Program:
         """Reads ``program/1`` JSON (.json or .json.gz).
 
         Raises:
-            FormatError: naming the file and its first malformed entry.
+            FormatError: The message names the file and its first malformed entry.
         """
         return load_json(path, cls.from_dict)
 
 
 def _sha256(data: dict[str, Any]) -> str:
-    """That of the canonical JSON."""
+    """Returns the SHA-256 of the canonical JSON."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _printable(name: str, where: str) -> None:
-    """A terminal does as it is told by other characters; raises FormatError."""
+    """Raises FormatError if ``name`` has non-printable characters, which may contain terminal escape sequences."""
     if not name.isprintable():
         raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
 
@@ -406,7 +418,7 @@ _KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
 
 
 def _check(program: Program) -> None:
-    """The rules a program obeys however it was made; raises FormatError naming the entry."""
+    """Checks the invariants of every program; raises FormatError that names the entry."""
 
     def amount(value: int, where: str, bits: int = LONGEST.bit_length() - 1) -> None:
         if not 0 <= value <= 2**bits:

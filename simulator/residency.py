@@ -1,6 +1,6 @@
-"""What is in memory at a kernel: bytes with some gaps emptied, and inputs that are there as they were read.
+"""Computes bytes in use with some gaps emptied, and whether inputs are still available.
 
-The one place of both questions. Where a plan recomputes, ``schedule.py`` adds the memory of what runs again.
+``schedule.py`` adds the memory of recomputed kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray
     """Returns the load per kernel with some gaps emptied, as if transfers took no time.
 
     Args:
-        load: (n,) bytes at each kernel with every gap filled.
-        where: (m, 2) the gaps: the kernel after which each opens, the kernel before which it ends.
+        load: (n,) bytes at each kernel with nothing evicted.
+        where: (m, 2) gaps: the kernel after which each opens, and the kernel before which it ends.
         nbytes: (m,) size of each gap's tensor.
     """
     after, before = where.T
@@ -31,20 +31,22 @@ def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray
 
 
 def present(program: Program, tensor: int, reader: int, kernel: int, dropped: Set[int]) -> bool:
-    """Returns whether ``tensor`` is there at ``kernel``, or on the host, as ``reader`` read it.
+    """Returns whether ``tensor`` is in memory or on the host at ``kernel``, with the content that ``reader`` read.
 
     Args:
-        dropped: tensors that are away and have to be recomputed.
+        dropped: Tensors that are evicted and must be recomputed.
     """
     return tensor not in dropped and kernel <= program.available_until[reader][tensor]
 
 
 def reruns(program: Program, targets: Set[int], kernel: int, dropped: Set[int] = frozenset()) -> list[int]:
-    """Returns the kernels that run again, in order, to have ``targets`` back before ``kernel`` (rule 7): their writers,
-    and those of what these read and is not present.
+    """Returns the kernels that must be recomputed to restore ``targets`` before ``kernel`` (rule 7), in order.
+
+    They are the writers of the targets and, recursively, of their inputs that are not present. With more tensors
+    dropped, or later in the same gap, further kernels may be needed.
 
     Args:
-        dropped: further tensors that are away. With more away, or later in the same gap, others may have to run, too.
+        dropped: Further tensors that are evicted.
     """
     dropped = dropped | targets
     found: set[int] = set()
@@ -61,5 +63,5 @@ def reruns(program: Program, targets: Set[int], kernel: int, dropped: Set[int] =
 
 
 def recompute_ns(program: Program, gap: Gap) -> int:
-    """Returns the duration of the kernels that recover a gap's tensor when nothing else is away."""
+    """Returns the duration of the kernels that recompute a gap's tensor when nothing else is evicted."""
     return sum(program.kernels[k].duration_ns for k in reruns(program, {gap.tensor}, gap.before))

@@ -1,9 +1,7 @@
-"""The rules of the simulator, for one job or several, written to be read: the definition of what is true.
+"""Reference implementation of the simulator's rules, for one job or several.
 
-RULES.md says them in words, by the numbers used here. ``compiled/`` has the same rules compiled for one program, and
-must agree with this file to the nanosecond. What follows from a plan without a clock is in ``schedule.py``.
-
-``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has the state of a job.
+RULES.md states the rules; comments cite its numbers. ``compiled/`` must agree with this file to the nanosecond.
+``schedule.py`` computes everything that needs no clock, ``job_state.py`` has the state of one job.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from simulator.timeline import BlockEvent, Span, Timeline
 
 
 class World:
-    """The state of a simulation; one method per line of rule 9."""
+    """State of a simulation; one method per line of rule 9."""
 
     def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Schedule]], machine: Machine, limit: int,
                  until_ns: int | None, sharing: Sharing, limit_until: int = NEVER):  # fmt: skip
@@ -33,18 +31,18 @@ class World:
         self.leaves = [never if job.leaves_ns is None else min(never, job.leaves_ns) for job in jobs]
         self.waiting = sorted(range(len(jobs)), key=lambda j: (jobs[j].arrives_ns, j))  # for admission
         self.present: list[JobState] = []  # by job
-        self.queue: list[Work] = []  # to the host
-        self.copies: dict[Direction, Work] = {}  # under way, at most one in each direction
-        self.steps: list[Work] = []  # under way
-        self.stepped: JobState | None = None  # whose step was the last to start
+        self.queue: list[Work] = []  # swap-outs
+        self.copies: dict[Direction, Work] = {}  # in flight, at most one per direction
+        self.steps: list[Work] = []  # running
+        self.stepped: JobState | None = None  # job whose step was the last to start
         self.served: JobState | None = None
         self.order: list[int] = []
         self.evictions: list[Eviction] = []
         self.states = [JobState(j, job, schedules) for j, (job, schedules) in enumerate(zip(jobs, plans, strict=True))]
-        self.host: Host | None = None  # of one job alone, if it takes time
+        self.host: Host | None = None  # for a single job with issue costs
 
     def _limit_at(self, job: JobState, position: int) -> int:
-        """Choice d."""
+        """Returns the limit at a position (choice d)."""
         return self.limit if position % job.n < self.limit_until else NEVER
 
     def _charge(self, job: JobState, block: int, sign: int) -> None:
@@ -57,35 +55,35 @@ class World:
             self.order.append(job.index)
 
     def _release(self, job: JobState, gap: Gap) -> None:
-        """The bytes of an open gap have left."""
+        """Frees the memory of an open gap whose swap-out is complete."""
         gap.left = gap.on_host = True
         self._charge(job, gap.block, -1)
 
     def _enqueue(self, job: JobState, tensor: int, block: int) -> None:
-        """A copy to the host is issued, unless there is one to come."""
+        """Enqueues a swap-out, unless one of this block is queued or in flight."""
         coming = [*self.queue, *(copy for d, copy in self.copies.items() if d == "d2h")]
         if not any(c.job is job and c.block == block and not c.void for c in coming):
             self.queue.append(Work(job, tensor=tensor, block=block, issued=self.kernel_ends))
 
     def _speed(self, step: Work) -> int:
-        """Of a step, beside other steps (J2) and copies (k)."""
+        """Returns the speed of a step beside other steps (J2) and copies (k)."""
         kernel = step.job.schedule.program.kernels[step.job.next_step.kernel]
         loss = len(self.copies) * self.machine.copy_loss(kernel.bytes, kernel.duration_ns)
         return self.machine.compute_share(len(self.steps)) - loss
 
     def under_way(self) -> list[tuple[Work, int]]:
-        """Everything that is, and its speed; copies in both directions slow each other down (g)."""
+        """Returns running steps and copies in flight with their speeds; opposite copies slow each other down (g)."""
         shares = {"d2h": self.machine.d2h_share, "h2d": self.machine.h2d_share}
         both = len(self.copies) == 2
         copies = [(copy, shares[direction] if both else ALONE) for direction, copy in self.copies.items()]
         return [*copies, *((step, self._speed(step)) for step in self.steps)]
 
     def may_start(self, direction: Direction) -> bool:
-        """Is the copy engine free?"""
+        """Returns whether the copy engine is free."""
         return direction not in self.copies and not (self.machine.copy_engines == 1 and self.copies)
 
     def _completed(self, direction: Direction) -> Work | None:
-        """The copy in this direction, if it is done; it is under way no more."""
+        """Removes and returns the copy in this direction if it is complete."""
         done = direction in self.copies and self.copies[direction].left <= 0
         return self._ended(self.copies.pop(direction)) if done else None
 
@@ -97,7 +95,7 @@ class World:
     # ------------------------------------------------------------------------------------ completions
 
     def complete_copies(self) -> None:
-        """Copies complete."""
+        """Completes copies."""
         if out := self._completed("d2h"):
             job = out.job
             if out.block in job.evicted:
@@ -112,7 +110,7 @@ class World:
                 del job.away[back.tensor]
 
     def complete_steps(self) -> None:
-        """Steps complete, blocks are freed, gaps open, swap-outs are enqueued; at a boundary plans change."""
+        """Completes steps: frees blocks, opens gaps, enqueues swap-outs, and changes plans at a boundary."""
         ended = [self._ended(step).job for step in self.steps if step.left <= 0]
         self.steps = [step for step in self.steps if step.left > 0]
         for job in sorted(ended, key=lambda job: job.index):
@@ -152,7 +150,7 @@ class World:
             self._boundary(job)
 
     def _open(self, job: JobState, d: Swap, position: int) -> None:
-        """The gap of d opens; its copy is under way, unless a change of plans came between."""
+        """Opens the gap of d; its copy is already queued or in flight unless the plan has changed since."""
         gap = job.away[d.tensor] = job.gap_of(d, position)
         if d.tensor in job.host_copy:
             self._release(job, gap)
@@ -171,11 +169,11 @@ class World:
             self._switch(job, plan)
 
     def _plan_now(self, j: int) -> int:
-        """Index of the plan, of ``Job.plans``, that a job is to go by now."""
+        """Returns the index into ``Job.plans`` of the plan that is due now."""
         return sum(at_ns <= self.now for at_ns, _ in self.jobs[j].switches)
 
     def _switch(self, job: JobState, plan: int) -> None:
-        """J7. At a boundary all that is away is persistent, and has the same block in every plan."""
+        """Changes plans (J7). At a boundary, evicted tensors are persistent and have the same block in every plan."""
         missing = {gap.block: gap for gap in (*job.away.values(), *job.evicted.values())}
         nothing_changes = job.job.alike[plan] == job.job.alike[job.plan]
         job.use(plan)
@@ -192,7 +190,7 @@ class World:
             gap.left, gap.on_host = before.left, before.on_host
             if gap.on_host:
                 job.host_copy[d.tensor] = gap.block
-            elif gap.left:  # on the way back
+            elif gap.left:  # being swapped in
                 job.early.append(gap)
         for block, before in missing.items():
             gap = job.evicted[block] = job.gap_on_demand(block)
@@ -201,7 +199,7 @@ class World:
         self.queue = [copy for copy in self.queue if copy.job is not job or copy.block in leaving]
 
     def part(self) -> None:
-        """Jobs that leave are gone when no copy of theirs is under way."""
+        """Removes leaving jobs without copies in flight."""
         busy = [copy.job for copy in self.copies.values()]
         for job in [job for job in self.present if job.leaving and job not in busy]:
             for b in sorted(job.memory):
@@ -212,7 +210,7 @@ class World:
     # ---------------------------------------------------------------------------------------- starts
 
     def admit(self) -> None:
-        """Jobs are admitted."""
+        """Admits jobs."""
         for j in [j for j in self.waiting if self.leaves[j] <= self.now]:
             self.waiting.remove(j)
             self.states[j].wait(self.jobs[j].arrives_ns, self.now, "admission")
@@ -225,7 +223,7 @@ class World:
             self.begin(j, plan)
 
     def begin(self, j: int, plan: int) -> JobState:
-        """A job begins by this one of its plans."""
+        """Starts a job with one of its plans."""
         self.waiting.remove(j)
         job = self.states[j]
         job.begin(plan, self.now, self.kernel_ends)
@@ -244,12 +242,12 @@ class World:
         return job
 
     def _host_left(self) -> int:
-        """Bytes of the host that are free (J9)."""
+        """Returns the free bytes of the host (J9)."""
         planned = sum(reserved_bytes(job.plans) for job in self.present)
         return self.machine.host_bytes - planned - sum(g.host_bytes for j in self.present for g in j.evicted.values())
 
     def start_copies(self) -> None:
-        """Copies start."""
+        """Starts copies."""
         for job in self.present:
             offers = not job.leaving and self.served in (None, job)
             gap = job.first_to_return(self.served is job) if offers else None
@@ -276,8 +274,7 @@ class World:
         self.copies[direction] = copy
 
     def _fits(self, job: JobState, gap: Gap) -> bool:
-        """Rules 5 and J4: does a swap-in fit now, and beside its job's planned residency, with what came back
-        early, until its use? That residency counts what is away on demand."""
+        """Returns whether a swap-in fits by rules 5 and J4, given planned residency and earlier swap-ins."""
         nbytes, share = job.nbytes(gap.block), job.job.share(job.plan)
         own = NEVER if share is None or self.served is job else share
         if self.used + nbytes > self._limit_at(job, job.position) or job.held + nbytes > own:
@@ -290,7 +287,7 @@ class World:
         return True
 
     def start_steps(self) -> None:
-        """Steps start."""
+        """Starts steps."""
         while True:
             for job in self.present:
                 if not self._ready(job):
@@ -308,13 +305,13 @@ class World:
         return self._has_room(job) and (self.host is None or self.host.is_ahead(self.now))
 
     def _has_room(self, job: JobState) -> bool:
-        """Has the next step its data and its memory?"""
+        """Returns whether the next step has its data and its memory."""
         if job.running or job.leaving or self.served not in (None, job) or job.held_up():
             return False
         return self.used + job.requested() <= self._limit_at(job, job.position)
 
     def _waits_for_host(self, job: JobState) -> bool:
-        """Has the next step all but its issue?"""
+        """Returns whether the next step lacks only its issue."""
         return self.host is not None and self._has_room(job) and not self.host.is_ahead(self.now)
 
     def _start(self, job: JobState) -> None:
@@ -337,7 +334,7 @@ class World:
             self.served = None
 
     def advance(self) -> None:
-        """To the next completion, arrival, or end of patience; or a tensor is evicted."""
+        """Advances the clock to the next completion, arrival or departure; or evicts a tensor if none is due."""
         ends = [work.ends(self.now, speed) for work, speed in self.under_way()]
         if self.host and self._waits_for_host(self.present[0]):
             self.host.waited = True
@@ -355,7 +352,7 @@ class World:
         self.now = then
 
     def _cause(self, job: JobState) -> Cause:
-        """Why the next step does not start (rule 8)."""
+        """Returns why the next step does not start (rule 8)."""
         if job.ready_since is not None:
             return "compute"
         if self._waits_for_host(job):
@@ -363,7 +360,7 @@ class World:
         return "data" if "h2d" in self.copies and job.awaited() else "memory"
 
     def _evict(self) -> None:
-        """J6."""
+        """Evicts one tensor on demand (J6)."""
         before = self.served
         self.served = before or min(self.present, key=lambda job: (job.waits_since, job.index))
         best: tuple[tuple[int, ...], JobState, int] | None = None
@@ -398,7 +395,7 @@ class World:
             self._enqueue(job, tensor, b)
 
     def state(self, job: JobState) -> tuple[object, ...]:
-        """Everything that the future of a job depends on that is alone, at a boundary and relative to it (rule 10)."""
+        """Returns all that the future of a single job at a boundary depends on, relative to the boundary (rule 10)."""
         at = job.position
         return (
             self.host and self.host.lead(self.now, len(job.boundaries) >= self.host.settles_after),
@@ -411,7 +408,7 @@ class World:
         )
 
     def timeline(self) -> JobsTimeline:
-        """What happened."""
+        """Returns the timeline of all jobs."""
         end = max((job.left_ns for job in self.states if job.left_ns is not None), default=self.now)
         ran = [job.timeline() for job in self.states]
         return JobsTimeline.assemble(self.limit, self.sharing, end, ran, self.order, self.evictions)
@@ -420,18 +417,18 @@ class World:
 def simulate_jobs(
     jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
 ) -> JobsTimeline:
-    """Runs several jobs on one machine; the rules are in RULES.md.
+    """Simulates several jobs on one machine by the rules in RULES.md.
 
     Args:
-        limit: bytes, persistent tensors included, for all jobs together.
-        until_ns: from then on every job leaves at its next boundary, and none begins; None: they leave by themselves.
-        sharing: "fifo": one step at a time on the compute stream; "shared": one of each job, each of them slower.
+        limit: Memory limit in bytes for all jobs together, persistent tensors included.
+        until_ns: Time from which every job leaves at its next boundary and none is admitted; None: no such time.
+        sharing: "fifo": one step at a time on the compute stream; "shared": one step of each job, at reduced speed.
 
     Raises:
-        ValueError: a job has no end.
-        PlanError: a plan does not fit its program, or holds more on the host than that has.
-        OutOfMemory: a step of a job does not fit under the limit with everything else away.
-        JobsDeadlock: no job can go on, because the host is full.
+        ValueError: A job has no end.
+        PlanError: A plan does not fit its program, or holds more bytes on the host than the machine has.
+        OutOfMemory: A step of a job does not fit under the limit with everything else evicted.
+        JobsDeadlock: No job can proceed, because the host is full.
     """
     for job in jobs:
         for plan in job.plans:
@@ -455,8 +452,7 @@ def simulate_jobs(
 def simulate(
     program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2, limit_until: int | None = None
 ) -> Timeline:
-    """Runs one program, alone, until its iterations repeat (rule 10); arguments and errors are those of
-    ``simulator.simulate``."""
+    """Simulates one program until its iterations repeat (rule 10); parameters as in ``simulator.simulate``."""
     plan.check(program)
     schedule = lower(program, plan)
     until = len(program.kernels) if limit_until is None else limit_until
@@ -478,7 +474,7 @@ def simulate(
         world.start_steps()
         world.advance()
         if world.served:
-            raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
+            raise AssertionError("simulation is stuck although the planned residency fits the limit")
     for work, speed in world.under_way():
         job.spans[work.span] = job.spans[work.span]._replace(end_ns=work.ends(world.now, speed))
     return Timeline.assemble(
@@ -488,7 +484,7 @@ def simulate(
 
 
 def _period(states: Sequence[object], boundaries: Sequence[int]) -> int:
-    """How many iterations ago the state was the present one; 0: never, or the last was not the slowest."""
+    """Returns after how many iterations the state has recurred; 0: never, or the last one was not the slowest."""
     *before, present = states
     if present not in before:
         return 0

@@ -1,19 +1,19 @@
 """Schedule: everything that follows from a plan without a clock.
 
-``lower`` turns the decisions of a plan into the straight line of **steps** of a steady iteration: every kernel, and
-before it what runs again for it (its **pass**). It says which **blocks** of memory each step uses, allocates and frees,
-which copies are enqueued at its end, which gaps open there, and what each kernel needs at least (``residency``).
+``lower`` converts a plan into the **steps** of one steady iteration: every kernel, preceded by the kernels that are
+recomputed for it (its **pass**). The schedule lists the memory **blocks** that each step uses, allocates and frees,
+the copies and gaps that begin at its end, and the planned residency of each kernel (``residency``).
 
 A block is one copy of a tensor, or a workspace. It lives from the step that writes it first to the last that uses it.
 A **version** of a tensor is the kernel that wrote it last, in program order (-1: the iteration before). Every step
-reads the version that program order gives it, so that the walk need only know which block holds which version:
-
-1. A kernel writes in place, but a tensor's first write makes a block.
-2. A step that runs again writes to blocks of its pass, which all writers of a tensor in the pass share.
-3. Recompute: a pass reads what is there still, else what it wrote; it keeps what it recovers (``reruns``, rule 7).
-4. Rerun: a block written again takes the place of the one before, but for persistent tensors and those on the host.
-5. A tensor on the host that a pass reads is fetched, and stays.
+reads the same version as in program order, so ``_Walk`` only tracks which block holds which version.
 """
+# Points that ``_Walk`` implements:
+# 1. A kernel writes in place. The first write of a tensor allocates a block.
+# 2. A recomputed step writes to blocks of its pass, which all writers of a tensor in the pass share.
+# 3. Recompute: a pass reads the resident block of a version, else its own; it keeps what it recovers (rule 7).
+# 4. Rerun: a rewritten block replaces the previous one, except for persistent tensors and those on the host.
+# 5. A tensor on the host that a pass reads is swapped in, and stays.
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from simulator.residency import present, reruns
 
 StepKind = Literal["kernel", "recompute"]
 
-MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
-NEVER = 2**62  # a time, or a number of kernels, that does not come
+MAX_ITERATIONS = 64  # most iterations of a simulation that does not become steady (rule 10)
+NEVER = 2**62  # infinity, for times and numbers of kernels
 
 
 class OutOfMemory(RuntimeError):
-    """A kernel needs more than the limit even with everything away that the plan swaps out or drops."""
+    """A kernel needs more than the limit although everything that the plan evicts is evicted."""
 
     def __init__(self, kernel: int, requested: int, used: int, limit: int, job: str = ""):
         of = f"job {job!r}: " if job else ""
@@ -47,36 +47,36 @@ class OutOfMemory(RuntimeError):
 
 
 class Block(NamedTuple):
-    """One copy of a tensor in device memory, or a workspace, over the steps ``first`` to ``last``."""
+    """One copy of a tensor in device memory, or a workspace, from step ``first`` to step ``last``."""
 
     owner: int  # tensor, or -1 - k: the workspace of kernel k
     nbytes: int
-    first: int  # allocated when this step starts; -1: a persistent tensor, there before
-    last: int  # freed when this step ends; the number of steps: a persistent tensor, it stays
+    first: int  # allocated when this step starts; -1: a persistent tensor, resident before
+    last: int  # freed when this step ends; the number of steps: a persistent tensor, never freed
 
 
 class Step(NamedTuple):
-    """One launch on the compute stream: a kernel, or for ``recompute`` one that runs again."""
+    """One launch on the compute stream: a kernel, or a recomputed kernel."""
 
     kind: StepKind
     subject: int  # a kernel
     duration_ns: int
-    before: int  # the kernel for which it runs: for ``kernel`` itself
-    waits: frozenset[int]  # tensors that must not be on the host, or on the way
+    before: int  # the kernel whose pass it belongs to; for ``kernel``, itself
+    waits: frozenset[int]  # tensors that must not be on the host or being swapped in
     uses: dict[int, int]  # tensor -> block that it reads or writes
     allocates: tuple[int, ...]  # blocks, at its start
     frees: tuple[int, ...]  # blocks, at its end
-    copies: tuple[Swap, ...]  # whose copies to the host are enqueued at its end, by tensor
-    opens: tuple[Swap, ...]  # whose gaps open at its end, by tensor
+    copies: tuple[Swap, ...]  # swaps whose copies to the host are enqueued at its end, by tensor
+    opens: tuple[Swap, ...]  # swaps whose gaps open at its end, by tensor
 
     @property
     def again(self) -> bool:
-        """Has its kernel run before?"""
+        """Whether the step recomputes a kernel."""
         return self.kernel != self.before
 
     @property
     def kernel(self) -> int:
-        """Which runs, now or again; other kinds of steps have none."""
+        """The kernel that the step executes."""
         if self.kind == "kernel" or self.kind == "recompute":
             return self.subject
         assert_never(self.kind)
@@ -87,19 +87,19 @@ class Schedule:
     """A plan lowered for a program.
 
     Attributes:
-        first: n + 1 integers, the first step of each kernel's pass, or its own; and the number of steps.
-        returns: per Swap or Recompute, the kernel that ends its gap: an earlier one where its pass fetches the tensor,
-            or recovers it and keeps it.
-        moved: per Swap, the block that leaves and comes back.
-        away_at_start: tensors on the host at the iteration boundary.
-        blocks: those of persistent tensors first, by tensor.
-        resident: n integers, bytes there before a kernel's pass, with what it fetches and waits for.
-        residency: n integers, the planned residency: bytes that a kernel and its pass need at least.
-        on_host: n integers, bytes that the host holds for the plan at a kernel.
+        first: (kernels + 1,) first step of each kernel's pass, or its own step; then the number of steps.
+        returns: Per Swap or Recompute, the kernel that ends its gap; an earlier one than planned if the pass of that
+            kernel swaps the tensor in, or recovers it and keeps it.
+        moved: Per Swap, the block that is swapped out and in.
+        away_at_start: Tensors on the host at the iteration boundary.
+        blocks: Blocks of persistent tensors first, by tensor.
+        resident: (kernels,) bytes in memory before a kernel's pass, with the tensors that the pass waits for.
+        residency: (kernels,) planned residency: bytes that a kernel and its pass need at least.
+        on_host: (kernels,) bytes that the host holds for the plan at a kernel.
     """
 
-    program: Program  # under the plan's variants
-    plan: Plan  # without them
+    program: Program  # with the plan's variants applied
+    plan: Plan
     steps: tuple[Step, ...]
     first: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -111,13 +111,16 @@ class Schedule:
     on_host: tuple[int, ...]
 
     def step_of(self, k: int) -> int:
-        """The index of kernel k's own step."""
+        """Returns the index of kernel k's own step."""
         return self.first[k + 1] - 1
 
     @cached_property
     def issues(self) -> tuple[int, ...]:
-        """Per step, how many things the host issues from the step before to this one: swap-outs that the kernel before
-        releases, swap-ins whose events the kernel waits for, and the step itself if it takes time."""
+        """Number of items that the host issues between the previous step and this one, per step (choice i).
+
+        These are swap-outs that the previous kernel releases, swap-ins whose events the kernel waits for, and the step
+        itself if it takes time.
+        """
         n = len(self.program.kernels)
         outs = Counter((d.copied_at + 1) % n for d in self.moved)
         return tuple(
@@ -127,13 +130,13 @@ class Schedule:
 
     @cached_property
     def waited(self) -> tuple[int, ...]:
-        """Per kernel, how many swap-ins it waits for: the Swaps whose gaps it ends."""
+        """Number of swap-ins whose events each kernel waits for: the Swaps whose gaps it ends."""
         ends = Counter(self.returns[d] for d in self.moved)
         return tuple(ends[k] for k in range(len(self.program.kernels)))
 
     @cached_property
     def gaps_of_blocks(self) -> dict[int, list[Swap]]:
-        """Block -> the gaps in which it is not on the device, in their order."""
+        """Gaps in which each block is not on the device, in order."""
         gaps: dict[int, list[Swap]] = {}
         for d in sorted(self.moved, key=lambda d: d.after):
             gaps.setdefault(self.moved[d], []).append(d)
@@ -141,26 +144,28 @@ class Schedule:
 
     @cached_property
     def signals(self) -> frozenset[int]:
-        """Kernels for whose end a swap-out, or a swap-in with a ``prefetch`` kernel, waits."""
+        """Kernels whose end releases a swap-out, or a swap-in with a ``prefetch`` kernel."""
         return frozenset(k for d in self.moved for k in (d.copied_at, d.prefetch) if k is not None)
 
     @cached_property
     def reruns(self) -> tuple[Rerun, ...]:
-        """What runs again, as decisions. A plan of these runs the same kernels in no more memory; where some of them go
-        on writing a tensor, there may be none (PlanError)."""
+        """All recomputed kernels as Rerun decisions.
+
+        A plan of these decisions recomputes the same kernels and needs no more memory. It may be invalid (PlanError) if
+        a recomputed kernel continues to write a tensor.
+        """
         return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.again)
 
     @cached_property
     def required_bytes(self) -> int:
-        """The smallest limit at which the plan is feasible."""
+        """Smallest limit at which the plan is feasible."""
         return max(self.residency)
 
-    # What eviction on demand (J6) has to know.
+    # For eviction on demand (J6).
 
     @cached_property
     def touched(self) -> tuple[frozenset[int], ...]:
-        """Per step: the blocks of tensors that must be in memory when it starts or that it makes: those that it reads,
-        writes or frees, and those whose copy to the host is issued or whose gap opens at its end."""
+        """Blocks that each step touches: those that it reads, writes or frees, or copies or evicts at its end."""
         return tuple(
             frozenset(step.uses.values())
             | {b for b in (*step.allocates, *step.frees) if self.blocks[b].owner >= 0}
@@ -170,23 +175,23 @@ class Schedule:
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
-        """Per step, and one past the last: ns of all steps before it."""
+        """Total duration in ns of the steps before each step, then of all steps; (steps + 1,)."""
         return (0, *accumulate(step.duration_ns for step in self.steps))
 
     @cached_property
     def start_bytes(self) -> int:
-        """What is in memory before the first iteration."""
+        """Bytes in memory before the first iteration."""
         return sum(b.nbytes for b in self.blocks if b.first < 0 and b.owner not in self.away_at_start)
 
     @cached_property
     def admission_bytes(self) -> int:
-        """What must be free when a job begins: its start, and what its first step allocates and waits for."""
+        """Bytes that must be free to admit a job: initial residents, and the needs of its first step."""
         waits = sum(self.program.tensors[t].nbytes for t in self.steps[0].waits & self.away_at_start)
         return self.start_bytes + waits + sum(self.blocks[b].nbytes for b in self.steps[0].allocates)
 
     @cached_property
     def least_bytes(self) -> tuple[int, ...]:
-        """Per step: what it needs with everything else away: what it touches, allocates and waits for."""
+        """Bytes that each step needs if everything else is evicted: blocks that it touches, allocates and waits for."""
         fetched: dict[tuple[int, int], int] = {(self.returns[d], d.tensor): b for d, b in self.moved.items()}
         needs = [
             touched | set(step.allocates) | {b for t in step.waits if (b := fetched.get((step.before, t))) is not None}
@@ -196,7 +201,7 @@ class Schedule:
 
     @cached_property
     def _touches(self) -> dict[int, list[int]]:
-        """Per block: the steps that touch it, ascending; one that no step touches is not there."""
+        """Steps that touch each block, ascending; blocks that no step touches are missing."""
         found: dict[int, list[int]] = {}
         for i, blocks in enumerate(self.touched):
             for b in blocks:
@@ -204,7 +209,7 @@ class Schedule:
         return found
 
     def next_touch(self, block: int, step: int) -> tuple[int, int]:
-        """(kernels, ns) from this step to the next one that touches a block; NEVER where there is none."""
+        """Returns (kernels, ns) from ``step`` to the next step that touches ``block``; NEVER if none does."""
         steps, begins = self._touches.get(block, []), self.begins
         later = next((i for i in steps if i >= step), None)
         if later is not None:
@@ -216,26 +221,26 @@ class Schedule:
 
 
 def lower(program: Program, plan: Plan) -> Schedule:
-    """The schedule of a plan that fits the program (``Plan.check``).
+    """Lowers a plan that fits the program (``Plan.check``) to its schedule.
 
     Raises:
-        PlanError: a kernel that is to run again would not find an input as it was.
+        PlanError: A recomputed kernel would not find an input with the content that it read.
     """
     program = program.with_variants(plan.variants)
     wrapping = {d.tensor: d for d in plan.of_kind(Swap) if d.after >= d.before}
     walk = _Walk(program, plan, wrapping)
     still_away = walk.away.keys()
-    if still_away != wrapping.keys():  # a pass before the boundary has fetched some
+    if still_away != wrapping.keys():  # a pass before the boundary has swapped some in
         walk = _Walk(program, plan, {t: wrapping[t] for t in still_away})
     return walk.schedule()
 
 
 def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: int) -> None:
-    """Do a plan's planned residency fit under the limit, and its copies on the host?
+    """Checks that the planned residency fits under the limit, and the swapped tensors fit on the host.
 
     Raises:
-        OutOfMemory: the first kernel that does not fit, of those before ``limit_until``.
-        PlanError: more is on the host at one time than it holds.
+        OutOfMemory: A kernel before ``limit_until`` does not fit; reports the first.
+        PlanError: The plan holds more bytes on the host than the machine has.
     """
     for k in range(limit_until):
         if schedule.residency[k] > limit:
@@ -247,11 +252,11 @@ def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: in
 
 
 class _Walk:
-    """One iteration, kernel by kernel."""
+    """Walks through one iteration, kernel by kernel, and records steps and blocks."""
 
     def __init__(self, program: Program, plan: Plan, away_at_start: dict[int, Swap]):
         self.program, self.plan, self.away_at_start = program, plan, frozenset(away_at_start)
-        self.away: dict[int, Swap] = dict(away_at_start)  # tensor -> the decision that has it on the host
+        self.away: dict[int, Swap] = dict(away_at_start)  # tensor on the host -> its decision
         self.dropped: dict[int, Recompute] = {}
         self.returns: dict[Swap | Recompute, int] = {}  # of swaps
         self.recovered: dict[Swap | Recompute, int] = {}
@@ -264,7 +269,7 @@ class _Walk:
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
                 self.holder[t, -1] = self._block(t, tensor.nbytes, -1)
-        # Decisions by kernel: which runs again for it; what leaves, or is dropped, at its end; what it has back.
+        # Decisions by kernel: recomputed in its pass; swapped out or dropped at its end; recovered before it.
         again: dict[int, list[int]] = {}
         self.leaves: dict[int, list[Swap]] = {}
         drops: dict[int, list[Recompute]] = {}
@@ -302,12 +307,12 @@ class _Walk:
         return len(self.owners) - 1
 
     def _use(self, block: int) -> int:
-        """The last step uses the block."""
+        """Extends the lifetime of a block to the current step."""
         self.spans[block][1] = len(self.steps) - 1
         return block
 
     def _step(self, kind: StepKind, w: int, k: int, waits: Set[int]) -> dict[int, int]:
-        """Begins a step; returns its ``uses``, to be filled, as ``waits`` may be until the pass is over."""
+        """Begins a step; returns its ``uses``. Both ``uses`` and ``waits`` may be extended until the pass ends."""
         uses: dict[int, int] = {}
         self.steps.append((kind, w, k, waits, uses))
         if self.program.kernels[w].workspace:
@@ -315,7 +320,7 @@ class _Walk:
         return uses
 
     def _run(self, k: int) -> None:
-        """Kernel k itself (point 1)."""
+        """Adds kernel k's own step (point 1)."""
         kernel, program = self.program.kernels[k], self.program
         uses = self._step("kernel", k, k, frozenset(kernel.accesses))
         for x in kernel.inputs:
@@ -328,7 +333,7 @@ class _Walk:
             self.holder[x, k] = uses[x]
 
     def _recompute(self, k: int) -> Set[int]:
-        """The pass of kernel k by Recompute decisions (points 2, 3); returns the tensors on the host that it reads."""
+        """Adds the pass of kernel k by Recompute decisions (points 2, 3); returns tensors on the host that it reads."""
         program, dropped = self.program, self.dropped
         targets = {d.tensor for d in self.due.get(k, ()) if dropped.get(d.tensor) is d}
         if not targets:
@@ -355,7 +360,7 @@ class _Walk:
         return fetched
 
     def _write(self, w: int, uses: dict[int, int], own: dict[int, int]) -> None:
-        """What a step that runs again writes, in blocks of its pass (point 2)."""
+        """Adds the outputs of a recomputed step, in blocks of its pass (point 2)."""
         for x in dict.fromkeys(self.program.kernels[w].outputs):
             if x in own:
                 self._use(own[x])
@@ -364,7 +369,7 @@ class _Walk:
             uses[x] = own[x]
 
     def _rerun(self, k: int, rerun: list[int]) -> Set[int]:
-        """The pass of kernel k by Rerun decisions (points 2, 4); returns the tensors on the host that it reads."""
+        """Adds the pass of kernel k by Rerun decisions (points 2, 4); returns tensors on the host that it reads."""
         program, tensors = self.program, self.program.tensors
         copied = {d.tensor for swaps in self.leaves.values() for d in swaps if self._copied(d, k)}
         own: dict[int, int] = {}
@@ -383,14 +388,14 @@ class _Walk:
                     uses[x] = self._use(own[x])
                 else:
                     raise PlanError(
-                        f"kernel {w} cannot run again before kernel {k}: tensor {x} is not there as it read it"
+                        f"kernel {w} cannot be recomputed before kernel {k}: its input {x} is freed or overwritten"
                     )
             for x in program.kernels[w].outputs:
                 earlier = program.version(x, w)
                 if not tensors[x].persistent and earlier >= 0 and held.get(x) != earlier:
                     raise PlanError(
-                        f"kernel {w} cannot run again before kernel {k}: it goes on writing tensor {x}, and kernel "
-                        f"{earlier} does not run again just before it"
+                        f"kernel {w} cannot be recomputed before kernel {k}: it updates tensor {x}, and kernel "
+                        f"{earlier} is not recomputed just before it"
                     )
             self._write(w, uses, own)
             for x in program.kernels[w].outputs:
@@ -403,12 +408,12 @@ class _Walk:
         return fetched
 
     def _copied(self, d: Swap, k: int) -> bool:
-        """Is the copy of d enqueued before the pass of kernel k, and the tensor not back?"""
+        """Returns whether the copy of d is enqueued before the pass of kernel k and the tensor is still on the host."""
         copy = d.copied_at
         return self.away.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
 
     def schedule(self) -> Schedule:
-        """What was walked."""
+        """Returns the schedule of the walked iteration."""
         program, n_steps = self.program, len(self.steps)
         n, size = len(program.kernels), [t.nbytes for t in program.tensors]
         blocks = tuple(Block(*owner, *span) for owner, span in zip(self.owners, self.spans, strict=True))
@@ -422,7 +427,7 @@ class _Walk:
                 used += block.nbytes
             if block.last < n_steps:
                 dies[block.last].append(b)
-        # Bytes that swaps take from a kernel on, and bring back for it.
+        # Bytes evicted from a kernel on, and swapped in for a kernel.
         leaves, back = [0] * (n + 1), [0] * (n + 1)
         leaves[0] = sum(size[t] for t in self.away_at_start)
         for d, k in self.returns.items():
@@ -454,10 +459,12 @@ class _Walk:
 
 
 def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:
-    """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
-    that finds the copy valid."""
+    """Returns the bytes that the host holds at each kernel.
+
+    A copy is held from its issue until the tensor is swapped in, or until the next gap that reuses the copy.
+    """
     n = len(program.kernels)
-    change = [0] * (2 * n + 1)  # at this iteration's kernels, and at the next one's
+    change = [0] * (2 * n + 1)  # kernels of this iteration, then of the next
     of: dict[int, list[Swap]] = {}
     for d in sorted(swaps, key=lambda d: d.after):
         of.setdefault(d.tensor, []).append(d)

@@ -1,4 +1,4 @@
-"""Timeline: what a simulated (or measured) run looked like. A result, never an input to the clock."""
+"""Timeline: the result of a simulated or measured execution."""
 
 from __future__ import annotations
 
@@ -19,38 +19,43 @@ CAUSES = ("memory", "data", "issue")  # of stalls
 
 
 class Span(NamedTuple):
-    """One piece of work on one stream, over [start_ns, end_ns)."""
+    """One kernel or copy on one stream, over [start_ns, end_ns)."""
 
     start_ns: int
     end_ns: int
     stream: Literal["compute", "d2h", "h2d"]
-    kind: Literal["kernel", "recompute", "swap_out", "swap_in", "switch"]  # switch: with several programs only
+    kind: Literal["kernel", "recompute", "swap_out", "swap_in", "switch"]  # switch: with several jobs only
     index: int  # type: ignore[assignment]  # kernel for the compute stream, tensor for copies
 
 
 class BlockEvent(NamedTuple):
-    """A block (simulator.schedule) takes or gives back device memory; a swap takes it away and back."""
+    """A block is allocated or freed in device memory; a swap frees its block and allocates it again."""
 
     time_ns: int
     owner: int  # tensor, or -1 - k: the workspace of kernel k
     block: int  # its index in the schedule
-    nbytes: int  # above 0 where it takes memory, below where it gives it back
+    nbytes: int  # positive for an allocation, negative for a free
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the last iteration went, in ns. All but the transfers add up to ``iteration_ns``."""
+    """Time of the last iteration by cause, in ns; all entries but the transfers add up to ``iteration_ns``."""
 
     compute_ns: int
     recompute_ns: int
-    stall_memory_ns: int  # compute waits for memory that swap-outs (d2h) are freeing
-    stall_data_ns: int  # compute waits for an input that a swap-in (h2d) is bringing
+    stall_memory_ns: int  # compute waits for memory that swap-outs (d2h) free
+    stall_data_ns: int  # compute waits for a tensor that is being swapped in (h2d)
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
     stall_issue_ns: int = 0  # compute waits until the host has issued the next step (RULES.md, choice i)
 
 
 def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
-    """``Timeline.memory``; so many of the events come before the start."""
+    """Returns (time_ns, bytes in use) after each change, in order.
+
+    Args:
+        events: Block events in order.
+        resident: Number of leading events that describe the initial state.
+    """
     used, before = sum(event.nbytes for event in events[:resident]), (-1, True)
     curve = [(0, used)]
     for event in events[resident:]:
@@ -64,31 +69,31 @@ def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int
 
 
 def trace_piece(pid: int, tid: int, kind: str, name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
-    """Returns a bar of a Chrome trace."""
+    """Returns a duration event of a Chrome trace."""
     label = name if kind in ("kernel", "wait") else f"{kind} {name}"
     return {"ph": "X", "pid": pid, "tid": tid, "cat": kind, "name": label, "ts": start_ns / 1000,
             "dur": (end_ns - start_ns) / 1000}  # fmt: skip
 
 
 def trace_span(pid: int, s: Span, program: Program) -> dict[str, Any]:
-    """Returns the bar of a span, on the track of its stream."""
+    """Returns the duration event of a span, on the track of its stream."""
     table = program.kernels if s.stream == "compute" else program.tensors
     return trace_piece(pid, STREAMS.index(s.stream) + 1, s.kind, table[s.index].name, s.start_ns, s.end_ns)
 
 
 def trace_memory(pid: int, curve: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Returns the counter of bytes in use."""
+    """Returns the counter events of the bytes in use."""
     return [{"ph": "C", "pid": pid, "name": "memory", "ts": t / 1000, "args": {"bytes": used}} for t, used in curve]
 
 
 def _last_start(boundaries: Sequence[int]) -> int:
-    """When the last iteration began, from the end times of all."""
+    """Returns the start of the last iteration, given the end times of all iterations."""
     return boundaries[-2] if len(boundaries) > 1 else 0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans per stream and blocks in memory over all simulated iterations; figures of the last one (peak: of all)."""
+    """Spans, block events and statistics of a simulation; figures are those of the last iteration, except the peak."""
 
     program: str
     limit: int
@@ -98,19 +103,19 @@ class Timeline:
     required_bytes: int  # the smallest limit at which the plan is feasible
     breakdown: Breakdown
     boundaries: tuple[int, ...]  # end time of each iteration
-    spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
-    events: tuple[BlockEvent, ...]  # in order; what is resident at the start comes first
-    events_until: tuple[int, ...]  # how many of them there were at the start, and at the end of each iteration
-    period: int = 1  # the iterations that repeat, of which the last is the slowest (rule 10); 0: none do yet
+    spans: tuple[Span, ...]  # by start; at one instant in the order of rule 9
+    events: tuple[BlockEvent, ...]  # in order; initially resident blocks come first
+    events_until: tuple[int, ...]  # number of events at the start, then at the end of each iteration
+    period: int = 1  # number of iterations that repeat, the last being the slowest (rule 10); 0: not periodic yet
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
-        """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
+        """(time_ns, bytes in use) after each change, in order; simultaneous allocations, or frees, are merged."""
         return memory_curve(self.events, self.events_until[0])
 
     @cached_property
     def peak(self) -> tuple[int, dict[int, int]]:
-        """When the most bytes are first in use, in ns, and how many each owner (``BlockEvent``) then has."""
+        """Time of the first peak in ns, and the bytes of each owner (``BlockEvent``) at that time."""
         used = most = last = 0
         for i, event in enumerate(self.events):
             used += event.nbytes
@@ -122,7 +127,7 @@ class Timeline:
         return self.events[last].time_ns if self.events else 0, {owner: n for owner, n in held.items() if n}
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
-        """Bytes in use at the first peak, by the kind that ``kind_of`` gives each owner."""
+        """Returns the bytes in use at the first peak, summed by the kind that ``kind_of`` returns for each owner."""
         at_peak: dict[str, int] = {}
         for owner, nbytes in self.peak[1].items():
             kind = kind_of(owner)
@@ -130,23 +135,23 @@ class Timeline:
         return at_peak
 
     def running(self, time_ns: int) -> Span:
-        """What the compute stream does at an instant, or did last; before all of it, what it does first."""
+        """Returns the span that the compute stream executes at ``time_ns``, else the last before, else the first."""
         spans = [span for span in self.spans if span.stream == "compute"]
         return spans[max(bisect_right(spans, time_ns, key=lambda span: span.start_ns) - 1, 0)]
 
     @property
     def steady(self) -> bool:
-        """Does the last iteration end in the state in which it began?"""
+        """Whether the last iteration ends in the state in which it began."""
         return self.period == 1
 
     @property
     def last_start_ns(self) -> int:
-        """When the last iteration began, in ns."""
+        """Start of the last iteration, in ns."""
         return _last_start(self.boundaries)
 
     @property
     def overhead(self) -> float:
-        """iteration / ideal − 1; 0 for a program without duration."""
+        """Iteration time divided by ideal time, minus 1; 0 for a program without duration."""
         return self.iteration_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
 
     @classmethod
@@ -162,7 +167,7 @@ class Timeline:
         stalls: Sequence[tuple[int, int, str]],
         period: int = 1,
     ) -> Timeline:
-        """Makes a timeline from the raw record of a run, in order of start.
+        """Builds a timeline from the raw records of a simulation, sorted by start.
 
         Args:
             stalls: (start, end, cause), the cause one of "memory", "data" and "issue".
@@ -198,7 +203,7 @@ class Timeline:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``timeline/2`` dictionary; ``period`` stands in it where it is not 1, ``stall_issue_ns`` where not 0."""
+        """Returns the ``timeline/2`` dictionary; ``period`` is left out if 1, ``stall_issue_ns`` if 0."""
         out = asdict(self)
         if not self.breakdown.stall_issue_ns:
             del out["breakdown"]["stall_issue_ns"]
@@ -214,7 +219,7 @@ class Timeline:
         """Reads a ``timeline/2`` dictionary.
 
         Raises:
-            FormatError: naming the first malformed entry.
+            FormatError: An entry is malformed; the message names the first.
         """
         integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
         rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "events": list}
@@ -247,11 +252,11 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """Reads ``timeline/2`` JSON; raises FormatError naming the file and entry."""
+        """Reads ``timeline/2`` JSON; raises FormatError that names the file and entry."""
         return load_json(path, cls.from_dict)
 
     def perfetto(self, program: Program) -> dict[str, Any]:
-        """Chrome trace JSON (opens in Perfetto): one track a stream, and a memory counter.
+        """Returns Chrome trace JSON (opens in Perfetto): one track per stream, and a memory counter.
 
         Chrome's unit is the microsecond; fractions keep the nanoseconds.
         """

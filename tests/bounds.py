@@ -1,5 +1,4 @@
-"""Compiled code stays within its arrays: random cases and walks under Numba's bounds check, compiled for that alone;
-and nothing is compiled twice.
+"""Checks that compiled code stays within its arrays (Numba's bounds check on random cases) and is compiled once.
 
 python -m tests.bounds
 """
@@ -29,12 +28,12 @@ CASES, STEPS = 300, 60
 
 @stage(entry=True)
 def beyond(values):  # type: ignore[no-untyped-def]
-    """Reads one element too many."""
+    """Reads one element beyond the end of an array."""
     return values[values.size]
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     if not config.BOUNDSCHECK:
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": folder}

@@ -1,6 +1,6 @@
-"""Settings of every test process, and the seconds of each folder beside its budget.
+"""Settings of every test process, and a report of the seconds per folder with their budgets.
 
-Several test processes share the cores, so PyTorch has one thread in each, and garbage is collected seldom.
+Several test processes share the cores, so PyTorch uses one thread in each, and garbage is collected seldom.
 """
 
 import gc
@@ -13,13 +13,13 @@ from typing import Any
 
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # a GPU machine may have none of the libraries that its tests do without (tests/gpu.py)
+except ImportError:  # GPU machines may lack optional libraries (tests/gpu.py)
     settings = None
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore Ctrl-C
 
-# No test looks at a clock, and no case is drawn anew unless SEED=random asks for it (make nightly SEED=random).
+# No test has a deadline, and cases are deterministic unless SEED=random (make nightly SEED=random).
 if settings is not None:
     for name, cases in (("quick", 15), ("long", 300)):
         settings.register_profile(
@@ -30,14 +30,14 @@ if settings is not None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: garbage is not to be looked for in it."""
+    """Freezes imported objects, so that the garbage collector skips them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints the seconds that the tests of each folder took, and its budget where they took more."""
+    """Prints the seconds that the tests of each folder took, and exceeded budgets."""
     budget = json.loads(Path(__file__).with_name("budget.json").read_text())["seconds"]
     seconds: Counter[str] = Counter()
     for report in (one for reports in terminalreporter.stats.values() for one in reports if hasattr(one, "duration")):

@@ -1,8 +1,8 @@
-"""Hostile files, at random: ``python -m tests.faults N [--seed S|random]`` (test_faults.py runs a few).
+"""Random faults in files: ``python -m tests.faults N [--seed S|random]`` (test_faults.py runs a few).
 
-Each of N rounds changes a valid file as a stranger would (bytes flipped or cut, entries dropped, doubled, of another
-kind or size, nested without end), and reads it: what comes back is a value, or one sentence. Other rounds are printed
-with their seeds, and the status is 1.
+Each of N rounds corrupts a valid file (bytes flipped or cut, entries dropped, duplicated, of another kind or size,
+nested deeply) and reads it: the result must be a value or an error of one sentence. Failing rounds are printed with
+their seeds, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Reader = Callable[[Path], object]
 
 
 def stirred(rng: random.Random, data: Any) -> Any:
-    """JSON data with one entry, anywhere in it, that is another: a value of ODD, a neighbour's, none, twice, nested."""
+    """Returns JSON data with one random entry replaced, dropped, duplicated or nested."""
     data = copy.deepcopy(data)
     places: list[tuple[Any, Any]] = []
     pending = [data]
@@ -71,7 +71,7 @@ def stirred(rng: random.Random, data: Any) -> Any:
 
 
 def damaged(rng: random.Random, raw: bytes) -> bytes:
-    """The bytes with some flipped, cut off, doubled, or put elsewhere."""
+    """Returns the bytes with some flipped, cut off, duplicated or moved."""
     at, end = sorted(rng.randrange(len(raw) + 1) for _ in range(2))
     what = rng.randrange(5)
     if what == 0:
@@ -89,7 +89,7 @@ def damaged(rng: random.Random, raw: bytes) -> bytes:
 
 
 class Files:
-    """Valid files of every kind, each with what reads it."""
+    """Valid files of every kind, each with its reader."""
 
     def __init__(self, folder: Path) -> None:
         plan = Plan.of(PROGRAM, (Swap(0, 0, 7),))
@@ -121,7 +121,7 @@ class Files:
         self.raw = {name: (folder / name).read_bytes() for name in self.readers}
 
     def changed(self, rng: random.Random, name: str) -> bytes:
-        """A file as a stranger has it."""
+        """Returns a corrupted file."""
         raw = self.raw[name]
         if name.endswith((".pt", ".csv")) or rng.random() < 0.3:
             return damaged(rng, raw)
@@ -132,7 +132,7 @@ class Files:
 
 
 def read(files: Files, folder: Path, seed: int) -> str | None:
-    """One file is changed and read; what is wrong with how that ends, or None."""
+    """Corrupts and reads one file; returns a description of the failure, or None."""
     rng = random.Random(seed)
     name = rng.choice(sorted(files.readers))
     path, kept = folder / name, sorted(os.listdir(folder))
@@ -143,7 +143,7 @@ def read(files: Files, folder: Path, seed: int) -> str | None:
         said = str(error)
         if "\n" in said.strip() or not said.strip() or len(said) > 1000 or not said.replace("\n", " ").isprintable():
             return f"{name}: no sentence: {said[:200]!r}"
-    except Exception as error:  # a bug: it would be a traceback
+    except Exception as error:  # a bug: users would see a traceback
         return f"{name}: {type(error).__name__}: {str(error)[:200]}"
     finally:
         path.write_bytes(files.raw[name])
@@ -152,7 +152,7 @@ def read(files: Files, folder: Path, seed: int) -> str | None:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("rounds", type=int, nargs="?", default=1000)
     parser.add_argument("--seed", default="0", help="of the first round, or 'random'")

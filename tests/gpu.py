@@ -1,8 +1,8 @@
-"""All tests that need a GPU, one process per file, so that an error which breaks the CUDA context stays in its file.
+"""All tests that need a GPU, one process per file, so that an error that breaks the CUDA context stays in its file.
 
     python -m tests.gpu [options of pytest]
 
-It needs PyTorch, CuPy, Numba, NumPy, SciPy, PyYAML and pytest, and nothing else of what the project can use.
+Needs only PyTorch, CuPy, Numba, NumPy, SciPy, PyYAML and pytest.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 180  # of a file, at most
+SECONDS = 180  # time limit per file
 
 
 def files() -> list[str]:
-    """Those with tests that are marked ``gpu``."""
+    """Returns the files with tests marked ``gpu``."""
     tests = (f for f in sorted((ROOT / "tests").rglob("test_*.py")) if f.name != "test_gpu.py")
     return [f.relative_to(ROOT).as_posix() for f in tests if "mark.gpu" in f.read_text()]
 
 
 def main(options: Sequence[str]) -> int:
-    """The command; returns its exit status: 0 where no file failed, or skipped any test."""
+    """Runs the command; returns exit status 0 if no file failed or skipped a test."""
     lines = []
     for file in files():
         begin = time.monotonic()

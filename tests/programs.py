@@ -1,4 +1,4 @@
-"""Small programs, and what is read off their timelines: shared by tests that work out cases by hand."""
+"""Small programs, and queries of their timelines, for hand-computed tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_
 
 
 def straight(tensors: list[Tensor], *lines: tuple) -> Program:  # type: ignore[type-arg]
-    """A program from (inputs, outputs, duration_ns[, workspace]) lines."""
+    """Returns a program from (inputs, outputs, duration_ns[, workspace]) lines."""
     kernels = tuple(
         Kernel(f"k{i}", "other", "forward", reads, writes, *rest) for i, (reads, writes, *rest) in enumerate(lines)
     )
@@ -16,25 +16,25 @@ def straight(tensors: list[Tensor], *lines: tuple) -> Program:  # type: ignore[t
 
 
 def activations(*sizes: int) -> list[Tensor]:
-    """Tensors of these sizes in bytes."""
+    """Returns tensors of these sizes in bytes."""
     return [Tensor(f"t{i}", size) for i, size in enumerate(sizes)]
 
 
 def parameter(nbytes: int) -> Tensor:
-    """A tensor that lasts."""
+    """Returns a persistent tensor."""
     return Tensor("w", nbytes, "parameter", True)
 
 
 def work(timeline: Timeline, *kinds: str) -> list[tuple[int, int, int]]:
-    """(kernel or tensor, start, end) of the spans of these kinds."""
+    """Returns (kernel or tensor, start, end) of the spans of these kinds."""
     return [(s.index, s.start_ns, s.end_ns) for s in timeline.spans if s.kind in kinds]
 
 
 def compute(timeline: Timeline) -> list[tuple[int, int, int]]:
-    """(kernel, start, end) of kernels and recomputations."""
+    """Returns (kernel, start, end) of kernels and recomputations."""
     return work(timeline, "kernel", "recompute")
 
 
 def lasts(timeline: Timeline) -> list[int]:
-    """Durations of the kernels in ns, in order."""
+    """Returns the durations of the kernels in ns, in order."""
     return [end - start for _, start, end in work(timeline, "kernel")]

@@ -1,8 +1,8 @@
 """Random cases from a seed, of one program and of several jobs.
 
-The command compares reference, compiled simulator and validator on that many cases of one program, and prints a digest
-of the results of every block of them. The digests in ``tests/data/random_cases.json`` are of the rules as they are
-meant to be; several jobs have a digest of the reference, their only simulator:
+The command compares reference, compiled simulator and validator on many cases of one program, and compares a digest of
+the results of each block with ``tests/data/random_cases.json``. For several jobs, the digests are of the reference,
+their only simulator.
 
     python -m tests.random_cases 100000 [--seed N|random] [--write]
 """
@@ -31,13 +31,13 @@ from simulator.schedule import OutOfMemory, lower
 from simulator.timeline import Timeline
 from tests import oracle
 
-BLOCK, JOBS = 1000, 100  # cases of a digest
+BLOCK, JOBS = 1000, 100  # cases per digest
 DIGESTS = Path(__file__).parent / "data" / "random_cases.json"
 REFUSALS = (OutOfMemory, PlanError, JobsDeadlock)
 
 
 class Case(NamedTuple):
-    """What a simulation takes."""
+    """Arguments of a simulation."""
 
     program: Program
     plan: Plan
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class JobsCase(NamedTuple):
-    """What a simulation of several jobs takes."""
+    """Arguments of a simulation of several jobs."""
 
     jobs: tuple[Job, ...]
     machine: Machine
@@ -61,8 +61,7 @@ class JobsCase(NamedTuple):
 
 
 def program_of(rng: Random, max_kernels: int = 14) -> Program:
-    """Persistent tensors, in-place and multi-output kernels, workspaces and markers; some share a shape with networks:
-    what the first half writes, the second half reads again, the other way round."""
+    """Random program with persistent tensors, in-place and multi-output kernels, workspaces; some resemble networks."""
     tensors = [Tensor(f"p{i}", rng.randint(0, 40), "parameter", True) for i in range(rng.randint(0, 3))]
     persistent = list(range(len(tensors)))
     born = list(persistent)
@@ -91,8 +90,7 @@ def program_of(rng: Random, max_kernels: int = 14) -> Program:
 
 
 def plan_of(rng: Random, program: Program, reruns: bool = True) -> Plan:
-    """A plan that fits: early copies, early or pinned returns, synchronous swap-outs, wrapping gaps, early and late
-    recomputation; or, with ``reruns``, kernels that run again one by one."""
+    """Random plan that fits: early copies, prefetches, synchronous swap-outs, wrapping gaps, recomputation, reruns."""
     n = len(program.kernels)
     one_by_one = reruns and rng.random() < 0.4
     decisions: list[Decision] = []
@@ -119,7 +117,7 @@ def plan_of(rng: Random, program: Program, reruns: bool = True) -> Plan:
 
 
 def added(program: Program, decisions: list[Decision], one: Decision) -> list[Decision]:
-    """With this decision, if the plan then fits the program still."""
+    """Returns the decisions with one more, if the plan then still fits the program."""
     more = [*decisions, one]
     try:
         Plan(tuple(more)).check(program)
@@ -130,7 +128,7 @@ def added(program: Program, decisions: list[Decision], one: Decision) -> list[De
 
 
 def machine_of(rng: Random) -> Machine:
-    """Copies are about as slow as the kernels of ``program_of``."""
+    """Random machine whose copies are about as slow as the kernels of ``program_of``."""
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
     h2d, d2h = (rng.choice([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000]) for _ in range(2))
     into, out, latency_ns, engines = rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2)
@@ -140,7 +138,7 @@ def machine_of(rng: Random) -> Machine:
 
 
 def case(seed: int) -> Case:
-    """The case of a seed."""
+    """Returns the case of a seed."""
     rng = Random(seed)
     program = program_of(rng)
     plan, machine = plan_of(rng, program), machine_of(rng)
@@ -150,7 +148,7 @@ def case(seed: int) -> Case:
 
 
 def contending(rng: Random, case: Case) -> Case:
-    """The case with kernels that move bytes, from which copies take memory bandwidth, and with costs of the host."""
+    """Returns the case with kernels that copies slow down, and with costs of the host."""
     kernels = tuple(replace(k, bytes=rng.choice([0, 7, 40, 1000])) for k in case.program.kernels)
     program = replace(case.program, kernels=kernels)
     machine = replace(
@@ -163,7 +161,7 @@ def contending(rng: Random, case: Case) -> Case:
 
 
 def with_algorithms(rng: Random, program: Program) -> tuple[Program, tuple[tuple[int, int], ...]]:
-    """The program with several algorithms for some of its kernels, and a plan's choice of them."""
+    """Returns the program with several algorithms for some of its kernels, and a plan's selection of them."""
     kernels, chosen = [], []
     for k, kernel in enumerate(program.kernels):
         variants = tuple((rng.randint(0, 30), rng.randint(0, 30)) for _ in range(rng.randint(0, 3)))
@@ -174,7 +172,7 @@ def with_algorithms(rng: Random, program: Program) -> tuple[Program, tuple[tuple
 
 
 def any_case(seed: int) -> Case:
-    """The case of a seed; one in three with costs that kernels pay for copies, one in five with several algorithms."""
+    """Returns the case of a seed; one in three with copy contention, one in five with several algorithms."""
     one = case(seed)
     if seed % 5 == 0:
         rng = Random(~seed)
@@ -186,7 +184,7 @@ def any_case(seed: int) -> Case:
 
 
 def difference(case: Case) -> str | None:
-    """How the compiled simulator differs from the reference in a case, or what the validator finds; None: nothing."""
+    """Returns how the compiled simulator differs from the reference, or findings of the validator; None: equal."""
     right, ours = _result(rules.simulate, *_arguments(case)), _result(simulate, *_arguments(case))
     if right != ours:
         return f"simulate gives\n{ours}\nnot\n{right}"
@@ -217,7 +215,7 @@ def _arguments(case: Case) -> tuple[Any, ...]:
 
 
 def _result(run: Callable[..., Any], *case: Any) -> Any:
-    """What a simulation gives, or why there is none."""
+    """Returns the result of a simulation, or its error."""
     try:
         return run(*case)
     except REFUSALS as error:
@@ -228,13 +226,13 @@ def _result(run: Callable[..., Any], *case: Any) -> Any:
 
 
 def jobs_machine_of(rng: Random) -> Machine:
-    """Like ``machine_of``, with switches that cost and kernels that slow each other down."""
+    """Like ``machine_of``, with switch costs and concurrent kernels that slow each other down."""
     slower = rng.choice([0.7, 1.0, 1.0, 1.3, 2.5])
     return replace(machine_of(rng), switch_ns=rng.choice([0, 0, 1, 7]), concurrency=slower)
 
 
 def job_of(rng: Random, name: str, program: Program) -> Job:
-    """It may come late, leave early, change its plan, have kernels that take more or less time."""
+    """Random job that may arrive late, leave early, change its plan, and have varying durations."""
     if not program.ideal_ns:
         program = program.with_durations([1] * len(program.kernels))
     plans = [plan_of(rng, program) if rng.random() < 0.7 else Plan() for _ in range(rng.choice([1, 1, 1, 2, 3]))]
@@ -249,7 +247,7 @@ def job_of(rng: Random, name: str, program: Program) -> Job:
 
 
 def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
-    """Its plans are made for these limits; perhaps it keeps within them."""
+    """Returns the job with plans made for these limits; the job may keep within them."""
     return replace(
         job, within=rng.random() < 0.7, plan=replace(job.plan, limit=rng.choice(limits)),
         switches=tuple((at, replace(plan, limit=rng.choice(limits))) for at, plan in job.switches),
@@ -257,14 +255,14 @@ def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
 
 
 def jobs_case(seed: int) -> JobsCase:
-    """The case of a seed: jobs with more or less memory than each of them needs alone, evicting on demand."""
+    """Returns the case of a seed: jobs with more or less memory than each needs alone, evicting on demand."""
     rng = Random(seed)
     jobs = tuple(job_of(rng, f"j{i}", program_of(rng)) for i in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
     machine = jobs_machine_of(rng)
     lowered = [lower(job.program, plan) for job in jobs for plan in job.plans]
     limit = max(max(one.admission_bytes, *one.least_bytes) for one in lowered)
     limit += rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
-    if rng.random() < 0.5:  # some keep within limits, which are large or small
+    if rng.random() < 0.5:  # some jobs keep within large or small limits
         jobs = tuple(limited(rng, job, [0, limit, limit // len(jobs), rng.randint(0, limit)]) for job in jobs)
     until, sharing = rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"])
     return JobsCase(jobs, machine, limit, until, sharing)
@@ -274,7 +272,7 @@ def jobs_case(seed: int) -> JobsCase:
 
 
 def _plain(result: Any) -> Any:
-    """A timeline as tuples: the names of its fields are no part of a digest."""
+    """Returns a timeline as tuples, because field names are not part of a digest."""
     if isinstance(result, tuple):
         return tuple(_plain(x) for x in result)
     if hasattr(result, "__dataclass_fields__"):
@@ -283,7 +281,7 @@ def _plain(result: Any) -> Any:
 
 
 def digest(cases: Iterable[Case | JobsCase]) -> str:
-    """Of all that a simulator says of these cases: times, peaks, feasibility, spans, blocks."""
+    """Returns the digest of all simulation results of these cases: times, peaks, feasibility, spans, blocks."""
     found = sha256()
     for one in cases:
         if isinstance(one, JobsCase):
@@ -296,7 +294,7 @@ def digest(cases: Iterable[Case | JobsCase]) -> str:
 
 
 def checked(seeds: range) -> tuple[str, str]:
-    """Returns what differs in the first case that is wrong ("": none), and the digest of the results."""
+    """Returns the first difference ("": none), and the digest of the results."""
     for seed in seeds:
         if found := difference(any_case(seed)):
             return f"seed {seed}: {any_case(seed)}\n{found}", ""
@@ -304,11 +302,11 @@ def checked(seeds: range) -> tuple[str, str]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("cases", type=int)
-    parser.add_argument("--seed", default="0", help="of the first case, or 'random'")
-    parser.add_argument("--write", action="store_true", help="the digests become the right ones")
+    parser.add_argument("--seed", default="0", help="seed of the first case, or 'random'")
+    parser.add_argument("--write", action="store_true", help="store the new digests as expected ones")
     given = parser.parse_args()
     start = secrets.randbelow(2**40) if given.seed == "random" else int(given.seed)
     every = json.loads(DIGESTS.read_text())
@@ -331,7 +329,7 @@ def main() -> None:
         every["jobs"] = digest(map(jobs_case, range(JOBS)))
         DIGESTS.write_text(json.dumps(every, indent=1) + "\n")
     elif changed:
-        sys.exit(f"the results of these blocks are not those of before: {', '.join(changed)}; --write accepts them")
+        sys.exit(f"the results of these blocks have changed: {', '.join(changed)}; --write accepts them")
 
 
 if __name__ == "__main__":

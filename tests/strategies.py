@@ -1,6 +1,6 @@
-"""Random programs, plans and machines for property tests: those of ``random_cases``, drawn so that they shrink.
+"""Hypothesis strategies for programs, plans and machines: those of ``random_cases``, drawn so that they shrink.
 
-``networks`` draws what those seldom are.
+``networks`` draws shapes that those seldom have.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from simulator import Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.schedule import lower
 from tests import random_cases
 
-RANDOM: st.SearchStrategy[Random] = st.randoms(use_true_random=False)  # its choices are Hypothesis's
+RANDOM: st.SearchStrategy[Random] = st.randoms(use_true_random=False)  # controlled by Hypothesis
 
 
 def programs(max_kernels: int = 14) -> st.SearchStrategy[Program]:
-    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and markers."""
+    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and kernels without duration."""
     return RANDOM.map(lambda rng: random_cases.program_of(rng, max_kernels))
 
 
@@ -33,12 +33,12 @@ def machines() -> st.SearchStrategy[Machine]:
 
 
 def with_algorithms(program: Program) -> st.SearchStrategy[tuple[Program, tuple[tuple[int, int], ...]]]:
-    """The program with several algorithms for some of its kernels, and a choice of them for a plan."""
+    """The program with several algorithms for some of its kernels, and a selection of them for a plan."""
     return RANDOM.map(lambda rng: random_cases.with_algorithms(rng, program))
 
 
 def jobs_machines() -> st.SearchStrategy[Machine]:
-    """Machines on which switches cost, and kernels slow each other down."""
+    """Machines with switch costs and concurrent kernels that slow each other down."""
     return RANDOM.map(lambda rng: replace(random_cases.jobs_machine_of(rng), host_bytes=Machine.host_bytes))
 
 
@@ -47,8 +47,7 @@ KINDS = st.sampled_from(["conv", "norm", "activation", "pool", "matmul"])
 
 @st.composite
 def networks(draw: st.DrawFn) -> Program:
-    """Forward chains, some layers in place, and backward kernels that want the activations again: what planners plan,
-    and long chains of recomputation with tensors in common. ``programs`` seldom draws either."""
+    """Forward chains, partly in place, whose activations the backward kernels read, so that recomputation overlaps."""
     depth = draw(st.integers(2, 6))
     tensors = [Tensor("w", draw(st.integers(0, 20)), "parameter", True)]
     kernels: list[Kernel] = []
@@ -66,7 +65,7 @@ def networks(draw: st.DrawFn) -> Program:
         source = draw(st.sampled_from([0, *layers[-1:], *layers[-1:], *layers[-2:]]))
         layers.append(new())
         kernel([source, 0], [layers[-1], *([new()] if draw(st.booleans()) else [])], draw(KINDS))
-        how = draw(st.sampled_from(["", "", "update", "fill"]))  # in place, reading the old content or not
+        how = draw(st.sampled_from(["", "", "update", "fill"]))  # in place, with or without reading the old content
         if how:
             target = draw(st.sampled_from(layers[-2:]))
             kernel([target] if how == "update" else [], [target], "activation")
@@ -80,6 +79,6 @@ def networks(draw: st.DrawFn) -> Program:
 
 @st.composite
 def reachable_limits(draw: st.DrawFn, program: Program) -> int:
-    """From the least bytes with everything away between its uses, which swaps of all gaps need, to the peak."""
+    """A limit from the least bytes with every gap emptied, which swaps of all gaps need, to the peak."""
     everything = tuple(Swap(*gap) for gap in program.gaps())
     return draw(st.integers(lower(program, Plan(everything)).required_bytes, program.peak_bytes))

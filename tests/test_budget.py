@@ -1,7 +1,7 @@
-"""Budgets of budget.json: lines by folder, words of Markdown, and the frozen list of what users can name.
+"""Budgets of budget.json: lines by folder, words of Markdown, and the frozen list of public names.
 
-A folder's budget is its entry in ``lines`` plus what ``raised`` adds to it, each with a reason. Names that disappear
-leave the frozen list with the same commit; a new name says in ``raised`` which old one it replaces, or why none.
+A folder's budget is its entry in ``lines`` plus the additions in ``raised``, each with a reason. Removed names leave
+the list in the same commit; for a new name, ``raised`` states which old one it replaces, or why none.
 """
 
 import json
@@ -18,7 +18,7 @@ BUDGET = json.loads((ROOT / "tests" / "budget.json").read_text())
 
 
 def tracked(pattern: str) -> list[Path]:
-    """Files that git tracks, or would on ``git add``; all files where there is no repository (an sdist)."""
+    """Returns the files that git tracks or would add; all files outside a repository (sdist)."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     names = found.stdout.split() if found.returncode == 0 else ROOT.rglob(pattern)
@@ -26,12 +26,12 @@ def tracked(pattern: str) -> list[Path]:
 
 
 def folder(path: Path) -> str:
-    """The package of a file, and the first folder below it."""
+    """Returns the package of a file with its first subfolder."""
     return "/".join(path.relative_to(ROOT).parent.parts[:2])
 
 
 def lines_by_folder() -> dict[str, int]:
-    """Lines of Python by folder."""
+    """Returns the lines of Python by folder."""
     total: dict[str, int] = {}
     for path in tracked("*.py"):
         total[folder(path)] = total.get(folder(path), 0) + len(path.read_text().splitlines())
@@ -39,7 +39,7 @@ def lines_by_folder() -> dict[str, int]:
 
 
 def keys(config: dict[str, object], prefix: str = "") -> list[str]:
-    """Dotted keys of a config's leaves."""
+    """Returns the dotted keys of a config's leaves."""
     found = []
     for key, value in config.items():
         nested = isinstance(value, dict) and value and prefix.count(".") < 1
@@ -48,7 +48,7 @@ def keys(config: dict[str, object], prefix: str = "") -> list[str]:
 
 
 def public_names() -> dict[str, dict[str, list[str]]]:
-    """Commands, agents and algorithms with their settings, planners with their options, figures, and entry points."""
+    """Returns commands, agents and algorithms with settings, planners with options, figures, and entry points."""
     config = ROOT / "configs"
     commands = {
         path.relative_to(config).with_suffix("").as_posix(): sorted(
@@ -68,7 +68,7 @@ def public_names() -> dict[str, dict[str, list[str]]]:
 
 
 def allowed(kind: str, base: int) -> int:
-    """The budget of ``kind`` with all that was added to it."""
+    """Returns the budget of ``kind`` with all additions."""
     assert all(len(entry["reason"]) > 20 for entry in BUDGET["raised"])
     return base + sum(entry["by"] for entry in BUDGET["raised"] if entry["budget"] == kind)
 

@@ -1,4 +1,4 @@
-"""A few of the faults of ``python -m tests.faults``; outputs that cannot be written; what killed writes leave."""
+"""Samples of ``python -m tests.faults``; outputs that cannot be written; leftovers of killed writes."""
 
 from __future__ import annotations
 

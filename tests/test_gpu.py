@@ -1,4 +1,4 @@
-"""The tests that need a GPU can be collected where there is little else than PyTorch, CuPy and Numba."""
+"""GPU tests can be collected on a machine with little more than PyTorch, CuPy and Numba."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """Imports point one way: simulator <- envs <- agents <- experiments, and simulator <- executor <- experiments.
 
-Two files ask planners when they are called: ``executor/fit`` and ``envs/edit/starts``. So do the imports between the
-rooms of a package: each uses the ones before it.
+``executor/fit`` and ``envs/edit/starts`` import planners inside functions. Subpackages of a package are ordered, too:
+each uses only the ones before it.
 """
 
 import ast
@@ -19,13 +19,13 @@ MAY_IMPORT = {"simulator": set(), "envs": {"simulator"}, "agents": {"simulator",
 ABOVE = {
     "executor/fit.py": {"agents"},
     "envs/edit/starts.py": {"agents"},
-}  # what these files may import, too, inside functions
-# Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
+}  # further imports that these files may have inside functions
+# Subpackages in order; "" is the top level without __init__.py, which re-exports all of them.
 ROOMS = {
     "simulator": ["", "compiled", "moves", "pool"],
     "agents": ["floor", "", "heuristics", "search", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
-    # The top has commands, which use all of them; so is the __main__ of a room.
+    # The top level and a subpackage's __main__ have commands, which use all subpackages.
     "experiments": ["workloads", "common", "plotting", "plan", "validate_gpu", "measured", "examples", "figures",
                     "benchmark"],
 }  # fmt: skip
@@ -33,7 +33,7 @@ ROOMS = {
 
 @cache
 def nodes(file: Path) -> list[ast.AST]:
-    """What a file imports, and what it calls by a dotted name."""
+    """Returns the import statements of a file and its calls by dotted names."""
     found = ast.walk(ast.parse(file.read_text(), str(file)))
     return [n for n in found if isinstance(n, (ast.Import, ast.ImportFrom))
             or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))]  # fmt: skip
@@ -41,7 +41,7 @@ def nodes(file: Path) -> list[ast.AST]:
 
 @cache
 def modules(file: Path) -> list[str]:
-    """Full names of what every import statement of a file may import, those inside functions too."""
+    """Returns the full names that the import statements of a file may import, including those inside functions."""
     names = []
     for node in nodes(file):
         if isinstance(node, ast.Import):
@@ -53,12 +53,12 @@ def modules(file: Path) -> list[str]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Top-level names of every import statement of a file."""
+    """Yields the top-level names of every import statement of a file."""
     return (name.split(".")[0] for name in modules(file))
 
 
 def room_of(parts: Sequence[str], rooms: Sequence[str]) -> str:
-    """The room that a module, given by the names after its package's, lies in."""
+    """Returns the subpackage of a module, given by the names after its package's."""
     return parts[0] if parts and parts[0] in rooms else ""
 
 
@@ -81,7 +81,7 @@ def test_the_file_above_imports_planners_when_it_is_called(file: str) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """Top-level names that an import statement imports."""
+    """Returns the top-level names that an import statement imports."""
     if isinstance(node, ast.ImportFrom):
         return [(node.module or "").split(".")[0]]
     return [alias.name.split(".")[0] for alias in node.names] if isinstance(node, ast.Import) else []
@@ -89,8 +89,7 @@ def _names(node: ast.AST) -> list[str]:
 
 @pytest.mark.nightly
 def test_a_machine_that_trains_may_lack_most_libraries() -> None:
-    """The executor, its planners and its validation; trainers come with their class, and what captures only loads no
-    planner."""
+    """Executor, planners and validation work without trainers' libraries; capturing alone imports no planner."""
     code = """if True:
         import sys
         for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric",
@@ -106,7 +105,7 @@ def test_a_machine_that_trains_may_lack_most_libraries() -> None:
 
 
 def test_what_a_plan_means_is_read_off_its_schedule() -> None:
-    """Nobody but the simulator, and the benchmark of it, imports the definition of its rules."""
+    """Only the simulator and its benchmark import the reference implementation of the rules."""
     files = [f for package in MAY_IMPORT if package != "simulator" for f in (ROOT / package).rglob("*.py")]
     found = {f.relative_to(ROOT).parts[:2] for f in files for name in modules(f) if name.startswith("simulator.rules")}
     assert found == {("experiments", "benchmark")}
@@ -152,7 +151,7 @@ UNPICKLER = ROOT / "simulator" / "pool" / "files.py"  # PyTorch writes its alloc
 
 
 def test_nothing_is_unpickled() -> None:
-    """Files are JSON, or torch.load(weights_only=True); one file reads pickles, and looks no name up."""
+    """Files are JSON, or loaded by torch.load(weights_only=True); one file reads pickles without resolving names."""
     wrong = []
     for file in (f for package in MAY_IMPORT for f in (ROOT / package).rglob("*.py")):
         if file != UNPICKLER:

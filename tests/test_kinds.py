@@ -1,4 +1,4 @@
-"""A kind of decision that the language has and others do not know: they refuse it by its name."""
+"""Components refuse a decision kind that they do not know by its name."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,7 +27,7 @@ ALONE = simulate(PROGRAM, Plan(), MACHINE, LIMIT)
 
 @dataclass(frozen=True, slots=True)
 class Squeeze(OfGap):
-    """What is said of it here is all there is."""
+    """A decision kind that only this test defines."""
 
     bits: int = 8
 
@@ -35,7 +35,7 @@ class Squeeze(OfGap):
 
 
 PLAN = Plan((Squeeze(1, 1, 6),))
-SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering knew it
+SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering supported it
 REFUSES = {
     "the compiled simulator": lambda: rows_of(PLAN.decisions),
     "a job among several": lambda: simulate_jobs([Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT),
@@ -53,13 +53,13 @@ def test_the_language_checks_a_kind_that_it_is_given():
     assert PLAN.to_dict()["decisions"] == [{"kind": "squeeze", "tensor": 1, "after": 1, "before": 6}]
     with pytest.raises(PlanError, match="kernel 5 does not use tensor 1"):
         Plan((Squeeze(1, 1, 5),)).check(PROGRAM)
-    with pytest.raises(PlanError, match="tensor 1 is already away before kernel 6 by decisions"):
+    with pytest.raises(PlanError, match="tensor 1 is already evicted before kernel 6 by decisions"):
         Plan((*PLAN.decisions, Squeeze(1, 2, 6))).check(PROGRAM)
 
 
 @pytest.mark.parametrize("who", REFUSES)
 def test_who_does_not_know_a_kind_says_so(who):
-    with pytest.raises(PlanError, match=r"cannot take a squeeze$"):
+    with pytest.raises(PlanError, match=r"does not support squeeze decisions$"):
         REFUSES[who]()
 
 

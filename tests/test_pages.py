@@ -1,4 +1,4 @@
-"""Pages whose rows name a test: what works in a step, which test a feature has. All that they name is there."""
+"""Pages whose rows name a test (supported features, tests by feature): all named tests exist."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Reference, compiled simulator and validator agree in random cases, and their results are those of before."""
+"""Reference, compiled simulator and validator agree in random cases, with unchanged results."""
 
 import json
 
@@ -12,7 +12,7 @@ DIGESTS = json.loads(random_cases.DIGESTS.read_text())
 
 
 def test_nothing_differs_and_the_results_are_those_of_before():
-    """After a rule changed on purpose: ``python -m tests.random_cases 20000 --write``."""
+    """After an intended change of the rules: ``python -m tests.random_cases 20000 --write``."""
     cases = [any_case(seed) for seed in range(BLOCK)]
     for seed, case in enumerate(cases[:300]):
         assert difference(case) is None, f"seed {seed}"

@@ -1,4 +1,4 @@
-"""The built wheel in a fresh environment: commands, configs and examples outside the checkout, nowhere to write."""
+"""The built wheel in a fresh read-only environment: commands, configs and examples outside the checkout."""
 
 import json
 import os
@@ -18,10 +18,7 @@ from tests.experiments.conftest import ROOT, chain
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """The bin folder of an environment with the wheel; the rest it takes from this one.
-
-    No folder of it can be written.
-    """
+    """Returns the bin folder of a read-only environment with the wheel; other packages are those of this one."""
     python = [sys.executable, "-m"]
     subprocess.run([*python, "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("headroom-*.whl")
@@ -34,7 +31,7 @@ def fresh(tmp_path: Path) -> Path:
     (packages / "others.pth").write_text("\n".join([place for place in sys.path if place.endswith("site-packages")]))
     for folder in [path for path in packages.rglob("*") if path.is_dir()]:
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-        (folder / "__pycache__").touch()  # root can write whatever the mode is, but not below a file
+        (folder / "__pycache__").touch()  # root ignores modes, but cannot write below a file
         folder.chmod(0o555)
     return binaries
 
@@ -77,7 +74,7 @@ def test_the_project_says_what_it_is() -> None:
 
 
 def test_what_dev_has_is_what_the_extras_have() -> None:
-    """Each launcher is tested: its extra is installed wherever the tests are."""
+    """Each launcher is tested, so its extra must be installed wherever the tests are."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name in ("joblib", "submitit", "ray"):
         (needed,) = extras[name]

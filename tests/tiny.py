@@ -11,10 +11,10 @@ gradient 10. Without a limit:
     load       50   90  130  170  180     150     110      60            peak_bytes = 180
 
 ``a1`` is not used from kernel 2 to 5, ``a2`` in kernels 3 and 4, ``w`` from kernel 1 to 6; the rest has no gap.
-Under LIMIT = 150 bytes a1 or a2 must be away in kernels 3 and 4.
+Under LIMIT = 150 bytes a1 or a2 must be evicted in kernels 3 and 4.
 
-SWAP_PLAN sends a1 out. f4 does not fit beside it and waits for the swap-out; a1 does not fit beside a4 and
-returns while b3 runs:
+SWAP_PLAN swaps a1. f4 does not fit beside it and waits for the swap-out; a1 does not fit beside a4 and is
+swapped in while b3 runs:
 
     time      0   10   20   30        60   70      90      110  130     150     170
     compute   |f1  |f2  |f3  |  wait  |f4  |b4     |b3     |wait|b2     |b1     |   30 ns for memory
@@ -22,11 +22,11 @@ returns while b3 runs:
     h2d                                            |  a1 (40)   |
     used       50   90  130  130      130  140     150     100  110     60          170 - 120 = 50 ns overhead
 
-No plan of swaps is faster: a1 cannot have left before 60, nor come back before b4 has ended (90 + 40 = 130);
-a2 can be swapped no earlier than 30, which makes f4 start at 70 and b3 at 140.
+No plan of swaps is faster: a1's swap-out cannot end before 60, nor its swap-in start before b4 has ended
+(90 + 40 = 130); a2 can be swapped no earlier than 30, which makes f4 start at 70 and b3 at 140.
 
-RECOMPUTE_PLAN drops a1 and runs f1 again (10 ns) for b2; nothing waits. Every plan that fits either swaps
-(50 ns at least) or runs a kernel again (10 ns at least): 10 ns is the optimum.
+RECOMPUTE_PLAN drops a1 and recomputes f1 (10 ns) for b2; nothing waits. Every plan that fits either swaps
+(50 ns at least) or recomputes a kernel (10 ns at least): 10 ns is the optimum.
 """
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
@@ -58,7 +58,7 @@ RECOMPUTE_PLAN = Plan((Recompute(A1, 1, 6),), PROGRAM.fingerprint, "by hand", LI
 
 
 def just_hidden() -> tuple[Program, Machine, int]:
-    """``a`` is swapped beside kernels believed to take just as long; ``c`` is recomputed in less time than that."""
+    """The swap of ``a`` is just hidden by kernels of about its duration; recomputation of ``c`` takes less time."""
     x, a, c, e = range(4)
     tensors = (Tensor("x", 100, "parameter", True), *(Tensor(name, 10**8) for name in "ace"))
     kernels = (

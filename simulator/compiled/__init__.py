@@ -1,1 +1,1 @@
-"""The rules of rules.py, compiled with Numba: encoding, event loop, rematerialisation, Engine."""
+"""Numba implementation of the rules in rules.py: encoding, event loop, rematerialization, Engine."""

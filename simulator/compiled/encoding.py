@@ -1,4 +1,4 @@
-"""The arrays that the compiled code works on: plans as rows, and the columns of every table."""
+"""Arrays of the compiled code: plans as rows, and the columns of every table."""
 
 from __future__ import annotations
 
@@ -17,83 +17,83 @@ from simulator.timeline import CAUSES, BlockEvent, Span
 
 Ints = NDArray[np.int64]
 
-# Columns of ``rows``, int64 (rows, 6): one row a decision. EXTRA: prefetch or -1; keep 0 or 1. WHEN: copy or -1; at or
-# -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.
+# Columns of ``rows``, int64 (rows, 6): one row per decision. EXTRA: prefetch or -1 (Swap); keep, 0 or 1 (Recompute).
+# WHEN: copy or -1; at or -1. For a Rerun, AFTER is the kernel and BEFORE its pass; the other columns are unused.
 KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
 COLUMNS = 6
 (SWAP, SYNC_SWAP), (RECOMPUTE,), (RERUN,) = Swap.codes, Recompute.codes, Rerun.codes  # swaps are even
 
-# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (8, kernels + 1) and (6, tensors).
-# BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
-# with its workspace. LEVEL: bytes before the kernel. BEGINS: ns of all kernels before it. LOSS: Machine.copy_loss.
-# FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
+# A program on a machine: kernels[DURATION, k] and so on, int64 (8, kernels + 1) and (6, tensors).
+# BORN, DIES: bytes of the non-persistent tensors first (last) used by the kernel. LIVE: bytes of all live tensors and
+# the workspace. LEVEL: bytes before the kernel. BEGINS: ns of all kernels before it. LOSS: Machine.copy_loss.
+# FIRST, LAST: first and last kernel that use the tensor. D2H, H2D: ns of a transfer.
 DURATION, WORKSPACE, BORN, DIES, LIVE, LEVEL, BEGINS, LOSS, KERNEL_ROWS = range(9)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D, TENSOR_ROWS = range(7)
 
-# Columns of ``steps``, a row for each kernel that runs again, in order. STEP_FOR: the kernel for which it does.
+# Columns of ``steps``, a row per recomputed kernel, in order. STEP_FOR: the kernel for which it is recomputed.
 STEP_KERNEL, ALLOCATED, FREED, STEP_FOR, STEP_COLUMNS = range(5)
 
-# What a call works on (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. PLANNED,
-# and for the rows RETURNS (the kernel that ends the gap), BY_REMAT (does a rematerialisation end it?) and AWAY_AT_START
-# are what lowering finds; others are said where they are used.
+# Work arrays (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. Lowering fills
+# PLANNED and, by row, RETURNS (the kernel that ends the gap), BY_REMAT (whether a recomputation ends it) and
+# AWAY_AT_START. The others are described at the functions that use them.
 PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING = range(8)
 ORDER, WAITS, ISSUES, KERNEL_TOPS, KERNEL_ADDED, BY_KERNEL = range(8, 14)
 FIRST_OF, HIGHEST, EXPECTED, SEGMENT_TOPS, SEGMENT_ADDED, BY_SEGMENT = range(6)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
 RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, READY, DUE, CHILD, SIBLING, QUEUE, BY_ROW = range(11)
 
-CHECKS = 7  # kernels at which the state is compared with that of the iteration before: at 1/2, 1/4, ... of it
+CHECKS = 7  # number of kernels (at 1/2, 1/4, ... of an iteration) at which the state is compared with the last one
 
-# The parts of gate[k]: what there is to do at kernel k beside letting its duration pass. 0: it is plain.
-#     bits 0-19    how many of the tensors that it uses are away
-#     bits 20-39   how many of these its rematerialisation reads
+# Bit fields of gate[k], the work at kernel k besides its duration. 0: none.
+#     bits 0-19    number of evicted tensors that it uses
+#     bits 20-39   number of evicted tensors that its pass reads
 #     bit 40       a gap opens or ends here, or a prefetch becomes ready, or the iteration ends
-#     bits 41-     how many synchronous swap-outs it waits for, where it is the next kernel
+#     bits 41-     number of synchronous swap-outs that it waits for, if it is the next kernel
 GATE_REMAT, GATE_EVENT, GATE_SYNC = 2**20, 2**40, 2**41
 GATE_MISSING = GATE_EVENT - 1
 
-# What the event loop knows of the gap of a row. Positions count kernels from the start of the simulation.
+# The gap of a row in the event loop. Positions count kernels from the start of the simulation.
 GAP = np.dtype([(name, np.int64) for name in (
     "tensor", "kind", "nbytes", "out_ns", "in_ns",
     "returns",  # the kernel that ends the gap
-    "lead",  # kernels from that at whose end the copy is issued to the one that opens the gap
-    "pinned",  # 1 where it has a prefetch kernel
-    "weight",  # what it adds to the gate of that kernel while it is away
+    "lead",  # kernels from the issue of the copy to the opening of the gap
+    "pinned",  # 1 if it has a prefetch kernel
+    "weight",  # increment of the gate of kernel ``returns`` while evicted
     "since_write",  # kernels from the last write of the tensor to the opening of the gap
-    "hold",  # kernels from the opening until it may come back
+    "hold",  # kernels from the opening until the tensor may be swapped in
     "issued",  # the position from which its copy is enqueued
-    "pending",  # of that copy: 0 none, or over; COPYING; LEAVING: the gap is open
+    "pending",  # state of the copy: 0: none or complete; COPYING; LEAVING: the gap is open
 )], align=True)  # fmt: skip
-# While the tensor of a row is away, by_row[READY]: the position from which it may come back; by_row[DUE]: the segment
-# that begins with its use, in units of DUE_SEGMENT, and the tensor: the least is first.
+# While the tensor of a row is evicted, by_row[READY]: the position from which it may be swapped in; by_row[DUE]: the
+# segment that begins with its use times DUE_SEGMENT, plus the tensor; swap-ins are in this order.
 DUE_SEGMENT = 2**32
 COPYING, LEAVING = 1, 2
 
-# How a run ends. SLOWER: its iteration takes the cutoff at least. Without a result: MORE_STEPS, there is no room for
-# the steps; UNKNOWN, it has rows of a kind that was not asked for; STUCK, which cannot be.
+# Status of a simulation. SLOWER: the iteration takes at least the cutoff. Without a result: MORE_STEPS: ``steps`` is
+# too short; UNKNOWN: a row has a kind that is not compiled in; STUCK: internal error.
 DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 
-# Columns of the results, a row a plan.
+# Columns of the results, a row per plan.
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
-# The rows of ``settings``. D2H_SHARE, H2D_SHARE: of their speed, for copies beside each other. CONTENDS: is there LOSS?
+# Entries of ``settings``. D2H_SHARE, H2D_SHARE: speed beside an opposite copy. CONTENDS: whether any LOSS is positive.
 (
     LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, QUEUE_DEPTH,
     WAIT_NS, EVENT_NS, CONTENDS, SETTINGS,
 ) = range(13)  # fmt: skip
 
-# The last columns of a state (steady.py): the host's lead, in steps and in ns; 1 at a start with host copies that no
-# iteration has made; what the iteration has lasted.
+# Last columns of a state (steady.py): the host's lead, in steps and in ns; 1 at a start with host copies that no
+# iteration has made; duration of the iteration.
 LEAD, LEAD_NS, AT_START, LASTED, STATE_COLUMNS = range(5)
 
-# Columns of the log of a run: start, end, one of these, and kernel, row or (of a stall) its FOR_: timeline.CAUSES.
-# The first four are spans; a step ends, and the memory of an open gap is free.
+# Columns of the log: start, end, one of these, and kernel, row or (for a stall) FOR_: index into timeline.CAUSES.
+# The first four are spans. LOG_END: a step ends. LOG_LEFT: the memory of an open gap is freed.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_END, LOG_LEFT = range(8)
 FOR_MEMORY, FOR_DATA, FOR_ISSUE = range(len(CAUSES))
 
 
 class Tables(NamedTuple):
-    """What is known of a program, a machine and a limit."""
+    """Encoded program, machine and limit."""
 
     kernels: Ints
     tensors: Ints
@@ -102,7 +102,7 @@ class Tables(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The arrays that a call works on."""
+    """Work arrays of a call."""
 
     by_kernel: Ints
     by_segment: Ints
@@ -114,18 +114,18 @@ class Work(NamedTuple):
 
 
 class Lowering(NamedTuple):
-    """What lowering says of a plan, beside what is in ``by_kernel`` and ``by_row``."""
+    """Result of lowering a plan, besides ``by_kernel`` and ``by_row``."""
 
-    recomputes: bool  # whether kernels run again: the first ``n_steps`` of ``steps``, of ``lasts`` ns
-    n_steps: int
-    lasts: int
-    required: int  # the largest planned residency
+    recomputes: bool  # whether kernels are recomputed
+    n_steps: int  # number of recomputed kernels in ``steps``
+    lasts: int  # total duration of the recomputed kernels in ns
+    required: int  # largest planned residency
 
 
 def work_shapes(kernels: int, tensors: int, rows: int, iterations: int) -> tuple[tuple[int, int], ...]:
-    """The shapes of by_kernel, by_segment, by_tensor, by_row and states, for plans of so many rows.
+    """Returns the shapes of by_kernel, by_segment, by_tensor, by_row and states for plans of ``rows`` rows.
 
-    A state has a column a row, and four more; there is one at each boundary, and two at each check.
+    A state has one column per row and STATE_COLUMNS more. There is one state per boundary, and two per check.
     """
     return (
         (BY_KERNEL, kernels + 1), (BY_SEGMENT, 2 * kernels + 2), (BY_TENSOR, tensors), (BY_ROW, 2 * rows + 1),
@@ -134,22 +134,22 @@ def work_shapes(kernels: int, tensors: int, rows: int, iterations: int) -> tuple
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
-    """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
+    """Converts decisions to int64 (n, 6): kind, tensor, after, before, extra, when."""
     return np.fromiter(chain.from_iterable(d.row() for d in decisions), np.int64).reshape(-1, COLUMNS)
 
 
 def columns_of(gaps: Iterable[Gap]) -> Ints:
-    """Gaps as int64 (n, 3): tensor, after, before."""
+    """Converts gaps to int64 (n, 3): tensor, after, before."""
     return np.fromiter(chain.from_iterable(gaps), np.int64).reshape(-1, 3)
 
 
 def row_of(gap: Gap, way: int) -> Row:
-    """The row that empties ``gap`` in a way (SWAPPED, its prefetch left to the simulator, RECOMPUTED or KEPT)."""
+    """Returns the row that empties ``gap`` by SWAPPED (without ``prefetch``), RECOMPUTED or KEPT."""
     return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
 
 
 def way_of(row: Sequence[int]) -> int:
-    """How a row empties its gap: the inverse of ``row_of``; raises ValueError where it does so in no such way."""
+    """Returns how a row empties its gap, the inverse of ``row_of``; raises ValueError for other kinds."""
     if row[KIND] == SWAP:
         return SWAPPED
     if row[KIND] == RECOMPUTE:
@@ -158,7 +158,7 @@ def way_of(row: Sequence[int]) -> int:
 
 
 def rows_for(gaps: Iterable[Gap], way: int) -> Ints:
-    """int64[m, 6]: ``row_of`` each of the gaps."""
+    """Returns ``row_of`` each gap, int64 (m, 6)."""
     where = columns_of(gaps)
     out = np.empty((len(where), 6), np.int64)
     out[:, 1:4] = where
@@ -170,7 +170,7 @@ _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}
 
 
 def decisions_of(rows: Ints) -> tuple[Decision, ...]:
-    """The inverse of ``rows_of``; raises ValueError where there is no such kind."""
+    """Converts rows to decisions, the inverse of ``rows_of``; raises ValueError for an unknown kind."""
     try:
         return tuple(_OF_CODE[row[KIND]].of_row(row) for row in rows.tolist())
     except KeyError as error:
@@ -178,10 +178,10 @@ def decisions_of(rows: Ints) -> tuple[Decision, ...]:
 
 
 def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
-    """Tables of lists of integers in one array: first the offsets of each table, then the lists.
+    """Returns tables of lists of integers as one array: first the offsets of each table, then the lists.
 
-    The offsets count from the start of the array: list i of a table is array[offsets[i] : offsets[i + 1]].
-    One array, because each one costs a call of compiled code some 50 ns.
+    Offsets are relative to the start of the array: list i of a table is array[offsets[i] : offsets[i + 1]]. A single
+    array is used because each argument of compiled code costs some 50 ns per call.
     """
     offsets: list[int] = []
     values: list[int] = []
@@ -197,10 +197,10 @@ def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
 def read_log(
     log: Ints, decisions: Sequence[Decision], schedule: Schedule
 ) -> tuple[list[int], list[Span], list[BlockEvent], list[int], list[tuple[int, int, str]]]:
-    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it.
+    """Converts a log, int64 (entries, 4), to the arguments of ``Timeline.assemble``.
 
     Args:
-        decisions: those of the rows.
+        decisions: Decisions of the rows.
     """
     boundaries: list[int] = []
     spans: list[Span] = []

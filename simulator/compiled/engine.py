@@ -1,9 +1,9 @@
-"""The rules of rules.py, compiled: equal to it to the nanosecond, thousands of times faster.
+"""Fast simulator: equal to rules.py to the nanosecond.
 
-``simulate`` is the public call. ``Engine`` is for planners, which score many plans of one program: a plan
-is then an integer array with one row a decision (``rows_of``), and no Python object is made per call.
+``simulate`` is the public function. ``Engine`` is for planners, which score many plans of one program. A plan is then
+an integer array with one row per decision (``rows_of``), and a call creates no Python objects per decision.
 
-How it works, and in which order to read these files, is in README.md.
+README.md explains the implementation and the reading order.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from simulator.compiled.encoding import (
 __all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "Scores", "decisions_of",
            "rows_of", "simulate"]  # fmt: skip
 
-SHARE = 20  # plans that are worth handing to another thread
-_recompute = False  # has a plan in this process?
+SHARE = 20  # fewest plans that are worth a thread
+_recompute = False  # whether a plan in this process recomputes
 _NO_LOG = np.empty((0, 4), np.int64)
-_score_plans: dict[bool, int] = {}  # where it is: for plans of swaps only, and for all
+_score_plans: dict[bool, int] = {}  # address of ``score_plans`` compiled for swaps only (True) or all kinds (False)
 
 
 class Score(NamedTuple):
-    """What a planner asks of a plan."""
+    """Result of simulating one plan."""
 
-    feasible: bool  # it fits, and its iterations repeat
-    iteration_ns: int  # NEVER where infeasible
-    required_bytes: int  # the smallest limit at which the plan is feasible
+    feasible: bool  # fits the limit, and its iterations repeat
+    iteration_ns: int  # NEVER if infeasible
+    required_bytes: int  # smallest limit at which the plan is feasible
     peak_bytes: int
-    period: int  # of the iterations that repeat (rule 10); 0: none do, or it does not fit
+    period: int  # number of iterations that repeat (rule 10); 0: infeasible
 
 
 class Scores(NamedTuple):
-    """A ``Score`` of each of some plans, as columns."""
+    """``Score`` of several plans as columns, (plans,) each."""
 
     feasible: NDArray[np.bool_]
     iteration_ns: Ints
@@ -67,7 +67,7 @@ class Scores(NamedTuple):
 
 
 class _Work:
-    """The arrays that one thread simulates on."""
+    """Work arrays of one thread."""
 
     def __init__(self, kernels: int, tensors: int, iterations: int):
         self._sizes = kernels, tensors, iterations
@@ -82,7 +82,7 @@ class _Work:
         self.make_room(64)
 
     def make_room(self, rows: int) -> None:
-        """For plans of so many rows."""
+        """Grows the arrays for plans of ``rows`` rows."""
         if rows > self.rows:
             self.rows = max(rows, 2 * self.rows)
             kernels, tensors, iterations = self._sizes
@@ -94,21 +94,21 @@ class _Work:
                 self.make_steps(2 * self.rows)
 
     def make_steps(self, count: int) -> None:
-        """Room for so many of them."""
+        """Allocates ``count`` steps."""
         self.arrays = self.arrays._replace(steps=np.empty((count, STEP_COLUMNS), np.int64))
 
 
 class Engine:
-    """One program on one machine, ready to score many plans. Not for several threads at once: ``scores`` and
-    ``score_batch`` use several themselves, each on arrays of its own. Engines share nothing that changes, so that each
-    thread may have one; scoring gives up the GIL.
+    """One program on one machine, prepared to score many plans.
 
-    Rows are a plan's decisions; ``with_variants`` is the engine for its variants.
+    An engine is not thread-safe, but engines share no mutable state, so that each thread may have one. Scoring releases
+    the GIL. ``scores`` and ``score_batch`` use several threads themselves. Rows are a plan's decisions;
+    ``with_variants`` returns the engine for its variants.
 
     Args:
-        limit: bytes, persistent tensors included.
-        iterations: how many a ``timeline`` has at least; the last one counts. The figures do not depend on it, so
-            that ``score`` simulates only until they are steady (rule 10).
+        limit: Memory limit in bytes, persistent tensors included.
+        iterations: Least number of iterations of a ``timeline``, whose last one is reported. ``score`` does not depend
+            on it and simulates only until the iterations repeat (rule 10).
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, iterations: int = 2):
@@ -137,18 +137,18 @@ class Engine:
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
         self._graph = graph_of(program)
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
-        self._n_steps: int | None = -1 if _recompute else None  # None: the plans are of swaps only, as yet
+        self._n_steps: int | None = -1 if _recompute else None  # None: only plans of swaps so far
         self._start()
 
     def _take_times(self) -> None:
-        """Those of the program's kernels."""
+        """Reads the kernel durations of the program."""
         kernels = self.program.kernels
         self._own[DURATION, :-1] = [k.duration_ns for k in kernels]
         self._own[BEGINS, 1:] = self._own[DURATION, :-1].cumsum()
         self._own[LOSS, :-1] = [self.machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
 
     def _start(self) -> None:
-        """What no two engines share."""
+        """Creates the attributes that engines do not share."""
         machine = self.machine
         self._settings = np.array([
             self.limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes,
@@ -156,18 +156,18 @@ class Engine:
             machine.wait_ns, machine.event_ns, self._own[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
-        self._idle: list[_Work] = []  # those of other threads
+        self._idle: list[_Work] = []  # for other threads
 
     def _new_work(self) -> _Work:
         return _Work(len(self.program.kernels), len(self.program.tensors), int(self._settings[MAX_ITERATIONS]))
 
     @property
     def tables(self) -> Tables:
-        """For compiled code that calls ``score_plans`` itself; not to be written to."""
+        """Arguments for compiled code that calls ``score_plans`` itself; read-only."""
         return Tables(self._kernels, self._tensors, self._graph, self._settings)
 
     def retimed(self, program: Program) -> Engine:
-        """This engine for a program of the same ``structure``, which is not tested here; its calls are counted anew."""
+        """Returns this engine for a program of the same ``structure`` (not checked), with its call count reset."""
         out = copy.copy(self)
         out.program, out.variants, out.calls = program, (), 0
         out._own = out._kernels = self._own.copy()
@@ -176,12 +176,12 @@ class Engine:
         return out
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
-        """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.
+        """Returns this engine for a plan's ``variants``, with its call count reset.
 
-        ``program`` remains the one given: ideal times are its, and plans are checked against it.
+        ``program`` stays the original one: ideal times are those of the original, and plans are checked against it.
 
         Raises:
-            ValueError: as ``Program.chosen``.
+            ValueError: As ``Program.chosen``.
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0
@@ -195,12 +195,12 @@ class Engine:
         return out
 
     def score(self, rows: Ints, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Score:
-        """Simulates the plan ``rows``; the rows must fit the program (``Plan.check``), which is not tested here.
+        """Simulates the plan ``rows``, which must fit the program (``Plan.check``; not checked here).
 
         Args:
-            limit_until: enforce the limit for kernels before this one only; None: everywhere.
-            cutoff_ns: of a plan whose iteration takes so long or longer, it may say that it is infeasible instead: it
-                is not simulated further than needed to know.
+            rows: int64 (decisions, 6), see ``rows_of``.
+            limit_until: Enforce the limit only for kernels before this one; None: everywhere.
+            cutoff_ns: A plan whose iteration takes at least this long may be reported as infeasible, to stop early.
         """
         self.calls += 1
         work = self._work
@@ -214,16 +214,19 @@ class Engine:
         """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, kernel or row (encoding.py).
 
         Args:
-            limit_until: as for ``score``.
-            iterations: how many are simulated at least.
+            limit_until: As in ``score``.
+            iterations: Least number of simulated iterations.
         """
         log = np.empty((4096, 4), np.int64)
         while (entries := self._simulate(self._work, rows, limit_until, iterations, log)) >= len(log):
-            log = np.empty((entries + 1, 4), np.int64)  # one to spare: see event_loop._log
+            log = np.empty((entries + 1, 4), np.int64)  # one spare entry: see event_loop._log
         return log[:entries]
 
     def direct(self, rows: int) -> tuple[Any, ...]:
-        """What ``score_one`` needs to score plans of at most so many rows as ``score`` does, until that is called."""
+        """Returns the arguments with which ``score_one`` scores plans of at most ``rows`` rows like ``score``.
+
+        They are valid until the next call of ``score``.
+        """
         work, swaps_only = self._work, self._n_steps is None
         work.make_room(rows)
         given = self._kernels, self._tensors, self._graph
@@ -236,18 +239,19 @@ class Engine:
                 _NO_LOG)  # fmt: skip
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
-        """``score`` of each of the plans, by all cores where they are many."""
+        """Returns ``score`` of each plan; uses all cores for many plans."""
         if not plans:
             return []
         found = self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
         return [Score(*values) for values in zip(*(column.tolist() for column in found), strict=True)]
 
     def score_batch(self, rows: Ints, lengths: Ints, threads: int | None = None) -> Scores:
-        """``scores`` of plans whose rows are one after the other.
+        """Returns ``scores`` of plans with concatenated rows.
 
         Args:
-            lengths: of each plan.
-            threads: at most; None: one a core. Less where each would have less than SHARE plans.
+            rows: int64 (sum of lengths, 6).
+            lengths: int64 (plans,) number of rows of each plan.
+            threads: Largest number of threads; None: one per core. Each thread scores at least SHARE plans.
         """
         n = len(lengths)
         ends = np.zeros(n + 1, np.int64)
@@ -284,7 +288,7 @@ class Engine:
                 self._kernels, self._tensors, self._graph, rows, ends, at, self._n_steps, self._settings,
                 len(self.program.kernels), NEVER, 1, *work.arrays, results, _NO_LOG,
             )  # fmt: skip
-            if at < n:  # it lacks what the others did not
+            if at < n:  # this plan needs larger arrays or other code
                 self._simulate(work, rows[ends[at] : ends[at + 1]], None, 1, _NO_LOG)
                 results[at], at = work.result[0], at + 1
         for i in np.flatnonzero(results[:, STATUS] == HOST_FULL):
@@ -292,22 +296,24 @@ class Engine:
             results[i] = work.result[0]
 
     def residency(self, rows: Ints) -> Ints:
-        """Planned residency per kernel (RULES.md), int64 (kernels,), in a new array."""
+        """Returns the planned residency per kernel (RULES.md), int64 (kernels,), as a new array."""
         self._lower(self._work, rows)
         return self._work.arrays.by_kernel[PLANNED, :-1].copy()
 
     def on_host(self, rows: Ints) -> int:
-        """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
+        """Returns the largest number of bytes that the host holds for the plan ``rows`` (Schedule.on_host)."""
         work = self._work
         if self._lower(work, rows)[1] is None:
             work.arrays.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
         return int(host_load(self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)))
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
-        """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``.
+        """Returns the kernels under the plan, and the number of recomputed kernels (None for swaps only).
+
+        The rest is in ``work``.
 
         Raises:
-            PlanError: a kernel that is to run again would not find an input as it was.
+            PlanError: A recomputed kernel would not find an input with the content that it read.
         """
         work.make_room(len(rows))
         kinds = rows[:, KIND]
@@ -315,8 +321,8 @@ class Engine:
         if (kinds == RERUN).any():
             kernels, n_steps = lower_reruns(*arrays, work.arrays.by_kernel, work.arrays.by_row, work.arrays.steps)
             if n_steps < 0:
-                lower(self.program, Plan(decisions_of(rows)))  # says why
-                raise AssertionError("the plan can be lowered, the compiled code says that it cannot")
+                lower(self.program, Plan(decisions_of(rows)))  # raises the PlanError
+                raise AssertionError("compiled code refuses a plan that schedule.lower accepts")
             return kernels, n_steps
         if (kinds != RECOMPUTE).all():
             swap_residency(self._kernels, self._tensors, rows, work.arrays.by_kernel[PLANNED])
@@ -332,7 +338,7 @@ class Engine:
     def _simulate(
         self, work: _Work, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
     ) -> int:
-        """Leaves the result of a plan in ``work``; returns how many entries its log has."""
+        """Simulates a plan; leaves the result in ``work`` and returns the number of log entries."""
         if rows.shape[1] != COLUMNS:
             raise ValueError(f"rows: expected {COLUMNS} columns, got {rows.shape[1]}")
         m = rows.shape[0]
@@ -348,7 +354,7 @@ class Engine:
             )  # fmt: skip
             status = result[0, STATUS]
             if status == HOST_FULL and settings[HOST_BYTES] < NEVER:
-                # That was all tensors together: they need not be there at one time.
+                # The quick check sums all swapped tensors; they need not be on the host at the same time.
                 load = host_load(
                     self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)
                 )
@@ -357,7 +363,7 @@ class Engine:
                 settings = settings.copy()
                 settings[HOST_BYTES] = NEVER
             elif status == STUCK:
-                raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
+                raise AssertionError("simulation is stuck although the planned residency fits the limit")
             elif done:
                 return int(n_log)
             elif status == MORE_STEPS:
@@ -368,20 +374,21 @@ class Engine:
                 n_steps = self._expect_recomputation()
 
     def _expect_recomputation(self) -> int:
-        """From now on the code for plans that recompute is used, by other engines too: it takes long to compile."""
+        """Switches this process to the code for plans that recompute, which takes long to compile."""
         global _recompute
         _recompute, self._n_steps = True, -1
         return -1
 
     def timeline(self, plan: Plan, limit_until: int | None = None, schedule: Schedule | None = None) -> Timeline:
-        """Simulates a plan, its variants included, and returns everything that happened.
+        """Simulates a plan with its variants and returns the timeline.
 
         Args:
-            schedule: of this plan, if the caller has lowered it already.
+            limit_until: Enforce the limit only for kernels before this one; None: everywhere.
+            schedule: Result of ``lower`` for this plan; None: computed here.
 
         Raises:
-            PlanError: the plan does not fit the program or the host.
-            OutOfMemory: the plan is infeasible at the limit.
+            PlanError: The plan does not fit the program or the host.
+            OutOfMemory: The plan is infeasible at the limit.
         """
         plan.check(self.program)
         if plan.variants != self.variants:
@@ -394,20 +401,22 @@ class Engine:
             return self._timeline(plan, limit_until, schedule or lower(self.program, plan))
 
     def _timeline(self, plan: Plan, limit_until: int | None, schedule: Schedule) -> Timeline:
-        """``timeline`` of a plan that was checked, with this engine's variants."""
+        """Returns the ``timeline`` of a checked plan, with this engine's variants."""
         check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
         self.calls += 1
         log, work = self.log(rows_of(plan.decisions), limit_until, self.iterations), self._work
         status, _, required, _, period = work.result[0].tolist()
         if status != DONE:
-            raise AssertionError(f"the schedule fits, the compiled one does not (status {status})")
+            raise AssertionError(f"compiled code refuses a schedule that fits (status {status})")
         read = read_log(log, plan.decisions, schedule)
         return Timeline.assemble(self.program, self.limit, required, *read, period)
 
 
 def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
-    """``residency.recompute_ns`` of each gap, int64 (gaps,); of a chain of more than CHAIN kernels that of so many,
-    as all chains together grow with the square of the program."""
+    """Returns ``residency.recompute_ns`` of each gap, int64 (gaps,).
+
+    For a chain of more than CHAIN kernels, only the first CHAIN count, to avoid quadratic time.
+    """
     n, (tensor, _, before) = len(program.kernels), columns_of(gaps).T.copy()
     durations, out = np.array([k.duration_ns for k in program.kernels], np.int64), np.empty(len(gaps), np.int64)
     rerun_times(durations, graph_of(program), tensor, before, np.zeros(n, np.int64), np.empty(n, np.int64), out)
@@ -415,8 +424,10 @@ def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
 
 
 def graph_of(program: Program) -> Ints:
-    """Of each kernel what it reads, what it writes; of each tensor its writers (``ragged``); and for each
-    input of each kernel, in that order, ``Program.available_until``."""
+    """Returns ``ragged`` inputs and outputs of the kernels and writers of the tensors.
+
+    ``Program.available_until`` of each kernel's inputs follows, in the same order.
+    """
     kernels = program.kernels
     graph = ragged(
         [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
@@ -426,9 +437,9 @@ def graph_of(program: Program) -> Ints:
 
 
 def cores() -> int:
-    """How many this process may use; 1 in a worker process, as the cores have been shared out over those already.
+    """Returns the number of cores that this process may use; 1 in a worker process.
 
-    HEADROOM_WORKER in the environment says of any process that it is one.
+    The environment variable HEADROOM_WORKER marks any process as a worker.
     """
     if multiprocessing.parent_process() is not None or os.environ.get("HEADROOM_WORKER"):
         return 1
@@ -436,7 +447,7 @@ def cores() -> int:
 
 
 def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
-    """Calls the first here, the others on threads of this process, and waits for all."""
+    """Calls the first function here and the others on threads, and waits for all."""
     others = [_threads(os.getpid()).submit(run) for run in runs[1:]]
     runs[0]()
     for other in others:
@@ -445,7 +456,7 @@ def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
 
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """The threads of a process: those of its parent do not come with it."""
+    """Returns the thread pool of a process; a forked child cannot use its parent's."""
     return ThreadPoolExecutor(cores(), "plans")
 
 
@@ -458,16 +469,16 @@ def simulate(
     limit_until: int | None = None,
     schedule: Schedule | None = None,
 ) -> Timeline:
-    """Runs a program under a plan; the rules are in RULES.md.
+    """Simulates a program under a plan by the rules in RULES.md.
 
     Args:
-        limit: bytes, persistent tensors included.
-        iterations: how many are simulated at least; the figures are those of the last one, which is steady (rule 10).
-        limit_until: enforce the limit for kernels before this one only; None: everywhere.
-        schedule: what ``lower`` returned for this plan; None: lower it here.
+        limit: Memory limit in bytes, persistent tensors included.
+        iterations: Least number of simulated iterations; the last one, which is steady, is reported (rule 10).
+        limit_until: Enforce the limit only for kernels before this one; None: everywhere.
+        schedule: Result of ``lower`` for this plan; None: computed here.
 
     Raises:
-        PlanError: the plan does not fit the program, or swaps more than the host can hold.
-        OutOfMemory: the plan is infeasible at the limit.
+        PlanError: The plan does not fit the program, or holds more bytes on the host than the machine has.
+        OutOfMemory: The plan is infeasible at the limit.
     """
     return Engine(program, machine, limit, iterations).timeline(plan, limit_until, schedule)

@@ -1,7 +1,7 @@
-"""The clock of rules.py, compiled: one plan of one program, from arrays to figures.
+"""Event loop for one plan of one program: the clock of rules.py, compiled.
 
-``event_loop`` is the clock: it reads the plan (lowering.py) and then goes from one completion to the next, by the
-lines of rule 9. The functions above it are its stages. README.md draws the state and says what keeps it fast.
+``event_loop`` reads the plan (lowering.py) and then advances from one completion to the next, by the lines of rule 9.
+The functions above it are its stages. README.md shows the state and the optimizations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from simulator.machine import ALONE
 
 @stage
 def _log(log, count, start, end, what, index):
-    """Writes entry ``count`` of the log, or the last one where there is no such; returns how many there are now."""
+    """Writes entry ``count`` of the log, or overwrites the last one if the log is full; returns the new count."""
     if log.shape[0]:
         i = min(count, log.shape[0] - 1)
         log[i, 0], log[i, 1], log[i, 2], log[i, 3] = start, end, what, index
@@ -35,32 +35,32 @@ def _log(log, count, start, end, what, index):
 
 @stage
 def _log_end(log, entry, end):
-    """A span that was logged ends at another time."""
+    """Changes the end of a logged span."""
     if end != NEVER and entry < log.shape[0]:
         log[entry, 1] = end
 
 
 @stage
 def _left(work, end, rate, elapsed):
-    """What is left of a transfer after so long at a rate; 0 where none is under way."""
+    """Returns the remaining work of a transfer after ``elapsed`` ns at ``rate``; 0 if none is in flight."""
     return 0 if end == NEVER else work - rate * elapsed
 
 
 @stage
 def _end(work, rate, now):
-    """When a transfer ends at a rate."""
+    """Returns the completion time of a transfer at ``rate``."""
     return now - (-work // rate)
 
 
 @stage
 def _waits_for_data(gate, rerun):
-    """Is a tensor away that the kernel with this gate reads, or a step of its rematerialisation?"""
+    """Returns whether the kernel with this gate, or a step of its pass, reads an evicted tensor."""
     return gate & GATE_MISSING >= GATE_REMAT if rerun else gate & GATE_MISSING > 0
 
 
 @stage
 def _release(by_row, held, waiting, position, blocked):
-    """Moves the rows of ``held`` that are ready to ``waiting``; returns their roots, and ``blocked``."""
+    """Moves the rows of ``held`` that are ready to ``waiting``; returns both roots, and ``blocked``."""
     ready, due, child, sibling = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING]
     while held >= 0 and ready[held] <= position:
         r = held
@@ -73,11 +73,13 @@ def _release(by_row, held, waiting, position, blocked):
 
 @stage
 def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, plain_until):
-    """Runs plain kernels up to the next completion of a copy, ``horizon``, or the next chance of the first swap-in, of
-    ``head_bytes``, which comes after kernel ``plain_until`` at the first; returns now, k, used, peak, and whether there
-    is that chance."""
+    """Executes plain kernels up to ``horizon`` (completion of a copy) or until the first swap-in may fit.
+
+    That swap-in, of ``head_bytes``, cannot fit before the end of kernel ``plain_until``. Returns now, k, used, peak,
+    and whether the swap-in may fit.
+    """
     begins, live, level = kernels[BEGINS], kernels[LIVE], kernels[LEVEL]
-    apart, more = now - begins[k], used - level[k]  # from the times and bytes of the program
+    apart, more = now - begins[k], used - level[k]  # differences from the unplanned program
     most, room, latest = limit - more, limit - more - head_bytes, horizon - apart
     top = -NEVER
     chance = False
@@ -92,7 +94,7 @@ def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, pl
 def _open_gaps(
     gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position, k, used, n_segments
 ):  # fmt: skip
-    """Copies are issued and gaps open, as kernel k ends; returns used, held, queue_tail, n_log."""
+    """Issues copies and opens gaps at the end of kernel k; returns used, held, queue_tail, n_log."""
     following, queue, ready = by_row[NEXT_OPEN], by_row[QUEUE], by_row[READY]
     n = gate.size - 1
     entry = opens[k]
@@ -131,62 +133,63 @@ def _open_gaps(
 def event_loop(
     tables, rows, lowering, work, limit_until, cutoff, iterations, result, log
 ):  # fmt: skip
-    """Simulates one plan, whose residency is planned and fits, for ``iterations`` at least.
+    """Simulates one plan whose planned residency fits.
 
     Args:
-        tables, lowering, work: the tuples of encoding.py.
-        limit_until: the limit counts for kernels before this one.
-        cutoff: ns; a plan whose iteration does not take less need not be simulated.
-        log: int64 (entries, 4) to be filled, one entry more than is needed; or of none.
-        result: of these, filled.
+        tables, lowering, work: Named tuples of encoding.py.
+        limit_until: The limit is enforced for kernels before this one.
+        cutoff: Stop if the iteration takes at least this many ns.
+        iterations: Least number of simulated iterations.
+        result: int64 (RESULTS,), filled.
+        log: int64 (entries, 4), filled; needs one spare entry. With zero entries, no log is written.
 
     Returns:
-        A status, and the entries of the log.
+        The status, and the number of log entries.
     """
     kernels, tensors, graph, settings = tables
     lowered, n_steps, lasts, required = lowering
     by_kernel, by_segment, by_tensor, by_row, gaps, steps, states = work
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     limit, engines = settings[LIMIT], settings[COPY_ENGINES]
-    out_share, in_share = settings[D2H_SHARE], settings[H2D_SHARE]  # of their speed, for copies beside each other
+    out_share, in_share = settings[D2H_SHARE], settings[H2D_SHARE]  # speed of a copy beside an opposite one
     planned = enforced = by_kernel[PLANNED]
     if limit_until < n:
-        enforced = by_kernel[ENFORCED]  # far below 0 where the limit does not count
+        enforced = by_kernel[ENFORCED]  # far below 0 where the limit is not enforced
         for k in range(n + 1):
             enforced[k] = planned[k] if k < limit_until else -NEVER
     n_segments, on_host, ahead = read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
-    if on_host > settings[HOST_BYTES]:  # all of them together: they need not be there at one time
+    if on_host > settings[HOST_BYTES]:  # conservative: they need not be on the host at the same time
         return HOST_FULL, 0
     waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS], settings[EVENT_NS])
     segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
     copied = by_tensor[COPIED]
     if 0 < limit_until < n:
-        gate[limit_until - 1] |= GATE_EVENT  # from here on there is another limit
+        gate[limit_until - 1] |= GATE_EVENT  # the limit changes here
 
-    # The clock. README.md draws where a row can be: held, waiting, or in the queue to the host.
+    # The clock. README.md shows the states of a row: held, waiting, or in the swap-out queue.
     now, begin, iteration = 0, 0, 0
-    position, k, step, rerun = 0, 0, 0, False  # the kernel that runs, or else the next one; what runs again for it
-    end = out_end = in_end = NEVER  # of what is under way on compute, d2h, h2d
+    position, k, step, rerun = 0, 0, 0, False  # the running kernel, or else the next; its recomputed steps
+    end = out_end = in_end = NEVER  # completion times on compute, d2h, h2d
     out_row = in_row = 0
-    # Of a transfer beside one in the other direction: what was left of it when last reckoned; its entry in the log.
+    # A transfer beside an opposite one: its remaining work at the last update; its log entry.
     duplex, changed = out_share < ALONE or in_share < ALONE, False
     reckoned = out_work = in_work = out_log = in_log = 0
-    # Of the step that runs, beside copies: what was left of it when last reckoned, when that was, its speed, its entry.
+    # The running step beside copies: its remaining work at the last update, that time, its speed, its log entry.
     contends, left, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
     ready, due, child, sibling, queue = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING], by_row[QUEUE]
     queue_head = queue_tail = 0
     held, nbytes = leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
-    waiting = -1  # its root; that of `held` is the next that is ready
-    blocked = -1  # the first of `waiting` cannot come back before the kernel at this position has ended
+    waiting = -1  # root of the heap; the root of `held` is the next row that becomes ready
+    blocked = -1  # the first of `waiting` cannot be swapped in before the kernel at this position has ended
     used = peak = settings[PERSISTENT_BYTES] - nbytes
     limit_here = limit if limit_until > 0 else NEVER
     n_log = 0
     logs = log.shape[0] > 0
 
-    # The states at the boundaries, and after them those at CHECKS kernels of the iteration; none where nothing is
-    # carried over a boundary, so that all iterations are alike.
+    # States at the boundaries, then at CHECKS kernels of the iteration. Not needed if nothing is carried over a
+    # boundary, because then all iterations are alike.
     settled = makes_copies(tensors, graph, rows, by_tensor, gaps, n)
     carries = held >= 0 or settled > 0 or ahead
     boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
@@ -203,9 +206,9 @@ def event_loop(
             gate[settled + ((n - settled) >> c) - 1] |= GATE_EVENT
         check = first_check
         next_check = settled + ((n - settled) >> check) if check else n
-    # What cannot be less: of an iteration; at kernel k, of this one.
+    # Lower bounds on the duration of an iteration, and of this one at kernel k.
     bound = kernels[BEGINS, n] + lasts
-    soonest = NEVER if carries else cutoff - bound  # how late this one may be
+    soonest = NEVER if carries else cutoff - bound  # smallest delay that reaches the cutoff
     status = SLOWER if bound >= cutoff else STUCK
     running = status == STUCK
     lasted = period = 0
@@ -213,11 +216,11 @@ def event_loop(
 
     while running:
         while True:
-            # Tensors on the host become ready to come back.
+            # Tensors on the host become ready to be swapped in.
             if held >= 0 and ready[held] <= position:
                 held, waiting, blocked = _release(by_row, held, waiting, position, blocked)
 
-            # A swap-out starts; with one engine, not before a swap-in that was issued before it and fits.
+            # A swap-out starts; with one engine, after any swap-in that was issued before it and fits.
             if queue_head < queue_tail and out_end == NEVER and (engines == 2 or in_end == NEVER):
                 in_first = False
                 if engines == 1 and waiting >= 0 and not in_failed:
@@ -232,7 +235,7 @@ def event_loop(
                     n_log = _log(log, n_log, now, out_end, LOG_OUT, out_row)
 
             # A swap-in starts, if it fits.
-            head_bytes = NEVER  # of the next one, where the engine is free for it
+            head_bytes = NEVER  # size of the next swap-in, if the engine is free
             if waiting >= 0 and in_end == NEVER and (engines == 2 or out_end == NEVER):
                 head_bytes = gaps[waiting].nbytes
                 start = position + (1 if end != NEVER and not rerun else 0)
@@ -256,7 +259,7 @@ def event_loop(
                         head_bytes = NEVER
             if engines == 1:
                 in_failed = queue_head < queue_tail and out_end == NEVER and in_end == NEVER
-                if in_failed:  # so the swap-out goes
+                if in_failed:  # the swap-out may pass
                     continue
             if changed:
                 changed = False
@@ -265,7 +268,7 @@ def event_loop(
                     _log_end(log, out_log, out_end)
                     _log_end(log, in_log, in_end)
 
-            # Plain kernels run, one after the other; a log wants each of them.
+            # Plain kernels run in one go, except if each is logged.
             alone = not contends or (out_end == NEVER and in_end == NEVER)
             if end == NEVER and gate[k] == 0 and not logs and alone and not hosted:
                 came_from = k
@@ -277,7 +280,7 @@ def event_loop(
                 if chance or (held >= 0 and ready[held] <= position and k != came_from):
                     continue
 
-            # A kernel starts, or one runs again.
+            # A kernel or a recomputed kernel starts.
             unissued = False
             if end == NEVER:
                 rerun = step < n_steps and steps[step, STEP_FOR] == k
@@ -306,7 +309,7 @@ def event_loop(
                     end = _end(left, speed, now)
                     _log_end(log, end_log, end)
 
-            # On to the next completion.
+            # Advance to the next completion.
             then = min(end, min(out_end, in_end))
             if unissued:
                 then = min(then, host.next_ns)
@@ -373,7 +376,7 @@ def event_loop(
         if not running:
             break
 
-        # A boundary or a check: is the state one that there was before?
+        # At a boundary or a check: has the state occurred before?
         at_end = k == n
         if at_end:
             iteration += 1
@@ -384,7 +387,7 @@ def event_loop(
             queue_head, queue_tail = 0, queue_tail - queue_head
             period = 1
         if carries:
-            # Those of a check in this iteration and in the one before take turns.
+            # The states of a check alternate between this iteration and the last.
             turn = iteration % 2
             state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
             before = states[boundaries + 2 * check + 1 - turn]
@@ -406,7 +409,7 @@ def event_loop(
             if not at_end:
                 check -= 1
                 next_check = settled + ((n - settled) >> check) if check else n
-                if iteration and alike(state, before, m):  # from here on it is like the one before
+                if iteration and alike(state, before, m):  # the rest repeats the last iteration
                     lasted += now - begin - before[m + LASTED]
                     period, status, running = 1, DONE, False
                 continue
@@ -415,7 +418,7 @@ def event_loop(
             status = DONE
             break
 
-        # The next iteration's kernels and segments become this one's.
+        # Shift to the next iteration's kernels and segments.
         begin, k, step, reruns_left = now, 0, 0, lasts
         check = first_check
         next_check = settled + ((n - settled) >> check) if carries and check else n

@@ -1,10 +1,10 @@
-"""Pairing heaps (Fredman, Sedgewick, Sleator, Tarjan, 1986) of the rows of a plan: the root has the least key.
+"""Pairing heaps (Fredman, Sedgewick, Sleator, Tarjan, 1986) of the rows of a plan; the root has the smallest key.
 
-Rows mostly come last in, first out: then a row goes in and out in constant time, and else in the logarithm of how many
-there are. A row may be in one heap at a time; all heaps share the links.
+Most rows are last in, first out, which takes constant time; otherwise time is logarithmic in the number of rows. A row
+may be in one heap at a time; all heaps share the links.
 
-child, sibling: int64 (rows,), the first child of a row in a heap, and the next child of its parent; -1: none. The child
-of a row in no heap is OUTSIDE.
+child, sibling: int64 (rows,), first child of a row in a heap, and next child of its parent; -1: none. The child of a
+row outside all heaps is OUTSIDE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OUTSIDE = -2
 
 @stage
 def meld(keys, child, sibling, one, two):
-    """The root of both heaps in one; -1 is an empty heap."""
+    """Merges two heaps and returns the root; -1 is an empty heap."""
     if one < 0 or two < 0:
         return max(one, two)
     first, other = (one, two) if keys[one] <= keys[two] else (two, one)
@@ -26,14 +26,14 @@ def meld(keys, child, sibling, one, two):
 
 @stage
 def push(keys, child, sibling, root, row):
-    """The root with one row more."""
+    """Adds a row and returns the root."""
     child[row] = -1
     return meld(keys, child, sibling, root, row)
 
 
 @stage
 def pop(keys, child, sibling, root):
-    """Takes out the root; returns the new one."""
+    """Removes the root and returns the new one."""
     at, pairs = child[root], -1
     child[root] = OUTSIDE
     if at < 0 or sibling[at] < 0:

@@ -14,11 +14,13 @@ from simulator.compiled.lowering import is_swap
 
 
 class Queue(NamedTuple):
-    """What the host issues in an iteration, and how far it may be ahead.
+    """Work of the host in one iteration, and the bound on its lead.
 
     Attributes:
-        durations: ns of the kernels. steps, n_steps: those that run again. issues: by_kernel[ISSUES].
-        issue_ns, depth: of the machine.
+        durations: Kernel durations in ns.
+        steps, n_steps: Recomputed kernels.
+        issues: by_kernel[ISSUES].
+        issue_ns, depth: Fields of the machine.
     """
 
     durations: Ints
@@ -30,12 +32,13 @@ class Queue(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Where the host is.
+    """State of the host.
 
     Attributes:
-        kernel, step: what it issues next: the kernel, or before it the one that runs again by ``step``.
-        issued: steps that are issued and have not started. queued: those that take time and are not over.
-        next_ns: when it issues the next one, or would if the queue had room.
+        kernel, step: Next item to issue: the kernel, or before it a kernel recomputed for it, by ``step``.
+        issued: Number of steps that are issued and have not started.
+        queued: Number of timed steps that are issued and unfinished.
+        next_ns: Time of the next issue, assuming that the queue has room.
     """
 
     kernel: int
@@ -47,7 +50,7 @@ class Host(NamedTuple):
 
 @stage
 def _cost(queue, kernel, step):
-    """Host time for the next step, in ns."""
+    """Returns the host time for the next step in ns."""
     if step < queue.n_steps and queue.steps[step, STEP_FOR] == kernel:
         return queue.issue_ns if queue.durations[queue.steps[step, STEP_KERNEL]] > 0 else 0
     return queue.issues[kernel]
@@ -55,7 +58,7 @@ def _cost(queue, kernel, step):
 
 @stage
 def issue(queue, host, now):
-    """Issues what can be issued until ``now``."""
+    """Issues all steps that can be issued until ``now``."""
     kernel, step, issued, queued, next_ns = host
     while next_ns <= now:
         rerun = step < queue.n_steps and queue.steps[step, STEP_FOR] == kernel
@@ -75,8 +78,10 @@ def issue(queue, host, now):
 
 @stage
 def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
-    """Fills by_kernel[ISSUES] (Schedule.issues); returns whether the host takes time, what it issues, and where it is
-    before the first iteration."""
+    """Fills by_kernel[ISSUES] (Schedule.issues).
+
+    Returns whether the host takes time, its work, and its state before the first iteration.
+    """
     issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
     queue, host = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH]), Host(0, 0, 0, 0, 0)
     busy = kernels[BEGINS, n] + lasts
@@ -102,13 +107,13 @@ def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
 
 @stage
 def start_step(host):
-    """The step that was issued first starts."""
+    """Starts the step that was issued first."""
     return Host(host.kernel, host.step, host.issued - 1, host.queued, host.next_ns)
 
 
 @stage
 def complete(queue, host, timed, now):
-    """A step is over; if it took time, the queue has room for another."""
+    """Completes a step, which makes room in the queue if it took time."""
     host = issue(queue, host, now)
     if timed:
         return Host(host.kernel, host.step, host.issued, host.queued - 1, max(host.next_ns, now))
@@ -117,11 +122,11 @@ def complete(queue, host, timed, now):
 
 @stage
 def note_lead(state, m, queue, host, now, changes, lead, lead_ns):
-    """Host.lead at a boundary: writes it into ``state``.
+    """Writes the host's lead at a boundary into ``state`` (Host.lead).
 
     Args:
-        changes: 0: it counts as settled; 1: only a smaller lead is another; 2: a step has waited for the host.
-        lead, lead_ns: those of the last boundary.
+        changes: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
+        lead, lead_ns: Lead at the last boundary.
 
     Returns:
         The host, and its lead.

@@ -1,11 +1,10 @@
-"""``jit``: numba.njit with a cache that knows what was compiled in.
+"""``jit``: numba.njit with a cache that depends on everything that is compiled in.
 
-Numba compiles the values of global names into a function, and takes the function from its cache as long as the
-function's own file is unchanged: a constant or a function of another file goes stale there without a word. ``jit``
-adds a stamp of all that is compiled in to ``__qualname__``, which is part of the name of the file in the cache: after
-a change the function is looked for under another name, not found, and compiled.
+Numba compiles the values of global names into a function, but invalidates its cache only if the function's own file
+changes: constants and functions of other files go stale silently. ``jit`` appends a hash of all that is compiled in to
+``__qualname__``, which is part of the cache's file name, so that a changed function is recompiled.
 
-Of several processes that need a function only one compiles it; the others wait, and find it in the cache.
+If several processes need a function, one compiles it; the others wait and load it from the cache.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ except ImportError:  # Windows: every process compiles for itself
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 _LIBRARIES = ("numpy", "numba", "math")
-PATIENCE = 120.0  # seconds: then a process compiles, whatever another that was at it first does
+PATIENCE = 120.0  # seconds that a process waits for another one to compile before it compiles itself
 
 _types: Any = types  # its functions are not typed
 _cgutils: Any = cgutils
 
-# Numba's flags are keys of its tables, and are compared property by property: a fifth of the time that it compiles.
+# Numba compares its flags, which are dictionary keys, property by property: a fifth of the compile time.
 _flags: Any = Flags
 _flags.__eq__ = lambda self, other: isinstance(other, Flags) and self._values == other._values
 _flags.__hash__ = lambda self: hash(tuple(sorted(self._values)))
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """Decorator: ``numba.njit(cache=True, **options)``, compiled anew when anything that it compiles in has changed.
+    """Decorates with ``numba.njit(cache=True, **options)``; recompiles if anything that is compiled in has changed.
 
     Raises:
-        TypeError: a global name in it has no stamp: a module or object of ours, a function of plain ``njit``, or what
-            is defined only below.
+        TypeError: A global name has no stamp: one of our modules or objects, a function of plain ``njit``, or a name
+            that is defined only below.
     """
     if function is None:
         return lambda function: jit(function, **options)
@@ -62,16 +61,16 @@ def jit(function: Any = None, **options: Any) -> Any:
     options = {"cache": True} | options
     try:
         out: Any = njit(**options)(function)
-    except RuntimeError as error:  # neither the installation nor the home can be written
+    except RuntimeError as error:  # neither the installation nor the home folder is writable
         if not options["cache"] or "no locator" not in str(error):
             raise
         _uncached()
         out = njit(**options | {"cache": False})(function)
     out.compile = _considerately(out)
     for owner, name, otherwise in (
-        (getattr(out._cache, "_cache_file", None), "_load_index", dict),  # of a type that is no more, or damaged
-        (out._cache, "load_overload", lambda: None),  # damaged: not cached
-        (out._cache, "save_overload", lambda: None),  # a full disk: not saved
+        (getattr(out._cache, "_cache_file", None), "_load_index", dict),  # damaged, or of a removed type
+        (out._cache, "load_overload", lambda: None),  # damaged
+        (out._cache, "save_overload", lambda: None),  # disk full
     ):
         if hasattr(owner, name):
             setattr(owner, name, _forgivingly(getattr(owner, name), otherwise))
@@ -80,16 +79,16 @@ def jit(function: Any = None, **options: Any) -> Any:
 
 @cache
 def _uncached() -> None:
-    """Says once that every process will compile for itself."""
-    print("compiled code is not kept: set NUMBA_CACHE_DIR to a folder that can be written", file=sys.stderr)
+    """Warns once that every process will compile for itself."""
+    print("compiled code is not cached: set NUMBA_CACHE_DIR to a writable folder", file=sys.stderr)
 
 
 def stage(function: Any = None, entry: bool = False, inline: bool = False) -> Any:
-    """``jit`` for what allocates nothing and never divides by 0: without reference counts, without the GIL.
+    """Applies ``jit`` to a function without allocation or division by 0: no reference counts, no GIL.
 
     Args:
-        entry: it is called from Python, too. What is not is compiled with what calls it, and not cached by itself.
-        inline: LLVM has to inline it.
+        entry: Whether Python calls the function, too. Others are compiled into their callers and not cached themselves.
+        inline: Whether LLVM must inline it.
     """
     if function is None:
         return lambda function: stage(function, entry, inline)
@@ -98,23 +97,25 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
         cache=entry, forceinline=inline, no_rewrites=not entry,
     )  # fmt: skip
     by_types = out.get_call_template
-    # Numba would compile it once for every constant that it is called with, and once where it is not one.
+    # Numba would specialize it for every constant argument.
     out.get_call_template = lambda args, kws: by_types([_types.unliteral(a) for a in args], kws)
     return out
 
 
 def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
-    """Its ``compile``, by one process at a time and without garbage collections: the compiler makes very many objects,
-    and most of them stay until it is done."""
+    """Returns its ``compile``, restricted to one process at a time and without garbage collection.
+
+    The compiler allocates very many objects, most of which live until it is done.
+    """
     call = dispatcher.compile
 
     def run(signature: Any) -> Any:
-        # Numba's own lock first: a thread that waits for another process must not keep what the others wait for.
+        # Numba's own lock first, so that a thread that waits for another process does not block other threads.
         with global_compiler_lock, _alone(dispatcher._cache, signature):
             collects = gc.isenabled()
             gc.disable()
             try:
-                return call(signature)  # which looks into the cache first
+                return call(signature)  # checks the cache first
             finally:
                 if collects:
                     gc.enable()
@@ -123,19 +124,19 @@ def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
 
 
 def _forgivingly(call: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
-    """``call`` of a cache, which is only there to save time: where it fails, it is as if there were none."""
+    """Returns a cache function ``call`` that falls back to ``otherwise`` on any exception."""
 
     def run(*args: Any) -> Any:
         try:
             return call(*args)
-        except Exception:  # unpickling what is damaged, or of another version, may raise any
+        except Exception:  # unpickling damaged or outdated files may raise anything
             return otherwise()
 
     return run
 
 
 def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
-    """Waits until no other process compiles the function for this signature; for one that died it does not wait."""
+    """Waits until no other live process compiles the function for this signature."""
     if fcntl is None or cache.cache_path is None:  # nothing is shared
         return nullcontext()
     name = f"{cache._impl.filename_base}-{hashlib.sha256(str(signature).encode()).hexdigest()[:16]}.lock"
@@ -152,24 +153,24 @@ def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
             time.sleep(0.02)
         except OSError:  # the file system has no locks
             break
-    return lock  # closed, it is free again
+    return lock  # released when closed
 
 
 def _stamped(function: Any, options: str = "") -> Any:
-    """The function, with a ``stamp`` of all that is compiled in with it."""
+    """Returns the function with a ``stamp`` of everything that is compiled in."""
     text = "\n".join([*_compiled_in(function), options])
     function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
     return function
 
 
 def _compiled_in(function: FunctionType) -> Iterator[str]:
-    """All that the compiled function depends on: its code, defaults and constants, and what its global names mean."""
+    """Yields all that the compiled function depends on: code, defaults, constants, and values of its global names."""
     where = f"{function.__module__}.{function.__qualname__}"
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     yield _text(function.__defaults__, f"{where}: a default")
     yield from (f"{name} = {_text(cell.cell_contents, f'{where}: {name}')}" for name, cell in cells.items())
     codes = [function.__code__]
-    for code in codes:  # grows by the functions inside
+    for code in codes:  # nested functions are appended
         yield code.co_code.hex()
         codes += [c for c in code.co_consts if isinstance(c, CodeType)]
         yield from (_text(c, f"{where}: a constant") for c in code.co_consts if not isinstance(c, CodeType))
@@ -177,11 +178,11 @@ def _compiled_in(function: FunctionType) -> Iterator[str]:
             if name in function.__globals__:
                 yield f"{name} = {_text(function.__globals__[name], f'{where}: {name}')}"
             elif not hasattr(builtins, name):
-                raise TypeError(f"{where}: {name} has to be defined above it")
+                raise TypeError(f"{where}: {name} must be defined above it")
 
 
 def _globals(code: CodeType) -> set[str]:
-    """The global names that a code refers to; dis.get_instructions finds the same in 40 times as long."""
+    """Returns the global names that a code object refers to; like dis.get_instructions, but 40 times faster."""
     names, extended = set(), 0
     for op, arg in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         arg |= extended
@@ -192,7 +193,7 @@ def _globals(code: CodeType) -> set[str]:
 
 
 def _text(value: Any, where: str) -> str:
-    """What a value is stamped by."""
+    """Returns the text by which a value is stamped."""
     if isinstance(value, _VALUES):
         return repr(value)
     if isinstance(value, tuple):
@@ -212,7 +213,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def address(function: Any, *args: Any) -> int:
-    """Where the code of a ``stage`` for arguments like these is; it is compiled where it is not there yet."""
+    """Returns the address of a ``stage`` function compiled for arguments like these; compiles it if necessary."""
     kinds = tuple(map(typeof, args))
     function.compile(kinds)
     found = function.overloads[kinds]
@@ -222,12 +223,13 @@ def address(function: Any, *args: Any) -> int:
 @intrinsic
 @_stamped
 def call(typing, where, like, args):  # type: ignore[no-untyped-def]
-    """In compiled code: what the function at an ``address`` returns. By its name it would be optimised once more, as a
-    part of what calls it.
+    """Calls the function at an ``address`` from compiled code.
+
+    A call by name would make LLVM optimize the function again as a part of its caller.
 
     Args:
-        like: of the type of what it returns.
-        args: a tuple, of the very types that ``address`` was asked for.
+        like: A value of the return type.
+        args: A tuple of exactly the argument types that were passed to ``address``.
     """
     kinds = [_types.unliteral(kind) for kind in args]
     returned = _types.Tuple([_types.unliteral(kind) for kind in like])

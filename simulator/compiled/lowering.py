@@ -1,6 +1,6 @@
-"""What the event loop reads of a plan: gaps, gates and segments, made once a call. README.md draws them.
+"""Lowers a plan for the event loop: gaps, gates and segments, once per call. README.md shows them.
 
-The arguments are those of ``score_plans``; ``by_row`` says when gaps end where the plan recomputes.
+Parameters are those of ``score_plans``. For plans that recompute, ``by_row`` has the ends of the gaps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
 
 @stage(entry=True)
 def swap_residency(kernels, tensors, rows, planned):
-    """Fills ``planned`` for a plan of swaps: live bytes less what is away."""
+    """Fills ``planned`` for a plan of swaps: live bytes minus evicted bytes."""
     n, live = planned.size - 1, kernels[LIVE]
     for k in range(n + 1):
         planned[k] = 0
@@ -38,7 +38,7 @@ def swap_residency(kernels, tensors, rows, planned):
 
 @stage
 def _since_write(graph, begin, end, after, n):
-    """Kernels from the last of the writes graph[begin:end] to kernel ``after``, over the boundary where need be."""
+    """Returns the kernels from the last of the writes graph[begin:end] to ``after``, over the boundary if needed."""
     since = after - graph[end - 1] + n if begin < end else NEVER // 2
     for i in range(begin, end):
         if graph[i] <= after:
@@ -48,7 +48,7 @@ def _since_write(graph, begin, end, after, n):
 
 @stage
 def _enter(heads, following, rows, k, entry):
-    """Puts an entry into the list of kernel k, by tensor."""
+    """Inserts an entry into the list of kernel k, ordered by tensor."""
     t, at, before = rows[entry >> 1, TENSOR], heads[k], -1
     while at >= 0 and rows[at >> 1, TENSOR] < t:
         before, at = at, following[at]
@@ -61,19 +61,19 @@ def _enter(heads, following, rows, k, entry):
 
 @stage(inline=True)
 def is_swap(rows, r):
-    """Is row r a swap, of either kind?"""
+    """Returns whether row r is a swap, with or without ``sync``."""
     return rows[r, KIND] & 1 == 0
 
 
 @jit
 def copied_at(rows, r):
-    """plan.copied_at: the kernel at whose end the copy of a swap is issued."""
+    """Returns the kernel at whose end the copy of a swap is issued (Swap.copied_at)."""
     return rows[r, WHEN] if rows[r, WHEN] >= 0 else rows[r, AFTER]
 
 
 @jit
 def grouped(keys, n):
-    """Indices by their key from 0 to n - 1, in order: those of key k are items[at[k]:at[k + 1]]; -1 is no key."""
+    """Groups indices by their key in range(n): those of key k are items[at[k]:at[k + 1]], in order; -1 is no key."""
     at = np.zeros(n + 1, np.int64)
     for key in keys:
         if key >= 0:
@@ -90,7 +90,7 @@ def grouped(keys, n):
 
 @stage
 def sort(values, begin, end):
-    """Sorts values[begin:end]: a few, by insertion."""
+    """Sorts the few values[begin:end] by insertion."""
     for i in range(begin + 1, end):
         value, at = values[i], i
         while at > begin and values[at - 1] > value:
@@ -101,7 +101,7 @@ def sort(values, begin, end):
 
 @jit
 def swaps_of(rows, n, n_tensors):
-    """The rows that are swaps, by tensor and opening: those of tensor t are order[at[t]:at[t + 1]]."""
+    """Returns the rows that are swaps, by tensor and opening: those of tensor t are order[at[t]:at[t + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
         if is_swap(rows, r):
@@ -118,19 +118,19 @@ def swaps_of(rows, n, n_tensors):
 
 @jit
 def host_load(tensors, graph, rows, returns, n):
-    """The most bytes that the host holds for a plan at a time (schedule._on_host).
+    """Returns the largest number of bytes that the host holds for a plan (schedule._on_host).
 
     Args:
         returns: int64 (at least rows,), the kernels that end the gaps.
     """
     writes_at = graph[2 * n + 2 :]
     at, order = swaps_of(rows, n, tensors.shape[1])
-    held = np.zeros(2 * n + 1, np.int64)  # changes, and then bytes: of this iteration's kernels, and of the next one's
+    held = np.zeros(2 * n + 1, np.int64)  # changes, then bytes, at the kernels of this iteration and the next
     for i in range(order.size):
         r = order[i]
         t, copy = rows[r, TENSOR], copied_at(rows, r)
         kernels = (returns[r] - copy - 1) % n + 1
-        # On to the next copy of the tensor, if it is not written until then.
+        # Extend to the next copy of the tensor, if it is not written until then.
         last = i + 1 == at[t + 1]
         if not last or tensors[PERSISTENT, t]:
             ahead, clean = (copied_at(rows, order[at[t] if last else i + 1]) - copy - 1) % n + 1, True
@@ -151,19 +151,18 @@ def host_load(tensors, graph, rows, returns, n):
 def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps):
     """Fills the tables of a plan.
 
-    gaps: of the rows.
-    by_row[NEXT_OPEN]: lists by kernel, by_kernel[OPENS, k] is the first entry for the end of kernel k, the table has
-        the one after an entry; by tensor; -1 ends a list. Entry 2r: the gap of row r opens. 2r + 1: its early copy is
-        issued.
-    by_kernel[GATE]: nothing being away.
+    gaps: Gaps of the rows.
+    by_row[NEXT_OPEN]: Linked lists by kernel, ordered by tensor; by_kernel[OPENS, k] is the first entry for the end of
+        kernel k, -1 ends a list. Entry 2r: the gap of row r opens. Entry 2r + 1: its early copy is issued.
+    by_kernel[GATE]: Gates with nothing evicted.
     by_kernel[SEGMENT]: 1 where a segment starts.
-    by_tensor[COPIED]: of the tensors that are swapped, the position at which the newest host copy was made: _NO_COPY.
+    by_tensor[COPIED]: For swapped tensors, the position of the newest host copy: _NO_COPY.
 
     Args:
-        lowered: whether by_row has RETURNS and the like.
+        lowered: Whether by_row has RETURNS, BY_REMAT and AWAY_AT_START.
 
     Returns:
-        How many segments start, the bytes of all tensors that are swapped, whether a copy is issued an iteration before
+        The number of segments, the bytes of all swapped tensors, and whether a copy is issued in the iteration before
         its gap opens.
     """
     m, n = rows.shape[0], by_kernel.shape[1] - 1
@@ -220,8 +219,7 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
 
 @stage
 def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):
-    """Fills by_kernel[WAITS]: ns that each kernel takes longer by the events of copies (RULES.md, j); returns whether
-    there are any."""
+    """Fills by_kernel[WAITS]: ns that events of copies add to each kernel (RULES.md, j); returns whether any do."""
     if wait_ns == 0 and event_ns == 0:
         return False
     waits, gate = by_kernel[WAITS], by_kernel[GATE]
@@ -245,10 +243,9 @@ def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):
 
 @stage
 def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
-    """Makes a heap by by_row[READY] of the rows whose tensors are on the host at the start; returns its root and their
-    bytes.
+    """Builds a heap by by_row[READY] of the rows whose tensors are on the host at the start.
 
-    A copy that the iteration before would have issued is there, too.
+    Copies that the previous iteration would have issued exist, too. Returns the root, and the bytes of the tensors.
     """
     n, held, nbytes = by_kernel.shape[1] - 1, -1, 0
     gate, segment_of, copied = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED]
@@ -273,8 +270,10 @@ def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
 
 @stage
 def makes_copies(tensors, graph, rows, by_tensor, gaps, n):
-    """A swap between two uses of a persistent tensor may make a copy that is valid at the boundary, unlike at the
-    start. Returns the kernel from which on all such copies are issued; 0: there are none."""
+    """Returns the kernel from which on all copies are issued that are valid at the boundary but not at the start.
+
+    Swaps between two uses of a persistent tensor may make such copies. 0: none do.
+    """
     writes_at, settled = graph[2 * n + 2 :], 0
     for r in range(rows.shape[0]):
         if is_swap(rows, r):

@@ -1,9 +1,9 @@
-"""Plans with Recompute decisions, compiled: what schedule.lower says of them in bytes.
+"""Plans with Recompute decisions, compiled: the memory effects that schedule.lower derives.
 
-``lower_recomputations`` walks one iteration by the plan. ``_walk`` is that walk, over the kernels at which a gap opens
-or ends; the functions above it are what it does at one of them, in this order. by_tensor[AWAY] has the row that has a
-tensor away: r + 1 on the host, -r - 1 dropped, 0 none. What is noted of a tensor or a kernel for the chain of one
-kernel counts where its mark is that of the kernel; marks never come again, so that nothing need be cleared.
+``_walk`` walks through one iteration, over the kernels at which a gap opens or ends. The functions above it are its
+stages at one kernel, in this order. by_tensor[AWAY] has the row that evicts a tensor: r + 1 on the host, -r - 1
+dropped, 0 none. Records of a tensor or kernel for the chain of one kernel are valid if their mark is that of the
+kernel; marks are unique, so that nothing needs to be cleared.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from simulator.compiled.encoding import (
 
 _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 
-CHAIN = 10_000  # kernels of a chain whose times are added up
+CHAIN = 10_000  # most kernels of a chain whose times are summed
 
 
 @stage
 def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
-    """Adds the writers graph[begin:end] that run before ``before`` to ``pending``, each once for a mark."""
+    """Adds the writers graph[begin:end] before kernel ``before`` to ``pending``, each once per mark."""
     for i in range(begin, end):
         w = graph[i]
         if w < before and marked[w] != mark:
@@ -34,8 +34,10 @@ def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
 
 @stage
 def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):
-    """Makes the writers of what was dropped and is back at kernel k pending, the rows from ``ending`` on; returns how
-    many they are, and whether one of the rows has ``keep``."""
+    """Makes the writers of tensors that are recomputed for kernel k pending (rows from ``ending`` on).
+
+    Returns the number of writers, and whether any row has ``keep``.
+    """
     away, stays, next_end = by_tensor[AWAY], by_tensor[STAYS], by_row[NEXT_END]
     n_pending, keep, r = 0, False, ending
     while r >= 0:
@@ -50,11 +52,12 @@ def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark,
 
 @stage
 def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order):
-    """All that runs again for kernel k, into ``order``: what is pending, and the writers of what that reads and is not
-    present. Notes which of them uses each tensor last; what they read from the host comes back.
+    """Collects all kernels recomputed for kernel k in ``order``: pending ones, and writers of their missing inputs.
+
+    Records the last user of each tensor among them. Inputs on the host are swapped in.
 
     Returns:
-        How many, in order; the bytes that come back.
+        The number of kernels, in order, and the bytes swapped in.
     """
     n = order.size - 1
     results_at = graph[n + 1 :]
@@ -65,7 +68,7 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
     while n_pending:
         n_pending -= 1
         w = pending[n_pending]
-        # Sorted by insertion: mostly it is the first.
+        # Insertion sort: the new kernel is mostly the first.
         at = n_order
         while at > 0 and order[at - 1] < w:
             order[at] = order[at - 1]
@@ -94,7 +97,7 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
 
 @stage
 def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark):
-    """Notes which of the dropped tensors that the chain recovers stay with ``keep``: those that it writes whole."""
+    """Marks the dropped tensors that stay with ``keep``: those that the chain writes completely."""
     for i in range(n_order):
         w = order[i]
         for j in range(results_at[w], results_at[w + 1]):
@@ -109,10 +112,10 @@ def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, ma
 
 @stage
 def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):
-    """Writes the steps of a chain; what was dropped and stays is there again.
+    """Writes the steps of a chain; its kept tensors become resident.
 
     Returns:
-        The bytes that it adds to those that were there, at most, and in the end; ns.
+        The bytes that the chain adds at most, and in the end; its duration in ns.
     """
     away, holds, stays, used_last = by_tensor[AWAY], by_tensor[HOLDS], by_tensor[STAYS], by_tensor[USED_LAST]
     most = stay = lasts = 0
@@ -145,10 +148,10 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
 
 @stage
 def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """schedule._Walk, from what by_row[AWAY_AT_START] says; returns how many steps run again and their ns."""
+    """Walks like schedule._Walk, from by_row[AWAY_AT_START]; returns the number and the ns of recomputed kernels."""
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     results_at, writes_at = graph[n + 1 :], graph[2 * n + 2 :]
-    until_at = graph.size - (graph[n] - graph[0])  # from an input of a kernel to the last kernel at which it is as read
+    until_at = graph.size - (graph[n] - graph[0])  # offset from an input to its ``Program.available_until``
     until_at -= graph[0]
     size, live, planned = tensors[SIZE], kernels[LIVE], by_kernel[PLANNED]
     ends, opens, marked = by_kernel[ENDS], by_kernel[OPENS], by_kernel[MARKED]
@@ -164,7 +167,7 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
         if rows[r, KIND] == RECOMPUTE and rows[r, WHEN] >= 0:
             before = rows[r, WHEN]
         by_row[RETURNS, r], by_row[BY_REMAT, r] = before, 0
-        # Lists of rows by the kernel before which they end and after which they open.
+        # Lists of rows by the kernel before which they end, and by the kernel after which they open.
         next_end[r], ends[before] = ends[before], r
         next_open[r], opens[after] = opens[after], r
         ends[after] = max(ends[after], -1)
@@ -186,7 +189,7 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
             away_bytes -= fetched
             if keep:
                 _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark)
-        # What kernel k itself uses comes back.
+        # Tensors that kernel k itself uses are swapped in.
         r = ends[k]
         while r >= 0:
             t = rows[r, TENSOR]
@@ -215,12 +218,14 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
 
 @stage(entry=True)
 def rerun_times(durations, graph, tensor, before, marked, pending, out):
-    """ns of what runs again to have each ``tensor`` for the kernel ``before`` it, where nothing else is away, into
-    ``out``: residency.recompute_ns, or of its first CHAIN kernels.
+    """Fills ``out`` with the duration of recomputing each ``tensor`` for kernel ``before``, with nothing else evicted.
+
+    Equals residency.recompute_ns, limited to the first CHAIN kernels.
 
     Args:
-        durations: int64 (kernels,); ``graph``: as in ``score_plans``.
-        marked, pending: int64 (kernels,), the first of zeros.
+        durations: int64 (kernels,), ns.
+        graph: As in ``score_plans``.
+        marked, pending: int64 (kernels,), work arrays; ``marked`` is zero.
     """
     n = durations.shape[0]
     writes_at = graph[2 * n + 2 :]
@@ -241,14 +246,15 @@ def rerun_times(durations, graph, tensor, before, marked, pending, out):
 
 @stage(entry=True)
 def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """The schedule of a plan of swaps and recomputation: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
-    BY_REMAT, AWAY_AT_START.
+    """Lowers a plan of swaps and recomputations.
+
+    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START].
 
     Args:
-        kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps: as in ``score_plans``.
+        kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps: As in ``score_plans``.
 
     Returns:
-        How many steps run again, and their ns; ``steps`` was too short where they are as many as its rows, or more.
+        The number of recomputed kernels, and their ns. ``steps`` was too short if it has no more rows than that.
     """
     m = rows.shape[0]
     away, away_at_start = by_tensor[AWAY], by_row[AWAY_AT_START]

@@ -1,7 +1,7 @@
-"""Plans with Rerun decisions, compiled: what schedule.lower says of them, in bytes.
+"""Plans with Rerun decisions, compiled: the memory effects that schedule.lower derives.
 
-A version of a tensor is a slot of ``graph``: that of the writer in the tensor's list of writers. The versions that
-persistent tensors have at the start have no slot. Blocks are numbered: block x is that of the persistent tensor x.
+A version of a tensor is a slot of ``graph``: that of the writer in the tensor's list of writers. Initial versions of
+persistent tensors have no slot. Block x is that of the persistent tensor x.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENDS, OPENS, COPIES = range(3)
 
 @jit
 def _passes(rows, n, steps):
-    """Writes what runs again into ``steps``, in order: those for kernel k are steps[at[k]:at[k + 1]]."""
+    """Writes the recomputed kernels into ``steps``, in order: those for kernel k are steps[at[k]:at[k + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
         if rows[r, KIND] == RERUN:
@@ -37,7 +37,7 @@ def _passes(rows, n, steps):
 
 @stage(inline=True)
 def _slot_before(graph, writes_at, x, w):
-    """The last writer of tensor x before kernel w, as an index of ``graph``; -1: none."""
+    """Returns the last writer of tensor x before kernel w, as an index into ``graph``; -1: none."""
     slot = -1
     for i in range(writes_at[x], writes_at[x + 1]):
         if graph[i] < w:
@@ -47,15 +47,17 @@ def _slot_before(graph, writes_at, x, w):
 
 @jit
 def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
-    """Adds up the bytes that each step allocates and frees (``schedule._Walk``), by what by_row[AWAY_AT_START] and
-    by_row[RETURNS] say. Where a pass fetches a tensor before its gap ends, it notes so in by_row[RETURNS, BY_REMAT].
+    """Sums the bytes that each step allocates and frees (``schedule._Walk``).
+
+    Reads by_row[AWAY_AT_START] and by_row[RETURNS]. Records in by_row[RETURNS, BY_REMAT] if a pass swaps a tensor in
+    before its gap ends.
 
     Args:
-        away: int64 (tensors,) of -1: filled with the row that has a tensor on the host in the end.
+        away: int64 (tensors,), filled with -1; receives the row that has a tensor on the host at the end.
         allocated, freed: int64 (n + n_steps,) of zeros, filled.
 
     Returns:
-        Whether every step that runs again finds what it reads.
+        Whether every recomputed step finds its inputs.
     """
     m, n_tensors, size = rows.shape[0], tensors.shape[1], tensors[SIZE]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
@@ -63,13 +65,13 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
     for j in range(n_steps):
         room += results_at[steps[j, STEP_KERNEL] + 1] - results_at[steps[j, STEP_KERNEL]]
     nbytes, last, n_blocks = np.zeros(room, np.int64), np.zeros(room, np.int64), n_tensors
-    # The block that holds a version; that of a persistent tensor, unless it has been written.
+    # Block that holds a version; initially that of a persistent tensor.
     holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
-    # Of a pass, where ``mine`` is its kernel: the block that it has written, and the version in it.
+    # Within a pass, where ``mine`` is its kernel: the block that the pass has written, and the version in it.
     own, held, mine = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
     copied = np.zeros(n_tensors, np.bool_)  # schedule._Walk._copied
     fetched, n_fetched = np.empty(n_tensors, np.int64), 0
-    # Rows by the kernel that ends, opens, copies: the first one, and the one after a row.
+    # Linked lists of rows by the kernel that ends, opens or copies: the first row, and the next one.
     heads, following = np.full((3, n), -1, np.int64), np.empty((3, m), np.int64)
     for r in range(m):
         if is_swap(rows, r):
@@ -87,7 +89,7 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
     for s in range(n + n_steps):
         again = j < n_steps and steps[j, STEP_FOR] == k
         w = steps[j, STEP_KERNEL] if again else k
-        if not again:  # what its pass has fetched stays
+        if not again:  # tensors swapped in for the pass stay
             for i in range(n_fetched):
                 away[fetched[i]], copied[fetched[i]] = -1, False
             n_fetched, r = 0, heads[ENDS, k]
@@ -127,7 +129,7 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
                 there = holder[before] if before >= 0 else original[x]
             if again:
                 replaced = not tensors[PERSISTENT, x] and not copied[x]
-                if not tensors[PERSISTENT, x] and before >= 0:  # it goes on writing
+                if not tensors[PERSISTENT, x] and before >= 0:  # not the first writer
                     possible &= ours and held[x] == before
                 if replaced and ours and holder[held[x]] == there:
                     holder[held[x]] = -1
@@ -159,16 +161,17 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
 
 @jit
 def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
-    """The schedule of a plan of swaps and kernels that run again: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
-    BY_REMAT, AWAY_AT_START.
+    """Lowers a plan of swaps and reruns.
+
+    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START].
 
     Args:
-        kernels, tensors, graph, rows, by_kernel, by_row: as in ``score_plans``.
-        steps: as there, of one more than the rows at least.
+        kernels, tensors, graph, rows, by_kernel, by_row: As in ``score_plans``.
+        steps: As in ``score_plans``, with at least one more row than ``rows``.
 
     Returns:
-        ``kernels`` with what they free under the plan, and how many steps run again; -1: one of them cannot, because
-        what it reads is not there.
+        ``kernels`` with the bytes that they free under the plan, and the number of recomputed kernels; -1: an input of
+        one of them is missing.
     """
     n, m, size = kernels.shape[1] - 1, rows.shape[0], tensors[SIZE]
     at = _passes(rows, n, steps)

@@ -1,4 +1,4 @@
-"""Plans, one after the other, from rows to figures: what ``Engine`` calls."""
+"""Scores plans one after the other; called by ``Engine``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from simulator.compiled.encoding import (
 
 @stage
 def _issued(kernels, steps, count, swaps):
-    """The sum of ``Schedule.issues``. The plan has so many swaps, and runs the first ``count`` of ``steps`` again."""
+    """Returns the sum of ``Schedule.issues`` for ``swaps`` swaps and the first ``count`` recomputed ``steps``."""
     found, durations = 2 * swaps, kernels[DURATION]
-    for k in range(durations.size):  # the last is none, and takes no time
+    for k in range(durations.size):  # the last entry is padding of duration 0
         found += durations[k] > 0
     for j in range(count):
         found += durations[steps[j, STEP_KERNEL]] > 0
@@ -31,17 +31,17 @@ def score_plans(
     """Scores the plans rows[ends[i]:ends[i + 1]] from i = ``first`` on.
 
     Args:
-        kernels, tensors: see encoding.py.
-        graph: ``ragged`` inputs and outputs of the kernels, writers of the tensors; then for each of the inputs, in
-            that order, the last kernel at which the tensor is there as the kernel read it.
-        n_steps: how many ``steps`` ``lower_reruns`` has made for the only plan; -1: none; None: there are plans of
-            swaps only (so that nothing else is compiled).
-        limit_until, cutoff, iterations, log: as for ``event_loop``.
-        by_kernel, by_segment, by_tensor, by_row, gaps, steps, states: what it works on.
+        kernels, tensors: See encoding.py.
+        graph: ``ragged`` inputs and outputs of the kernels and writers of the tensors; then, for each input in this
+            order, ``Program.available_until``.
+        n_steps: Number of ``steps`` that ``lower_reruns`` made for the only plan; -1: none; None: only plans of swaps,
+            so that nothing else is compiled.
+        limit_until, cutoff, iterations, log: As in ``event_loop``.
+        by_kernel, by_segment, by_tensor, by_row, gaps, steps, states: Work arrays.
         results: int64 (plans, 5), filled.
 
     Returns:
-        The first plan that has no result (its status says why), or how many there are; the entries of the log.
+        The first plan without a result (its status gives the reason) or the number of plans; the number of log entries.
     """
     n, n_log = by_kernel.shape[1] - 1, 0
     limit, planned = settings[LIMIT], by_kernel[PLANNED]
@@ -79,7 +79,7 @@ def score_plans(
             issue_ns = settings[ISSUE_NS] * _issued(kernels, steps, count, swaps) if settings[ISSUE_NS] > 0 else 0
             if status == DONE and issue_ns >= cutoff:
                 status = SLOWER
-            elif status == DONE and swaps == 0 and log.shape[0] == 0 and issue_ns == 0:  # nothing waits
+            elif status == DONE and swaps == 0 and log.shape[0] == 0 and issue_ns == 0:  # no waits
                 lasts += kernels[BEGINS, n]
                 result[ITERATION_NS], result[PEAK], result[PERIOD] = lasts, required, 1
                 if result[ITERATION_NS] >= cutoff:
@@ -100,13 +100,13 @@ def score_one(
     where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
     states, results, log, plan, rows, cutoff,
 ):  # fmt: skip
-    """``Engine.score`` of the first ``rows`` of ``plan``, in compiled code, by the ``score_plans`` that is ``where``.
+    """Scores the first ``rows`` of ``plan`` like ``Engine.score``, from compiled code.
 
     Args:
-        where to log: ``Engine.direct``.
+        where to log: Result of ``Engine.direct``; ``where`` is the address of ``score_plans``.
 
     Returns:
-        ns of the iteration, NEVER where it is infeasible; -1 where only ``Engine.score`` can tell.
+        Iteration time in ns, NEVER if infeasible; -1 if only ``Engine.score`` can tell.
     """
     n = by_kernel.shape[1] - 1
     ends[1] = rows

@@ -1,7 +1,7 @@
-"""Kernels in segments, and what rule 5 asks of them: does a swap-in fit until its use?
+"""Segments of kernels, which answer rule 5 quickly: does a swap-in fit until its use?
 
-README.md draws the segments. A segment is a run of kernels between two at which a gap ends. The largest value of each
-group of them is kept, so that a question takes a few steps instead of one a kernel.
+A segment is a range of kernels between two consecutive ends of gaps (README.md). Maxima of groups of segments or
+kernels are stored, so that a query takes a few steps instead of one per kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from simulator.compiled.jit import stage
 
 @stage(inline=True)
 def _bits(values):
-    """Value i is in group i >> bits. Groups are small, unless very many would have to be looked at."""
+    """Returns b such that value i is in group i >> b; groups are small unless values are very many."""
     return 5 if values.size < 1 << 13 else 6 if values.size < 1 << 15 else 8
 
 
@@ -22,8 +22,8 @@ def _bits(values):
 def _group(values, tops, added, count):
     """Groups the first ``count`` values.
 
-    tops: the largest value of each group.
-    added: to be added to all values of a group, and in its top: nothing yet.
+    tops: Largest value of each group.
+    added: Pending increment of all values of a group, included in its top: initially 0.
     """
     bits = _bits(values)
     for g in range((count + (1 << bits) - 1) >> bits):
@@ -35,17 +35,17 @@ def _group(values, tops, added, count):
 
 @stage
 def segments(enforced, by_kernel, by_segment, n_segments):
-    """The segments. Kernels n to 2n - 1 and segments S to 2S - 1 are those of the next iteration, S = ``n_segments``.
+    """Builds the segments. Kernels n to 2n - 1 and segments S to 2S - 1 are in the next iteration, S = ``n_segments``.
 
-    by_kernel[SEGMENT]: the segment of a kernel, n + 1 of them.
-    by_segment[FIRST_OF]: the first kernel of a segment, and 2n.
-    by_segment[HIGHEST]: the largest of ``enforced`` in a segment.
-    by_segment[EXPECTED]: the same plus the bytes that came back early: none yet.
-    by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: groups of EXPECTED.
-    by_kernel[KERNEL_TOPS, KERNEL_ADDED]: groups of ``enforced``, made when asked for; the last top says whether.
+    by_kernel[SEGMENT]: Segment of each kernel, (n + 1,).
+    by_segment[FIRST_OF]: First kernel of each segment, then 2n.
+    by_segment[HIGHEST]: Maximum of ``enforced`` in each segment.
+    by_segment[EXPECTED]: HIGHEST plus the bytes swapped in early: initially none.
+    by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: Groups of EXPECTED.
+    by_kernel[KERNEL_TOPS, KERNEL_ADDED]: Groups of ``enforced``, built on demand; the last top is a flag.
 
     Args:
-        enforced: int64 (n + 1,), planned residency, far below 0 where the limit does not count.
+        enforced: int64 (n + 1,), planned residency, far below 0 where the limit is not enforced.
     """
     n = enforced.size - 1
     segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
@@ -69,14 +69,14 @@ def segments(enforced, by_kernel, by_segment, n_segments):
 
 @stage
 def _expected(by_segment, s):
-    """Bytes that are expected at most in segment s."""
+    """Returns the largest number of bytes expected in segment s."""
     expected = by_segment[EXPECTED]
     return expected[s] + by_segment[SEGMENT_ADDED, s >> _bits(expected)]
 
 
 @stage
 def next_segments(by_segment, n_segments):
-    """The next iteration's segments become this one's; what comes back early there counts on, in no group."""
+    """Shifts the segments by one iteration; early swap-ins of the next iteration keep their weight, in no group."""
     highest, expected = by_segment[HIGHEST], by_segment[EXPECTED]
     for s in range(n_segments):
         expected[s], expected[n_segments + s] = _expected(by_segment, n_segments + s), highest[s]
@@ -85,7 +85,7 @@ def next_segments(by_segment, n_segments):
 
 @stage
 def _last_above(values, tops, added, begin, end, bound):
-    """The last index in values[begin:end], in groups, of more than ``bound``; -1: none. A top may be more than any."""
+    """Returns the last index in values[begin:end] above ``bound``; -1: none. Group tops are upper bounds."""
     at, bits = end - 1, _bits(values)
     while at >= begin:
         g = at >> bits
@@ -99,14 +99,17 @@ def _last_above(values, tops, added, begin, end, bound):
     return -1
 
 
-@stage(inline=True)  # the call would push some thirty words
+@stage(inline=True)  # a call would push some thirty words
 def obstacle_of(segment_of, by_kernel, by_segment, enforced, at, due, fits, required):
-    """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
-    back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""
+    """Returns the last kernel that prevents a swap-in by rule 5; -1: none.
+
+    These are kernels from ``at`` up to segment ``due`` at which planned residency and early swap-ins exceed ``fits``.
+    Kernels of the next iteration have indices from n on.
+    """
     highest, expected, first = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[FIRST_OF]
     segment, kernel, n = segment_of[at], -1, enforced.size - 1
     here = _expected(by_segment, segment)
-    # A bound that often holds: all that came early beside the worst of all kernels.
+    # Quick upper bound: all early swap-ins on top of the worst kernel.
     if segment < due and required + here - highest[segment] > fits:
         later = _last_above(
             expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits
@@ -126,15 +129,17 @@ def obstacle_of(segment_of, by_kernel, by_segment, enforced, at, due, fits, requ
 
 @stage
 def weigh(by_segment, begin, due, nbytes):
-    """So many bytes come back early and weigh on the segments from ``begin`` up to ``due``; and on some before, which
-    are over: nobody asks for them again."""
+    """Adds an early swap-in of ``nbytes`` to the segments from ``begin`` up to ``due``.
+
+    May also change earlier segments, which are no longer queried.
+    """
     expected, tops, added = by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED]
     bits = _bits(expected)
     last = due >> bits
     for g in range(begin >> bits, last):
         tops[g] += nbytes
         added[g] += nbytes
-    part, top = expected[max(begin, last << bits) : due], -NEVER  # LLVM makes gathers of expected[j]
+    part, top = expected[max(begin, last << bits) : due], -NEVER  # expected[j] would compile to gathers
     for j in range(part.size):
         part[j] += nbytes
         top = max(top, part[j])

@@ -1,4 +1,4 @@
-"""When iterations repeat (rule 10): the state at an instant, and whether it is one that there was before."""
+"""Detects repeating iterations (rule 10): compares states at boundaries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from simulator.compiled.jit import stage
 
 @stage
 def note_state(state, m, lasts, child, queue, head, tail):
-    """Writes who is away into ``state``: by row, 1 on the host, 2 and more in the queue, 0 neither.
+    """Writes the status of each row into ``state``: 1 on the host, 2 and more in the queue, 0 neither.
 
-    The loop adds, below 0, what a copy under way still takes; and the last columns (encoding.LEAD).
+    The event loop adds the remaining time of copies in flight as negative values, and the last columns (encoding.LEAD).
     """
     for r in range(m):
         state[r] = child[r] != OUTSIDE
@@ -22,7 +22,7 @@ def note_state(state, m, lasts, child, queue, head, tail):
 
 @stage
 def alike(one, two, columns):
-    """Are the first columns of two states the same?"""
+    """Returns whether the first ``columns`` of two states are equal."""
     c = 0
     while c < columns and one[c] == two[c]:
         c += 1
@@ -31,7 +31,7 @@ def alike(one, two, columns):
 
 @stage
 def period_of(states, i, m):
-    """rules._period after iteration i; the last column has what each iteration lasted."""
+    """Returns rules._period after iteration i; the last column is the duration of each iteration."""
     slowest, period, j = 0, 0, i - 1
     while j >= 0:
         slowest = max(slowest, states[j + 1, m + LASTED])

@@ -1,7 +1,7 @@
-"""``start``: what almost every command needs is compiled in another process, while the command imports and captures.
+"""``start``: compiles common code in another process, while the command imports modules and captures a program.
 
-It is ``score_plans`` for plans of swaps. The command goes on; when it comes to need it before it is there, it waits as
-for any other process (jit.py), and if that fails, it compiles it itself.
+The code is ``score_plans`` for plans of swaps. If the command needs it earlier, it waits as for any other process
+(jit.py); if the process fails, the command compiles the code itself.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start() -> subprocess.Popen[bytes] | None:
-    """Starts the process, unless one is at work, the cache has what it would compile, or no core is to spare.
+    """Starts the process, unless one is running, the cache already has the code, or no core is free.
 
-    It is silent, and ends with this one at the latest.
+    The process prints nothing and ends with this one at the latest.
     """
     if busy() or cores() < 2 or _cached():
         return None
@@ -48,14 +48,14 @@ def start() -> subprocess.Popen[bytes] | None:
         )  # fmt: skip
     except OSError:
         return None
-    threading.Thread(target=process.wait, daemon=True).start()  # that it leaves no zombie
+    threading.Thread(target=process.wait, daemon=True).start()  # avoids a zombie process
     atexit.register(_end, process)
     _started.append(process)
     return process
 
 
 def busy() -> bool:
-    """Whether it is still compiling: what needs no simulator is best done now."""
+    """Returns whether the process is still compiling."""
     return any(process.poll() is None for process in _started)
 
 
@@ -65,7 +65,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cached() -> bool:
-    """Whether ``score_plans`` has been compiled for plans of swaps."""
+    """Returns whether ``score_plans`` is compiled for plans of swaps."""
     return any(types.none in key[0] for key in score_plans._cache._cache_file._load_index())
 
 

@@ -1,1 +1,1 @@
-"""Moves between plans, for searches and environments over whole plans, and what a network reads of a plan's gaps."""
+"""Moves between plans for searches and environments, and a graph of a plan's gaps as input for networks."""

@@ -1,13 +1,11 @@
-"""A planning task as a graph: its gaps, the iteration in ``BINS`` bins of time, and what joins them.
+"""Planning task as a graph: its gaps, the iteration in ``BINS`` time bins, and their edges; input of policy_net.py.
 
-What the policy (policy_net.py) sees. Sizes are over the most that the program is above the limit, times over the ideal
-iteration, both also through a logarithm, so that nothing depends on how large a program is. Shapes: G gaps (those of
-``Moves``, which can be emptied), K kernels.
+Sizes are relative to the largest excess of the program over the limit, times to the ideal iteration. Both also appear
+as logarithms, so that features are scale-free. Shapes: G gaps (those of ``Moves`` that can be emptied), K kernels.
 
-Edges: *next*, from a gap to the following one of its tensor; *chain*, from a gap to one that has an input of its
-producer away when it ends; and how much of each bin each gap covers. The columns that depend on what has been decided
-(``state``) come last: what was decided of the gap, and what is still over the limit; of a bin, that too, and the copies
-that wait for the link.
+Edges: *next*, from a gap to the following one of its tensor; *chain*, from a gap to one whose producer has an input
+evicted by the former at its end; *cover*, the share of each bin that each gap covers. Columns that depend on decisions
+(``state``) come last: the decision per gap, the remaining excess, and per bin the copies queued on the link.
 """
 
 from __future__ import annotations
@@ -28,25 +26,25 @@ from simulator.residency import residency
 BINS = 64
 UNDECIDED = -1
 KINDS, TENSORS = sorted(KERNEL_KINDS), sorted(TENSOR_KINDS)
-STATE, BIN_STATE = 9, 7  # columns that depend on what has been decided
+STATE, BIN_STATE = 9, 7  # number of columns that depend on decisions
 BIN_STATIC = 5
 
 Floats = NDArray[np.float32]
-Choices = NDArray[np.int64]  # (G,): a way of each gap, or UNDECIDED
+Choices = NDArray[np.int64]  # (G,): choice for each gap, or UNDECIDED
 
 
 class GapGraph:
-    """A task's graph.
+    """Graph of a planning task.
 
     Args:
-        moves: of the program at the limit, in the mode that is planned.
+        moves: Moves of the program at the limit, in the mode that is planned.
 
     Attributes:
-        static: (G, F) columns of the gaps that no decision changes.
-        ways: (G, 4) bool, which ways a gap has (STAYS included).
+        static: (G, F) columns of the gaps that do not depend on decisions.
+        ways: (G, 4) bool, choices that each gap has (STAYS included).
         cover: (G, BINS) share of each bin in which the gap is open.
         next, chain: (2, E) edges from gap to gap.
-        excess: bytes, the most that the program is over the limit.
+        excess: Largest excess of the program over the limit, in bytes.
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, moves: Moves, mode: str) -> None:
@@ -71,7 +69,7 @@ class GapGraph:
             np.minimum((start[k] / self.ideal * BINS).astype(np.int64), BINS - 1) for k in (self.after + 1, self.before)
         )
         inside = np.minimum(start[1:, None], edges[1:]) - np.maximum(start[:-1, None], edges[:-1])
-        self._share = np.maximum(inside, 0) / (self.ideal / BINS)  # (K, BINS) of the bin's time
+        self._share = np.maximum(inside, 0) / (self.ideal / BINS)  # (K, BINS) share of the bin's time
         self._hit = self._share > 0
         self.cover = self._covered(start, edges)
         self._producer = _producers(program, gaps)
@@ -84,7 +82,7 @@ class GapGraph:
         return len(self.nbytes)
 
     def _covered(self, start: NDArray[np.float64], edges: NDArray[np.float64]) -> Floats:
-        """How much of each bin each gap has."""
+        """Returns the share of each bin that each gap covers."""
         opens, closes = start[self.after + 1][:, None], start[self.before][:, None]
         wraps = self.after >= self.before
         low, high = edges[:-1], edges[1:]
@@ -99,7 +97,11 @@ class GapGraph:
         self, program: Program, machine: Machine, mode: str, tensor: Choices, start: NDArray[np.float64],
         over: NDArray[np.int64], dead: NDArray[np.float64],
     ) -> Floats:  # fmt: skip
-        """The columns of the gaps, (G, F); ``dead``: inputs of their producers that are gone when they end."""
+        """Returns the static columns of the gaps, (G, F).
+
+        Args:
+            dead: Inputs of each gap's producers that are freed when the gap ends.
+        """
         ideal, total, excess = self.ideal, self.total, self.excess
         size = self.nbytes.astype(np.float64)
         out, back = self.out_ns, self.back_ns
@@ -151,14 +153,14 @@ class GapGraph:
         return both.astype(np.float32)
 
     def _within(self, of_kernel: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(G,) the sum of (K,) over the kernels at which each gap is open."""
+        """Returns (G,) sums of (K,) over the kernels at which each gap is open."""
         until = np.concatenate([[0.0], np.cumsum(of_kernel)])
         found: NDArray[np.float64] = until[self.before] - until[self.after + 1]
         found[self.after >= self.before] += until[-1]
         return found
 
     def _rerun_ns(self, program: Program) -> NDArray[np.float64]:
-        """(G,) ns of the kernels that run again for each gap, where nothing else is away; else 0."""
+        """Returns (G,) ns of recomputing each gap's tensor with nothing else evicted, else 0."""
         out = np.zeros(len(self))
         chosen = np.flatnonzero(self.ways[:, RECOMPUTED])
         if len(chosen):
@@ -166,7 +168,7 @@ class GapGraph:
         return out
 
     def _chain(self, program: Program) -> tuple[Choices, NDArray[np.float64]]:
-        """The edges (2, E); and (G,) how many inputs of a gap's producer are gone, so that they run again, too."""
+        """Returns the edges (2, E), and (G,) the number of inputs of a gap's producer that must be recomputed, too."""
         of: dict[int, list[int]] = {}
         for i, gap in enumerate(self.gaps):
             of.setdefault(gap.tensor, []).append(i)
@@ -185,24 +187,24 @@ class GapGraph:
         return np.array(pairs, np.int64).reshape(-1, 2).T, dead
 
     def _bins(self, over: NDArray[np.int64]) -> Floats:
-        """The columns of the bins that no decision changes, (BINS, BIN_STATIC)."""
+        """Returns the static columns of the bins, (BINS, BIN_STATIC)."""
         place = np.arange(BINS) / BINS
         columns = [self.live @ self._share / self.limit, self._most(over) / self.excess, np.sin(2 * np.pi * place),
                    np.cos(2 * np.pi * place), place]  # fmt: skip
         return np.stack(columns, 1).astype(np.float32)
 
     def _most(self, of_kernel: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(BINS,) the most of (K,) among the kernels of each bin."""
+        """Returns (BINS,) maxima of (K,) over the kernels of each bin."""
         most: NDArray[np.int64] = np.where(self._hit, of_kernel[:, None], 0).max(0, initial=0)
         return most
 
     def load(self, emptied: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """(K,) bytes at each kernel with the gaps ``emptied`` (G,), their tensors away without copies or chains."""
+        """Returns (K,) bytes at each kernel with the gaps ``emptied`` (G,), without copies or recomputation chains."""
         where = np.stack([self.after, self.before], 1)[emptied]
         return residency(self.live, where, self.nbytes[emptied])
 
     def state(self, decided: Choices) -> tuple[Floats, Floats]:
-        """The columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on what is ``decided``."""
+        """Returns the columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on decisions."""
         g = len(self)
         left = np.maximum(self.load(decided > STAYS) - self.limit, 0)
         need, most = np.zeros(g), np.zeros(g, np.int64)
@@ -223,13 +225,13 @@ class GapGraph:
 
 
 def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float64]:
-    """sign(x) · log(1 + scale · |x|)."""
+    """Returns sign(x) · log(1 + scale · |x|)."""
     found: NDArray[np.float64] = np.sign(x) * np.log1p(np.abs(x) * scale)
     return found
 
 
 def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The place of each among all, from 0 to 1."""
+    """Returns the rank of each value, scaled to [0, 1]."""
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
     middle = np.cumsum(counts) - (counts - 1) / 2  # the mean rank of equal values
     found: NDArray[np.float64] = (middle[which] - 0.5) / max(len(x), 1)
@@ -237,14 +239,14 @@ def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _before(key: Choices, amount: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(G,) the amounts of all whose key is not larger, ties in their order."""
+    """Returns (G,) cumulative amounts in order of key, up to and including each gap; ties in their order."""
     out, order = np.empty(len(key)), np.argsort(key, kind="stable")
     out[order] = np.cumsum(amount[order])
     return out
 
 
 def _queue(arrives: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(BINS,) what waits for the link at the end of each bin, where ``arrives`` of the iteration comes in each."""
+    """Returns (BINS,) the queue on the link after each bin; ``arrives`` is in shares of an iteration."""
     out, waits = np.zeros(BINS), 0.0
     for i, more in enumerate(arrives.tolist()):
         waits = max(0.0, waits + more - 1 / BINS)
@@ -253,14 +255,14 @@ def _queue(arrives: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _copies(machine: Machine, nbytes: Choices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """ns of the copies of each size to the host and back."""
+    """Returns the ns of the copies of each size to the host and back."""
     sizes, which = np.unique(nbytes, return_inverse=True)
     out, back = (np.array([copy(int(s)) for s in sizes], np.float64) for copy in (machine.d2h_ns, machine.h2d_ns))
     return out[which], back[which]
 
 
 def _producers(program: Program, gaps: list[Gap]) -> Choices:
-    """(G,) the kernel that wrote what a gap empties; the last writer where that was in the iteration before."""
+    """Returns (G,) the last kernel that wrote a gap's tensor, in this iteration or the previous one."""
     out = np.zeros(len(gaps), np.int64)
     for i, gap in enumerate(gaps):
         writer = program.version(gap.tensor, gap.after + 1)
@@ -269,14 +271,14 @@ def _producers(program: Program, gaps: list[Gap]) -> Choices:
 
 
 def _next(gaps: list[Gap]) -> Choices:
-    """(2, E) from each gap to the following one of its tensor."""
+    """Returns (2, E) edges from each gap to the following one of its tensor."""
     pairs = [(i, i + 1) for i in range(len(gaps) - 1) if gaps[i].tensor == gaps[i + 1].tensor]
     return np.array(pairs, np.int64).reshape(-1, 2).T
 
 
 @stage(entry=True)
 def inside(after, before, nbytes, over, duration, need, most):  # type: ignore[no-untyped-def]
-    """Of every gap: bytes x ns over the limit that it could relieve (``need``), and the most over it (``most``)."""
+    """Fills ``need`` and ``most`` per gap: bytes x ns over the limit that it could relieve, and the largest excess."""
     n = over.shape[0]
     for g in range(after.shape[0]):
         k = after[g] + 1

@@ -1,4 +1,4 @@
-"""The candidate gaps of a program and the plan that moves start from: the Python side of plan_moves.py."""
+"""Candidate gaps of a program and the current plan of a search: the Python interface of plan_moves.py."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Floats = NDArray[np.float64]
 
 
 class Moves:
-    """The candidate gaps of a program, the present plan of the search, and the one that it tries.
+    """Candidate gaps of a program, the current plan of the search, and the proposed plan.
 
     Args:
-        weights: float64[m, 4], how likely each way (SWAPPED, RECOMPUTED, KEPT) of each of the m gaps of
-            ``program.gaps(min_bytes)`` is picked; None: all alike.
+        weights: float64 (m, 4), relative probability of each choice (SWAPPED, RECOMPUTED, KEPT) for each of the m gaps
+            of ``program.gaps(min_bytes)``; None: uniform.
 
     Attributes:
-        gaps: those that can be emptied in at least one way.
-        weights: float64[len(gaps), 4], as above; may be changed.
-        limit: bytes, which the residency of a proposed plan keeps within; may be changed.
+        gaps: Gaps that can be emptied in at least one way.
+        weights: float64 (gaps, 4), as above; may be changed.
+        limit: Largest residency of a proposed plan in bytes; may be changed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Moves:
         self._own(seed)
 
     def _own(self, seed: int) -> None:
-        """What no two searches share."""
+        """Creates the attributes that searches do not share."""
         self._rng = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self._now, self._tried = self._empty(), self._empty()
         room = len(self.gaps) + 2 * plan_moves.PRUNE + 8
@@ -68,27 +68,27 @@ class Moves:
 
     @property
     def rows(self) -> Ints:
-        """int64[len(gaps), 6]: a row per gap, whether it is in use or not."""
+        """Rows of all gaps, in use or not, int64 (gaps, 6)."""
         return self._now.rows
 
     @property
     def on(self) -> NDArray[np.bool_]:
-        """bool[len(gaps)]: gaps that the plan empties."""
+        """Gaps that the plan empties, bool (gaps,)."""
         return self._now.on
 
     @property
     def load(self) -> NDArray[np.int64]:
-        """int64[n]: planned residency per kernel."""
+        """Planned residency, int64 (kernels,)."""
         return self._now.load
 
     def fork(self, seed: int) -> Moves:
-        """Moves of the same gaps, with a plan and random numbers of their own; the weights are shared."""
+        """Returns moves of the same gaps with a separate plan and random state; the weights are shared."""
         out = copy.copy(self)
         out._own(seed)
         return out
 
     def takes(self, rows: Ints | None) -> TypeGuard[Ints]:
-        """Is there a plan of ``rows``, and are they all of candidates, which moves may change?"""
+        """Returns whether ``rows`` is a plan of candidate gaps, which moves can change."""
         return (
             rows is not None
             and bool(np.isin(rows[:, KIND], (SWAP, RECOMPUTE)).all())
@@ -96,7 +96,7 @@ class Moves:
         )
 
     def reset(self, rows: Ints) -> None:
-        """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""
+        """Sets the current plan to ``rows``, int64 (k, 6), of candidate gaps."""
         self._now = self._empty()
         which = [self.index[key] for key in map(tuple, rows[:, [TENSOR, BEFORE]].tolist())]
         self._now.rows[which], self._now.on[which] = rows, True
@@ -106,38 +106,38 @@ class Moves:
         self._scratch.differ[0] = -1
 
     def plan(self) -> Ints:
-        """int64[k, 6]: the rows in use, a copy."""
+        """Returns a copy of the rows in use, int64 (k, 6)."""
         return self.rows[self.on]
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The arguments of ``plan_moves.propose``."""
+        """Arguments of ``plan_moves.propose``."""
         gaps = self._gaps._replace(weights=self.weights)
         return self._rng, self.limit, gaps, self._now, self._tried, self._scratch
 
     def propose(self) -> Ints | None:
-        """int64[k, 6]: a neighbouring plan whose residency fits, a copy; None when ``TRIES`` moves in a row did not."""
+        """Returns a copy of a neighbor plan that fits, int64 (k, 6); None after ``TRIES`` moves without one."""
         rows = plan_moves.propose(*self.arrays)
         return self.proposed(rows).copy() if rows >= 0 else None
 
     def proposed(self, rows: int) -> Ints:
-        """int64[rows, 6]: the plan that was proposed last, of so many rows; to be read before the next."""
+        """Returns the last proposed plan, int64 (rows, 6); valid until the next proposal."""
         return self._scratch.plan[:rows]
 
     def accept(self) -> None:
-        """Goes to the plan that was proposed last."""
+        """Makes the last proposed plan the current one."""
         self._now, self._tried = self._tried, self._now
 
 
 def since_write(program: Program, gap: Gap) -> int:
-    """Kernels from the last write of the content that a gap empties to the gap, and not over its own end."""
+    """Returns the kernels from the last write of a gap's tensor to the gap, bounded by the gap's own end."""
     n, t = len(program.kernels), gap.tensor
     back = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]
     return min([*back, (gap.after - gap.before) % n])
 
 
 def _earlier(program: Program, gaps: list[Gap]) -> NDArray[np.int64]:
-    """int64[gaps]: the gap of the same tensor before each, of the iteration before where it lives that long; or -1."""
+    """Returns int64 (gaps,) the previous gap of the same tensor, of the previous iteration if persistent; or -1."""
     out = np.full(len(gaps), -1, dtype=np.int64)
     of: dict[int, list[int]] = {}
     for i in sorted(range(len(gaps)), key=lambda i: gaps[i].after):

@@ -1,13 +1,12 @@
 """Compiled moves between plans, used by annealing, by the policy's search and by ``GpuMemoryEdit-v0``.
 
 A plan is one row per candidate gap, switched on or off, with its planned residency (without the memory of recomputation
-chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks the limit is
+chains, which the simulator adds). Only plans whose residency fits are proposed: a move that exceeds the limit is
 repaired by emptying random gaps that are open where the load is largest. Moves:
 
 - fill: an emptied gap is filled, then the plan is repaired;
-- empty: a gap is emptied, then emptied ones are filled at random while the limit holds;
-- shift: a tensor leaves some kernels later, so that others go before it on the FIFO, its copy to the host is issued
-  earlier, while it is read, or its swap-in when a chosen kernel ends; a tensor is recomputed earlier;
+- empty: a gap is emptied, then random emptied gaps are filled while the limit holds;
+- shift: ``after``, ``copy`` or ``prefetch`` of a swap changes, or ``at`` of a recomputation;
 - way: an emptied gap changes between swap, recompute, and recompute with ``keep``.
 """
 
@@ -23,26 +22,22 @@ from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, S
 from simulator.compiled.jit import stage
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 
-FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
+FILL, EMPTY = 0.4, 0.4  # probabilities of moves; the rest are shifts and ways
 PRUNE = 3  # gaps that an empty move tries to fill
-SHIFT = 8.0  # kernels, mean of a shift
-EARLY = 0.2  # how often a recomputed gap that is picked for a shift is shifted
+SHIFT = 8.0  # mean of a shift, in kernels
+EARLY = 0.2  # probability that a recomputed gap picked for a shift is shifted
 TRIES = 100  # moves tried before giving up
 
 
 class Gaps(NamedTuple):
-    """The m candidate gaps of a program with n kernels.
-
-    ways: the row of each way to empty a gap; weights: how likely it is picked; opens: the kernel after which a gap is
-    open; since: kernels from the last write to there; earlier: the gap of the tensor before it, or -1.
-    """
+    """The m candidate gaps of a program with n kernels."""
 
     nbytes: NDArray[np.int64]  # (m,)
-    ways: NDArray[np.int64]  # (m, 4, 6)
-    weights: NDArray[np.float64]  # (m, 4)
-    opens: NDArray[np.int64]  # (m,)
-    since: NDArray[np.int64]  # (m,)
-    earlier: NDArray[np.int64]  # (m,)
+    ways: NDArray[np.int64]  # (m, 4, 6) row of each way to empty a gap
+    weights: NDArray[np.float64]  # (m, 4) relative probability of each way
+    opens: NDArray[np.int64]  # (m,) kernel after which a gap is open
+    since: NDArray[np.int64]  # (m,) kernels from the last write to ``opens``
+    earlier: NDArray[np.int64]  # (m,) previous gap of the same tensor, or -1
 
 
 class PlanArrays(NamedTuple):
@@ -54,20 +49,21 @@ class PlanArrays(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """differ: how many gaps may differ between the present and the tried plan, and then which; first -1: any. row: a
-    row that is made; plan: the rows in use of the plan that was proposed last."""
+    """Work arrays of ``propose``."""
 
-    differ: NDArray[np.int64]
-    row: NDArray[np.int64]
-    plan: NDArray[np.int64]  # (m, 6)
+    differ: NDArray[np.int64]  # number of gaps in which ``new`` may differ from ``now``, then these; first -1: any
+    row: NDArray[np.int64]  # (6,) row under construction
+    plan: NDArray[np.int64]  # (m, 6) rows in use of the last proposed plan
 
 
 @stage(entry=True)
 def uniform(state):
-    """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
+    """Returns a uniform number in [0, 1), by xorshift64* (Vigna, 2016).
+
+    Passing a NumPy generator takes longer than making a move.
 
     Args:
-        state: uint64[1], not 0.
+        state: uint64 (1,), not 0.
     """
     x = state[0]
     x ^= x >> np.uint64(12)
@@ -79,7 +75,7 @@ def uniform(state):
 
 @stage
 def add_between(load, after, before, nbytes):
-    """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
+    """Adds ``nbytes`` to the load between ``after`` and ``before``, over the boundary if they wrap."""
     if after >= before:
         for k in range(before):
             load[k] += nbytes
@@ -90,13 +86,13 @@ def add_between(load, after, before, nbytes):
 
 @stage
 def _back(row):
-    """The kernel for which the tensor is there again."""
+    """Returns the kernel before which the tensor is resident again."""
     return row[WHEN] if row[KIND] == RECOMPUTE and row[WHEN] >= 0 else row[BEFORE]
 
 
 @stage
 def _differs(differ, i):
-    """Notes that gap i of the plan that is tried may not be as in the present one."""
+    """Records that gap i of the proposed plan may differ from the current one."""
     count = differ[0]
     if 0 <= count < differ.shape[0] - 1:
         differ[1 + count] = i
@@ -107,7 +103,7 @@ def _differs(differ, i):
 
 @stage
 def _start(now, new, differ):
-    """Makes the new plan as the present one."""
+    """Copies the current plan to the proposed one."""
     count = differ[0]
     for j in range(count if count >= 0 else now.on.shape[0]):
         i = differ[1 + j] if count >= 0 else j
@@ -121,7 +117,7 @@ def _start(now, new, differ):
 
 @stage(entry=True)
 def put(plan, nbytes, differ, i, empty, row):
-    """Makes gap i of a plan emptied as ``row`` says, or filled."""
+    """Empties gap i of a plan as ``row`` specifies, or fills it."""
     _differs(differ, i)
     rows = plan.rows
     if plan.on[i]:
@@ -135,7 +131,7 @@ def put(plan, nbytes, differ, i, empty, row):
 
 @stage
 def _fits(load, after, before, room):
-    """Is the load between ``after`` and ``before`` at most ``room``?"""
+    """Returns whether the load between ``after`` and ``before`` is at most ``room``."""
     n = load.shape[0]
     k = after + 1 if after + 1 < n else 0
     while k != before:
@@ -147,7 +143,7 @@ def _fits(load, after, before, room):
 
 @stage
 def _pick(rng, on, want):
-    """A random gap that is on (or off); -1 where there is none."""
+    """Returns a random gap that is on (or off); -1 if none is."""
     count = 0
     for i in range(on.shape[0]):
         count += on[i] == want
@@ -164,7 +160,7 @@ def _pick(rng, on, want):
 
 @stage
 def _weighted_off(rng, on, weights, rows, moved, k):
-    """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
+    """Returns a random filled gap, by weight; with k >= 0, one that is open at kernel k and not ``moved``."""
     total = 0.0
     for turn in range(2):
         at = uniform(rng) * total if turn else 0.0
@@ -188,13 +184,13 @@ def _weighted_off(rng, on, weights, rows, moved, k):
 
 @stage
 def _way(rng, weights, i):
-    """A random way to empty gap i, by weight."""
+    """Returns a random way to empty gap i, by weight."""
     at = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
     for way in range(SWAPPED, KEPT):
         at -= weights[i, way]
         if at < 0.0:
             return way
-    for way in range(KEPT, SWAPPED, -1):  # the last one, unless rounding led here
+    for way in range(KEPT, SWAPPED, -1):  # only reached by rounding: the last way
         if weights[i, way] > 0.0:
             return way
     return SWAPPED
@@ -202,11 +198,11 @@ def _way(rng, weights, i):
 
 @stage
 def _shifted(rng, row, opens, since, n, out):
-    """Writes into ``out`` a swap with another ``after``, ``prefetch`` or ``copy``, or a recomputation with another
-    ``at``.
+    """Writes a swap with other optional kernels, or a recomputation with another ``at``, into ``out``.
 
     Args:
-        opens: where the gap opens; ``since``: kernels from the last write to there.
+        opens: Kernel after which the gap opens.
+        since: Kernels from the last write to ``opens``.
     """
     for c in range(row.shape[0]):
         out[c] = row[c]
@@ -230,7 +226,7 @@ def _shifted(rng, row, opens, since, n, out):
 
 @stage
 def _settle(plan, earlier, differ):
-    """A copy is of what is there: where an earlier gap of the tensor ends after it, it is issued as the gap opens."""
+    """Resets early copies that would be issued while an earlier gap of the tensor is open."""
     rows, on, n = plan.rows, plan.on, plan.load.shape[0]
     for i in range(on.shape[0]):
         if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
@@ -247,7 +243,7 @@ def _settle(plan, earlier, differ):
 
 @stage
 def _fullest(load, limit):
-    """The first kernel of the largest load; -1 where that fits."""
+    """Returns the first kernel of the largest load; -1 if that fits."""
     top, k = 0, -1
     for j in range(load.shape[0]):
         top = max(top, load[j])
@@ -260,7 +256,7 @@ def _fullest(load, limit):
 
 @stage
 def prune(rng, limit, nbytes, new, differ, i):
-    """Fills random emptied gaps other than gap i where the limit holds."""
+    """Fills random emptied gaps other than gap i while the limit holds."""
     for _ in range(PRUNE):
         j = _pick(rng, new.on, True)
         if j != i and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
@@ -269,7 +265,7 @@ def prune(rng, limit, nbytes, new, differ, i):
 
 @stage
 def repair(rng, limit, gaps, new, differ, i):
-    """Empties random gaps other than gap i, open where the load is largest, until the plan fits; whether it does."""
+    """Empties random gaps other than i where the load is largest, until the plan fits; returns whether it does."""
     for _ in range(new.on.shape[0]):
         k = _fullest(new.load, limit)
         if k < 0:
@@ -284,7 +280,7 @@ def repair(rng, limit, gaps, new, differ, i):
 
 @stage
 def rows_in_use(plan, out):
-    """Writes the rows of the gaps that a plan empties; returns how many."""
+    """Writes the rows of the gaps that a plan empties; returns their number."""
     count = 0
     for i in range(plan.on.shape[0]):
         if plan.on[i]:
@@ -296,10 +292,10 @@ def rows_in_use(plan, out):
 
 @stage(entry=True)
 def propose(rng, limit, gaps, now, new, scratch):
-    """Makes ``new`` a neighbour of the plan ``now`` that fits, and writes its rows in use into ``scratch.plan``.
+    """Makes ``new`` a neighbor of the plan ``now`` that fits, and writes its rows in use into ``scratch.plan``.
 
     Returns:
-        How many rows, or -1 where no move was found.
+        The number of rows, or -1 if no move was found.
     """
     nbytes, ways, weights, (differ, row, plan) = gaps.nbytes, gaps.ways, gaps.weights, scratch
     rows, on, n = now.rows, now.on, now.load.shape[0]

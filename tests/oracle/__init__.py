@@ -1,8 +1,8 @@
-"""A slow checker of timelines of one program: is what they say possible, and is it what the rules ask for?
+"""Slow validator of timelines of one program: is a timeline possible, and does it follow the rules?
 
-It shares no code with the simulators and works the other way round: they decide what happens; it takes the spans as
-given, reads off them what every step uses and frees (``steps.py``), replays them round by round (``replay.py``) and
-names the first rule that they break. RULES, below, says which there are, by the numbers of simulator/RULES.md.
+It shares no code with the simulators and works in the opposite direction: it takes the recorded spans as given, derives
+what every step uses and frees (``steps.py``), replays the spans (``replay.py``) and reports the first broken rule.
+RULES lists the rules, with the numbers of simulator/RULES.md.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["RULES", "Violation", "violations"]
 FAR = 2**62
 RULES = {
     "spans": "well formed, in order of start",
-    "overlap": "one piece of work at a time on a stream",
+    "overlap": "one kernel or copy at a time on a stream",
     "order": "kernels in program order, every iteration complete (1)",
-    "content": "what a kernel or a step uses has the content that program order gives it (7)",
-    "recompute": "what the plan runs again, no other: in order, before the kernel that it names, each time (7)",
-    "resident": "what a kernel or a step uses is in device memory when it starts (2, 6)",
+    "content": "tensors that a step uses have the content of program order (7)",
+    "recompute": "exactly the planned kernels are recomputed, in order, before the planned kernel (7)",
+    "resident": "tensors that a step uses are in device memory when it starts (2, 6)",
     "sync": "no step starts before the memory of a synchronous swap-out is free (4)",
     "issued": "no step starts before the host has issued it (i)",
-    "limit": "never more in use than the limit (2)",
-    "duration": "a step and a copy end when their work is done, beside all else (4, g, j, k)",
-    "swap-out": "one for every copy that the plan issues, in order of issue; none if the host copy is valid (4, b)",
-    "swap-in": "of a tensor whose turn it is, where it fits until its use (5, b)",
-    "idle": "no stream waits while its next piece of work could start",
-    "memory": "the block events are the ledger, change by change; a block is one copy of one tensor (3 to 5, 9)",
-    "host": "never more planned to be on the host than it holds (h)",
+    "limit": "bytes in use never exceed the limit (2)",
+    "duration": "steps and copies end when their work is done, slowed down by others (4, g, j, k)",
+    "swap-out": "one per copy that the plan issues, in order of issue; none if the host copy is valid (4, b)",
+    "swap-in": "in order of next use, if it fits until its use (5, b)",
+    "idle": "no stream waits while its next step or copy could start",
+    "memory": "the block events equal the ledger; a block is one copy of one tensor (3 to 5, 9)",
+    "host": "planned host bytes never exceed the host's capacity (h)",
     "figures": "all figures follow from the spans (10)",
 }
 STREAMS = {"kernel": "compute", "recompute": "compute", "swap_out": "d2h", "swap_in": "h2d"}
@@ -46,11 +46,11 @@ STREAMS = {"kernel": "compute", "recompute": "compute", "swap_out": "d2h", "swap
 def violations(
     timeline: Timeline, program: Program, plan: Plan, machine: Machine, limit: int | None
 ) -> list[Violation]:
-    """Rules that a timeline breaks; [] for a right one. A replay ends at the first that it finds.
+    """Returns the rules that a timeline breaks, [] if none. A replay stops at the first violation.
 
     Args:
-        plan: fits the program.
-        limit: bytes; None where the timeline was simulated with the limit not enforced.
+        plan: Fits the program.
+        limit: Limit in bytes; None if the timeline was simulated without a limit.
     """
     if not (timeline.spans and timeline.boundaries):
         return [Violation("spans", 0, "there are no spans or no boundaries")]
@@ -73,7 +73,7 @@ def violations(
 
 
 def _well_formed(timeline: Timeline, program: Program) -> Iterator[Violation]:
-    """Rules ``spans``, ``overlap`` and ``order``."""
+    """Checks the rules ``spans``, ``overlap`` and ``order``."""
     for s in timeline.spans:
         count = len(program.kernels if s.stream == "compute" else program.tensors)
         if STREAMS[s.kind] != s.stream or not 0 <= s.index < count or not 0 <= s.start_ns <= s.end_ns:
@@ -93,7 +93,7 @@ def _well_formed(timeline: Timeline, program: Program) -> Iterator[Violation]:
 
 
 def _figures(timeline: Timeline, program: Program, plan: Plan, machine: Machine, replay: Replay) -> Iterator[Violation]:
-    """Rule ``figures``."""
+    """Checks the rule ``figures``."""
     ends = timeline.boundaries
     begin, end = (0, *ends)[-2:]
 
@@ -105,7 +105,7 @@ def _figures(timeline: Timeline, program: Program, plan: Plan, machine: Machine,
         why: inside((a, b) for a, b, cause in replay.stalls if cause == why) for why in ("memory", "data", "issue")
     }
     *before, present = replay.states
-    since = [i for i, state in enumerate(before) if state == present][-1:]  # when the state was this one before
+    since = [i for i, state in enumerate(before) if state == present][-1:]  # the last time that the state was equal
     lasts = [b - a for a, b in pairwise([0, *ends])]
     period = next((len(lasts) - i for i in since if lasts[-1] == max(lasts[i:])), 0)
     parts = timeline.breakdown

@@ -1,7 +1,7 @@
-"""Exhaustive enumeration of the plans of tiny programs: the oracle of the floor and of the searches.
+"""Exhaustive enumeration of the plans of tiny programs: oracle for the floor and the searches.
 
-The simulator scores every plan. A search may be better than ``shortest_ns``: copies that are issued early, pinned
-prefetches and early recomputation are not enumerated.
+The simulator scores every plan. A search may beat ``shortest_ns``, because early copies, prefetches and early
+recomputation are not enumerated.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from simulator.schedule import lower
 
 
 def plans(program: Program, mode: str) -> Iterator[Rows]:
-    """Every combination of the ways to empty each gap, or not: swap, recompute, recompute with ``keep``."""
+    """Yields every combination of emptied gaps, each by swap, recompute, or recompute with ``keep``."""
     for rows in itertools.product(*([None, *ways_of(program, gap, mode)] for gap in program.gaps(1))):
         yield np.array([row for row in rows if row], np.int64).reshape(-1, 6)
 
 
 def count(program: Program, mode: str) -> int:
-    """How many plans ``plans`` yields."""
+    """Returns the number of plans that ``plans`` yields."""
     return math.prod(1 + len(ways_of(program, gap, mode)) for gap in program.gaps(1))
 
 
 def shortest_ns(program: Program, machine: Machine, limit: int, mode: str = "joint") -> float:
-    """The shortest iteration of ``plans`` within ``limit`` bytes; inf if none fits."""
+    """Returns the shortest iteration of ``plans`` within ``limit`` bytes; inf if none fits."""
     engine = Engine(program, machine, limit)
     scores = map(engine.score, plans(program, mode))
     return min((score.iteration_ns for score in scores if score.feasible), default=math.inf)
 
 
 def rerun_plans(program: Program, pairs: Sequence[Rerun], most: int) -> Iterator[tuple[int, int]]:
-    """Iteration time and required bytes of every valid plan of at most ``most`` of ``pairs``."""
+    """Yields iteration time and required bytes of every valid plan of at most ``most`` of ``pairs``."""
     for chosen in itertools.chain.from_iterable(itertools.combinations(pairs, size) for size in range(most + 1)):
         try:
             required = lower(program, Plan(chosen)).required_bytes

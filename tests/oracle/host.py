@@ -1,38 +1,38 @@
-"""The thread that issues steps (choice i), by the time at which each is issued: no queue is simulated."""
+"""Host thread that issues steps (choice i), computed from issue times without simulating a queue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_ITERATIONS = 64  # after which a simulation that is not steady ends
+MAX_ITERATIONS = 64  # most iterations of a simulation that does not become steady
 
 
 class Host:
     """Issue times of steps, numbered from the start of the simulation.
 
     Args:
-        timed: for each step of an iteration, whether it takes time.
-        costs: for each, ns from the issue of the step before.
-        ahead: whether the queue is full before the first iteration.
+        timed: Per step of an iteration, whether it takes time.
+        costs: Per step, ns from the issue of the previous step.
+        ahead: Whether the queue is full before the first iteration.
     """
 
     def __init__(self, timed: Sequence[bool], costs: Sequence[int], depth: int, ahead: bool):
         self.timed, self.costs, self.depth, self.ahead = timed, costs, depth, ahead
         self.times: list[int] = []
-        self.ends: list[int] = []  # of steps that take time
-        self.issued = 0  # of such steps
+        self.ends: list[int] = []  # of timed steps
+        self.issued = 0  # number of timed steps
         self.started, self.waited = 0, False
         self.last = self._lead(0)
 
     def _earliest(self) -> int:
-        """When the first step that has no issue time would be issued in an endless queue."""
+        """Returns the issue time of the next unissued step in an unbounded queue."""
         first = self.issued <= self.depth and (not self.times or self.times[-1] == 0)
         if self.ahead and first:
             return 0
         return (self.times[-1] if self.times else 0) + self.costs[len(self.times) % len(self.costs)]
 
     def time_of(self, step: int) -> int | None:
-        """When a step is issued; None if that depends on a step that is not over."""
+        """Returns the issue time of a step; None if it depends on an unfinished step."""
         while len(self.times) <= step:
             timed, earliest = self.timed[len(self.times) % len(self.timed)], self._earliest()
             before = self.issued - self.depth if timed else -1
@@ -49,7 +49,7 @@ class Host:
         return step - self.started, min(now - (self._earliest() if time is None else time), 0)
 
     def lead(self, now: int, iterations: int, last: bool) -> tuple[int, int]:
-        """How far it is ahead at a boundary; a gain without a wait is none."""
+        """Returns the lead at a boundary; a gain without a wait counts as none."""
         lead = self._lead(now)
         if (self.waited or lead < self.last) and not (last and iterations >= MAX_ITERATIONS):
             self.last = lead

@@ -1,8 +1,7 @@
-"""Are the block events of a timeline what the replay's ledger says?
+"""Compares the block events of a timeline with the ledger of the replay.
 
-Of what one instant takes, or gives back, at once only the order is free. Which index a block has is the schedule's
-matter, but that persistent tensors come first; here one index must always be one copy of one tensor, and one copy have
-one index.
+Only the order of simultaneous allocations, or frees, is free. Block indices are arbitrary except that persistent
+tensors come first, but an index must always be one copy of one tensor, and each copy must have one index.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ class Change(NamedTuple):
 
     time_ns: int
     owner: int  # tensor, or -1 - k: the workspace of kernel k
-    born: int  # the block's first piece of compute, counted from the start of its iteration; -1: a persistent tensor
-    nbytes: int  # above 0 where it takes memory, below where it gives it back
+    born: int  # first step of the block, counted from the start of its iteration; -1: a persistent tensor
+    nbytes: int  # positive for an allocation, negative for a free
 
 
 def curve(events: Iterable[BlockEvent]) -> list[tuple[int, int]]:
-    """(time_ns, bytes in use after it): what one instant takes, or gives back, at once is one change."""
+    """Returns (time_ns, bytes in use) after each change; simultaneous allocations, or frees, are merged."""
     out, used = [], 0
     for (time, _), group in groupby(events, lambda e: (e.time_ns, e.nbytes > 0)):
         used += sum(e.nbytes for e in group)
@@ -36,10 +35,10 @@ def curve(events: Iterable[BlockEvent]) -> list[tuple[int, int]]:
 def wrong_events(
     ledger: Iterable[Change], events: Iterable[BlockEvent], persistent: Iterable[int]
 ) -> Iterator[Violation]:
-    """Rule ``memory``: the first instant that differs, and every block that is not one copy of one tensor.
+    """Checks the rule ``memory``: yields the first instant that differs, and blocks that are several copies.
 
     Args:
-        persistent: the tensors that are, by index.
+        persistent: Indices of the persistent tensors.
     """
     ours = groupby(ledger, lambda c: (c.time_ns, c.nbytes > 0))
     theirs = groupby(events, lambda e: (e.time_ns, e.nbytes > 0))

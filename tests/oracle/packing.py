@@ -1,4 +1,4 @@
-"""A slow and obvious checker of addresses."""
+"""Slow reference validator of addresses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from simulator.pool.intervals import Intervals
 
 
 def overlaps(intervals: Intervals, offsets: Ints) -> list[tuple[int, int]]:
-    """Every pair of blocks (i < j) that shares a byte while both are held; [] for a right packing. O(n²)."""
+    """Returns every pair of blocks (i < j) that share a byte while both are held; [] for a valid packing. O(n²)."""
     period = intervals.period
     blocks = []
     for lower, upper, nbytes, offset in zip(
         intervals.lower.tolist(), intervals.upper.tolist(), intervals.nbytes.tolist(), offsets.tolist(), strict=True
     ):
-        # What lies beyond the period lies at the start of the circle.
+        # Time beyond the period wraps to the start of the circle.
         times = [(lower, min(upper, period)), (0, max(upper - period, 0))]
         blocks.append((times, offset, offset + nbytes))
     return [

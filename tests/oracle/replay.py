@@ -1,8 +1,8 @@
-"""The clock: replays the spans of a timeline, round by round, and names the first rule that they break.
+"""Replays the spans of a timeline event by event and reports the first broken rule.
 
-In each round what ends now is completed, and each stream is asked whether something starts now. What starts must be
-allowed to; where nothing starts, nothing must be able to. Positions count kernels from the start of the simulation.
-Rules by number: simulator/RULES.md.
+At each instant, ended work is completed, and each stream is checked for a start: recorded starts must be allowed, and
+where nothing starts, nothing may be able to. Positions count kernels from the start of the simulation. Rules by
+number: simulator/RULES.md.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tests.oracle.steps import Block, Step, Steps
 
 
 class Broken(Exception):
-    """A rule is broken; what follows from it is not looked at."""
+    """A rule is broken; the replay stops."""
 
 
 @dataclass(eq=False)
 class Gap:
-    """A tensor that is away."""
+    """An evicted tensor."""
 
     block: Block
     before: int  # position that needs it
-    after: int  # position from which it may come back, less one
+    after: int  # last position at which it may not be swapped in
     sync: bool
     pinned: bool
     state: str = "leaving"  # -> "on host" -> "arriving"
@@ -37,30 +37,30 @@ class Gap:
 
 @dataclass
 class Copy:
-    """To the host, queued or under way; or back."""
+    """A swap-out, queued or in flight, or a swap-in."""
 
     block: Block
-    issued: int  # kernels that had ended
-    writes: int  # of its tensor, then
+    issued: int  # number of kernels that had ended at its issue
+    writes: int  # number of writes of its tensor at its issue
 
 
 @dataclass
 class Work:
-    """A span under way."""
+    """A running step or a copy in flight."""
 
     span: Span
-    left: int  # in ns / LONE
+    left: int  # remaining work, in ns / LONE
     rate: int = LONE
 
 
 class Replay:
-    """Replays a timeline whose spans are well formed, up to its last boundary; ``found`` has at most one violation.
+    """Replays a timeline with well-formed spans up to its last boundary; ``found`` has at most one violation.
 
     Attributes:
-        residency: planned, per kernel.
-        ledger, changes: all changes, and how many there were at the start and at the end of each iteration.
-        stalls: start, end, "data" or "memory".
-        states: what the future depends on, at the start and at the end of each iteration.
+        residency: Planned residency per kernel.
+        ledger, changes: All changes, and their number at the start and at the end of each iteration.
+        stalls: (start, end, cause).
+        states: State of rule 10 at the start and at the end of each iteration.
     """
 
     def __init__(self, timeline: Timeline, steps: Steps, machine: Machine, limit: int):
@@ -79,9 +79,9 @@ class Replay:
         self.running: Work | None = None
         self.memory: list[Block] = []
         self.gaps: dict[Block, Gap] = {}
-        self.early: list[Gap] = []  # back, or coming, before their use
-        self.writes: dict[int, int] = {}  # by tensor: how often kernels wrote it, but again
-        self.host: dict[int, int] = {}  # by tensor: that number, of the copy on the host
+        self.early: list[Gap] = []  # swapped in, or being swapped in, before their use
+        self.writes: dict[int, int] = {}  # per tensor: number of writes, without recomputations
+        self.host: dict[int, int] = {}  # per tensor: ``writes`` of the copy on the host
         self.queue: list[Copy] = []
         self.copies: dict[str, tuple[Work, Copy]] = {}
         self.ledger: list[Change] = []
@@ -102,7 +102,7 @@ class Replay:
             raise Broken(rule, detail)
 
     def _host(self) -> Host | None:
-        """The host, if issuing takes time (i)."""
+        """Returns the host thread if issuing takes time (i)."""
         steps = [step for step in self.steps.steps if step.position < self.n]
         if not self.machine.issue_ns or not any(step.lasts_ns for step in steps):
             return None
@@ -115,7 +115,7 @@ class Replay:
         return Host([step.lasts_ns > 0 for step in steps], costs, self.machine.queue_depth, ahead)
 
     def _unissued(self) -> int | None:
-        """When the next step is issued, if it has all but that."""
+        """Returns the issue time of the next step if it lacks only its issue."""
         takes = sum(b.nbytes for b in self.todo[0].takes)
         if self.host_thread is None or self.running or self._held_up() or self.used + takes > self.limit:
             return None
@@ -164,7 +164,7 @@ class Replay:
         return True
 
     def _stop(self) -> bool:
-        """Copies under way at the last boundary would go on as they are."""
+        """Ends the replay; copies in flight at the last boundary would continue unchanged."""
         self._set_rates()
         for work, _ in self.copies.values():
             right = work.span.end_ns == self.now - (-work.left // work.rate)
@@ -177,7 +177,7 @@ class Replay:
         if sign > 0:
             self.memory.append(block)
         else:
-            self._need(block in self.memory, "memory", f"tensor {block.owner} is given back twice")
+            self._need(block in self.memory, "memory", f"tensor {block.owner} is freed twice")
             self.memory.remove(block)
         if block.nbytes:
             self.ledger.append(Change(self.now, block.owner, block.born, sign * block.nbytes))
@@ -192,28 +192,28 @@ class Replay:
         return Gap(self._sent(d, opened), back, after, d.sync, d.prefetch is not None)
 
     def _sent(self, d: Swap, opened: int) -> Block:
-        """The block that a gap opened at a position sends away."""
+        """Returns the block that a gap opened at a position evicts."""
         blocks = self.steps.leaves
         persistent = {b.owner: b for b in self.steps.persistent}
         return blocks[opened, d.tensor] if (opened, d.tensor) in blocks else persistent[d.tensor]
 
     def _valid(self, tensor: int) -> bool:
-        """Has the host what the tensor holds?"""
+        """Returns whether the host has the current content of a tensor."""
         return tensor in self.host and self.host[tensor] == self.writes.get(tensor, 0)
 
     def _held_up(self) -> bool:
-        """Is something missing, or a synchronous swap-out not over?"""
+        """Returns whether the next step waits for a tensor or for a synchronous swap-out."""
         missing = any(g.block.owner in self.todo[0].waits for g in self.gaps.values())
         return missing or any(g.sync and g.state == "leaving" for g in self.gaps.values())
 
     def _first_to_return(self) -> Gap | None:
-        """Of what is on the host and may come back, what is needed first."""
+        """Returns the next swap-in: of the tensors on the host that may be swapped in, the one needed first."""
         waiting = [g for g in self.gaps.values()
                    if g.state == "on host" and (self.position > g.after or self.position == g.before)]  # fmt: skip
         return min(waiting, key=lambda g: (g.before, g.block.owner), default=None)
 
     def _may_return(self, gap: Gap) -> bool:
-        """Is there room for it now and, by the planned residency, until it is used?"""
+        """Returns whether a swap-in fits now and, by planned residency, until its use."""
         nbytes = gap.block.nbytes
         if self.used + nbytes > self.limit:
             return False
@@ -227,7 +227,7 @@ class Replay:
     # ---------------------------------------------------------------------------------- what ends
 
     def _ends(self, work: Work) -> bool:
-        """Does it end now, as recorded? It must be done just now."""
+        """Returns whether the work ends now as recorded; it must have been completed exactly now."""
         done = work.left <= 0
         now = work.span.end_ns <= self.now
         just = done and (work.left + work.rate > 0 or work.span.start_ns == self.now)
@@ -294,7 +294,7 @@ class Replay:
     # -------------------------------------------------------------------------------- what starts
 
     def _next(self, stream: str, turn: Block | None) -> Span | None:
-        """What is recorded to start now: of the tensor whose turn it is, if there is one."""
+        """Returns the recorded span that starts now, which must be of the block whose turn it is, if any."""
         spans, kind = self.spans[stream], "swap-out" if stream == "d2h" else "swap-in"
         span = spans[0] if spans else None
         if turn is None:
@@ -312,7 +312,7 @@ class Replay:
     def _start_out(self, offer: Gap | None) -> None:
         first = self.queue[0] if self.queue else None
         if first and self.one_engine and offer and offer.pinned and offer.after < self.position:
-            first = None if max(0, offer.after + 1) < first.issued else first  # what was issued before goes first
+            first = None if max(0, offer.after + 1) < first.issued else first  # the earlier issue goes first
         if "d2h" in self.copies or (self.one_engine and self.copies):
             first = None
         if span := self._next("d2h", first.block if first else None):
@@ -345,7 +345,7 @@ class Replay:
         self.running = Work(step.span, (step.lasts_ns + waits) * LONE)
 
     def _reason(self) -> str:
-        """Why the next step cannot start."""
+        """Returns the rule that keeps the next step from starting."""
         if self._unissued() is not None:
             return "issued"
         if any(g.sync and g.state == "leaving" for g in self.gaps.values()):
@@ -364,7 +364,7 @@ class Replay:
             says.append(self.todo[0].span.start_ns)
         if issued_at is not None:
             times.append(issued_at)
-        times += [at for at in says if at > self.now]  # something is recorded to start, allowed to or not
+        times += [at for at in says if at > self.now]  # recorded starts, allowed or not
         then = max(self.now, min(times))
         if then > self.now and not self.running:
             self._need(self.todo[0].span.start_ns > self.now, self._reason(), "a step starts when it cannot")
@@ -378,7 +378,7 @@ class Replay:
         self.now = then
 
     def _set_rates(self) -> list[Work]:
-        """How fast is what is under way from now on? Returns it."""
+        """Updates the speeds of running steps and copies in flight, and returns them."""
         copies = [work for work, _ in self.copies.values()]
         for work in copies:
             work.rate = self.shared[work.span.stream] if len(copies) == 2 else LONE

@@ -1,8 +1,8 @@
-"""What each piece of compute means, read off the recorded spans: no clock.
+"""Meaning of each step, derived from the recorded spans without a clock.
 
-A **block** is one copy of a tensor in device memory. A piece of compute reads the blocks that hold the versions which
-program order gives it; a block is taken when it is first written and given back after the piece that uses it last,
-which the spans to come tell. So nothing need be known of a pass but which kernels it runs.
+A **block** is one copy of a tensor in device memory. A step reads the blocks that hold the versions of program order. A
+block is allocated at its first write and freed after the last step that uses it, which is known from later spans. So
+of a pass, only the recomputed kernels need to be known.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class Block:
 
     owner: int  # tensor, or -1 - k: the workspace of kernel k
     nbytes: int
-    born: int  # its first piece of compute, counted from the start of its iteration; -1: a persistent tensor
-    only: int = -1  # the position whose pass alone may read it; -1: everybody
+    born: int  # first step, counted from the start of its iteration; -1: a persistent tensor
+    only: int = -1  # the only position whose pass may read it; -1: unrestricted
     content: Version = ()
-    last: int = -1  # the piece of compute that used it last, counted from the start
+    last: int = -1  # last step that used it, counted from the start
 
 
 @dataclass
 class Step:
-    """One piece of compute: a kernel, or one that runs again."""
+    """One step: a kernel, or a recomputed kernel."""
 
     span: Span
-    position: int  # of the kernel for which it runs, counted from the start
-    lasts_ns: int = 0  # alone
-    moves: int = 0  # bytes of device memory
-    waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs where they are
+    position: int  # kernel whose pass it belongs to, counted from the start
+    lasts_ns: int = 0  # duration without copies
+    moves: int = 0  # device memory traffic in bytes
+    waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs in place
     uses: list[Block] = field(default_factory=list)  # those that it reads or writes
     takes: list[Block] = field(default_factory=list)
     gives: list[Block] = field(default_factory=list)
 
 
 class Steps:
-    """All pieces of compute of iterations whose kernels are in order.
+    """All steps of iterations whose kernels are in order.
 
     Attributes:
-        found: broken rules: resident, content, recompute.
-        steps: as recorded.
-        needs: per position, the tensors used where they are: those of which it ends the gap.
-        leaves: (position, tensor) -> the block that a gap opened there sends away.
+        found: Broken rules: resident, content, recompute.
+        steps: Steps as recorded.
+        needs: Per position, the tensors used in place, whose gaps it ends.
+        leaves: (position, tensor) -> block that a gap opened there evicts.
     """
 
     def __init__(self, spans: Iterable[Span], program: Program, plan: Plan):
@@ -76,10 +76,10 @@ class Steps:
         self.tensor = {t: Block(t, self.size[t], -1) for t in persistent}  # the newest block with the right content
         self.persistent = list(self.tensor.values())
         self.blocks: dict[int, list[Block]] = {}  # all of this iteration, by tensor
-        self.own: dict[int, Block] = {}  # what the present pass has written
+        self.own: dict[int, Block] = {}  # blocks that the current pass has written
         self.dropped: dict[int, Recompute] = {}
-        self.open: set[int] = set()  # tensors that a swap has away
-        self.begin = 0  # the first piece of compute of this iteration
+        self.open: set[int] = set()  # tensors that are swapped out
+        self.begin = 0  # first step of this iteration
         every: list[Block] = []
         pieces: list[Span] = []
         for span in spans:
@@ -97,7 +97,7 @@ class Steps:
     # ------------------------------------------------------------------------------ one kernel, its pass
 
     def _position(self, pieces: list[Span]) -> list[Block]:
-        """A kernel and what runs again for it; returns the blocks that it takes."""
+        """Processes a kernel and its pass; returns the blocks that they allocate."""
         position = len(self.needs)
         k = position % self.n
         self.needs.append(set())
@@ -112,7 +112,7 @@ class Steps:
         kernel = Step(pieces[-1], position)
         ran = [s.span.index for s in again]
         if ran != self.passes[k]:
-            self._fail((again or [kernel])[0], "recompute", f"{ran} run again for kernel {k}, not {self.passes[k]}")
+            self._fail((again or [kernel])[0], "recompute", f"{ran} recomputed for kernel {k}, not {self.passes[k]}")
         for t in recovered(self.dropped, k, set(ran), self.writers) & self.own.keys():
             self.tensor[t] = self.own[t]
             del self.dropped[t]
@@ -120,7 +120,7 @@ class Steps:
         return [block for step in (*again, kernel) for block in step.takes]
 
     def _take(self, step: Step, owner: int, nbytes: int, only: int = -1) -> Block:
-        """A new block, taken by the last step."""
+        """Allocates a block for the last step."""
         block = Block(owner, nbytes, len(self.steps) - 1 - self.begin, only, (), len(self.steps) - 1)
         step.takes.append(block)
         return block
@@ -134,7 +134,7 @@ class Steps:
             self._take(step, -1 - w, kernel.workspace)
 
     def _again(self, step: Step, closed: set[int]) -> Step:
-        """A kernel that runs again; ``closed``: tensors that are on the host, or on the way, and are not replaced."""
+        """Processes a recomputed kernel; ``closed``: tensors on the host or in flight that are not replaced."""
         self._begin(step)
         w, n, position = step.span.index, self.n, step.position
         kernel, here = self.program.kernels[w], position - position % n
@@ -142,7 +142,7 @@ class Steps:
             wanted = self.read.get((here + w, t))
             block = self._holding(t, wanted, position)
             if self.reruns and t in kernel.outputs and block is not self.own.get(t):
-                block = None  # it goes on writing what the pass has not begun
+                block = None  # it would continue a write that is not in the pass
             if block is not None:
                 block.last = len(self.steps) - 1
                 step.uses.append(block)
@@ -150,10 +150,10 @@ class Steps:
                     self.needs[-1].add(t)
             elif t in self.own:
                 self._fail(
-                    step, "content", f"kernel {w} is run again for {position % n} on another content of tensor {t}"
+                    step, "content", f"kernel {w} is recomputed for {position % n} on another content of tensor {t}"
                 )
             else:
-                self._fail(step, "resident", f"kernel {w} is run again for {position % n} without tensor {t}")
+                self._fail(step, "resident", f"kernel {w} is recomputed for {position % n} without tensor {t}")
         for t in dict.fromkeys(kernel.outputs):
             hidden = self.program.tensors[t].persistent or t in closed
             block = self.own.get(t)
@@ -168,14 +168,16 @@ class Steps:
         return step
 
     def _written(self, before: Version, k: int, tensor: int, execution: int) -> Version:
-        """The content after a write. Where kernels run again one by one, what is written without being read need not
-        follow on what a persistent tensor held: batch-norm's statistics."""
+        """Returns the content after a write; with Rerun, a persistent tensor that is not read starts a new one."""
         fresh = self.reruns and self.program.tensors[tensor].persistent and tensor not in self.program.kernels[k].inputs
         return (execution,) if fresh else (*before, execution)
 
     def _holding(self, tensor: int, wanted: Version | None, position: int) -> Block | None:
-        """The block that a pass reads: with Recompute the tensor itself, if it can, else what the pass has written;
-        with Rerun the newest, but of a persistent tensor the tensor itself, if it can."""
+        """Returns the block that a pass reads.
+
+        Recompute: the tensor itself if valid, else the pass's own. Rerun: the newest, or a valid persistent tensor
+        itself.
+        """
         here, own = self.tensor.get(tensor), self.own.get(tensor)
         if not self.reruns:
             candidates = [here, own]
@@ -221,17 +223,17 @@ class Steps:
                 self.open.add(d.tensor)
                 self.leaves[position, d.tensor] = self.tensor.get(d.tensor) or Block(d.tensor, self.size[d.tensor], -2)
 
-    # -------------------------------------------------------------------------------- when it is over
+    # -------------------------------------------------------------------------------- after the walk
 
     def next_use(self, tensor: int, position: int) -> int:
-        """The first position from this one on that needs the tensor where it is."""
+        """Returns the first position from this one on that needs the tensor in place."""
         iteration, k = divmod(position, self.n)
         kernels = self.used_at[tensor]
         later = kernels[bisect_left(kernels, k) :] + [k + self.n for k in kernels]
         return iteration * self.n + (later[0] if later else 2 * self.n)
 
     def gaps(self, iterations: Iterable[int]) -> list[tuple[Swap, int, int, int]]:
-        """(decision, positions of copy, opening and return) of all gaps that open in these iterations."""
+        """Returns (decision, positions of copy, opening and return) of all gaps that open in these iterations."""
         out = []
         for i in iterations:
             for d in self.swaps:
@@ -241,7 +243,7 @@ class Steps:
         return out
 
     def planned_residency(self) -> list[int]:
-        """Per kernel: bytes that it and its pass need at least, with away what the plan has away."""
+        """Returns the bytes that each kernel and its pass need at least under the plan."""
         most = [0] * self.n
         away = [0] * len(self.needs)
         for d, _, opened, back in self.gaps(range(-1, len(self.needs) // self.n)):
@@ -256,7 +258,7 @@ class Steps:
         return most
 
     def planned_host_bytes(self) -> list[int]:
-        """Per kernel: bytes on the host, if every copy is there from its issue until the last return that it serves."""
+        """Returns the host bytes per kernel; a copy is held from its issue until the last swap-in that uses it."""
         n = self.n
         held: dict[tuple[int, int], list[int]] = {}  # (tensor, last write) -> first issue, last return
         for d, issued, _, back in self.gaps(range(-1, 4)):
@@ -272,22 +274,21 @@ class Steps:
 
 
 def recovered(dropped: Mapping[int, Recompute], k: int, ran: Set[int], writers: Sequence[Sequence[int]]) -> set[int]:
-    """Tensors that are back for kernel k, for which these run again: those that are due and, if one of these has
-    ``keep``, all that were dropped and are written whole."""
+    """Returns tensors recovered for kernel k by ``ran``: due ones; with ``keep``, also all completely written ones."""
     due = {t for t, d in dropped.items() if k == (d.before if d.at is None else d.at)}
     whole = {t for t in dropped if {w for w in writers[t] if w < k} <= ran}
     return due | whole if any(dropped[t].keep for t in due) else due
 
 
 def passes(program: Program, plan: Plan) -> list[list[int]]:
-    """Per kernel: what runs again for it (7), by Rerun decisions one by one, or by Recompute decisions."""
+    """Returns the kernels recomputed for each kernel (7), by Rerun decisions or by Recompute decisions."""
     kernels, tensors = program.kernels, range(len(program.tensors))
     writers = [[k for k, kernel in enumerate(kernels) if t in kernel.outputs] for t in tensors]
     uses = [[k for k, kernel in enumerate(kernels) if t in kernel.inputs + kernel.outputs] for t in tensors]
     dropped: dict[int, Recompute] = {}
 
     def there(t: int, w: int, k: int) -> bool:
-        """Does kernel k find tensor t as kernel w read it?"""
+        """Returns whether kernel k finds tensor t with the content that kernel w read."""
         alive = program.tensors[t].persistent or uses[t][0] < k <= uses[t][-1]
         return alive and t not in dropped and not any(w <= u < k for u in writers[t])
 

@@ -1,7 +1,7 @@
-"""The walk, written to be read: what the compiled one (envs/compiled_walk.py, envs/observation.py) is tested equal to.
+"""Reference implementation of the episode walk, for the compiled one (envs/compiled_walk.py, envs/observation.py).
 
-envs/walk.py says what an episode is; read on in ``Walk.step``. ``Clock`` is the present iteration as it has gone so
-far, which ``reward="causal"`` is made of. Choices where the paper is silent:
+envs/walk.py defines episodes; start reading at ``Walk.step``. ``Clock`` simulates the current iteration so far, on
+which ``reward="causal"`` is based. Choices where the paper is silent:
 
 1. A wrapping gap of a persistent tensor is open at position 0; its swap-out does not hold the agent.
 2. Rounding up holds the agent, not the copy engine: an offload starts as soon as the engine is free and its gap open.
@@ -22,20 +22,22 @@ from simulator.schedule import lower
 
 
 class Clock:
-    """Compute runs the kernels that the agent passes, copies to the host go one after the other, and what a passed
-    kernel needs has come back: the causal side of rules 2 to 8. A kernel is run once, under the decisions taken until
-    then. What comes later, the simulation of the whole plan settles with the last step. Times are in ns; 0 is the start
-    of the iteration."""
+    """Causal simulation of the kernels that the agent passes (rules 2 to 8), under the decisions taken until then.
+
+    Swap-outs run one after the other, and a kernel waits for its inputs. Kernels are not simulated twice: effects of
+    later decisions are settled by the simulation of the complete plan in the last step. Times are in ns from the
+    iteration's start.
+    """
 
     def __init__(self, task: Task):
         self.task = task
-        self.ended = np.zeros(len(task.start_ns), np.int64)  # when all kernels before k had ended
-        self.out_free = self.in_free = -task.program.ideal_ns  # when the copy engines are
-        self.out_end = np.zeros(len(task.tensor), np.int64)  # by gap: when its copy to the host is complete
-        self.queue: list[int] = []  # gaps whose copies to the host are under way, in order
+        self.ended = np.zeros(len(task.start_ns), np.int64)  # end of all kernels before k
+        self.out_free = self.in_free = -task.program.ideal_ns  # times at which the copy engines are free
+        self.out_end = np.zeros(len(task.tensor), np.int64)  # per gap: completion of its swap-out
+        self.queue: list[int] = []  # gaps whose swap-outs are in flight, in order
 
     def offload(self, g: int, issued: int, before_iteration: bool) -> None:
-        """A copy is issued when kernel ``issued`` has ended, of this iteration or of the one before."""
+        """Issues a swap-out at the end of kernel ``issued``, of this iteration or of the previous one."""
         task = self.task
         ended, late = (task.start_ns, task.program.ideal_ns) if before_iteration else (self.ended, 0)
         self.out_free = max(self.out_free, int(ended[issued + 1]) - late) + task.machine.d2h_ns(int(task.nbytes[g]))
@@ -43,23 +45,23 @@ class Clock:
         self.queue.append(g)
 
     def run(self, begin: int, end: int, need: NDArray[np.int64], swapped: NDArray[np.bool_]) -> None:
-        """Runs kernels ``begin`` to ``end`` - 1.
+        """Executes kernels ``begin`` to ``end`` - 1.
 
         Args:
-            need: planned residency.
-            swapped: by gap, whether it is emptied by a swap.
+            need: Planned residency.
+            swapped: Per gap, whether a swap empties it.
         """
         task = self.task
         for k in range(begin, end):
             now = int(self.ended[k])
-            # What was away until kernel k comes back, from when it fits by the planned residency (rules 5 and 6).
+            # Tensors evicted until kernel k are swapped in once they fit by planned residency (rules 5 and 6).
             for g in np.flatnonzero(swapped & (task.before == k)):
                 first = 0 if task.wraps[g] else int(task.after[g]) + 1
                 tight = np.flatnonzero(need[first:k] + task.nbytes[g] > task.limit)
                 fits = int(self.ended[first + tight[-1] + 1]) if len(tight) else -task.program.ideal_ns
                 self.in_free = max(self.in_free, int(self.out_end[g]), fits) + task.machine.h2d_ns(int(task.nbytes[g]))
                 now = max(now, self.in_free)
-            # What has not left yet is there beside the planned residency (rule 8).
+            # Unfinished swap-outs take memory in addition to the planned residency (rule 8).
             while self.queue:
                 leaves, under_way = int(self.out_end[self.queue[0]]), int(task.nbytes[self.queue].sum())
                 if leaves > now and need[k] + under_way <= task.limit:
@@ -69,19 +71,19 @@ class Clock:
             self.ended[k + 1] = now + task.start_ns[k + 1] - task.start_ns[k]
 
     def stall_ns(self, position: int) -> int:
-        """How long the kernels before ``position`` have waited in all."""
+        """Returns the total stall of the kernels before ``position``."""
         return int(self.ended[position] - self.task.start_ns[position])
 
 
 class Walk:
-    """The state of one episode.
+    """State of one episode.
 
     Args:
-        reward: "paper": the change in simulated time of the plan so far, with the limit enforced up to the position;
-            "causal": what the clock of the present iteration (clock.py) has waited, and what runs again.
+        reward: "paper": change in simulated time of the plan so far, with the limit enforced up to the position;
+            "causal": stalls and recomputation in the ``Clock``'s current iteration.
 
     Raises:
-        ValueError: unknown reward.
+        ValueError: The reward is unknown.
     """
 
     def __init__(self, task: Task, reward: str = "paper"):
@@ -92,13 +94,13 @@ class Walk:
         self.reset()
 
     def reset(self) -> None:
-        """Back to position 0 with an empty plan."""
+        """Returns to position 0 with an empty plan."""
         task = self.task
         self.position = 0
         self.count = 0
         self.taken = np.full(len(task.graph.gaps), -1, np.int64)  # kind of the action taken, or -1
         self.iteration_ns = task.program.ideal_ns
-        self.free_ns = -task.program.ideal_ns  # when the d2h stream is free, in ideal time
+        self.free_ns = -task.program.ideal_ns  # time at which the d2h stream is free, in ideal time
         self.need = task.live_bytes
         self.done = bool((self.need <= task.limit).all())
         self.dead_end = False
@@ -110,27 +112,27 @@ class Walk:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The plan so far (simulator.compiled.engine.rows_of)."""
+        """Returns the plan so far (simulator.compiled.engine.rows_of)."""
         return self._rows[: self.count]
 
     @property
     def overhead(self) -> float:
-        """Simulated time of the plan so far over the ideal time, less 1."""
+        """Returns the overhead of the plan so far: simulated time over ideal time, minus 1."""
         return self.iteration_ns / self.task.ideal_ns - 1
 
     def plan(self, planner: str = "") -> Plan:
-        """The plan so far."""
+        """Returns the plan so far."""
         program, task = self.task.program, self.task
         return Plan.of(program, decisions_of(self.rows), planner, task.limit, task.machine.name)
 
     def _refresh(self) -> None:
-        """Where the plan so far gets stuck, and which gaps are open."""
+        """Updates the kernel at which the plan so far is stuck, and the open gaps."""
         task, p = self.task, self.position
         over = self.need[p:] > task.limit
         self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
-        # A gap is of use while the tensor would be away for kernel p.
+        # A gap is useful if the tensor would be evicted at kernel p.
         began = (task.after < p) | task.wraps
-        # Where the host is short, so is a tensor that would find room at its own time: rare, and safe.
+        # If host memory is short, tensors that would fit at their own time are refused too: rare, and safe.
         self.open = began & (p < task.before) & (self.taken < 0)
         mask = np.zeros(len(task.graph), np.bool_)
         mask[task.offloads] = (self.open & (task.nbytes <= self.host_left))[task.offload_gap]
@@ -143,14 +145,14 @@ class Walk:
         self._mask = mask
 
     def mask(self) -> NDArray[np.bool_]:
-        """(N,) which nodes are actions that may be taken now; after the end, only do nothing. Do not write to it."""
+        """Returns (N,) the nodes that are valid actions now; after the end, only "do nothing". Read-only."""
         return self._mask
 
     def form_masks(self) -> NDArray[np.bool_]:
-        """(forms, N) which actions may be taken now in which form; row 0 is ``mask``.
+        """Returns (forms, N) the valid actions in each form; row 0 is ``mask``.
 
-        A copy after the last write has to be of what is there still, and in this iteration. ``keep`` is always
-        possible; an earlier recomputation where there is a kernel that does not fit, and then one before the use.
+        An early copy must be of the current content and in this iteration. ``keep`` is always valid. An early
+        recomputation is valid if some kernel does not fit, and is placed after the last such kernel before the use.
         """
         task = self.task
         masks = np.zeros((task.forms, len(task.graph)), np.bool_)
@@ -167,14 +169,14 @@ class Walk:
         return masks
 
     def _early(self, g: int) -> int:
-        """The kernel after the last one before the use that does not fit, from the position on; -1: they all do."""
+        """Returns the kernel after the last one before the use that does not fit, from the position on; -1: all fit."""
         before = int(self.task.before[g])
         over = np.flatnonzero(self.need[self.position : before] > self.task.limit)
         at = self.position + int(over[-1]) + 1 if len(over) else before
         return at if at < before else -1
 
     def relief(self) -> NDArray[np.float64]:
-        """(G,) share of what is over the limit, in bytes x time by the planned residency, within each gap."""
+        """Returns (G,) the share of the excess over the limit, in bytes x time, that lies within each gap."""
         task = self.task
         over = np.maximum(0, self.need - task.limit) * np.diff(task.start_ns).astype(np.float64)
         until = np.concatenate([[0.0], np.cumsum(over)])
@@ -187,7 +189,7 @@ class Walk:
         """Takes the action that a node represents, in one of its forms.
 
         Raises:
-            ValueError: the action is not valid now.
+            ValueError: The action is not valid now.
         """
         if self.done or not (self.form_masks()[form] if form else self._mask)[node]:
             raise ValueError(f"node {node} is not a valid action now" + (f" in form {form}" if form else ""))
@@ -220,7 +222,7 @@ class Walk:
         if feasible:
             reward = (self.iteration_ns - lasts) / task.ideal_ns
             self.iteration_ns = lasts
-        elif self.done:  # its iterations never repeat (rule 10)
+        elif self.done:  # the iterations never repeat (rule 10)
             self.dead_end = True
         self._refresh()
         if self.dead_end:
@@ -232,7 +234,7 @@ class Walk:
         self.count += 1
 
     def _offload(self, g: int, copy: int) -> None:
-        """Args: copy: the kernel at whose end the copy is issued; -1: as the memory is given up."""
+        """Swaps gap ``g`` out; ``copy`` is the kernel at whose end the copy is issued, -1: when the gap opens."""
         task, p = self.task, self.position
         duration = task.machine.d2h_ns(int(task.nbytes[g]))
         if task.wraps[g] and p == 0:
@@ -250,7 +252,7 @@ class Walk:
         self._add(SWAP, g, after, -1, copy)
         if self._causal:
             self.clock.offload(g, issued, before_iteration=False)
-        if self.stuck_at == p:  # kernel p waits for this very transfer
+        if self.stuck_at == p:  # kernel p waits for this transfer
             self.free_ns = int(task.start_ns[p])
             return
         reached = min(int(np.searchsorted(task.start_ns, end)), self.stuck_at)
@@ -265,8 +267,7 @@ class Walk:
 
 
 def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
-    """Writes the columns of the moment of the node features, (N, FEATURES) or (N, OBSERVED), of the walk's present
-    state."""
+    """Writes the dynamic columns of the node features, (N, FEATURES) or (N, OBSERVED), for the walk's current state."""
     task, graph = walk.task, walk.task.graph
     n, p = len(graph), min(walk.position, len(walk.need) - 1)
     acts = graph.action_gap >= 0
@@ -282,5 +283,5 @@ def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
 
 
 def current_node(walk: Walk) -> int:
-    """The node under execution: the last operation that has begun at the walk's position."""
+    """Returns the node being executed: the last operation that has begun at the walk's position."""
     return max(0, int(np.searchsorted(walk.task.graph.kernel, walk.position, side="left")) - 1)

@@ -1,4 +1,4 @@
-"""Both forms of the simulator, for the hand-computed tests."""
+"""Both implementations of the simulator, for the hand-computed tests."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""What a machine may cost beside kernels and copies: the host that issues (choice i of RULES.md), waits for events (j),
-copies that take from the speed of kernels (k). By hand in both simulators, as properties, and in the validator.
+"""Costs besides kernels and copies: issue by the host (RULES.md, i), events (j), copies beside kernels (k).
+
+Cases computed by hand in both simulators, properties, and the validator.
 """
 
 from dataclasses import replace
@@ -21,12 +22,12 @@ from tests.programs import lasts
 from tests.strategies import RANDOM, machines, plans, programs
 
 ISSUES, WAITS = replace(tiny.MACHINE, issue_ns=20), replace(tiny.MACHINE, wait_ns=7)
-# 1 byte a ns over the link and 100 in the GPU's memory: kernels of 1000 ns that move 100,000 bytes are memory-bound.
+# 1 byte per ns over the link, 100 in device memory: kernels of 1000 ns that move 100,000 bytes are memory-bound.
 CONTENDS = Machine("m", 10**6, 10**9, 10**9, 0, 0, memory_bytes_per_s=100 * 10**9, copy_contention=0.25)
 
 
 def program_of(*uses: tuple[int, ...], nbytes: int = 0) -> Program:
-    """Persistent tensors x and y of 100 bytes; kernels of 1000 ns that use some of them and move so many bytes."""
+    """Persistent tensors x and y of 100 bytes; kernels of 1000 ns that use some of them and move ``nbytes`` each."""
     tensors = tuple(Tensor(name, 100, "parameter", True) for name in "xy")
     kernels = tuple(Kernel(f"k{i}", "other", "forward", u, u, 1000, bytes=nbytes) for i, u in enumerate(uses))
     return Program("costs", tensors, kernels)
@@ -40,17 +41,17 @@ FOUR = ((), (0, 1), (), (0, 1))
 
 @pytest.mark.parametrize(("nbytes", "loss"), [(0, 0), (50_000, 0.125), (100_000, 0.25), (400_000, 0.25)])
 def test_the_nearer_to_the_bandwidth_the_more(simulate, nbytes, loss):
-    """x is away in kernel 2: 100 ns of the copy out and 100 of that back, one after the other."""
+    """Tensor x is evicted in kernel 2: its swap-out and swap-in take 100 ns each, one after the other."""
     program, plan = program_of(*FOUR, nbytes=nbytes), Plan((Swap(0, 1, 3, prefetch=2),))
     timeline = simulate(program, plan, CONTENDS, 10**6)
-    # The copy out is beside kernel 2; the copy back begins when that ends, and kernel 3 waits for it.
+    # The swap-out is beside kernel 2; the swap-in begins when it ends, and kernel 3 waits for it.
     assert lasts(timeline)[-4:] == [1000, 1000, 1000 + ceil(100 * loss), 1000]
     assert timeline.breakdown.stall_data_ns == 100 and timeline.breakdown.compute_ns == sum(lasts(timeline)[-4:])
     assert violations(timeline, program, plan, CONTENDS, 10**6) == []
 
 
 def test_both_directions_take_twice(simulate):
-    """y leaves while x comes back, beside kernel 2, for 100 ns: 100 ns at half the speed are worth 50."""
+    """Swap-out of y and swap-in of x are beside kernel 2 for 100 ns: 100 ns at half the speed count as 50."""
     program = program_of((0,), (1,), (), (0,), (1,), nbytes=100_000)
     plan = Plan((Swap(0, 0, 3, prefetch=1), Swap(1, 1, 4, prefetch=3)))
     for machine in (CONTENDS, replace(CONTENDS, copy_engines=1)):  # one after the other: as long at 3/4
@@ -58,7 +59,7 @@ def test_both_directions_take_twice(simulate):
 
 
 def test_a_copy_longer_than_the_kernel(simulate):
-    """1000 ns of work at 3/4 of the speed take 1334; the copy out takes 2000."""
+    """1000 ns of work at 3/4 of the speed take 1334; the swap-out takes 2000."""
     timeline = simulate(program_of(*FOUR, nbytes=100_000), Plan((Swap(0, 1, 3),)),
                         replace(CONTENDS, d2h_bytes_per_s=50_000_000), 10**6)  # fmt: skip
     assert lasts(timeline)[-2] == 1334
@@ -84,7 +85,7 @@ def test_what_a_copy_takes():
 
 
 def test_kernels_wait_for_events_of_swap_ins(simulate):
-    """Two tensors are back long before kernel 3 begins, which waits for both events; others for none."""
+    """Two tensors are swapped in long before kernel 3, which waits for both events; other kernels wait for none."""
     tensors = tuple(Tensor(name, 10, "parameter", True) for name in "xy")
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (0, 1) if i % 2 else (), (), 1000) for i in range(4))
     program, machine = Program("waits", tensors, kernels), Machine("m", 100, 10**9, 10**9, 1, 1, wait_ns=7)
@@ -93,7 +94,7 @@ def test_kernels_wait_for_events_of_swap_ins(simulate):
     assert lasts(timeline) == 2 * [1000, 1000, 1000, 1014]
     assert simulate(program, Plan(), machine, 20).iteration_ns == 4000
     assert lasts(simulate(program, Plan((Swap(0, 3, 1),)), machine, 20)) == 2 * [1000, 1007, 1000, 1000]
-    again = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, WAITS, tiny.LIMIT)  # what runs again does not pay
+    again = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, WAITS, tiny.LIMIT)  # recomputed kernels do not pay
     assert again == simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
 
 
@@ -113,7 +114,7 @@ def test_each_swap_pays_its_wait_once_an_iteration(data):
 
 
 def test_a_slow_host(simulate):
-    """tests/tiny.py: eight kernels, 120 ns; with the swap 170 ns and two copies; with the recomputation nine, 130."""
+    """Program of tests/tiny.py: eight kernels in 120 ns, with a swap 170 ns, with a recomputed ninth kernel 130 ns."""
     assert simulate(tiny.PROGRAM, Plan(), ISSUES, 180).iteration_ns == 8 * 20
     swapped = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, ISSUES, tiny.LIMIT)
     assert swapped.iteration_ns == 10 * 20 and swapped.breakdown == Breakdown(120, 0, 0, 20, 60, 60)
@@ -122,7 +123,7 @@ def test_a_slow_host(simulate):
     assert again.iteration_ns == 9 * 20 and again.breakdown.stall_issue_ns == 9 * 20 - 130
     fast = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, replace(ISSUES, issue_ns=10), tiny.LIMIT)
     assert fast == simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
-    marker = Kernel("marker", "other", "forward", (0,), (), 0)  # what takes no time is not issued
+    marker = Kernel("marker", "other", "forward", (0,), (), 0)  # kernels without duration are not issued
     program = Program("two", (Tensor("x", 1),), (Kernel("k", "other", "forward", (), (0,), 5), marker))
     assert simulate(program, Plan(), replace(ISSUES, issue_ns=7), 10).iteration_ns == 7
 
@@ -136,7 +137,7 @@ def test_in_a_file_it_stands_where_there_is_such_a_stall(tmp_path):
 
 
 def test_small_kernels_after_large_ones_use_up_the_queue(simulate):
-    """Four kernels of 100 ns, then eight of 1 ns; a launch takes 10 ns. The host is ahead by what the queue holds."""
+    """Four kernels of 100 ns, then eight of 1 ns; a launch takes 10 ns. The host's lead is the queue depth."""
     lengths = [100] * 4 + [1] * 8
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (), (), ns) for i, ns in enumerate(lengths))
     program, machine = Program("tail", (), kernels), Machine("m", 1, 1, 1, issue_ns=10)
@@ -159,7 +160,7 @@ def test_an_event_is_recorded_once_for_all_copies_that_wait_for_it(simulate):
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60), st.integers(1, 20))
 def test_a_straight_program_against_its_recurrence(durations, issue_ns, depth):
-    """What 100 iterations take once thousands have settled the start, by the times of issue and end of each kernel."""
+    """Compares 100 steady iterations with the recurrence of the issue and end times of each kernel."""
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (), (), ns) for i, ns in enumerate(durations))
     program, machine = Program("straight", (), kernels), Machine("m", 1, 1, 1, issue_ns=issue_ns, queue_depth=depth)
     issued, ends = 0, []

@@ -1,4 +1,4 @@
-"""Files: written whole, readable by others, the same bytes for the same content; read in one sentence or not at all."""
+"""Files are written atomically and reproducibly, and errors on reading are one sentence."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from tests.strategies import machines, plans, programs, with_algorithms
 
 @given(st.data())
 def test_dictionaries_and_back(data):
-    """Of programs, plans and machines, and of the timelines that come of them."""
+    """Programs, plans, machines and timelines survive a round trip."""
     program, variants = data.draw(programs().flatmap(with_algorithms))
     plan, machine = replace(data.draw(plans(program, reruns=True)), variants=variants), data.draw(machines())
     plan.check(program)
@@ -28,7 +28,7 @@ def test_dictionaries_and_back(data):
 
 
 def test_folders_are_made(tmp_path):
-    for name in ("deep/er/a.json", "deep/er/b.json"):  # the second time they are there
+    for name in ("deep/er/a.json", "deep/er/b.json"):  # the second time the folders exist
         write_json(tmp_path / name, [1])
         assert (tmp_path / name).read_text() == "[1]\n"
 
@@ -53,7 +53,7 @@ def test_equal_content_is_equal_bytes(tmp_path, monkeypatch):
 
 
 def test_a_long_value_is_cut():
-    """Up to 40 characters of it as JSON, quotes included; else 37 and three dots."""
+    """Messages quote up to 40 characters of JSON, quotes included; longer values are cut to 37 and three dots."""
     for length, shown in ((38, '"' + 38 * "a" + '"'), (39, '"' + 36 * "a" + "...")):
         with pytest.raises(FormatError) as caught:
             integers(length * "a", "here")

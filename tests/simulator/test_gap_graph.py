@@ -1,4 +1,4 @@
-"""The graph of a task: its columns against what they say, by brute force, on random programs."""
+"""Columns of the gap graph against brute force on random programs."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
     emptied = decided > STAYS
     kept = Candidates(program, graph.gaps)
     assert (graph.load(emptied) == kept.residency(emptied)).all()
-    assume(program.ideal_ns > 0)  # else there is no bin to be in
+    assume(program.ideal_ns > 0)  # otherwise the bins are empty
     start = np.array(program.start_ns, np.float64)
     width = graph.ideal / BINS
     for gap in range(len(graph)):
@@ -54,7 +54,7 @@ def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
 
 @pytest.mark.parametrize("times", [2, 1000])
 def test_the_same_task_in_other_units(times: int) -> None:
-    """Larger tensors on a link as much faster, longer kernels on one as much slower: nothing that the network sees."""
+    """The features are scale-free: larger tensors on a faster link, longer kernels on a slower one."""
     tensors = tuple(replace(t, nbytes=t.nbytes * times) for t in PROGRAM.tensors)
     wide = replace(PROGRAM, tensors=tensors)
     fast = replace(MACHINE, d2h_bytes_per_s=10**9 * times, h2d_bytes_per_s=10**9 * times)

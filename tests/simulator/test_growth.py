@@ -1,4 +1,4 @@
-"""What grows with the program, and not with its square, is what its definition says."""
+"""Near-linear implementations equal their quadratic definitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_can_run_again(program: Program) -> None:
 def test_selection_by_areas(program: Program) -> None:
     candidates, durations = Candidates(program, program.gaps()), np.diff(program.start_ns)
     load, left, order = candidates.live_bytes.copy(), np.ones(len(candidates), bool), []
-    while left.any():  # the load after each selection, all scores anew
+    while left.any():  # recomputes the load and all scores after each selection
         scores = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
         order.append((best := int(scores.argmax()), float(scores[best])))
         left[best] = False
@@ -54,7 +54,7 @@ def test_selection_by_areas(program: Program) -> None:
 
 
 def test_bytes_on_the_host() -> None:
-    """From a copy's issue until the tensor is back, and on to the next gap that finds the copy valid."""
+    """From a copy's issue until the swap-in ends, or until the next gap that reuses the copy."""
     for seed, program in enumerate(PROGRAMS):
         plan = plan_of(Random(seed), program, reruns=False)
         schedule = lower(program, plan)

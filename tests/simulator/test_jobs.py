@@ -1,4 +1,4 @@
-"""Several jobs: cases computed by hand, one job alone, what always holds, and what a JobsTimeline is turned into."""
+"""Several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
 
 
 def once(*programs: Program) -> list[Job]:
-    """Jobs a, b, ... without plans, for an iteration each."""
+    """Jobs a, b, ... without plans, for one iteration each."""
     return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
 
 
@@ -43,7 +43,7 @@ def compute(job):
 
 
 def test_kernels_that_take_more_time_in_every_other_iteration():
-    """Recomputed ones, too: what iterations of tiny take under RECOMPUTE_PLAN is its kernels and f1 once more."""
+    """Includes recomputed kernels: an iteration of tiny under RECOMPUTE_PLAN is its kernels plus f1."""
     plain, slow = tuple(k.duration_ns for k in tiny.PROGRAM.kernels), tuple(range(1, len(tiny.PROGRAM.kernels) + 1))
     job = Job("a", tiny.PROGRAM, tiny.RECOMPUTE_PLAN, iterations=3, durations=(plain, slow))
     job = simulate_jobs([job], tiny.MACHINE, tiny.LIMIT).jobs[0]
@@ -53,7 +53,7 @@ def test_kernels_that_take_more_time_in_every_other_iteration():
 
 
 def test_kernels_take_turns():
-    """b has been ready since 0 when a's second kernel is at 10."""
+    """Job b has been ready since 0 when a's second kernel becomes ready at 10."""
     jobs = [Job("a", one_kernel(10), Plan(), iterations=2), Job("b", one_kernel(10), Plan(), iterations=2)]
     a, b = simulate_jobs(jobs, MACHINE, 100).jobs
     assert (a.boundaries, b.boundaries) == ((10, 30), (20, 40))
@@ -71,8 +71,7 @@ def test_a_switch_costs_time_and_takes_the_memory_at_its_start():
 
 
 def test_two_at_once_share_the_speed_and_one_that_is_left_alone_speeds_up():
-    """At half speed 10 ns take 20; of the other's 30, 20 are left then. At 3/4 they take 13 1/3, rounded up; the other
-    has then done 10.5 and ends at 33.5."""
+    """At half speed 10 ns take 20, and the other has 20 of 30 left. At 3/4 they take 14, and the other ends at 33.5."""
     for concurrency, first, second in ((1.0, 20, 40), (1.5, 14, 34)):
         machine = replace(MACHINE, concurrency=concurrency)
         a, b = simulate_jobs(once(one_kernel(10), one_kernel(30)), machine, 100, sharing="shared").jobs
@@ -89,8 +88,7 @@ def test_what_does_not_fit_beside_the_other_waits_for_it():
 
 
 def test_a_deadlock_and_its_eviction():
-    """Both hold 40 bytes at 20 and ask for 30 more. a has waited longer: b's x leaves (20 to 60), and comes back when
-    a has left (70 to 110)."""
+    """Both have 40 bytes at 20 and request 30. Job a has waited longer: b's x is swapped out [20, 60), in [70, 110)."""
     timeline = simulate_jobs(once(GROWS, GROWS), MACHINE, 100)
     a, b = timeline.jobs
     assert timeline.evictions == (Eviction(20, 1, 0, 0, 40, 0),)
@@ -104,7 +102,7 @@ def test_a_deadlock_and_its_eviction():
 
 
 def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
-    """It has 40 and asks for 30 more, which 60 bytes do not hold, with 30 others free; nothing can be evicted."""
+    """The job has 40 bytes and requests 30, above its limit of 60; 30 others are free and nothing can be evicted."""
     program = straight([parameter(40), parameter(30)], ((0,), (), 10), ((0, 1), (), 10))
     job = Job("a", program, Plan((Swap(1, 1, 1),), limit=60), iterations=1, within=True)
     timeline = simulate_jobs([job], MACHINE, 100)
@@ -119,25 +117,25 @@ def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what():
     simulate_jobs(jobs, replace(MACHINE, host_bytes=40), 100)
 
 
-# What a job with parameters holds: w is used in the first kernel, v in the last.
+# A job with parameters: w is used in the first kernel, v in the last.
 IDLE = straight([parameter(20), parameter(30)], ((0,), (), 10), ((), (), 10), ((1,), (), 10))
 
 
 def test_the_furthest_next_touch_of_the_others_leaves_first():
-    """At 20, b is between k1 and k2: of its tensors w is needed next in 20 ns, v now. a asks for 60 beside 50 of b."""
+    """At 20, b is between k1 and k2: it needs w in 20 ns and v now. Job a requests 60 beside 50 of b."""
     big = straight(activations(40, 20), ((), (0,), 20), ((0,), (1,), 5))
     jobs = [Job("a", big, Plan(), iterations=1), Job("b", IDLE, Plan(), iterations=2)]
     timeline = simulate_jobs(jobs, MACHINE, 100, sharing="shared")
-    assert timeline.evictions == ()  # b goes on, and a waits for it
+    assert timeline.evictions == ()  # b continues, and a waits for it
     blocked = replace(IDLE, kernels=(*IDLE.kernels[:2], replace(IDLE.kernels[2], workspace=50)))
     timeline = simulate_jobs(once(big, blocked), MACHINE, 100)
-    # a: k0 from 0 to 20; b: k0 from 20 to 30; k1 of a asks for 20 beside 90, b's k1 goes, k2 asks for 50: nobody can.
+    # a: k0 from 0 to 20; b: k0 from 20 to 30; a's k1 requests 20 beside 90, b's k1 runs, k2 requests 50: deadlock.
     assert timeline.evictions == (Eviction(40, 1, 0, 0, 20, 0),)
     assert timeline.jobs[0].boundaries == (65,)
 
 
 def test_a_program_that_does_not_fit_runs_without_a_plan():
-    """Its own tensors leave on demand: at 130 of its 180 bytes tiny still runs, and without a plan pays for it."""
+    """With 130 of its 180 bytes tiny runs without a plan, by slower evictions on demand."""
     timeline = simulate_jobs([Job("a", tiny.PROGRAM, Plan(), iterations=2)], tiny.MACHINE, 130)
     assert timeline.peak_bytes <= 130 and timeline.evictions
     assert {e.job for e in timeline.evictions} == {e.wanted_by for e in timeline.evictions} == {0}
@@ -155,7 +153,7 @@ def test_a_step_that_never_fits_is_refused_by_name():
 
 
 def test_admission_waits_for_memory_and_keeps_its_order():
-    """b has to wait until a has left, and c, for which there is room, behind it."""
+    """Job b waits until a has left, and c waits behind b although it fits."""
     jobs = [Job("a", HELD, Plan(), iterations=2), Job("b", HELD, Plan(), arrives_ns=5, iterations=1),
             Job("c", one_kernel(10), Plan(), arrives_ns=6, iterations=1)]  # fmt: skip
     timeline = simulate_jobs(jobs, MACHINE, 100)
@@ -189,7 +187,7 @@ def test_from_until_ns_on_all_leave_at_their_next_boundary():
 
 
 def test_a_job_that_leaves_ends_the_copy_under_way_and_drops_the_next():
-    """At 10 both tensors are to leave; the first copy ends at 30, and with it the job."""
+    """At 10 both tensors are to be swapped out; the first copy ends at 30, and the job leaves then."""
     program = straight([parameter(20), parameter(30)], ((), (0, 1), 10), ((), (), 5))
     plan = Plan((Swap(0, 0, 0), Swap(1, 0, 0)))
     timeline = simulate_jobs([Job("a", program, plan, iterations=1)], MACHINE, 100)
@@ -200,8 +198,7 @@ def test_a_job_that_leaves_ends_the_copy_under_way_and_drops_the_next():
 
 
 def test_a_change_of_plans_takes_effect_at_a_boundary():
-    """At 50 w has to leave (50 to 80) and is needed at once (80 to 110); then its copy is valid, and it is only dropped
-    at 120 and comes back in time."""
+    """At 50 w is swapped out [50, 80) and needed at once [80, 110); then its copy is valid: it is dropped at 120."""
     job = Job("a", READER, Plan(), iterations=3, switches=((15, Plan((Swap(0, 0, 0),))),))
     job = simulate_jobs([job], MACHINE, 100).jobs[0]
     assert job.switches == ((50, 1),)
@@ -212,8 +209,7 @@ def test_a_change_of_plans_takes_effect_at_a_boundary():
 
 
 def test_what_the_new_plan_has_in_memory_comes_back():
-    """w is on the host at 10, the end of the first iteration, as the first plan has it; the second never sends it away:
-    it is read at once (10 to 40)."""
+    """The first plan has w on the host at 10; the second never evicts it, so it is swapped in at once (10 to 40)."""
     program = straight([parameter(30), *activations(80)], ((0,), (), 10), ((), (1,), 40))
     job = Job("a", program, Plan((Swap(0, 0, 0, 1),)), iterations=2, switches=((1, Plan()),))
     job = simulate_jobs([job], MACHINE, 110).jobs[0]
@@ -243,10 +239,10 @@ def test_what_is_not_a_simulation():
 
 
 def test_a_switch_to_the_same_decisions_changes_nothing():
-    """Whatever is on its way at the boundary, and in whatever order they are."""
+    """Regardless of copies in flight at the boundary and of the order of the decisions."""
     for seed in range(30):
         case = jobs_case(seed)
-        machine = replace(case.machine, host_bytes=10**6)  # two plans in succession keep more of the host free
+        machine = replace(case.machine, host_bytes=10**6)  # two plans in succession reserve more host memory
         jobs = tuple(replace(job, switches=()) for job in case.jobs)
         again = tuple(
             replace(job, switches=tuple((at, replace(job.plan, decisions=job.plan.decisions[::-1])) for at in (30, 90)))
@@ -273,7 +269,7 @@ def test_one_job_alone_does_what_simulate_says(data):
     assert job.boundaries == alone.boundaries[: n + 1]
     assert job.events_until == alone.events_until[: n + 2]
     assert job.events[: job.events_until[-1]] == alone.events[: job.events_until[-1]]
-    # The end of a copy that is under way when a simulation ends is not what it would have been.
+    # Copies in flight at the end of a simulation are cut.
     until, end = alone.boundaries[n - 1 : n + 1]
     assert [(s[:1], s[2:]) for s in job.spans if s.start_ns < until] == [
         (s[:1], s[2:]) for s in alone.spans if s.start_ns < until
@@ -282,7 +278,7 @@ def test_one_job_alone_does_what_simulate_says(data):
 
 
 def test_every_job_ends_and_no_rule_is_broken_on_the_way():
-    """Whatever the limit, with room on the host."""
+    """With any limit, if the host has room."""
     for seed in range(60):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)
@@ -298,7 +294,7 @@ def test_every_job_ends_and_no_rule_is_broken_on_the_way():
                 assert len(ran.boundaries) == job.iterations, f"seed {seed}"
             kernels = [s.index for s in ran.spans if s.kind == "kernel"]
             assert kernels == len(ran.boundaries) * [*range(len(job.program.kernels))], f"seed {seed}"
-            if len(job.plans) == 1 and kernels:  # every kernel finds the content that it reads
+            if len(job.plans) == 1 and kernels:  # every kernel reads the right content
                 compute = [s for s in ran.spans if s.stream == "compute" and s.kind != "switch"]
                 assert Steps(compute, job.program.with_variants(job.plan.variants), job.plan).found == []
 
@@ -344,6 +340,6 @@ def test_perfetto_has_a_process_a_job():
 
 
 def test_what_each_holds_adds_up():
-    for time, used in dict(TIMELINE.memory).items():  # after all that this instant changes
+    for time, used in dict(TIMELINE.memory).items():  # after all changes of this instant
         assert sum([0, *(b for t, b in job.held if t <= time)][-1] for job in TIMELINE.jobs) == used
     assert math.isnan(TIMELINE.jobs[2].mean_ns) and TIMELINE.jobs[2].iterations_ns == ()  # it never ran

@@ -1,4 +1,4 @@
-"""What plan/2 can say, by hand: early copies, early recomputation, kernels that run again one by one; and the link."""
+"""Hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.simulator.test_reference import PLENTY
 from tests.simulator.test_steady import NEVER_STEADY
 from tests.tiny import MACHINE
 
-# w writes a, r1 reads it for 100 ns, big needs the memory, x takes long, r2 reads a again.
+# w writes a, r1 reads it for 100 ns, big needs the memory, x is long, r2 reads a again.
 READ_MEANWHILE = straight(
     activations(100, 100), ((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)
 )
@@ -32,7 +32,7 @@ def test_a_copy_is_made_while_the_tensor_is_read(simulate):
 
 
 def test_the_memory_is_free_when_the_gap_is_open(simulate):
-    """The copy of 30 bytes is over at 40, r1 at 110."""
+    """The copy of 30 bytes ends at 40, r1 at 110."""
     program = replace(READ_MEANWHILE, tensors=tuple(replace(t, nbytes=30) for t in READ_MEANWHILE.tensors))
     timeline = simulate(program, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 60, iterations=1)
     assert work(timeline, "swap_out") == [(0, 10, 40)]
@@ -40,14 +40,14 @@ def test_the_memory_is_free_when_the_gap_is_open(simulate):
 
 
 def test_a_copy_of_the_iteration_before(simulate):
-    """p is written by the last kernel, copied at once, and given up after it is read in the next iteration."""
+    """Tensor p is written by the last kernel, copied at once, and evicted after its use in the next iteration."""
     program = straight(
         [parameter(40), *activations(40)],
         ((0,), (), 10), ((), (1,), 10), ((), (), 50), ((0,), (0,), 10),
     )  # fmt: skip
     plan = Plan((Swap(0, 0, 3, copy=3),))
     timeline = simulate(program, plan, MACHINE, 40, iterations=4)
-    # The first finds a copy. Then it leaves for 40 ns, of which kernel 0 hides 10.
+    # The first iteration starts with a copy. Later swap-outs take 40 ns, of which kernel 0 hides 10.
     assert [b - a for a, b in zip((0, *timeline.boundaries), timeline.boundaries, strict=False)] == [80, 110, 110, 110]
     assert lower(program, plan).on_host == (40, 40, 40, 40)
 
@@ -81,7 +81,7 @@ def test_a_copy_is_of_the_present_content(swap, reason):
 def test_a_copy_is_of_what_is_there():
     program = straight(activations(10), ((), (0,), 1), ((), (), 1), ((0,), (), 1), ((), (), 1), ((0,), (), 1))
     for first in (Swap(0, 0, 2), Recompute(0, 0, 2)):
-        with pytest.raises(PlanError, match="tensor 0 is away between the end of kernel 1 and that of 2"):
+        with pytest.raises(PlanError, match="tensor 0 is evicted between the end of kernel 1 and that of 2"):
             Plan((first, Swap(0, 2, 4, copy=1))).check(program)
     Plan((Recompute(0, 0, 2, at=1), Swap(0, 2, 4, copy=1))).check(program)
 
@@ -103,7 +103,7 @@ def test_not_before_it_is_dropped_and_not_after_its_use(at):
 
 
 def test_early_where_late_is_impossible():
-    """The persistent input of a's writer is overwritten by kernel 2."""
+    """Kernel 2 overwrites the persistent input of a's writer."""
     program = straight(
         [parameter(10), *activations(10)],
         ((0,), (1,), 10), ((), (), 10), ((), (0,), 10), ((1,), (), 10),
@@ -124,7 +124,7 @@ def test_a_tensor_is_away_from_its_last_use_to_the_next_run(simulate):
 
 
 def test_what_a_later_run_reads_is_retained(simulate):
-    """b dies at kernel 3, but kernel 4 reads c, which kernel 2 makes of b."""
+    """Tensor b dies at kernel 3, but kernel 4 reads c, which kernel 2 computes from b."""
     program = straight(
         activations(10, 20, 40),
         ((), (0,), 1), ((0,), (1,), 1), ((1,), (2,), 1), ((1,), (), 1), ((), (), 1), ((2,), (), 1),
@@ -138,11 +138,11 @@ def test_what_a_later_run_reads_is_retained(simulate):
 
 
 def test_run_twice_again(simulate):
-    """Between two uses a tensor can be made, kept for a while, and made again."""
+    """Between two uses, a tensor can be recomputed, kept for a while, and recomputed again."""
     plan = Plan((Rerun(0, 2), Rerun(1, 3), Rerun(0, 4)))
     schedule = lower(LINE, plan)
     assert [s.kernel for s in schedule.steps if s.again] == [0, 1, 0]
-    assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 has run again
+    assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 is recomputed
     assert simulate(LINE, plan, MACHINE, 30, iterations=1).iteration_ns == 45 + 30
 
 
@@ -161,9 +161,15 @@ INPLACE = straight([parameter(1), *activations(10, 10, 10)], ((0,), (1,), 1), ((
 @pytest.mark.parametrize(
     ("decisions", "reason"),
     [
-        ((Rerun(1, 4),), "kernel 1 cannot run again before kernel 4: tensor 1 is not there as it read it"),
-        ((Rerun(0, 4), Rerun(1, 4)), "kernel 0 cannot run again before kernel 4: tensor 0 is not there as it read it"),
-        ((Rerun(0, 2), Rerun(1, 3)), "kernel 1 goes on writing|it goes on writing tensor 1, and kernel 0 does not run"),
+        ((Rerun(1, 4),), "kernel 1 cannot be recomputed before kernel 4: its input 1 is freed or overwritten"),
+        (
+            (Rerun(0, 4), Rerun(1, 4)),
+            "kernel 0 cannot be recomputed before kernel 4: its input 0 is freed or overwritten",
+        ),
+        (
+            (Rerun(0, 2), Rerun(1, 3)),
+            "kernel 1 cannot be recomputed before kernel 3: it updates tensor 1, and kernel 0 is not",
+        ),
         ((Rerun(0, 3), Rerun(1, 3)), None),
         ((Rerun(2, 4),), None),
     ],
@@ -196,7 +202,7 @@ def test_reruns_that_do_not_fit(decisions, reason):
 
 
 def test_both_directions_share_the_link(simulate):
-    """Half speed each: b starts to return at 70, when a has left for 10 of 40 ns."""
+    """At half speed each: b's swap-in starts at 70, when 10 of the 40 ns of a's swap-out are done."""
     program = straight(
         activations(40, 40),
         ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (), 10), ((1,), (), 10), ((), (), 10), ((0,), (), 10),
@@ -210,24 +216,24 @@ def test_both_directions_share_the_link(simulate):
     assert work(alone, "swap_in") == [(1, 70, 110), (0, 110, 150)]
     plenty = MACHINE.with_shared_link(2 * MACHINE.d2h_bytes_per_s)
     assert simulate(program, plan, plenty, PLENTY, iterations=1) == alone
-    # Out at three quarters, back at one: a has left for 10 ns alone and needs 40 beside b, of which 10 return in them.
+    # Out at 3/4, in at 1/4: a copies for 10 ns alone, then for 40 ns beside b, which transfers 10 bytes meanwhile.
     unequal = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000, duplex_d2h_bytes_per_s=750_000_000)
     timeline = simulate(program, plan, unequal, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 110)]
     assert work(timeline, "swap_in") == [(1, 70, 140), (0, 140, 180)]
-    # Out as fast as alone: half of a quarter of b's bytes are in the 30 ns, and the last of the others is rounded up.
+    # Out at full speed, in at 1/4: b transfers 7.5 bytes beside a; the other 32.5 take 33 ns, rounded up.
     one_sided = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000)
     timeline = simulate(program, plan, one_sided, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
     assert work(timeline, "swap_in") == [(1, 70, 133), (0, 133, 173)]
-    # On one stream b goes back when a has left, at full speed, whatever both directions carry at once.
+    # On one stream b is swapped in after a's swap-out, at full speed, regardless of the shares.
     timeline = simulate(program, plan, unequal.one_copy_stream(), PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
     assert work(timeline, "swap_in") == [(1, 100, 140), (0, 140, 180)]
 
 
 def test_one_engine_serves_in_order_of_issue(simulate):
-    """When it is free at 100, b was asked for at 70, and c given up at 80."""
+    """When the engine is free at 100, b's swap-in was issued at 70, and c's swap-out at 80."""
     program = straight(
         activations(40, 40, 40),
         ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (2,), 10), ((), (), 10), ((), (), 100),
@@ -244,7 +250,7 @@ def test_one_engine_serves_in_order_of_issue(simulate):
 
 
 def test_what_does_not_fit_lets_swap_outs_go_first(simulate):
-    """b is asked for at 70, but has no room beside c, which is given up at 80."""
+    """The swap-in of b is issued at 70 but does not fit beside c, which is evicted at 80."""
     program = straight(
         activations(40, 40), ((), (0,), 10), ((), (), 40), ((), (), 10), ((), (1,), 10), ((), (), 10), ((), (), 100),
         ((0,), (), 10), ((1,), (), 10),

@@ -1,4 +1,4 @@
-"""Limits as people write them."""
+"""Memory limits as users write them."""
 
 import numpy as np
 import pytest

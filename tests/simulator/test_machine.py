@@ -1,4 +1,4 @@
-"""Machines: presets, durations by hand, and what is refused."""
+"""Machines: presets, durations by hand, and errors."""
 
 import re
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_a_file_of_ones_own(tmp_path):
 
 
 def test_what_may_be_left_out():
-    """Pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
+    """Defaults: pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
     assert Machine.from_dict(GOOD) == Machine(
         "m", 100, 10**9, 10**9, d2h_latency_ns=10_000, h2d_latency_ns=10_000, copy_engines=2,
         host_bytes=68_719_476_736, alignment=512, queue_depth=1024, event_ns=0, graph_launch_ns=0,
@@ -66,7 +66,7 @@ def test_copies_round_up(nbytes, rate, latency):
 
 
 def test_each_direction_beside_the_other():
-    """In units of 2**-20, rounded down; 0, and more than alone, is as alone, and none stands still."""
+    """Units of 2**-20, rounded down, at least 1; 0, or more than alone, means full speed."""
 
     def shares(h2d, d2h, engines=2):
         rates = {"duplex_h2d_bytes_per_s": h2d, "duplex_d2h_bytes_per_s": d2h}
@@ -80,7 +80,7 @@ def test_each_direction_beside_the_other():
 
 @given(*[st.integers(2**20, 10**12)] * 2, st.integers(0, 2 * 10**12))
 def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
-    """Files of before have one figure: of a link of 1 MiB/s or more, exactly the shares that it had then."""
+    """Files with a single figure keep their shares exactly, for links of at least 1 MiB/s."""
     rates = {"h2d_bytes_per_s": h2d, "d2h_bytes_per_s": d2h}
     machine = Machine.from_dict({**GOOD, **rates, "duplex_bytes_per_s": together})
     share = max(1, (together << 20) // (h2d + d2h)) if 0 < together < h2d + d2h else 2**20
@@ -89,7 +89,7 @@ def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
 
 
 def test_kernels_at_once_share_the_speed():
-    """In units of 2**-20, rounded down; none is faster than alone, and none stands still."""
+    """Units of 2**-20, rounded down, at least 1 and at most full speed."""
     assert [Machine("m", 1, 1, 1).compute_share(k) for k in (0, 1, 2, 3)] == [2**20, 2**20, 2**19, 2**20 // 3]
     assert [Machine("m", 1, 1, 1, concurrency=1.5).compute_share(k) for k in (1, 2)] == [2**20, 3 * 2**18]
     assert Machine("m", 1, 1, 1, concurrency=8).compute_share(2) == 2**20
@@ -113,7 +113,7 @@ def test_the_roofline():
     assert machine.kernel_ns("conv", 10**6, 10**6) == 7 + 20_000  # memory decides: 10 us, half of it
     assert machine.kernel_ns("pool", 0, 1000) == 7 + 40  # 10 ns at a quarter
     assert machine.kernel_ns("pool", 0, 1000, "int8") == 7 + 40  # no arithmetic, no figure needed
-    whole = Machine("m", 1, 1, 1, memory_bytes_per_s=10**9, launch_ns=0)  # no efficiency is one of 1
+    whole = Machine("m", 1, 1, 1, memory_bytes_per_s=10**9, launch_ns=0)  # default efficiency 1
     assert whole.kernel_ns("pool", 0, 1000) == 1000
     with pytest.raises(FormatError, match=r"machine\.flops_per_s: m has no figure for bfloat16"):
         machine.kernel_ns("conv", 1, 0, "bfloat16")

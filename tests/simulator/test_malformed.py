@@ -1,4 +1,4 @@
-"""A malformed file of any kind is a FormatError of one line that begins with the place: file, key, entry."""
+"""A malformed file of any kind raises FormatError with one line that begins with the file, key or entry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GOOD: dict[str, Any] = {
     "machine": {"name": "m", "memory_bytes": 10**6, "h2d_bytes_per_s": 10**9, "d2h_bytes_per_s": 10**9},
 }  # fmt: skip
 DELETE, NAN = object(), math.nan
-# (path of keys, values to put there one by one, how the message begins)
+# (path of keys, values to put there one by one, start of the message)
 MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
     "program": [
         ("", [[], None], "program: "),
@@ -101,7 +101,7 @@ MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
         ("decisions.1.tensor", ["a2"], "decisions[1].tensor: "),
         ("decisions.1.after", [True], "decisions[1].after: "),
         ("decisions.1.before", [5.0], "decisions[1].before: "),
-        ("decisions.1.prefetch", ["4", None], "decisions[1].prefetch: "),  # no prefetch: leave the key out
+        ("decisions.1.prefetch", ["4", None], "decisions[1].prefetch: "),  # without prefetch, the key is absent
         ("decisions.1.keep", [True], "decisions[1]: unknown key 'keep'"),
         ("decisions.1.sync", [1], "decisions[1].sync: "),
         ("decisions.0.sync", [True], "decisions[0]: unknown key 'sync'"),
@@ -147,7 +147,7 @@ CASES = [(name, *row) for name, rows in MALFORMED.items() for row in rows]
 
 
 def put(data: Any, path: list[Any], value: Any) -> Any:
-    """A copy of nested lists and dictionaries with one entry replaced or deleted."""
+    """Returns a copy of nested lists and dictionaries with one entry replaced or deleted."""
     if not path:
         return value
     inner = data = copy.deepcopy(data)
@@ -287,7 +287,7 @@ PLACES = st.sampled_from(["tensors", "kernels", "name", "nbytes", "kind", "input
 def test_any_junk_anywhere_is_a_format_error_or_a_program(junk: Any, path: list[Any]) -> None:
     try:
         data = put(GOOD["program"], path, junk)
-    except (KeyError, IndexError, TypeError):  # no such place
+    except (KeyError, IndexError, TypeError):  # the path does not exist
         return
     try:
         assert Program.from_dict(data).to_dict()["format"] == "program/1"

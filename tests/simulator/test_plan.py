@@ -1,4 +1,4 @@
-"""plan/2 and plan/1: what is read, what is refused, and which plans fit a program."""
+"""plan/2 and plan/1: reading, errors, and which plans fit a program."""
 
 import itertools
 import json
@@ -42,8 +42,7 @@ def test_the_file_as_it_is_written(tmp_path):
 
 
 def is_a_gap(program: Program, swap: Swap) -> bool:
-    """Is the tensor alive and unused from the end of ``after`` until ``before``, which uses it? Kernel by kernel; a gap
-    may be entered late, and ``prefetch`` is ``after`` or one of the kernels between."""
+    """Returns whether the tensor is alive and unused from the end of ``after`` until its use ``before``."""
     n, uses = len(program.kernels), [swap.tensor in k.inputs + k.outputs for k in program.kernels]
     if not uses[swap.before]:
         return False
@@ -57,7 +56,7 @@ def is_a_gap(program: Program, swap: Swap) -> bool:
 
 @given(st.data())
 def test_a_swap_fits_exactly_where_there_is_a_gap(data):
-    """All swaps of a small program, those that no planner would think of, too."""
+    """Enumerates all swaps of a small program."""
     program = data.draw(programs(max_kernels=5))
     kernels = range(len(program.kernels))
     prefetch = data.draw(st.none() | st.integers(-1, len(kernels)))
@@ -101,7 +100,7 @@ def test_decisions_that_do_not_fit(decision, message):
 
 
 def test_two_decisions_for_one_gap():
-    reason = r"^decisions\[1\]: tensor 1 is already away before kernel 6 by decisions\[0\]$"
+    reason = r"^decisions\[1\]: tensor 1 is already evicted before kernel 6 by decisions\[0\]$"
     with pytest.raises(PlanError, match=reason):
         Plan((Swap(A1, 1, 6), Recompute(A1, 3, 6))).check(PROGRAM)
 
@@ -112,7 +111,7 @@ def test_a_plan_for_another_program():
     reason = f"fingerprint {PROGRAM.fingerprint[:12]}, 'tiny' has {other.fingerprint[:12]})"
     with pytest.raises(PlanError, match=re.escape(reason) + "$"):
         SWAP_PLAN.check(other)
-    Plan(SWAP_PLAN.decisions).check(other)  # no fingerprint: it fits if its gaps do
+    Plan(SWAP_PLAN.decisions).check(other)  # without a fingerprint, a plan fits if its gaps do
 
 
 def test_a_plan_under_other_times(tmp_path):
@@ -132,15 +131,17 @@ def test_a_plan_under_other_times(tmp_path):
 def test_a_plan_for_more_than_other_times():
     plan = Plan.of(PROGRAM, SWAP_PLAN.decisions)
     named = Program("other", PROGRAM.tensors, PROGRAM.kernels).with_durations([7] * 8)
-    with pytest.raises(PlanError, match=r"another program than 'other', not only for other times: its decisions would"):
+    with pytest.raises(
+        PlanError, match=r"another program than 'other', and not only times differ: its decisions would"
+    ):
         plan.retimed(named)
     short = Program("short", PROGRAM.tensors, PROGRAM.kernels[:6])
     with pytest.raises(
-        PlanError, match=r"'short', not only for other times: decisions\[0\].before: there is no kernel 6"
+        PlanError, match=r"'short', and not only times differ: decisions\[0\].before: there is no kernel 6"
     ):
         plan.retimed(short)
     assert SWAP_PLAN.retimed(PROGRAM) == SWAP_PLAN  # of an older version: it has no structure
-    with pytest.raises(PlanError, match="was saved without what tells whether only times differ"):
+    with pytest.raises(PlanError, match="does not record whether only times differ"):
         SWAP_PLAN.retimed(PROGRAM.with_durations([7] * 8))
 
 
@@ -164,14 +165,13 @@ def test_why_a_tensor_cannot_be_recomputed():
         PlanError, match=r"tensor 1 needs kernel 0 \(k0\), whose input 0 is overwritten before kernel 4$"
     ):
         Plan((Recompute(X, 1, 4),)).check(changed)
-    # y must be rebuilt for k3 from x, which died in k1, hence from k0.
+    # y must be recomputed for k3 from x, which died in k1, so k0 is recomputed, too.
     with pytest.raises(PlanError, match=r"^decisions\[0\]: tensor 2 needs kernel 0 \(k0\)"):
         Plan((Recompute(Y, 1, 3),)).check(replace(once, kernels=once.kernels[:4]))
 
 
 def can_be_made_again(program: Program, tensor: int, by: int, again_at: int) -> bool:
-    """Can the content that ``tensor`` had when kernel ``by`` began be made before kernel ``again_at``? From the
-    definition: a content is the kernels that wrote it; each of them runs again, on the contents that it read then."""
+    """Returns whether the content of ``tensor`` at kernel ``by`` can be recomputed before ``again_at``."""
 
     def content(x: int, k: int) -> list[int]:
         return [w for w in range(k) if x in program.kernels[w].outputs]
@@ -192,7 +192,7 @@ def can_be_made_again(program: Program, tensor: int, by: int, again_at: int) -> 
 
 @st.composite
 def overwriting(draw):
-    """Few tensors that many kernels write, in place or anew, some of which cannot be run twice."""
+    """Few tensors that many kernels write, in place or not, some of which cannot be recomputed."""
     tensors = (Tensor("p", 1, "parameter", True), Tensor("q", 1, "buffer", True), *(Tensor(n, 1) for n in "xyz"))
     born, kernels = {0, 1}, []
     for i in range(draw(st.integers(3, 7))):
@@ -213,7 +213,7 @@ def test_what_can_be_recomputed_is_what_can_be_made_again(program):
 
 @given(st.data())
 def test_each_decision_that_fits_alone_fits_beside_the_others(data):
-    """Dropping one tensor never makes another one that may be dropped unrecoverable."""
+    """Dropping one tensor never makes another droppable tensor unrecoverable."""
     program = data.draw(programs())
     drops = [
         Recompute(*gap, data.draw(st.booleans())) for gap in program.gaps() if cannot_recompute(program, *gap) is None

@@ -1,4 +1,4 @@
-"""What of a plan for one capture of a step still makes sense in another."""
+"""Transfer of a plan to another capture of the same step."""
 
 from dataclasses import replace
 from random import Random
@@ -24,14 +24,13 @@ def test_what_is_adapted_fits():
 
 
 def layers(*names: str) -> Program:
-    """A layer each: x = w(x) forward, then backward from the last to the first, with names as captures give them: those
-    of weights by layer, those of activations and gradients in order."""
+    """One layer per name, forward and backward, with tensors named as captures name them."""
     tensors = [Tensor(f"{name}.weight", 10, "parameter", True) for name in names]
     tensors += [Tensor(f"mm_{i}", 40) for i in range(2 * len(names))]
     tensors += [Tensor(f"mm_{i + 2 * len(names)}", 10, "gradient") for i in range(len(names))]
     n = len(names)
     kernels = []
-    for i in range(n):  # x is written, and what relu makes of it; the backward pass reads what relu made
+    for i in range(n):  # x is written, then its relu, which the backward pass reads
         x, y = n + 2 * i, n + 2 * i + 1
         kernels.append(Kernel("mm", "matmul", "forward", (i, *([x - 1] if i else [])), (x,), 10))
         kernels.append(Kernel("relu", "activation", "forward", (x,), (y,), 10))
@@ -42,8 +41,7 @@ def layers(*names: str) -> Program:
 
 
 def test_a_layer_keeps_its_decisions_where_another_is_missing():
-    """a's output leaves after b's kernel 2, which is missing: after c's, which reads it instead. b's own swap is left
-    out; so are the prefetch and the copy at b's kernels, but not the copy at a's."""
+    """The gap of a's output opens after c's kernel 2, as b's is missing. Decisions and prefetches of b are dropped."""
     program, other = layers("a", "b", "c"), layers("a", "c")
     plan = Plan((Swap(4, 2, 8, prefetch=7, copy=1), Swap(6, 4, 7), Swap(0, 1, 8, copy=2)), program.fingerprint)
     found = adapted(plan, program, other)
@@ -52,7 +50,7 @@ def test_a_layer_keeps_its_decisions_where_another_is_missing():
 
 
 def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
-    """Weights are updated by a kernel each, or all by one of another name: their gaps end there, too."""
+    """Weights are updated by one kernel each, or all by one kernel with another name; their gaps end there, too."""
 
     def step(together: bool) -> Program:
         base = layers("a", "b")

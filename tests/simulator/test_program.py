@@ -1,4 +1,4 @@
-"""program/1: what is read, what is refused, and the figures of a small program by hand."""
+"""program/1: reading, errors, and the figures of a small program by hand."""
 
 import copy
 import os
@@ -32,7 +32,7 @@ def test_what_may_be_left_out():
 
 
 def test_a_program_that_is_in_use_can_be_pickled():
-    """What another thread works out of it meanwhile is not in what is being written."""
+    """Cached properties that another thread adds meanwhile are not pickled."""
     program = replace(PROGRAM)
     state = program.__getstate__()
     assert program.accesses and "accesses" in program.__dict__ and "accesses" not in state
@@ -83,8 +83,7 @@ def test_gaps():
 
 
 def test_a_gap_has_a_kernel_in_it():
-    """x is read by k1 and k3, with k2 between; z is used in the same two and has no bytes. w is used from k0 to k2, so
-    that k3 alone lies between its last and its first use; v is used by all but none."""
+    """Only gaps with another kernel in them count: w's wrapping gap contains k3 alone; z has no bytes."""
     w, x, z, v = range(4)
     program = straight([parameter(1), *activations(1, 0), parameter(1)], ((w, v), (x, z), 10), ((x, z, v), (), 11),
                        ((w, v), (), 12), ((x, z, v), (), 13))  # fmt: skip
@@ -115,7 +114,7 @@ def test_frees_are_at_the_end():
 
 @given(programs())
 def test_operations_balance(program):
-    """Mallocs and frees of the iteration give the loads, workspaces aside."""
+    """Mallocs and frees of the iteration sum to the loads without workspaces."""
     lines = program.operations()
     assert [o.time_ns for o in lines] == sorted(o.time_ns for o in lines)
     size = [t.nbytes for t in program.tensors]
@@ -128,14 +127,14 @@ def test_operations_balance(program):
 
 
 def test_fingerprint():
-    # sha256 of the canonical JSON: it may never change, plans name it
+    # SHA-256 of the canonical JSON. Plans store it, so it must never change.
     assert PROGRAM.fingerprint == "a7dc5ad5b20a3e0a627b69a134ab9ede0272c41bf91ead449556277319bdde84"
     assert Program.from_dict(PROGRAM.to_dict()).fingerprint == PROGRAM.fingerprint
     assert PROGRAM.with_durations([1] * 8).fingerprint != PROGRAM.fingerprint
 
 
 def test_structure():
-    # It may never change, as fingerprints.
+    # It must never change, like fingerprints.
     assert PROGRAM.structure == "7292809405a6c2c130d4d48dbe338293ef2e061c7dbc18f57cd564f2b143d481"
     kernels = (replace(PROGRAM.kernels[0], variants=((4, 7), (25, 0))), *PROGRAM.kernels[1:])
     program = replace(PROGRAM, kernels=kernels)

@@ -1,7 +1,7 @@
-"""The rules of RULES.md one by one, worked out by hand; both simulators must say the same.
+"""Hand-computed cases for the rules of RULES.md, one by one, for both simulators.
 
-One byte takes one nanosecond to copy, except where a test says otherwise. Spans are written
-(what, start, end); memory is (time, bytes in use after the change).
+One byte takes one nanosecond to copy, except where a test states otherwise. Spans are written
+(kernel or tensor, start, end); memory is (time, bytes in use after the change).
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_workspace_is_held_while_the_kernel_runs(simulate):
 
 
 def test_compute_waits_for_a_swap_out(simulate):
-    """The timeline drawn in tests/tiny.py."""
+    """The timeline in tests/tiny.py."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1)
     assert compute(timeline) == [
         (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 130, 150), (7, 150, 170),
@@ -55,11 +55,11 @@ def test_compute_waits_for_a_swap_out(simulate):
     assert work(timeline, "swap_out") == [(A1, 20, 60)] and work(timeline, "swap_in") == [(A1, 90, 130)]
     assert timeline.memory == (
         (0, 10), (0, 50), (10, 90), (20, 130),  # w, a1, a2, a3; a4 would make 170
-        (60, 90), (60, 130), (70, 140),  # a1 has left; a4; g4
-        (90, 100), (90, 150),  # a4 dies, a1 starts to return and g3 is born
+        (60, 90), (60, 130), (70, 140),  # a1 is swapped out; a4; g4
+        (90, 100), (90, 150),  # a4 dies, a1's swap-in starts and g3 is born
         (110, 100), (130, 110), (150, 60), (170, 10),  # a3 and g4 die; g2; a2 and g3 die; a1 and g2 die
     )  # fmt: skip
-    # 30 ns until a1 has left, 20 until it is back; 80 ns of copies, 30 of them while compute runs.
+    # 30 ns until a1 is swapped out, 20 until it is swapped in; 80 ns of copies, 30 of them beside kernels.
     assert timeline.breakdown == Breakdown(120, 0, 30, 20, 30)
     # Planned: k3 = w a2 a3 a4, k4 = the same and g4, …; the largest decides.
     assert lower(PROGRAM, SWAP_PLAN).residency == (50, 90, 90, 130, 140, 110, 110, 60)
@@ -75,7 +75,7 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth_rounded_up(simulate):
 
 
 def test_swap_outs_are_first_in_first_out(simulate):
-    # Tensors 0, 1 and 2 are born in k0. 1 leaves after k0; 0 and 2, both after k1, wait for it, 0 first.
+    # Tensors 0, 1 and 2 are born in k0. 1 is swapped out after k0; 0 and 2, both after k1, wait for it, 0 first.
     program = straight(activations(10, 30, 10), ((), (0, 1, 2), 10), ((), (), 10), ((), (), 100), ((0, 1, 2), (), 10))
     plan = Plan((Swap(2, 1, 3), Swap(0, 1, 3), Swap(1, 0, 3)))
     timeline = simulate(program, plan, MACHINE, PLENTY, iterations=1)
@@ -106,7 +106,7 @@ SYNC_PLAN = Plan((Swap(A1, 1, 6, sync=True),))
 
 
 def test_compute_waits_for_a_synchronous_swap_out(simulate):
-    """There is room for all, and yet f3 starts only when a1 has left [20, 60); it returns [60, 100), long before b2."""
+    """Everything fits, but f3 waits for the swap-out of a1 [20, 60); its swap-in is [60, 100), long before b2."""
     timeline = simulate(PROGRAM, SYNC_PLAN, MACHINE, PLENTY, iterations=1)
     assert compute(timeline) == [
         (0, 0, 10), (1, 10, 20), (2, 60, 70), (3, 70, 80), (4, 80, 100), (5, 100, 120), (6, 120, 140), (7, 140, 160),
@@ -117,13 +117,13 @@ def test_compute_waits_for_a_synchronous_swap_out(simulate):
 
 
 @pytest.mark.parametrize(("machine", "y_leaves", "rest", "breakdown"), [
-    # Both are over when x is back: all of [60, 90) is a wait for data. Then k4 waits for y [100, 110).
+    # Both end before x is resident: all of [60, 90) is a stall for data. Then k4 waits for y [100, 110).
     (MACHINE, (60, 80), [(3, 90, 100), (4, 110, 120)], Breakdown(80, 0, 0, 40, 80)),
-    # y leaves when x is back: [90, 110) is a wait for memory.
+    # The swap-out of y starts when x is resident: [90, 110) is a stall for memory.
     (ONE_ENGINE, (90, 110), [(3, 110, 120), (4, 130, 140)], Breakdown(80, 0, 20, 40, 60)),
 ])  # fmt: skip
 def test_a_synchronous_swap_out_beside_a_swap_in(simulate, machine, y_leaves, rest, breakdown):
-    """x (40 bytes) leaves [10, 50) and returns [50, 90) for k3; y (20 bytes) leaves after k2, which ends at 60."""
+    """Tensor x (40 bytes): out [10, 50), in [50, 90) for k3. y (20 bytes): out after k2, which ends at 60."""
     program = straight(
         activations(40, 20), ((), (0,), 10), ((), (), 40), ((), (1,), 10), ((0,), (), 10), ((1,), (), 10)
     )
@@ -137,7 +137,7 @@ def test_a_synchronous_swap_out_beside_a_swap_in(simulate, machine, y_leaves, re
 
 
 def test_a_swap_in_waits_until_it_fits_at_every_kernel_to_its_use(simulate):
-    """Under 180 bytes f4 need not wait and a1 leaves at 60, when b4 ends: it returns [60, 100)."""
+    """Under 180 bytes f4 need not wait; a1 is swapped in [60, 100), after b4 ends."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 180, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 60, 100)]
     assert compute(timeline)[-3:] == [(5, 60, 80), (6, 100, 120), (7, 120, 140)]
@@ -145,7 +145,7 @@ def test_a_swap_in_waits_until_it_fits_at_every_kernel_to_its_use(simulate):
 
 
 def test_prefetch_pins_the_swap_in(simulate):
-    """As before, but issued at the end of b3 (80), not when it fits (60)."""
+    """As above, but issued at the end of b3 (80), not when it fits (60)."""
     plan = Plan((Swap(A1, 1, 6, prefetch=5),))
     timeline = simulate(PROGRAM, plan, MACHINE, 180, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 80, 120)]
@@ -153,19 +153,21 @@ def test_prefetch_pins_the_swap_in(simulate):
 
 
 def test_tensors_come_back_in_order_of_next_use(simulate):
-    """Under 130 bytes: a1 leaves first, [20, 60), a2 second, [60, 100), and makes room for g4 (b4 [100, 120)).
-    a2 is needed first, at b3: [120, 160). Beside a2 and g3 a1 does not fit: [180, 220)."""
+    """Under 130 bytes: a1 out [20, 60), a2 out [60, 100), then g4 fits (b4 [100, 120)).
+
+    a2 is needed first, at b3: in [120, 160). Beside a2 and g3 a1 does not fit: in [180, 220).
+    """
     plan = Plan((Swap(A1, 1, 6), Swap(A2, 2, 5)))
     timeline = simulate(PROGRAM, plan, MACHINE, 130, iterations=1)
     assert work(timeline, "swap_out") == [(A1, 20, 60), (A2, 60, 100)]
     assert work(timeline, "swap_in") == [(A2, 120, 160), (A1, 180, 220)]
     assert compute(timeline)[3:] == [(3, 60, 70), (4, 100, 120), (5, 160, 180), (6, 220, 240), (7, 240, 260)]
-    # Compute waits [30, 60) and [70, 100) for memory, [120, 160) and [180, 220) for data.
+    # Compute stalls [30, 60) and [70, 100) for memory, [120, 160) and [180, 220) for data.
     assert timeline.breakdown == Breakdown(120, 0, 60, 80, 20)
 
 
 def test_a_kernel_whose_input_is_away_waits_for_it(simulate):
-    """Under 140 bytes a1 (40) fits beside neither b4 (140) nor b3 (110): it is fetched when b2 needs it, at 110."""
+    """Under 140 bytes a1 (40) fits beside neither b4 (140) nor b3 (110): it is swapped in when b2 needs it, at 110."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 140, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 110, 150)]
     assert compute(timeline)[5:] == [(5, 90, 110), (6, 150, 170), (7, 170, 190)]
@@ -183,7 +185,7 @@ CHAIN = straight(
 
 
 def test_recomputation(simulate):
-    """f1 again for b2: nothing waits, 10 ns more."""
+    """f1 is recomputed for b2 in 10 ns; nothing waits."""
     timeline = simulate(PROGRAM, RECOMPUTE_PLAN, MACHINE, LIMIT)
     assert compute(timeline)[5:8] == [(5, 60, 80), (0, 80, 90), (6, 90, 110)]
     assert timeline.breakdown == Breakdown(120, 10, 0, 0, 0) and timeline.iteration_ns == 130
@@ -206,7 +208,7 @@ def test_a_memory_centric_chain(simulate):
 
 
 def test_a_speed_centric_chain(simulate):
-    """keep: what the chain of k4 recovers on the way stays, so that k5 and k6 need no chain."""
+    """With ``keep``, tensors recovered on the way for k4 stay, so that k5 and k6 need no chain."""
     plan = Plan((Recompute(A, 1, 6), Recompute(B, 2, 5), Recompute(C, 2, 4, keep=True)))
     timeline = simulate(CHAIN, plan, MACHINE, 35, iterations=1)
     assert work(timeline, "recompute") == [(0, 40, 50), (1, 50, 60), (2, 60, 70)]
@@ -215,7 +217,7 @@ def test_a_speed_centric_chain(simulate):
 
 
 def test_a_chain_fetches_what_is_on_the_host_and_it_stays(simulate):
-    """a is pinned to return after k5; the chain of k4 wants it at 40, and k6 finds it there."""
+    """The swap-in of a is pinned after k5, but the chain of k4 needs it at 40; k6 finds it resident."""
     plan = Plan((Swap(A, 1, 6, prefetch=5), Recompute(B, 2, 5), Recompute(C, 2, 4)))
     timeline = simulate(CHAIN, plan, MACHINE, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(A, 20, 30)] and work(timeline, "swap_in") == [(A, 40, 50)]
@@ -224,8 +226,7 @@ def test_a_chain_fetches_what_is_on_the_host_and_it_stays(simulate):
 
 
 def test_what_stays_has_its_present_content(simulate):
-    """x (k0) is read by k1, which makes y, and updated by k2. For k4 y is made again, from x as k0 made it: that is not
-    the x that k5 reads, which k0 and k2 make anew."""
+    """k1 makes y from x (k0), then k2 updates x. For k4 y is recomputed from k0's x; k5 reads the x of k0 and k2."""
     program = straight(
         activations(10, 10),
         ((), (0,), 10), ((0,), (1,), 10), ((0,), (0,), 10), ((), (), 10), ((1,), (), 10), ((0,), (), 10),
@@ -239,14 +240,14 @@ def test_what_stays_has_its_present_content(simulate):
 
 
 def test_what_the_kernel_itself_overwrites_is_read_before(simulate):
-    """k3 reads y and overwrites x, from which k1 makes y once more for it: k0 need not run."""
+    """k3 reads y and overwrites x, from which k1 recomputes y for it; k0 is not recomputed."""
     program = straight(activations(10, 10), ((), (0,), 10), ((0,), (1,), 10), ((), (), 10), ((1,), (0,), 10))
     timeline = simulate(program, Plan((Recompute(1, 1, 3),)), MACHINE, PLENTY, iterations=1)
     assert compute(timeline)[3:] == [(1, 30, 40), (3, 40, 50)]
 
 
 def test_what_runs_again_in_order():
-    """t, written by k1 and k8, is made from x (k0), which is there; with x away k0 runs, too."""
+    """k1 and k8 write t from x (k0), which is resident; if x is dropped, k0 is recomputed, too."""
     lines = [((), (), 10) for _ in range(11)]
     lines[0], lines[1], lines[8], lines[10] = ((), (0,), 10), ((0,), (1,), 10), ((1,), (1,), 10), ((0, 1), (), 10)
     program = straight(activations(10, 10), *lines)
@@ -256,7 +257,7 @@ def test_what_runs_again_in_order():
 
 
 def test_a_chain_waits_for_a_synchronous_swap_out(simulate):
-    """a leaves when k3 ends [40, 50); the chain of k4, which does not read it, starts then."""
+    """Swap-out of a when k3 ends [40, 50); the chain of k4, which does not read it, starts after that."""
     plan = Plan((Swap(A, 3, 6, sync=True), Recompute(C, 2, 4)))
     timeline = simulate(CHAIN, plan, MACHINE, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(A, 40, 50)]
@@ -265,7 +266,7 @@ def test_a_chain_waits_for_a_synchronous_swap_out(simulate):
 
 
 def test_inputs_that_changed_are_rebuilt_as_they_were(simulate):
-    """y = k1(x), then k2 updates x in place: y needs the x of k0, in memory of the chain's own."""
+    """After y = k1(x), k2 updates x in place: y needs the x of k0, in memory of the pass."""
     program = straight(
         activations(10, 4),
         ((), (0,), 5), ((0,), (1,), 5), ((0,), (0,), 5), ((1,), (), 5), ((0,), (), 5),
@@ -277,7 +278,7 @@ def test_inputs_that_changed_are_rebuilt_as_they_were(simulate):
 
 
 def test_every_writer_runs_again(simulate):
-    """x is written by k0 and updated in place by k1, which has a workspace."""
+    """k0 writes x, and k1, which has a workspace, updates it in place."""
     program = straight(activations(10), ((), (0,), 5), ((0,), (0,), 5, 3), ((), (), 5), ((0,), (), 5))
     timeline = simulate(program, Plan((Recompute(0, 1, 3),)), MACHINE, 13, iterations=1)
     assert compute(timeline)[3:] == [(0, 15, 20), (1, 20, 25), (3, 25, 30)]

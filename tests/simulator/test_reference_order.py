@@ -1,4 +1,4 @@
-"""The rules of RULES.md on order, iterations and choices, by hand; both simulators must say the same."""
+"""Hand-computed cases for order, iterations and choices of RULES.md, for both simulators."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -16,14 +16,14 @@ from tests.tiny import A1, MACHINE, PROGRAM, SWAP_PLAN
 
 
 def test_order_at_one_instant(simulate):
-    """At 20 k1 ends, x has left and y's swap-out is issued: y starts to leave, x starts to return, k2 starts."""
+    """At 20 k1 and x's swap-out end and y's is issued: y's swap-out, x's swap-in and k2 start."""
     timeline = simulate(TWO_SWAPS, SWAP_BOTH, MACHINE, PLENTY, iterations=1)
     assert [s.kind for s in timeline.spans if s.start_ns == 20] == ["swap_out", "swap_in", "kernel"]
     assert [m for m in timeline.memory if m[0] == 20] == [(20, 10), (20, 25)]  # x out; x in and workspace
 
 
 def test_a_gap_over_the_iteration_boundary(simulate):
-    """p starts on the host. It fits beside k1's workspace only after k1: [30, …) of 10 ns, past the boundary."""
+    """Tensor p starts on the host and fits beside k1's workspace only after k1: [30, …) of 10 ns, past the boundary."""
     program = straight([Tensor("p", 10, "parameter", True)], ((0,), (), 10), ((), (), 10, 10), ((), (), 5))
     timeline = simulate(program, Plan((Swap(0, 0, 0),)), MACHINE, 10, iterations=2)
     assert work(timeline, "swap_out") == []  # never written: the copy on the host stays valid
@@ -35,7 +35,7 @@ def test_a_gap_over_the_iteration_boundary(simulate):
 
 
 def test_a_written_parameter_leaves_over_the_boundary(simulate):
-    """p is updated by k0 in every iteration and must leave in every iteration."""
+    """k0 updates p in every iteration, so p must be copied in every iteration."""
     program = straight([Tensor("p", 10, "parameter", True)], ((0,), (0,), 10), ((), (), 10), ((), (), 30))
     timeline = simulate(program, Plan((Swap(0, 0, 0),)), MACHINE, PLENTY, iterations=2)
     assert work(timeline, "swap_in") == [(0, 0, 10), (0, 30, 40), (0, 80, 90)]
@@ -44,7 +44,7 @@ def test_a_written_parameter_leaves_over_the_boundary(simulate):
 
 
 def test_the_next_iteration_waits_for_a_synchronous_swap_out(simulate):
-    """p, updated by k1, leaves [30, 40) at the end of the iteration; k0, which does not use it, starts at 40."""
+    """k1 updates p; its swap-out is [30, 40) at the end of the iteration; k0, which does not use p, starts at 40."""
     program = straight([Tensor("p", 10, "parameter", True)], ((), (), 10), ((0,), (0,), 10), ((), (), 10))
     timeline = simulate(program, Plan((Swap(0, 2, 1, sync=True),)), MACHINE, PLENTY, iterations=3)
     assert work(timeline, "swap_in") == [(0, 0, 10), (0, 40, 50), (0, 80, 90)]
@@ -54,7 +54,7 @@ def test_the_next_iteration_waits_for_a_synchronous_swap_out(simulate):
 
 
 def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
-    """p is away after k0; the chain of k3 reads it, so that it is there when the next iteration starts."""
+    """Tensor p is evicted after k0; the chain of k3 reads it, so p is resident when the next iteration starts."""
     program = straight(
         [Tensor("p", 10, "parameter", True), *activations(10)],
         ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
@@ -63,11 +63,11 @@ def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
     timeline = simulate(program, plan, MACHINE, PLENTY, iterations=2)
     assert timeline.memory[0] == (0, 10)
     assert compute(timeline)[0] == (0, 0, 10)
-    assert timeline.iteration_ns == 70  # 60 and k0 again
+    assert timeline.iteration_ns == 70  # 60 and recomputation of k0
 
 
 def test_a_wrapping_gap_that_has_ended_is_no_gap_before_its_kernel(simulate):
-    """As above, but p is used by k1: as the chain of k4 has fetched it, k0 runs beside it, 10 of 15 bytes."""
+    """As above, but k1 uses p: as the chain of k4 has swapped it in, k0 runs beside it, with 10 of 15 bytes."""
     program = straight(
         [Tensor("p", 10, "parameter", True), *activations(10)],
         ((), (), 10, 5), ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
@@ -105,7 +105,7 @@ def test_choice_a_a_swap_out_is_completed_even_when_it_is_late(simulate):
         ("swap_out", 10, 110), ("swap_in", 110, 210),
     ]  # fmt: skip
     assert compute(timeline)[-1] == (2, 210, 220)
-    # 195 ns of waiting: for the swap-out [15, 110), for the swap-in [110, 210).
+    # 195 ns of stalls: for the swap-out [15, 110), for the swap-in [110, 210).
     assert timeline.breakdown == Breakdown(25, 0, 95, 100, 5)
 
 
@@ -117,7 +117,7 @@ def test_choice_b_two_copy_engines(simulate):
 
 
 def test_choice_b_one_copy_engine(simulate):
-    """At 20 x could return and y leave: y goes first."""
+    """At 20 both the swap-in of x and the swap-out of y could start: y goes first."""
     timeline = simulate(TWO_SWAPS, SWAP_BOTH, ONE_ENGINE, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(0, 10, 20), (1, 20, 30)]
     assert work(timeline, "swap_in") == [(0, 30, 40), (1, 40, 50)]
@@ -131,14 +131,13 @@ def test_choice_c_nothing_is_evicted_on_demand(simulate):
     error = caught.value
     assert (error.kernel, error.requested, error.used, error.limit) == (4, 10, 170, 179)
     assert str(error) == "kernel 4 needs 10 bytes beside 170 in use, over the limit of 179"
-    with pytest.raises(OutOfMemory) as caught:  # which counts what the plan has away
+    with pytest.raises(OutOfMemory) as caught:  # which counts the plan's evictions
         simulate(PROGRAM, SWAP_PLAN, MACHINE, 139)
     assert (caught.value.kernel, caught.value.requested, caught.value.used) == (4, 10, 130)
 
 
 def test_choice_d_the_limit_until_a_kernel(simulate):
-    """Under 139 bytes the plan is infeasible at b4 (kernel 4); with the limit enforced before it only, f4 still
-    waits until 60, then a1 returns [70, 110) beside a4 and b2 starts when it is back."""
+    """Under 139 bytes b4 (kernel 4) does not fit; with the limit enforced before it only, a1's swap-in is [70, 110)."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 139, iterations=1, limit_until=4)
     assert work(timeline, "swap_in") == [(A1, 70, 110)]
     assert compute(timeline)[3:] == [(3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 110, 130), (7, 130, 150)]

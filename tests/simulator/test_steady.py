@@ -1,4 +1,4 @@
-"""Rule 10 of RULES.md: the simulation goes on until the figures are those of the steady state."""
+"""Rule 10 of RULES.md: a simulation continues until its iterations repeat."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ from tests.programs import straight, work
 from tests.simulator.test_reference import PLENTY
 from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
 
-# p0 (50 bytes), updated by k0 [10 ns], and p1 (20 bytes), read by k1 [20 ns], are away from each use to the next.
+# p0 (50 bytes), updated by k0 [10 ns], and p1 (20 bytes), read by k1 [20 ns], are evicted between their uses.
 NOT_STEADY_AT_ONCE = straight(
     [Tensor("p0", 50, "parameter", True), Tensor("p1", 20, "parameter", True)], ((0,), (0,), 10), ((1,), (), 20)
 )
 
-# Three parameters leave in 1001 ns each, in iterations of 3000 ns: the queue grows by 3 ns in each of them, and has
-# some 1000 ns to grow until kernels wait.
+# Three swap-outs of 1001 ns each, in iterations of 3000 ns: the queue grows by 3 ns per iteration, and kernels wait
+# after some 1000 ns.
 NEVER_STEADY = (
     straight([Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)], *(((i,), (i,), 1000) for i in range(3))),
     Plan(tuple(Swap(i, i, i) for i in range(3))), replace(MACHINE, h2d_bytes_per_s=10**12), 10**4,
@@ -24,10 +24,10 @@ NEVER_STEADY = (
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_the_second_iteration_need_not_be_steady(simulate, iterations):
-    """Between two runs of k0, p0 leaves (50 ns) and returns (50 ns): no steady iteration is below 110 ns.
+    """Between two executions of k0, p0 is swapped out and in (50 ns each): a steady iteration takes at least 110 ns.
 
-    Both start on the host. p0 leaves from 60; at the first boundary, 90, it has 20 ns to go and is back at 160, so
-    that the second iteration ends at 190, after 100 ns. Now p0 has 30 ns to go, and so it is from then on.
+    Both start on the host. p0 is swapped out from 60 on; at the first boundary, 90, 20 ns remain. It is resident at
+    160, so that the second iteration ends at 190, after 100 ns. From then on, 30 ns remain at each boundary.
     """
     timeline = simulate(NOT_STEADY_AT_ONCE, Plan((Swap(0, 0, 0), Swap(1, 1, 1))), MACHINE, PLENTY, iterations)
     assert timeline.boundaries == (90, 190, 300)
@@ -37,8 +37,7 @@ def test_the_second_iteration_need_not_be_steady(simulate, iterations):
 
 
 def test_an_iteration_more_where_a_host_copy_stays_valid(simulate):
-    """p, never written, is away while k1 runs. The first time it is copied, [10, 20) and back [20, 30); k2 waits.
-    Later it leaves at once and is back when k1 ends."""
+    """Tensor p, never written, is evicted while k1 runs: first copied [10, 20), in [20, 30); later just dropped."""
     program = straight([Tensor("p", 10, "parameter", True)], ((0,), (), 10), ((), (), 10), ((0,), (), 10))
     timeline = simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, PLENTY, iterations=1)
     assert timeline.boundaries == (40, 70) and timeline.steady
@@ -49,11 +48,11 @@ def test_one_iteration_where_nothing_is_carried_over(simulate):
 
 
 def test_iterations_that_repeat_in_turn(simulate):
-    """p1 (40 bytes) is read by k0 [20 ns], p0 (20 bytes) updated by k2 [10 ns] after k1 [30 ns].
+    """k0 [20 ns] reads p1 (40 bytes), k2 [10 ns] updates p0 (20 bytes) after k1 [30 ns].
 
-    At 100 p1 is back and p0 about to leave, [100, 120), so that p0 returns first: [120, 140), and p1 [140, 180). The
-    iteration ends at 160. k0 waits for p1 until 180; in the meantime p0 leaves, [160, 180), and returns, [180, 200),
-    so that p1 can follow as soon as k0 has ended: [200, 240). The iteration ends at 240, as the first ended at 100.
+    At 100 p1 is resident and p0 is swapped out [100, 120), so that p0 is swapped in first [120, 140), then p1 [140,
+    180). The iteration ends at 160. k0 waits for p1 until 180; meanwhile p0 is swapped out [160, 180) and in [180,
+    200), so that p1 follows as soon as k0 has ended [200, 240). The iteration ends at 240 in the state of 100.
     """
     program = straight(
         [Tensor("p0", 20, "parameter", True), Tensor("p1", 40, "parameter", True)],

@@ -1,4 +1,4 @@
-"""timeline/1 and the Chrome trace."""
+"""timeline/2 and the Chrome trace."""
 
 import json
 import os
@@ -38,14 +38,14 @@ def test_a_timeline_is_steady_where_nothing_else_is_said(timeline):
 
 
 def test_the_peak_by_kind(timeline):
-    """At 90: w (10), and a1, a2, a3, g4, g3: 150 bytes less what has left (tests/tiny.py)."""
+    """At 90: w (10), a1, a2, a3, g4 and g3: 150 bytes, evicted tensors aside (tests/tiny.py)."""
     kinds = timeline.peak_by(lambda owner: PROGRAM.tensors[owner].kind if owner >= 0 else "workspace")
     assert sum(kinds.values()) == timeline.peak_bytes == 150 and kinds["parameter"] == 10
     assert {kind for kind, nbytes in kinds.items() if nbytes} <= {"parameter", "activation", "gradient"}
 
 
 def test_when_the_peak_is_and_what_runs_then(timeline):
-    """The first instant with 150 bytes is 90, when a4 has gone, b3 (kernel 5) begins and a1's memory is taken again."""
+    """The first instant with 150 bytes is 90: a4 is freed, b3 (kernel 5) and a1's swap-in allocate their memory."""
     time_ns, held = timeline.peak
     assert time_ns == 90 and held == {0: 10, 1: 40, 2: 40, 3: 40, 5: 10, 6: 10}
     assert [timeline.running(t).index for t in (0, 39, 60, 69, 90, 120)] == [0, 2, 3, 3, 5, 5]
@@ -58,7 +58,7 @@ def test_overhead(timeline):
 
 
 def test_the_breakdown_is_of_the_last_iteration(timeline):
-    """A swap-in under way at the boundary is split between the iterations: see also the wrapping gaps."""
+    """A swap-in in flight at the boundary is split between the iterations."""
     parts = timeline.breakdown
     assert parts.compute_ns + parts.recompute_ns + parts.stall_memory_ns + parts.stall_data_ns == 170
     assert timeline.boundaries == (170, 340)

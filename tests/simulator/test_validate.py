@@ -1,4 +1,4 @@
-"""The validator finds nothing in what the simulator says, and finds every kind of lie."""
+"""The validator accepts all simulated timelines and detects every kind of error in them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,20 +28,20 @@ def test_no_span_can_be_moved_or_left_out_unnoticed(data):
     assert violations(with_span(timeline, i, *moved), program, plan, machine, limit)
 
 
-# A lie for every rule, told about a right timeline.
+# For every rule, a valid timeline changed to break it.
 
 SWAPPED = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
 RECOMPUTED = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
 
 
 def with_span(timeline: Timeline, i: int, *spans: Span) -> Timeline:
-    """The timeline with span i replaced by ``spans``, in order of start."""
+    """Replaces span i by ``spans``, in order of start."""
     changed = [*timeline.spans[:i], *spans, *timeline.spans[i + 1 :]]
     return replace(timeline, spans=tuple(sorted(changed, key=lambda s: s.start_ns)))
 
 
 def find(timeline: Timeline, kind: str, index: int, occurrence: int = 0) -> int:
-    """Position of a span in the timeline."""
+    """Returns the index of a span in the timeline."""
     return [i for i, s in enumerate(timeline.spans) if (s.kind, s.index) == (kind, index)][occurrence]
 
 
@@ -56,12 +56,12 @@ def rules(timeline: Timeline, plan: Plan, program: Program = tiny.PROGRAM, machi
 
 
 def event(timeline: Timeline, owner: int, sign: int, occurrence: int = 0) -> int:
-    """Position of an event in the timeline."""
+    """Returns the index of an event in the timeline."""
     return [i for i, e in enumerate(timeline.events) if e.owner == owner and e.nbytes * sign > 0][occurrence]
 
 
 def moved(timeline: Timeline, i: int, time_ns: int) -> Timeline:
-    """Event i happens at another time, in its place among the others."""
+    """Changes the time of event i and sorts it in."""
     events = [*timeline.events[:i], *timeline.events[i + 1 :], timeline.events[i]._replace(time_ns=time_ns)]
     return replace(timeline, events=tuple(sorted(events, key=lambda e: (e.time_ns, e.nbytes > 0))))
 
@@ -72,7 +72,7 @@ def reordered(timeline: Timeline) -> Timeline:
 
 
 def late(timeline: Timeline) -> Timeline:
-    """The last kernel starts 5 ns late, and everything that follows from that is told truly."""
+    """Delays the last kernel by 5 ns, with consistent figures."""
     last = timeline.spans[-1]
     timeline = with_span(timeline, len(timeline.spans) - 1, last._replace(start_ns=325, end_ns=345))
     events = tuple(e._replace(time_ns=345) if e.time_ns == 340 else e for e in timeline.events)
@@ -82,7 +82,7 @@ def late(timeline: Timeline) -> Timeline:
 
 
 def with_event(timeline: Timeline, i: int, *events: BlockEvent) -> Timeline:
-    """The timeline with event i replaced by ``events``."""
+    """Replaces event i by ``events``."""
     return replace(timeline, events=(*timeline.events[:i], *events, *timeline.events[i + 1 :]))
 
 
@@ -133,7 +133,7 @@ def test_every_lie_is_named(rule, lie, make):
 
 
 def test_a_violation_says_when_and_what():
-    """The first that is found in a replay, which ends there."""
+    """The replay stops at the first violation."""
     late = replace(SWAPPED, spans=(*SWAPPED.spans, LATE))
     found = violations(late, tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
     assert [tuple(v) for v in found] == [("order", 340, "something is recorded after the last iteration")]
@@ -164,11 +164,11 @@ def test_wrong_boundaries():
 
 
 def test_over_the_limit():
-    assert rules(SWAPPED, tiny.SWAP_PLAN, limit=149) == {"swap-in"}  # 150 bytes with a1 back beside b3
+    assert rules(SWAPPED, tiny.SWAP_PLAN, limit=149) == {"swap-in"}  # 150 bytes with a1 resident beside b3
     assert rules(simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180), Plan(), limit=179) == {"limit"}
 
 
-# Without a common limit: out a1 [20, 60), a2 [60, 100); back a1 [60, 100), a2 [100, 140) for b3.
+# Without a shared link: out a1 [20, 60), a2 [60, 100); in a1 [60, 100), a2 [100, 140) for b3.
 A1, A2 = tiny.A1, tiny.A2
 BOTH = Plan((Swap(A1, 1, 6, prefetch=3), Swap(A2, 2, 5)))
 ALONE, SHARED = tiny.MACHINE, tiny.MACHINE.with_shared_link(10**9)  # shared: half of what both do alone
@@ -181,7 +181,7 @@ def one(decision: Swap | Recompute | Rerun) -> Plan:
     return Plan((decision,))
 
 
-# What ran, what is said to have run, and the rule that is then broken: the plan and the machine.
+# Simulated plan, claimed plan, simulated machine, claimed machine, and the rule that is broken.
 TOLD = [
     (one(Swap(A1, 5, 6)), one(Swap(A1, 5, 6, copy=1)), ALONE, ALONE, "idle"),  # copied when b3 ends
     (one(Swap(A1, 5, 6, copy=1)), one(Swap(A1, 5, 6)), ALONE, ALONE, "swap-out"),
@@ -200,7 +200,7 @@ TOLD = [
     (BOTH, BOTH, ALONE, SHARED, "duration"),
     (BOTH, BOTH, UNEQUAL, SHARED, "duration"),
     (BOTH, BOTH, SHARED, UNEQUAL, "duration"),
-    (PINNED, FREE, ONE_ENGINE, ONE_ENGINE, "idle"),  # a2's copy could leave; a1's return was issued first
+    (PINNED, FREE, ONE_ENGINE, ONE_ENGINE, "idle"),  # a2's swap-out could start; a1's swap-in was issued first
     (FREE, PINNED, ONE_ENGINE, ONE_ENGINE, "idle"),
 ]
 
@@ -212,7 +212,7 @@ def test_another_plan_or_machine_is_found(ran, told, machine, other, rule):
     assert rule in rules(timeline, told, machine=other, limit=1000)
 
 
-# A plan, a tensor, whether it is taken (1) or given back (-1) for which time, when that is, and when it is said to be.
+# Plan, tensor, allocation (1) or free (-1), its occurrence, its time, and its claimed time.
 MOVED = [
     (one(Swap(A1, 5, 6, copy=1)), A1, -1, 0, 80, 60),  # when the copy is complete, before the gap opens
     (one(Swap(A1, 2, 6, copy=1)), A1, -1, 0, 60, 30),  # when the gap opens, before the copy is complete
@@ -231,19 +231,19 @@ def test_memory_at_another_time_is_found(plan, tensor, sign, occurrence, right_n
 
 
 def program_of(*lines: tuple[tuple[int, ...], tuple[int, ...]], persistent: int = 0) -> Program:
-    """Tensors of 8 bytes, the first so many persistent, and kernels of 10 ns that read and write them."""
+    """Tensors of 8 bytes, the first ``persistent`` persistent, and kernels of 10 ns that read and write them."""
     tensors = tuple(Tensor(f"t{t}", 8, persistent=t < persistent) for t in range(2))
     kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines))
     return Program("by hand", tensors, kernels)
 
 
-# A program and its plan, the kernel that does not run again though it should, the plan that says so, and the rule.
+# Program, plan, kernel whose recomputation is left out, the plan without it, and the rule.
 LEFT_OUT = [
-    # x is born in k0 and written again in k1; k3 must not see what k1 alone makes of it.
+    # x is born in k0 and written again in k1; k3 must not read the x that k1 alone writes.
     (program_of(((), (0,)), ((), (0,)), ((), (1,)), ((0, 1), ())), (Recompute(0, 1, 3),), 0, None, "content"),
-    # k2 makes y from what k0 and k1 wrote to x; without k1 the chain of k4 makes another.
+    # k2 makes y from the x of k0 and k1; without k1 the chain of k4 makes another y.
     (program_of(((), (0,)), ((), (0,)), ((0,), (1,)), ((), ()), ((1,), ())), (Recompute(1, 2, 4),), 1, None, "content"),
-    # k1 updates t0 in place. Run again without k0, it would update what it has updated before.
+    # k1 updates t0 in place. Recomputed without k0, it would apply its update twice.
     (program_of(((), (0,)), ((0,), (0,)), ((), ()), ((0,), ())), (Rerun(0, 3), Rerun(1, 3)), 0, (Rerun(1, 3),),
      "resident"),
     (program_of(((), (0,)), ((0,), (0,)), ((0,), (1,)), ((), (0,)), ((1, 0), ())),
@@ -269,14 +269,14 @@ def test_wrong_chains():
 
 
 def test_a_copy_of_the_iteration_before():
-    """Copied when k3 ends, for the gap of the next iteration: before the first, that has been done."""
+    """Copied when k3 ends, for the gap of the next iteration; before the first iteration the copy exists."""
     program = program_of(((0,), ()), ((), (1,)), ((0,), (0,)), ((), ()), persistent=1)
     plan = Plan((Swap(0, 0, 2, copy=3),))
     timeline = simulate(program, plan, ALONE, 1000)
     assert rules(timeline, plan, program, limit=1000) == set()
     assert [s.start_ns for s in timeline.spans if s.kind == "swap_out"] == [timeline.boundaries[0]]
     assert "idle" in rules(with_span(timeline, find(timeline, "swap_out", 0)), plan, program, limit=1000)
-    assert rules(timeline, Plan((Swap(0, 0, 2),)), program, limit=1000) == {"idle"}  # nothing is there at the start
+    assert rules(timeline, Plan((Swap(0, 0, 2),)), program, limit=1000) == {"idle"}  # nothing is resident at the start
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def test_a_copy_of_the_iteration_before():
     [
         ((Swap(A1, 1, 6),), 40),
         ((Swap(A1, 1, 6), Swap(A2, 2, 5)), 80),
-        ((Swap(A1, 1, 6), Swap(tiny.W, 7, 0)), 40),  # w leaves when b1 ends, a1 is back before
+        ((Swap(A1, 1, 6), Swap(tiny.W, 7, 0)), 40),  # w is swapped out when b1 ends, a1 is resident before
         ((Swap(tiny.A3, 3, 4), Swap(A2, 4, 5)), 40),  # one after the other
-        ((Swap(tiny.A3, 3, 4), Swap(A2, 4, 5, copy=2)), 80),  # a2 is copied before a3 is back
+        ((Swap(tiny.A3, 3, 4), Swap(A2, 4, 5, copy=2)), 80),  # a2 is copied before a3 is swapped in
     ],
 )
 def test_what_the_host_holds(decisions, needed):

@@ -1,4 +1,4 @@
-"""engine.py is rules.py, compiled; and both keep the promises of RULES.md's docstring."""
+"""The compiled simulator equals rules.py, and both keep the guarantees of RULES.md."""
 
 from itertools import pairwise
 from random import Random
@@ -101,7 +101,7 @@ def test_batches_are_scored_as_plans_one_by_one(monkeypatch):
 
 
 def test_long_plans_have_room():
-    """More rows and more steps than an engine has room for at first; a batch of them, too."""
+    """Plans with more rows and steps than an engine's initial arrays, alone and in a batch."""
     n = 80
     tensors = tuple(Tensor(f"t{k}", 10) for k in range(2 * n))
     kernels = [Kernel("f", "other", "forward", (k - 1,) if k else (), (k,), 3) for k in range(n)]

@@ -1,4 +1,4 @@
-"""A function that ``jit`` compiled does not outlive what it was compiled from, as one of plain njit does."""
+"""Functions compiled by ``jit`` are recompiled when anything compiled into them changes."""
 
 import os
 import re
@@ -41,8 +41,7 @@ RUN = "from workshop.work import by_constant, by_function; print(by_constant(10)
 
 
 class Workshop:
-    """A package whose work.py, written once, takes a constant and a function from two other files. Of plain njit it
-    would not be compiled again when one of them changes."""
+    """A package whose work.py uses a constant and a function of two other files, which plain njit would not track."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -51,7 +50,7 @@ class Workshop:
         (folder / "workshop" / "work.py").write_text(WORK)
 
     def run(self, factor: int, more: str = "") -> list[int]:
-        """What the two functions of work.py return for 10, in a process of its own."""
+        """Returns the results of the two functions of work.py for 10, in a separate process."""
         (self.folder / "workshop" / "costs.py").write_text(COSTS.format(factor=factor))
         (self.folder / "workshop" / "rules.py").write_text(RULES.format(more=more))
         env = os.environ | {
@@ -62,7 +61,7 @@ class Workshop:
         return [int(word) for word in done.stdout.split()]
 
     def compiled(self) -> dict[Path, int]:
-        """The files of compiled code in the cache, and when they were written."""
+        """Returns the files in the cache and their modification times."""
         return {path: path.stat().st_mtime_ns for path in self.folder.rglob("work.*.nbc")}
 
 
@@ -147,7 +146,7 @@ def test_nothing_is_compiled_without_a_stamp():
 def test_a_damaged_cache_is_none(tmp_path):
     shop = Workshop(tmp_path)
     assert shop.run(3) == [30, 30]
-    for damage in (b"garbage", None, b"\x80\x04\x8c\x05nopes\x8c\x01X\x93."):  # the last names what is no more
+    for damage in (b"garbage", None, b"\x80\x04\x8c\x05nopes\x8c\x01X\x93."):  # the last one names a missing class
         for file in (tmp_path / "cache").rglob("*.nb[ic]"):
             file.write_bytes(file.read_bytes()[:-40] if damage is None else damage)
         assert shop.run(3) == [30, 30]
@@ -156,7 +155,7 @@ def test_a_damaged_cache_is_none(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("where", ["full", "nowhere"])
 def test_without_room_for_a_cache_it_is_compiled_each_time(tmp_path, where):
-    """A file may have no bytes, as on a full disk; or there is no folder for the cache."""
+    """On a full disk files stay empty; without a writable folder, nothing is cached."""
     before = {
         "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
         "nowhere": "from numba.core import caching; caching.CacheImpl._locator_classes = []",
@@ -170,5 +169,5 @@ print(copied_at(np.zeros((1, 6), np.int64), 0))
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True,
                           timeout=300, check=True)  # fmt: skip
-    said = "" if where == "full" else "compiled code is not kept: set NUMBA_CACHE_DIR to a folder that can be written\n"
+    said = "" if where == "full" else "compiled code is not cached: set NUMBA_CACHE_DIR to a writable folder\n"
     assert done.stdout == "0\n" and done.stderr == said

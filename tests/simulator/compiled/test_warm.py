@@ -1,4 +1,4 @@
-"""Of several processes one compiles: the one that a command starts first of all, or whichever is first."""
+"""Of several processes, one compiles: the background process of a command, or whichever is first."""
 
 import multiprocessing
 import os
@@ -14,8 +14,8 @@ from simulator.compiled import engine, jit, warm
 from tests.test_imports import ROOT
 
 STAND_IN = """
-# Python imports this file at its start. In the place of what takes ten seconds to compile: what takes none, but, in the
-# other process, as long as there is a file "hold".
+# Python imports this file at its start. Replaces code that takes ten seconds to compile by trivial code, whose
+# compilation takes as long as a file "hold" exists in the other process.
 import time
 from pathlib import Path
 from numba.core.dispatcher import _FunctionCompiler
@@ -74,7 +74,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def output(folder: Path, script: str) -> list[str]:
-    """The words that a process prints which goes on from START; an empty cache lies in ``folder``."""
+    """Returns the words that a process prints after START and ``script``, with an empty cache in ``folder``."""
     (folder / "sitecustomize.py").write_text(STAND_IN)
     done = subprocess.run(
         [sys.executable, "-c", START + script], env=environment(folder), cwd=folder, capture_output=True, text=True,
@@ -95,7 +95,7 @@ def test_what_another_process_compiles_is_waited_for_and_taken_from_the_cache(tm
     [
         "sys.executable = '/bin/false'; warm.start()",
         "sys.executable = '/nowhere'; assert warm.start() is None",
-        "at_work().kill()",  # it has the lock
+        "at_work().kill()",  # it holds the lock
         "engine.cores.__code__ = (lambda: 1).__code__; assert warm.start() is None",
     ],
     ids=["it fails", "it cannot be started", "it is killed", "there is one core"],
@@ -105,7 +105,7 @@ def test_without_the_other_process_a_command_compiles_itself(tmp_path: Path, scr
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped in the middle keeps the lock, and others must not wait forever."""
+    """A stopped process keeps the lock; others must not wait forever."""
     slept: list[float] = []
     monkeypatch.setattr(jit, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     with jit._alone(warm.score_plans._cache, "of a test"):
