@@ -102,22 +102,24 @@ def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset:
         ("offset", tensor.storage_offset() if offset is not None else None, offset),
     ):  # fmt: skip
         if now != was:
-            raise StepError(f"{name} has {what} {now}, at the capture it had {was}")
+            raise StepError(f"{name} has {what} {now}, but had {was} at the capture")
 
 
 def check(captured: Captured, parameters: list[Binding]) -> None:
     """Raises StepError if module structure, modes, hooks or gradients have changed since the capture."""
     for module, training, children in captured.modules:
         if tuple(module._modules.values()) != children:
-            raise StepError(f"module {type(module).__name__} has other parts than at the capture; capture it again")
+            raise StepError(
+                f"module {type(module).__name__} has other parts than at the capture; capture the step again"
+            )
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
-            raise StepError(f"module {type(module).__name__} is in {now} mode, at the capture it was in {was} mode")
+            raise StepError(f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture")
     if hooks.count([module for module, _, _ in captured.modules]) != captured.hooks:
         raise StepError("hooks of the model were added or removed after the capture; capture the step again")
     for b in parameters:
         if b.user.grad is not None:
-            raise StepError(f"{b.name} has a gradient; a captured step begins with none: set it to None")
+            raise StepError(f"{b.name} has a gradient, but a captured step starts without gradients: set it to None")
         if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
             raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
 

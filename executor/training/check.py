@@ -113,14 +113,14 @@ class _Twin:
                 continue  # a GradScaler has skipped the update that would create it
             if not equal(a, b):
                 raise CaptureError(
-                    f"the captured step leaves {name} otherwise than the step itself ({_how(a, b)}): keep such state "
-                    "in tensors that are written in place (copy_), pass it as an argument, or set check=False"
+                    f"the captured step changes {name} differently from the eager step ({_how(a, b)}): keep such "
+                    "state in tensors that are written in place (copy_), pass it as an argument, or set check=False"
                 )
         for i, (a, b) in enumerate(zip(eager.results, planned.results, strict=True)):
             if not equal(a, b):
                 raise CaptureError(
-                    f"the captured step returns another result {i} than the step itself ({_how(a, b)}): it reads "
-                    "something that was not captured; pass it as an argument, or set check=False"
+                    f"result {i} of the captured step differs from the eager step ({_how(a, b)}): the step reads "
+                    "a value that was not captured; pass it as an argument, or set check=False"
                 )
         expected, (share, nbytes) = self.captured.program.peak_bytes, PEAK_TOLERANCE
         if eager.peak and abs(eager.peak - expected) > max(share * expected, nbytes):
@@ -236,7 +236,7 @@ def _short(value: Any) -> str:
 
 
 def _not_run(why: str) -> None:
-    warnings.warn(f"the captured step was not compared with the step itself: {why}", CheckNotRun, stacklevel=3)
+    warnings.warn(f"the captured step was not compared with the eager step: {why}", CheckNotRun, stacklevel=3)
 
 
 def _last(step: Any) -> Any:

@@ -136,7 +136,9 @@ class GraphStep:
             except StepError:
                 raise
             except Exception as error:
-                raise StepError(f"the graph failed: {line(error)}; the model is somewhere in this step") from error
+                raise StepError(
+                    f"the graph failed: {line(error)}; the model is in an undefined state within this step"
+                ) from error
             if wait and self._away:
                 torch.cuda.current_stream(step.device).synchronize()
             return [output.clone() for output in self.graph.outputs]

@@ -138,8 +138,8 @@ class Blocks:
             block.on(value)
             if (found := value.untyped_storage().nbytes()) != block.nbytes:
                 raise TransferError(
-                    f"{block.name} has {found:,} bytes, the program says {block.nbytes:,}: this operator is not what "
-                    "its trace was"
+                    f"{block.name} has {found:,} bytes, but {block.nbytes:,} in the program: the operator's output "
+                    "differs from its trace"
                 )
 
     def leave(self, which: tuple[Block, Sequence[int]]) -> None:
@@ -357,7 +357,7 @@ class HostMemory:
         what = "the plan cannot be run"
         try:
             places = slab(engines, {t: b.nbytes for t, b in blocks.items()}, self._places) if engines else {}
-            what = "there is no memory to undo a step"
+            what = "the host has no memory to undo a step"
             sizes = {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)}
             copies = slab(engines or engines_for(self._device), sizes) if rest else {}
         except TransferError as error:

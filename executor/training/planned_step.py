@@ -334,7 +334,7 @@ class PlannedStep:
                 raise
         if not (progress.done or self._watch.over):
             self.allocator, self.differing = self._watch.end(self.limit)
-        self._report("the step went on to its end, and the model is as after it")
+        self._report("the step finished, and the model is as after it")
         if self.graph:
             self.graph.warm = True
         result = self._done(outputs) if over else None
@@ -435,13 +435,13 @@ class PlannedStep:
             self._undo(at >= 0, undone)
         except Exception as second:
             raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
-        left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
+        left = "the optimizer had begun: tensors that it updated before this kernel are one step ahead of the others"
         if undone:
-            left = "the model is as before the step" + (", which begins anew with micro-batch 1" if alone else "")
+            left = "the model is as before the step" + (", which restarts with micro-batch 1" if alone else "")
         if isinstance(error, Exception):
             raise StepError(f"{what} failed: {reason}; {left}") from error
         if not undone:
-            error.add_note(f"{what} was broken off; {left}")
+            error.add_note(f"{what} was interrupted; {left}")
 
     def _undo(self, began: bool, restore: bool) -> None:
         """Abandons the current step: ends copies, frees memory and, with ``restore``, restores the model."""
@@ -482,7 +482,7 @@ class PlannedStep:
         self._give_gradients([b.user.grad for b in self._with_grad])
         if not (self.graph and self.graph.graph):  # a graph's replays keep using the captured addresses
             self.state.host.give()
-        self._report("it was repeated, and everything is on the device")
+        self._report("the copy was repeated, and all tensors are on the device")
 
     def __enter__(self) -> PlannedStep:
         """Lets copies continue across step boundaries until the end of the ``with`` block."""

@@ -151,7 +151,7 @@ class StepState:
             want = captured.leaves[i]
             if not isinstance(want, fx.Node):
                 if leaf is not want and leaf != want:
-                    raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
+                    raise StepError(f"argument {i} of the step is {leaf!r}, but was {want!r} at the capture")
                 continue
             compare(f"tensor {i} of the batch", leaf, want, *self.meant[want])
             if seen.setdefault(want, leaf) is not leaf:

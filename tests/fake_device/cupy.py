@@ -349,4 +349,4 @@ def opened(machine: Machine, seed: int | None = None) -> Iterator[tuple[Any, Dev
                 yield backend, device
         finally:
             patch.delitem(sys.modules, name, raising=False)
-            assert not device.memory, "memory was not given back"
+            assert not device.memory, "memory was not freed"

@@ -383,7 +383,7 @@ class GraphDouble(CudaDouble):
 
     def use(self, stream: Stream | None, name: str, reads: Any, writes: Any, after: Any = None) -> None:
         reads, writes = tuple(reads), tuple(writes)
-        if self.capture and "given back" not in name:
+        if self.capture and "freed memory" not in name:
             self.capture.reads += reads
             self.capture.writes += writes
         super().use(stream, name, reads, writes, after)

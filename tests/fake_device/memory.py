@@ -131,7 +131,7 @@ class Memory:
         for event in events:
             Clocks.join(after, event.clock)
         span = (block.at, block.at + block.nbytes)
-        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of memory that was given back", (),
+        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of freed memory", (),
                         (span,), after)  # fmt: skip
         block.after = after
         if isinstance(block.pool, tuple):

@@ -122,7 +122,7 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, moves):
     work[i] = work[i]._replace(after=(*work[i].after, (armed.append, 0)))
     a_copy_fails(way, hosts, moves, armed)
     torch.manual_seed(twins.seed)
-    with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step went on to its end, and the model is as "):
+    with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step finished, and the model is as "):
         step(*twins.next_batch())
     moves(lambda target, source: False)
     twins.eager_step()

@@ -94,7 +94,9 @@ def follow(out: Order) -> None:
             used += move(kind, b)
     assert place == begin and used == out.used
     assert peak == out.peak <= out.limit
-    for k, least in enumerate(schedule.residency):  # what a pass does not fetch comes back after it, if it can
+    for k, least in enumerate(
+        schedule.residency
+    ):  # blocks not swapped in by a pass are, if they fit, swapped in after it
         assert (
             most[k] == least
             if not schedule.moved

@@ -396,7 +396,7 @@ def test_a_tensor_of_another_size_than_the_programs_is_refused() -> None:
     twins, step = planned()
     block = next(b for b in step.state.blocks.blocks.values() if not b.persistent)
     block.nbytes += 4
-    with pytest.raises(StepError, match=r"bytes, the program says .*the model is as before the step"):
+    with pytest.raises(StepError, match=r"bytes, but .* in the program: .*the model is as before the step"):
         step(*twins.next_batch())
     block.nbytes -= 4
     twins.train(step, 2)

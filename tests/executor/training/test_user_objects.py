@@ -128,7 +128,7 @@ def test_the_check_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drops the step's effects, as if the capture had missed them."""
     monkeypatch.setattr(Effects, "compare", lambda self, owner, before: None)
     twins = Twins(loop_of, "carried state")
-    with pytest.raises(CaptureError, match=r"leaves [\w.]+ otherwise than the step itself \(by up to"):
+    with pytest.raises(CaptureError, match=r"changes [\w.]+ differently from the eager step \(by up to"):
         fitted(twins)
     twins.go_on_eagerly(2)
     fitted(twins, check=False)
@@ -140,7 +140,7 @@ def test_a_check_that_cannot_run_says_so() -> None:
     def step(i: Tensor) -> Tensor:
         return table(i).sum().detach()
 
-    with pytest.warns(CheckNotRun, match="not compared with the step itself: .* IndexError"):
+    with pytest.warns(CheckNotRun, match="not compared with the eager step: .* IndexError"):
         capture_step(step, torch.tensor([9]))
 
 
