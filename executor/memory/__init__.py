@@ -1,10 +1,10 @@
-"""Memory for copies and graphs, of the host, pinned, and of a device; the copy engines between them."""
+"""Pinned host memory, device memory for CUDA graphs, and the copy engines between host and device."""
 
 import torch
 
-ALIGNMENT = 512  # bytes, of addresses: PyTorch's allocator has no finer
+ALIGNMENT = 512  # address alignment in bytes: the finest that PyTorch's allocator uses
 
 
 def cuda_index(device: torch.device) -> int:
-    """The number of a CUDA device; of one without a number, that of the current device."""
+    """Returns the index of a CUDA device; a device without an index is the current one."""
     return torch.cuda.current_device() if device.index is None else device.index

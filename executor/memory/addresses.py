@@ -1,13 +1,13 @@
-"""Device memory for a CUDA graph at addresses that we choose, behind PyTorch's pools (``torch.cuda.MemPool``).
+"""Allocator for ``torch.cuda.MemPool`` that places the memory of a CUDA graph at chosen addresses.
 
     arena = Arena.aliased(device, nbytes)       # or Arena.resident: memory of its own
     pool = torch.cuda.MemPool(allocator(), no_split=True)
-    with arena.serving(requests):               # the first pass appends (bytes, address) here; the second reads them
+    with arena.serving(requests):               # None: record (bytes, address) of each request; else replay them
         ...
 
-PyTorch calls ALLOCATE and FREE with its locks held and from any thread, so they are native code (Numba), take no lock
-of Python's, and keep their tables in arrays of fixed address. In the first pass each request gets its own address. In
-the second, request k gets the address that was packed for it, and a request of another size is refused.
+The first capture gives each request its own address. The second gives request k the address packed for it and refuses
+a request of another size. PyTorch calls the allocator from any thread with its locks held, so both functions are
+native code (Numba) that takes no GIL and keeps its tables in arrays at fixed addresses.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from executor.memory import ALIGNMENT, cuda_index
 from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
 
-ARENAS, REQUESTS = 32, 1 << 17  # arenas at a time; requests of one capture
-CHUNK = 128 << 20  # physical memory behind an aliased arena
-# Row 0 of the table: a lock, the row of the arena that serves, whether the log has the answers, and the next request.
-# Other rows: an arena each.
+ARENAS, REQUESTS = 32, 1 << 17  # maximum number of open arenas, and of requests in one capture
+CHUNK = 128 << 20  # bytes of physical memory behind an aliased arena
+# Row 0 of the table: spin lock, row of the serving arena, whether the log holds the answers, index of the next request.
+# Each other row describes one arena.
 _LOCK, _OPEN, _ANSWERS, _NEXT = range(4)
 _BASE, _NBYTES, _DEVICE, _LIVE, _USED, _REFUSED = range(6)
-_TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed, so that late calls find it
+_TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed: PyTorch may call FREE late
 _LOG = np.zeros((REQUESTS, 2), np.int64)  # bytes and address of each request
 _ADDRESS, _SHAPE, _LOG_ADDRESS, _LOG_SHAPE = _TABLE.ctypes.data, _TABLE.shape, _LOG.ctypes.data, _LOG.shape
-_ROWS = threading.Lock()  # to find a free row
+_ROWS = threading.Lock()  # guards the search for a free row
 _ONE = threading.Lock()  # one arena serves at a time: PyTorch captures one graph at a time
-_types: Any = types  # its functions are not typed
+_types: Any = types  # Numba's type functions have no annotations
 
 
 @intrinsic
 def _pointer(context, address):  # type: ignore[no-untyped-def]
-    """An address as void*."""
+    """Casts an integer address to void*."""
     return _types.voidptr(address), lambda context, builder, signature, args: builder.inttoptr(
         args[0], cgutils.voidptr_t
     )
@@ -54,7 +54,7 @@ def _pointer(context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _exchange(context, address, value):  # type: ignore[no-untyped-def]
-    """Puts an int64 at an address in one indivisible step; returns what was there."""
+    """Atomically exchanges the int64 at an address and returns the old value."""
 
     def make(context, builder, signature, args):  # type: ignore[no-untyped-def]
         place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -65,13 +65,13 @@ def _exchange(context, address, value):  # type: ignore[no-untyped-def]
 
 @jit
 def _take(table, log, nbytes, device):  # type: ignore[no-untyped-def]
-    """The address of the next request; 0 if it is refused."""
+    """Returns the address for the next request, or 0 if the request is refused."""
     row, k = table[table[0, _OPEN]], table[0, _NEXT]
     if table[0, _OPEN] == 0 or nbytes <= 0 or device != row[_DEVICE]:
         return 0
     need = (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     if table[0, _ANSWERS] != 0:
-        refused = log[k, 0] != nbytes  # behind the last request there are zeros
+        refused = log[k, 0] != nbytes  # entries after the last request are zero
     else:
         refused = k + 1 >= len(log) or row[_USED] + need > row[_NBYTES]
     if refused:
@@ -87,7 +87,7 @@ def _take(table, log, nbytes, device):  # type: ignore[no-untyped-def]
 
 @jit
 def _give(table, address):  # type: ignore[no-untyped-def]
-    """Counts a segment that has come back."""
+    """Decrements the count of live segments in the arena that contains the freed address."""
     for r in range(1, len(table)):
         row = table[r]
         if row[_BASE] <= address < row[_BASE] + row[_NBYTES]:
@@ -96,9 +96,12 @@ def _give(table, address):  # type: ignore[no-untyped-def]
 
 @cache
 def functions() -> tuple[Any, Any]:
-    """ALLOCATE and FREE as ``torch.cuda.memory.CUDAPluggableAllocator`` describes them, compiled at the first call:
-    ``void* (size_t size, int device, cudaStream_t)`` and ``void (void*, size_t size, int device, cudaStream_t)``.
-    Each has an ``address`` and, for tests, a ``ctypes`` callable; addresses are integers here, 0 for NULL."""
+    """Returns the native allocate and free functions; the first call compiles them.
+
+    The signatures are those of ``torch.cuda.memory.CUDAPluggableAllocator``: ``void* (size_t size, int device,
+    cudaStream_t)`` and ``void (void*, size_t size, int device, cudaStream_t)``. Each function has an ``address`` and a
+    ``ctypes`` callable for tests. Addresses are integers; 0 is NULL.
+    """
     lock = _ADDRESS + 8 * _LOCK
     word, number = _types.intp, _types.int32
 
@@ -121,36 +124,36 @@ def functions() -> tuple[Any, Any]:
             _give(table, address)
             _exchange(lock, 0)
 
-    for kept in (allocate, free, _TABLE, _LOG):  # to the end of the process: PyTorch frees memory later than Python
+    for kept in (allocate, free, _TABLE, _LOG):  # immortal: PyTorch frees memory after the interpreter has shut down
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     return allocate, free
 
 
 def allocator() -> Any:
-    """A new allocator for one ``torch.cuda.MemPool``.
+    """Returns a new allocator for one ``torch.cuda.MemPool``.
 
-    PyTorch's allocator object remembers what it handed out by address, and aborts the process if one of two pools that
-    share it frees an address twice. So each pool has its own, which the caller keeps as long as the pool has memory.
+    PyTorch's allocator object tracks its allocations by address and aborts the process if two pools that share it free
+    the same address. Each pool therefore needs its own allocator, kept alive while the pool has memory.
     """
     allocate, free = functions()
     return torch._C._cuda_customAllocator(allocate.address, free.address)
 
 
 class Driver:
-    """Calls of the CUDA driver (``libcuda``), with a device's primary context current.
+    """Caller of CUDA driver functions (``libcuda``) with a device's primary context current.
 
     Raises:
-        MemoryError: this system has no driver, or a call failed.
+        MemoryError: the CUDA driver is not installed, or a call failed.
     """
 
     def __init__(self, device: torch.device) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise MemoryError(f"the CUDA driver cannot be asked for memory: {error}") from None
+            raise MemoryError(f"cannot allocate device memory, the CUDA driver is missing: {error}") from None
         self.index = cuda_index(device)
         with torch.cuda.device(self.index):
-            torch.cuda.synchronize()  # gives this thread the device's context
+            torch.cuda.synchronize()  # makes the device's context current in this thread
 
     def __call__(self, function: str, *args: Any) -> None:
         with torch.cuda.device(self.index):
@@ -160,18 +163,18 @@ class Driver:
 
 
 class Arena:
-    """A range of device addresses from which requests are served.
+    """Range of device addresses that serves allocation requests.
 
     Args:
-        address, nbytes: the range; bytes up to the first multiple of 512 are not used.
-        device: its index.
-        release: gives the range back; called once, when the arena is closed and nothing in it is in use.
+        address, nbytes: the range; bytes before the first multiple of 512 are unused.
+        device: index of the device.
+        release: frees the range; called once, when the arena is closed and has no live segments.
 
     Raises:
-        MemoryError: there are ARENAS arenas already.
+        MemoryError: ARENAS arenas are open already.
     """
 
-    _closed: list[Arena] = []  # noqa: RUF012  # closed while PyTorch still had tensors there
+    _closed: list[Arena] = []  # noqa: RUF012  # closed while PyTorch still had tensors in them
 
     def __init__(self, address: int, nbytes: int, device: int = 0, release: Callable[[], object] = lambda: None):
         sweep()
@@ -181,7 +184,7 @@ class Arena:
             free = np.flatnonzero(_TABLE[1:, _BASE] == 0)
             if not len(free):
                 release()
-                raise MemoryError(f"there are {ARENAS} arenas of graphs already")
+                raise MemoryError(f"{ARENAS} graph arenas are open already: close one first")
             self._index = 1 + int(free[0])
             self._row = _TABLE[self._index]
             self._row[:] = self.base, self.nbytes, device, 0, 0, 0
@@ -189,17 +192,17 @@ class Arena:
 
     @classmethod
     def resident(cls, device: torch.device, nbytes: int) -> Arena:
-        """An arena in one allocation of the driver's, which PyTorch's allocator does not count.
+        """Allocates an arena directly from the driver; PyTorch's allocator does not count it.
 
         Raises:
-            MemoryError: the device has not so much, or this system has no driver.
+            MemoryError: the device has too little free memory, or the CUDA driver is not installed.
         """
         driver, found = Driver(device), ctypes.c_uint64()
         torch.cuda.empty_cache()
         try:
             driver("cuMemAlloc_v2", ctypes.byref(found), ctypes.c_size_t(nbytes + ALIGNMENT))
         except MemoryError as error:
-            raise MemoryError(f"the device has no {nbytes:,} bytes in one piece ({error})") from None
+            raise MemoryError(f"the device has no contiguous {nbytes:,} bytes ({error})") from None
 
         def release() -> None:
             torch.cuda.synchronize(driver.index)
@@ -209,11 +212,10 @@ class Arena:
 
     @classmethod
     def aliased(cls, device: torch.device, nbytes: int) -> Arena:
-        """An arena whose addresses are all valid, and of which each CHUNK is the same memory: for a capture that is
-        never replayed.
+        """Reserves an arena whose chunks all map to the same physical memory, for a capture that is never replayed.
 
         Raises:
-            MemoryError: the device has no CHUNK of memory, or this system has no driver.
+            MemoryError: the device has no CHUNK bytes free, or the CUDA driver is not installed.
         """
         driver, size = Driver(device), -(-nbytes // CHUNK) * CHUNK
         handle, base = ctypes.c_uint64(), ctypes.c_uint64()
@@ -249,10 +251,10 @@ class Arena:
 
     @contextlib.contextmanager
     def serving(self, requests: Ints | None = None) -> Iterator[None]:
-        """Requests are served from here.
+        """Serves all allocation requests from this arena within the ``with`` block.
 
         Args:
-            requests: int64[n, 2], bytes and address of each one, in their order; None: they are recorded.
+            requests: int64[n, 2], bytes and address of each request in order; None records the requests instead.
         """
         with _ONE:
             _LOG[:] = 0
@@ -266,16 +268,16 @@ class Arena:
 
     @property
     def live(self) -> int:
-        """Segments that PyTorch has."""
+        """Number of segments that PyTorch has allocated and not freed."""
         return int(self._row[_LIVE])
 
     @property
     def refused_bytes(self) -> int:
-        """The last request that was refused; 0 if none was."""
+        """Bytes of the last refused request, or 0 if none was refused."""
         return int(self._row[_REFUSED])
 
     def close(self) -> None:
-        """Gives the memory back, or has `sweep` do so if PyTorch still has tensors there."""
+        """Frees the memory, or leaves that to `sweep` if PyTorch still has tensors in it."""
         if self._release is None:
             return
         if self.live:
@@ -285,19 +287,19 @@ class Arena:
         if self in Arena._closed:
             Arena._closed.remove(self)
         release, self._release = self._release, None
-        self._row[_BASE] = self._row[_NBYTES] = 0  # first: the address may be another's at once
+        self._row[_BASE] = self._row[_NBYTES] = 0  # before the release: the address may be reused at once
         release()
 
 
 def served() -> Ints:
-    """int64[n, 2]: bytes and address of each request that the arena which serves has answered so far."""
+    """Returns int64[n, 2]: bytes and address of each request that the serving arena has answered so far."""
     return _LOG[: _TABLE[0, _NEXT]].copy()
 
 
 def sweep() -> None:
-    """Gives the memory of closed arenas back whose segments have come back since."""
+    """Frees the memory of closed arenas whose segments PyTorch has freed since."""
     if Arena._closed:
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # which frees what pools without an owner have
+            torch.cuda.empty_cache()  # frees the segments of pools without an owner
         for arena in list(Arena._closed):
             arena.close()

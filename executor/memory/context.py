@@ -1,5 +1,7 @@
-"""Measures what a process takes of a GPU besides tensors, which PyTorch's allocator does not count: the CUDA context,
-loaded kernels, and the handles of libraries (``Machine.context_bytes``)."""
+"""Measures the device memory that a process uses besides tensors (``Machine.context_bytes``).
+
+It consists of the CUDA context, loaded kernels and library handles; PyTorch's allocator does not count it.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,28 @@ from executor.memory import cuda_index
 
 
 class ContextError(RuntimeError):
-    """It cannot be measured; the message is one sentence."""
+    """Raised if the context cannot be measured."""
 
 
 class Context(NamedTuple):
-    """Bytes that one process takes of a GPU besides tensors, and how they were measured."""
+    """Device memory that one process uses besides tensors, in bytes, and the source of the measurement."""
 
     nbytes: int
     source: str
 
 
 def measure_context(device: str | torch.device = "cuda") -> Context:
-    """Trains a layer in a second process and asks NVML for the bytes of that process, less what its allocator reserved.
+    """Trains a small model in a second process and returns its device memory by NVML, less its allocator's reservation.
 
-    Without pynvml, or if NVML does not list the process (a container with process ids of its own), the bytes are by how
-    much less memory is free: then no other process may allocate or free memory there meanwhile, and ``source`` says so.
+    Without pynvml, or if NVML does not list the process (a container with its own process ids), the result is the
+    decrease in free device memory. It is then valid only if no other process allocates or frees device memory
+    meanwhile, and ``source`` records the method.
 
     Raises:
-        ContextError: there is no CUDA GPU, or the second process failed.
+        ContextError: no CUDA GPU is available, or the second process failed.
     """
     if not torch.cuda.is_available():
-        raise ContextError("there is no CUDA GPU whose context could be measured")
+        raise ContextError("no CUDA GPU is available, so its context cannot be measured")
     index = cuda_index(torch.device(device))
     torch.cuda.synchronize(index)
     spawn = multiprocessing.get_context("spawn")
@@ -41,27 +44,27 @@ def measure_context(device: str | torch.device = "cuda") -> Context:
     process = spawn.Process(target=_hold, args=(there, index), daemon=True)
     before = torch.cuda.mem_get_info(index)[0]
     process.start()
-    there.close()  # so that its end is seen here
+    there.close()  # or recv() would not see the second process exit
     try:
         reserved = here.recv()
         listed = nvml_bytes(str(torch.cuda.get_device_properties(index).uuid), process.pid)
         if listed is not None:
-            return Context(listed - reserved, "NVML's bytes of a second process, besides tensors")
+            return Context(listed - reserved, "device memory of a second process by NVML, less its tensors")
         free = torch.cuda.mem_get_info(index)[0]
         return Context(
             before - free - reserved,
-            "by how much less is free with a second process, besides tensors; NVML was not to be had for that process, "
-            "so what others allocated meanwhile is in it",
+            "decrease in free device memory with a second process, less its tensors; NVML did not list that process, "
+            "so allocations of other processes in the meantime are included",
         )
     except EOFError:
-        raise ContextError("the process that was to make a CUDA context failed") from None
+        raise ContextError("the second process failed before it could create a CUDA context") from None
     finally:
         here.close()
         process.join()
 
 
 def nvml_bytes(uuid: str, pid: int | None) -> int | None:
-    """Bytes of a GPU that a process takes by NVML's count; None without pynvml or if NVML does not list the process."""
+    """Returns the device memory of a process by NVML, or None without pynvml or if NVML does not list the process."""
     try:
         import pynvml
     except ImportError:
@@ -76,7 +79,7 @@ def nvml_bytes(uuid: str, pid: int | None) -> int | None:
 
 
 def _hold(connection: Connection, index: int) -> None:
-    """Creates cuDNN, cuBLAS and a context, sends what is reserved besides, and waits until that was read."""
+    """Initializes cuDNN, cuBLAS and a context, sends the bytes the allocator reserved, and waits for the reader."""
     device = torch.device("cuda", index)
     layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 8)).to(device)
     layers(torch.ones(2, 3, 8, 8, device=device)).sum().backward()

@@ -1,6 +1,6 @@
-"""Copy engines: one each way, the same calls for tensors in host memory and on a GPU.
+"""Copy engines, one per direction, with the same interface for tensors in host memory and on a GPU.
 
-Work is ordered by events alone (executor/training/memory_source.py says which).
+Events alone order the work; executor/training/memory_source.py lists the rules.
 """
 
 from __future__ import annotations
@@ -17,60 +17,62 @@ from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
 
 
 class TransferError(RuntimeError):
-    """A copy between device and host failed, or host memory for it cannot be had."""
+    """Raised if a copy between device and host fails or its host memory cannot be allocated."""
 
 
 class Engines(Protocol):
-    """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them.
+    """Copy engines, one per direction; copies of one direction run in order, after the compute enqueued before them.
 
     Attributes:
-        streams: what they enqueue copies on; none where there is no GPU.
+        streams: the CUDA streams of the copies; empty without a GPU.
     """
 
     streams: tuple[Any, ...]
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
+        """Returns pinned host memory uint8[nbytes], freed with the array; raises TransferError."""
 
     def borrow(self, tensor: Tensor) -> None:
-        """The step frees this memory, which may be another stream's: it is used again after all compute so far."""
+        """Marks memory, possibly of another stream, as reusable only after the compute issued so far."""
 
     def event(self) -> Any:
-        """For copies of one tensor one way, again and again: each is waited for before the next starts."""
+        """Returns a reusable event for one tensor's copies in one direction; only one such copy is ever pending."""
 
     def begin(self) -> bool:
-        """What the calling thread computes from now on is what copies come after. Is it on another stream than before?
-        Then what is there may have been taken on the one before, and is to be borrowed."""
+        """Orders copies after the calling thread's current stream; returns True if that stream has changed.
+
+        After a change, existing tensors may belong to the previous stream and must be passed to ``borrow``.
+        """
 
     def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
-        """Starts a swap-out; the event is when it is done."""
+        """Starts a swap-out and records the event at its end."""
 
     def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
-        """Starts a swap-in; the event is when it is done."""
+        """Starts a swap-in and records the event at its end."""
 
     def wait(self, event: Any) -> None:
-        """What is computed from now on comes after the event; raises TransferError where its copy failed."""
+        """Makes later compute wait for the event; raises TransferError if the copy failed."""
 
     def join(self, event: Any) -> None:
-        """The calling thread waits for the event."""
+        """Blocks the calling thread until the event."""
 
     def synchronize(self) -> None:
-        """It waits for all copies and all compute; what failed is not raised."""
+        """Blocks until all copies and compute are done; does not raise their errors."""
 
 
 def move(target: Tensor, source: Tensor) -> None:
-    """Copies one tensor of the host to another."""
+    """Copies one host tensor to another."""
     target.copy_(source)
 
 
 class _Copied:
-    """The event of copies on the host: the error of the last one, or None."""
+    """Event of host copies: holds the error of the last copy, or None."""
 
     error: Exception | None = None
 
 
 class HostEngines:
-    """Copy engines for tensors in host memory: a copy is done when it is issued, and fails when it is waited for."""
+    """Copy engines for tensors in host memory: copies run when issued and report failures when waited for."""
 
     streams = ()
     event = _Copied
@@ -81,7 +83,7 @@ class HostEngines:
     def borrow(self, tensor: Tensor) -> None: ...
 
     def begin(self) -> bool:
-        return False  # the calling thread computes
+        return False  # no streams: the calling thread computes
 
     def copy_out(self, host: Tensor, device: Tensor, event: _Copied) -> None:
         self.copy_in(host, device, event)
@@ -91,7 +93,7 @@ class HostEngines:
             move(device, host)
             event.error = None
         except Exception as error:
-            event.error = error.with_traceback(None)  # whose frames hold the tensors
+            event.error = error.with_traceback(None)  # its frames would keep the tensors alive
 
     def wait(self, event: _Copied) -> None:
         if event.error:
@@ -104,7 +106,7 @@ class HostEngines:
 
 @cache
 def capture_stream(index: int) -> torch.cuda.Stream:
-    """One for each device: cuBLAS keeps a workspace for every stream that it has seen."""
+    """Returns the device's capture stream, one per device: cuBLAS keeps a workspace for every stream it sees."""
     return torch.cuda.Stream(index)
 
 
@@ -112,8 +114,10 @@ _PAIRS: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  # by device
 
 
 def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """A device's streams for copies, one each way, for all steps; neither is the other, ``compute``, or what graphs are
-    captured on. (PyTorch has 32 streams a device and hands them out in turn: c10/cuda/CUDAStream.cpp.)"""
+    """Returns the device's D2H and H2D streams, shared by all steps and distinct from compute and capture streams.
+
+    PyTorch hands out 32 streams per device round-robin (c10/cuda/CUDAStream.cpp), so new streams may coincide.
+    """
     others = {compute.cuda_stream, capture_stream(index).cuda_stream}
     pair = _PAIRS.get(index)
     if pair is None or any(stream.cuda_stream in others for stream in pair):
@@ -128,7 +132,7 @@ def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Str
 
 
 class CudaEngines:
-    """For tensors on a GPU: a stream each way (``copy_streams``)."""
+    """Copy engines for tensors on a GPU: one stream per direction (``copy_streams``)."""
 
     def __init__(self, device: torch.device):
         self.device, self._index = device, cuda_index(device)
@@ -150,7 +154,7 @@ class CudaEngines:
         before = self._compute
         self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
         self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
-        # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
+        # set_stream also changes the current device, so the caller's stream is restored after the compute stream.
         self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
         return before is not None and before != self._compute
 
@@ -161,12 +165,12 @@ class CudaEngines:
         self._copy(self.h2d, device, host, event)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
-        if on_host(target) and on_host(source):  # an optimizer's number, attention's seed
-            for other in self.streams:  # which may still copy to or from its place in pinned memory
+        if on_host(target) and on_host(source):  # an optimizer's scalar, attention's seed
+            for other in self.streams:  # their copies may still use this place in pinned memory
                 other.synchronize()
             target.copy_(source)
             return
-        self._computed.record(self._compute)  # a wait is for the last record before it, so one event does for all
+        self._computed.record(self._compute)  # a wait refers to the last record before it, so one event suffices
         stream.wait_event(self._computed)
         try:
             torch.cuda.set_stream(stream)
@@ -190,7 +194,7 @@ class CudaEngines:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Is it not in a device's memory?"""
+    """Returns True if the tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 
@@ -202,18 +206,18 @@ def _take(slabs: Slabs, nbytes: int) -> Bytes:
 
 
 def engines_for(device: torch.device) -> Engines:
-    """The copy engines for tensors on a device.
+    """Returns the copy engines for a device.
 
     Raises:
-        TransferError: there are none for this kind of device.
+        TransferError: the device type is neither cpu nor cuda.
     """
     if device.type == "cuda":
         return CudaEngines(device)
     if device.type == "cpu":
         return HostEngines()
-    raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
+    raise TransferError(f"no copy engines for {device.type} tensors: expected cpu or cuda")
 
 
 def line(error: BaseException) -> str:
-    """The first line of an error."""
+    """Returns the first line of an error, with its type."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

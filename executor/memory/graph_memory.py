@@ -1,14 +1,14 @@
-"""The memory of a CUDA graph: one pool for each operator, and the stream on which the graph is captured.
+"""Memory of a CUDA graph: one pool per operator, and the stream on which the graph is captured.
 
     memory = GraphMemory(device, Arena.aliased(device, nbytes))
     with memory.arena.serving(), memory.recorded() as events:
-        with memory.capturing(graph, sides):    # sides: streams that copies are on
-            with memory.pool():                 # allocations within are requests to the arena
+        with memory.capturing(graph, sides):    # sides: the copy streams
+            with memory.pool():                 # the arena serves all allocations within
                 ...                             # one operator
     found = requests_of(events, memory)
 
-A pool that does not split its segments asks the arena for each tensor and each workspace, with sizes that are rounded
-up to 2 MiB and more. PyTorch's own record of its allocations has the exact sizes, and when each was freed.
+A pool that does not split its segments requests each tensor and workspace from the arena, rounded up to 2 MiB or more.
+PyTorch's allocation history provides the exact sizes and the time of each free.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from executor.memory.addresses import Arena, allocator, served
 from executor.memory.engines import capture_stream
 from simulator.compiled.encoding import Ints
 
-_BROKEN: list[Any] = []  # graphs whose capture did not end: PyTorch's allocator of pinned memory still asks them
-_OUTLIVED: list[Any] = []  # allocators whose pools had tensors when their graph was closed
+_BROKEN: list[Any] = []  # graphs whose capture did not end: PyTorch's pinned-memory allocator still queries them
+_OUTLIVED: list[Any] = []  # allocators whose pools still had tensors when their graph was closed
 
 
 class Event(NamedTuple):
-    """An entry of PyTorch's record of allocations.
+    """Entry of PyTorch's allocation history.
 
     Attributes:
-        allocates: an allocation, else a free.
-        address: of the block.
-        nbytes: as asked for.
+        allocates: True for an allocation, False for a free.
+        address: address of the block.
+        nbytes: requested bytes, before rounding.
     """
 
     allocates: bool
@@ -47,14 +47,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Requests:
-    """The n requests of a capture, in their order. Time counts the events of PyTorch's record.
+    """The n requests of a capture in order; time is the index of an event in PyTorch's allocation history.
 
     Attributes:
-        served: int64[n, 2], bytes of the segment that PyTorch asked for, and its address.
-        nbytes: int64[n], the largest block that was there.
-        begin, end: int64[n], when the request is made, and when its memory may be used for others.
-        length: events in all, which is the end of what was not freed.
-        group: int64[n], the first of the requests with which it may change places (``requests_of``).
+        served: int64[n, 2], bytes of the segment that PyTorch requested, and its address.
+        nbytes: int64[n], size of the largest block in the segment.
+        begin, end: int64[n], time of the request, and time from which its memory can be reused.
+        length: number of events, and so the end of requests that were not freed.
+        group: int64[n], first of the requests with which the request may exchange its memory (``requests_of``).
     """
 
     served: Ints
@@ -66,14 +66,18 @@ class Requests:
 
 
 class RecordError(RuntimeError):
-    """PyTorch's record of allocations is not that of the capture."""
+    """Raised if PyTorch's allocation history does not match the capture."""
 
 
 def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
-    """What a capture has asked for.
+    """Returns the memory requests of a capture.
+
+    Args:
+        events: allocation history of the capture (``GraphMemory.recorded``).
+        memory: the memory that served the capture.
 
     Raises:
-        RecordError: the record lacks allocations, or one operator got the memory of another's pool.
+        RecordError: the history lacks allocations, or an operator was served from another operator's pool.
     """
     index = {int(address): i for i, address in enumerate(memory.served[:, 1])}
     n = len(index)
@@ -87,9 +91,9 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
         else:
             end[i] = at
     if n and begin.min() < 0:
-        raise RecordError(f"PyTorch's record of allocations lacks {(begin < 0).sum()} of {n}")
-    # Until an operator has made its last request, its pool may use what it has freed again. Of free segments of one
-    # size it takes the lowest, which is another one in another capture: they get the same bytes and the same time.
+        raise RecordError(f"PyTorch's allocation history lacks {(begin < 0).sum()} of {n} requests")
+    # Until an operator's last request, its pool may reuse freed segments. Of equally large ones it takes the lowest
+    # address, which differs between captures, so such segments get the same bytes and the same lifetime.
     group = np.arange(n)
     for first, behind in memory.operators:
         if behind > first:
@@ -99,18 +103,18 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
             end[own] = np.maximum(end[own], last[own].max() + 1)
             for size in set(memory.served[own, 0].tolist()):
                 same = own[memory.served[own, 0] == size]
-                if len(same) > 1 and (last[same] > begin[same]).any():  # it has used one again
+                if len(same) > 1 and (last[same] > begin[same]).any():  # a segment was reused
                     group[same] = same[0]
                     begin[same], end[same], nbytes[same] = begin[same].min(), end[same].max(), nbytes[same].max()
     return Requests(memory.served, nbytes, begin, end, len(events), group)
 
 
 class GraphMemory:
-    """An arena, and pools that are served from it.
+    """An arena and the memory pools that it serves.
 
     Attributes:
-        operators: of each pool, its first request and the one behind its last.
-        served: int64[n, 2], as in ``Requests``; of a capture that is over.
+        operators: half-open range of requests (first, end) of each pool.
+        served: int64[n, 2] as in ``Requests``, of the last finished capture.
     """
 
     def __init__(self, device: torch.device, arena: Arena):
@@ -130,8 +134,10 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def pool(self) -> Iterator[None]:
-        """Allocations within are one operator's. Its pool stays until ``close``: PyTorch aborts the process if one is
-        released during a capture."""
+        """Serves one operator's allocations from a pool of its own.
+
+        The pool lives until ``close``, because PyTorch aborts the process if a pool is released during a capture.
+        """
         first = len(served())
         with torch.cuda.use_mem_pool(self._pool(), self.device):
             yield
@@ -139,8 +145,7 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[Event]]:
-        """Yields the record of allocations, which is filled in at the end. A record that the caller has switched on
-        goes on."""
+        """Yields the list of allocation events, filled in at the end; a history that the caller enabled stays on."""
         events: list[Event] = []
         on = torch._C._cuda_isHistoryEnabled()
         if not on:
@@ -165,14 +170,13 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def capturing(self, graph: Any, sides: Sequence[Any]) -> Iterator[None]:
-        """What is issued is captured.
+        """Captures the work issued within the ``with`` block.
+
+        Re-raises errors from within the block; a failure to end a failed capture is suppressed in favor of the first.
 
         Args:
-            graph: a ``torch.cuda.CUDAGraph``, its generators registered.
-            sides: streams on which there may be work that nothing has waited for when it fails half way.
-
-        Raises:
-            whatever is raised within; of the end of a capture that failed, only the first error.
+            graph: ``torch.cuda.CUDAGraph`` with its generators registered.
+            sides: streams that may have unjoined work if the capture fails.
         """
         with torch.cuda.device(self.device):
             before = torch.cuda.current_stream()
@@ -183,29 +187,29 @@ class GraphMemory:
                         yield
                     except BaseException as error:
                         failed = error
-                        self._join(sides)  # or the capture could not end, and PyTorch would go on as if within it
+                        self._join(sides)  # else the capture cannot end, and PyTorch would stay in capture mode
                         raise
             except BaseException as error:
-                torch.cuda.set_stream(before)  # where capture_end fails, torch.cuda.graph leaves its stream current
+                torch.cuda.set_stream(before)  # torch.cuda.graph leaves its stream current if capture_end fails
                 self._end(graph)
                 if failed is None or failed is error:
                     raise
-                error.__context__ = None  # or both, in a circle, and their frames would hold the tensors of the capture
+                error.__context__ = None  # breaks a reference cycle whose frames would hold the captured tensors
                 raise failed from error.with_traceback(None)
             finally:
-                failed = None  # and so would this frame
+                failed = None  # this frame would hold them, too
 
     def _end(self, graph: Any) -> None:
-        """Ends what a capture that failed has begun, where it has not: CUDAGraph::capture_end raises before it does.
+        """Cleans up after a failed capture, because CUDAGraph::capture_end raises before it does so.
 
-        Else PyTorch's allocator would go on as if within the capture (no memory used by two streams comes back, nothing
-        is tried again where memory is short), the pool would never be free, and of versions before 2.12 the generator
-        would draw for the graph.
+        Otherwise PyTorch's allocator would stay in capture mode (no reuse of memory shared by two streams, no retry
+        after an out-of-memory error), the pool would never be released, and before PyTorch 2.12 the random generator
+        would keep drawing for the graph.
         """
         index = self.device.index
         try:
             torch._C._cuda_endAllocateToPool(index, self._rest.id)
-        except RuntimeError:  # it has ended
+        except RuntimeError:  # the capture has ended properly
             return
         torch._C._cuda_releasePool(index, self._rest.id)
         graph.reset()
@@ -213,7 +217,7 @@ class GraphMemory:
         with contextlib.suppress(RuntimeError):
             one = torch.ones(1, device=self.device)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
-                one.zero_()  # a capture that ends well gives the generator back
+                one.zero_()  # a successful capture resets the generator
 
     def _join(self, sides: Sequence[Any]) -> None:
         for side in sides:
@@ -223,15 +227,15 @@ class GraphMemory:
                 self.stream.wait_stream(side)
 
     def counted_bytes(self) -> int:
-        """Bytes that PyTorch's allocator counts as in use in the pools; it rounds them up to whole segments."""
+        """Returns the bytes in use in the pools by PyTorch's allocator, which rounds up to whole segments."""
         own = {pool.id for pool in self._pools}
         segments = torch.cuda.memory_snapshot()
         return sum(s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) in own)
 
     def close(self) -> None:
-        """Gives the memory back, once the graph is gone."""
+        """Frees the memory; call it after the graph has been released."""
         self._rest = None
-        self._pools.clear()  # which gives their segments back to the arena
+        self._pools.clear()  # returns their segments to the arena
         if self.arena.live:
             _OUTLIVED.extend(self._allocators)
         self.arena.close()
@@ -239,7 +243,7 @@ class GraphMemory:
 
 @cache
 def libraries_bytes(index: int) -> int:
-    """Bytes of the workspaces that cuBLAS keeps for a device's capture stream, which this makes."""
+    """Creates the cuBLAS workspaces of a device's capture stream and returns their bytes."""
     before = torch.cuda.memory_stats(index)["allocated_bytes.all.current"]
     with torch.cuda.device(index), torch.cuda.stream(capture_stream(index)):
         ones = torch.ones(16, 16, device=torch.device("cuda", index))

@@ -1,17 +1,17 @@
-"""Pinned host memory: one slab, used by every replay, calibration and planned step of a process, one after the other.
+"""Cache of pinned host memory, shared by all replays, calibrations and planned steps of a process.
 
-    memory = CUDA.take(nbytes)      # uint8[nbytes]; the slab is free again when the last array or tensor of it dies
-    CUDA.drop()                     # unpins what is free
+    memory = CUDA.take(nbytes)      # uint8[nbytes]; the slab is free again when its last array or tensor dies
+    CUDA.drop()                     # unpins free slabs
 
-Pinning is slow (executor/README.md), so a slab stays pinned when it is free, and the next who asks gets it. Where none
-is large enough, free ones are unpinned and one is made. Choices:
-
-1. ``cudaHostRegister`` of whole pages, so a slab is as large as asked for (PyTorch's own pinned memory is rounded up to
-   a power of two), and what is calibrated is what is used. The mapping is private, or no page would be huge, and what
-   is pinned is not there in forked processes: a write after a fork would give this one other pages than the device's.
-2. What the host has not, it is not asked for: a computer out of memory ends processes instead of saying so.
-3. ``HOST`` is the same without a driver, for backends that play a GPU.
+Pinning is slow (executor/README.md), so free slabs stay pinned and are reused. If none is large enough, free slabs are
+unpinned and a new one is pinned. ``HOST`` is the same cache without a driver, for backends that emulate a GPU.
 """
+
+# Design choices:
+# 1. ``cudaHostRegister`` of whole pages: a slab is as large as requested, while PyTorch rounds up to a power of two.
+#    The mapping is private (huge pages require it) and absent in forked processes: a write after a fork would
+#    copy the page, and the device would keep the old one.
+# 2. A request beyond the available host memory is refused, because the kernel would kill a process instead of failing.
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 
 
 class _Slab:
-    """Whole pages, pinned; ``used`` until the last array of it has died."""
+    """Pinned whole pages; ``used`` until their last array has died."""
 
     def __init__(self, pages: mmap.mmap, address: int):
         self.pages, self.address, self.nbytes, self.used = pages, address, len(pages), False
@@ -43,13 +43,13 @@ class _Slab:
 
 
 class Slabs:
-    """Pinned memory of a process.
+    """Cache of a process's pinned memory.
 
     Args:
-        pin: makes (address, bytes) memory that a device copies from and to; raises MemoryError.
-        unpin: undoes it, by address.
-        settle: returns when no copy is under way any more.
-        forks: forked processes have the memory, too.
+        pin: pins the memory at (address, bytes) for device copies; raises MemoryError.
+        unpin: unpins the memory at an address.
+        settle: blocks until no copy is in flight.
+        forks: whether forked processes inherit the memory.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
-        """Of all slabs, used and free."""
+        """Total bytes of all slabs, used and free."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, nbytes: int) -> Bytes:
-        """Memory of any content, uint8[nbytes]; nobody else has it until all arrays and tensors made of it are gone.
+        """Returns uninitialized memory uint8[nbytes], reserved until all its arrays and tensors have died.
 
         Raises:
-            MemoryError: the host has not so much, or it cannot be pinned.
+            MemoryError: the host has too little memory, or it cannot be pinned.
         """
         if not nbytes:
             return np.empty(0, np.uint8)
@@ -78,17 +78,17 @@ class Slabs:
             free = [slab for slab in self._slabs if not slab.used and slab.nbytes >= nbytes]
             slab = min(free, key=lambda slab: slab.nbytes, default=None)
             if slab:
-                self._settle()  # copies of whoever had it
+                self._settle()  # copies of the previous user may be in flight
             else:
                 self._drop()
                 slab = self._make(nbytes)
             slab.used = True
             memory = np.frombuffer(slab.pages, np.uint8, nbytes)
-            weakref.finalize(memory, slab.release).atexit = False  # views and tensors hold it
+            weakref.finalize(memory, slab.release).atexit = False  # views and tensors keep the array alive
             return memory
 
     def drop(self) -> None:
-        """Gives free slabs back to the system."""
+        """Unpins free slabs and returns them to the system."""
         with self._lock:
             self._drop()
 
@@ -111,7 +111,7 @@ class Slabs:
         except (OSError, OverflowError, ValueError) as error:
             raise MemoryError(f"{what}: {error}") from None
         for advice in self._advice:
-            with contextlib.suppress(OSError):  # where there are no huge pages, small ones do
+            with contextlib.suppress(OSError):  # small pages work where huge pages are unavailable
                 pages.madvise(advice)
         address = np.frombuffer(pages, np.uint8, 1).ctypes.data
         try:
@@ -123,8 +123,13 @@ class Slabs:
 
 
 def available(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes of host memory that this process can still have, and who says so: the system, or the limit of a control
-    group that it is in. What files only cache counts as available. ``root``: of the file system."""
+    """Returns the bytes of host memory available to this process and the source: the system or a control group's limit.
+
+    File cache counts as available.
+
+    Args:
+        root: root of the file system.
+    """
     lines = (root / "proc/meminfo").read_text().splitlines()
     words = {line.partition(":")[0]: line.partition(":")[2].split() for line in lines}
     found = [(1024 * int(words["MemAvailable"][0]), "MemAvailable in /proc/meminfo"), *_groups(root)]
@@ -133,7 +138,7 @@ def available(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, str]]:
-    """What the limits of the process's control groups leave, from its own to the outermost; versions 2 and 1."""
+    """Yields the bytes left in the process's control groups (v2 and v1), from the innermost to the outermost."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -161,7 +166,7 @@ def _text(path: Path) -> str:
 
 
 def _runtime() -> Any:
-    """The CUDA runtime that PyTorch has loaded; whoever else uses CUDA in this process shares its context."""
+    """Returns the CUDA runtime that PyTorch has loaded; all CUDA users of the process share its context."""
     import torch
 
     return torch.cuda.cudart()
@@ -173,7 +178,7 @@ def _register(address: int, nbytes: int) -> None:
     if int(status):
         import torch
 
-        with contextlib.suppress(RuntimeError):  # the driver tells the next launch once more
+        with contextlib.suppress(RuntimeError):  # the driver reports the error to the next launch, too
             torch.zeros((), device="cuda")
         raise MemoryError(str(runtime.cudaGetErrorString(status)))
 
@@ -183,13 +188,13 @@ def _unregister(address: int) -> None:
 
 
 def _synchronize() -> None:
-    """Waits for every device that is used, and makes no context on another."""
+    """Synchronizes every device in use without creating a context on any other."""
     import torch
 
     current = torch.cuda.current_device()
     for device in range(torch.cuda.device_count()):
         if device == current or torch.cuda.memory_reserved(device):
-            with contextlib.suppress(RuntimeError):  # an earlier failure is reported where it happened
+            with contextlib.suppress(RuntimeError):  # earlier failures are reported where they occur
                 torch.cuda.synchronize(device)
 
 

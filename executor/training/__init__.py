@@ -1,1 +1,1 @@
-"""Real training steps under a plan: what runs when, where each tensor lies, who copies it."""
+"""Executes real training steps under a plan: issue order, tensor placement and copies."""

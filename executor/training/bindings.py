@@ -1,4 +1,4 @@
-"""The user's tensors of a captured step, found anew before every step, and optimizer state that is not there yet."""
+"""Bindings of a captured step to the user's tensors, checked before every step, and creation of optimizer state."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from executor.training.memory_source import Block, Place, Shared, StepError, mov
 
 
 class Binding(Shared):
-    """A tensor of the user's that is a placeholder of the graph."""
+    """A user's tensor bound to a placeholder of the captured graph."""
 
     def __init__(self, captured: Captured, i: int):
         self.node, self.name, self.home = captured.placeholders[i], captured.names[i], captured.homes[i]
         self.source, self.tensor, self.meant = captured.sources[i], captured.values[self.node], meant(captured, i)
         self.user = self.own = self.seen = None  # type: ignore[assignment]
-        self.block: Block | None = None  # where the plan swaps it
+        self.block: Block | None = None  # set if the plan swaps the tensor
 
     def present(self) -> Any:
-        """What stands where the step finds the tensor; None where nothing does."""
+        """Returns the tensor currently bound to this slot, or None."""
         return self.home.get() if self.home else self.source
 
     def found(self) -> bool:
-        """Is it as the last step left it?"""
+        """Returns True if the tensor is unchanged since the last step."""
         now = self.present()
         if now is None or now is not self.user or now.device != self.seen.device or not self.seen.is_set_to(now):
             return False
@@ -42,16 +42,22 @@ class Binding(Shared):
         return movable(now) if self.block.place is Place.DEVICE else not shared(now)
 
     def take(self, nbytes: int) -> None:
-        """Takes what is there, which has to look as at the capture; raises StepError.
+        """Binds the current tensor, which must have the form that it had at the capture.
 
-        Where a parameter is on the host between two steps, what was made after it is there, too (loaded optimizer
-        state, a parameter's new ``data``): that goes to the device.
+        While a parameter is on the host between two steps, tensors derived from it are created there (loaded optimizer
+        state, new ``data``); this moves them to the device.
+
+        Args:
+            nbytes: size of the tensor's storage in the program.
+
+        Raises:
+            StepError: the parameter was replaced, or the form or memory of the tensor has changed.
         """
         now = self.present()
         if isinstance(self.source, nn.Parameter) and now is not self.source:
             raise StepError(f"{self.name} was replaced by another parameter after the capture; capture the step again")
         if self.block and isinstance(now, Tensor) and shared(now):
-            raise StepError(f"the plan swaps {self.name}, which is in memory shared with other processes")
+            raise StepError(f"the plan swaps {self.name}, whose memory is shared with other processes: clone it")
         if isinstance(now, Tensor) and now.device.type == "cpu" != self.meant[0].type and self._may_be_away():
             now.data = now.data.to(self.meant[0])
         compare(self.name, now, self.node, *self.meant)
@@ -65,28 +71,28 @@ class Binding(Shared):
 
 
 def device_of(captured: Captured) -> torch.device:
-    """Where the step runs; scalars of an optimizer may be on the host. Raises StepError for several devices."""
+    """Returns the step's device, ignoring optimizer scalars on the host; raises StepError for several devices."""
     devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
     others = sorted({str(d) for d in devices if d.type != "cpu"})
     if len(others) > 1:
-        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan is for one")
+        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan covers one device")
     return torch.device(others[0]) if others else torch.device("cpu")
 
 
 def inputs_of(captured: Captured) -> set[int]:
-    """Returns the tensors of the program that are the batch's."""
+    """Returns the program tensors that belong to the batch."""
     return {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
 
 
 def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
-    """Device of a placeholder's tensors, and their offset in their storage where the graph depends on it."""
+    """Returns the expected device of a placeholder's tensor, and its storage offset if the graph depends on it."""
     node, source = captured.placeholders[i], captured.sources[i]
     absolute = any(user.target is torch.ops.aten.as_strided.default for user in node.users)
     return captured.devices[i], source.storage_offset() if absolute and source is not None else None
 
 
 def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset: int | None) -> None:
-    """Raises StepError where a tensor is not as its placeholder."""
+    """Raises StepError if a tensor differs in form from its placeholder."""
     want = node.meta["tensor_meta"]
     if not isinstance(tensor, Tensor):
         raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
@@ -96,29 +102,30 @@ def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset:
         ("offset", tensor.storage_offset() if offset is not None else None, offset),
     ):  # fmt: skip
         if now != was:
-            raise StepError(f"{name} has {what} {now}, at the capture it had {was}")
+            raise StepError(f"{name} has {what} {now}, but had {was} at the capture")
 
 
 def check(captured: Captured, parameters: list[Binding]) -> None:
-    """What the graph has as constants must be as it was at the capture; raises StepError."""
+    """Raises StepError if module structure, modes, hooks or gradients have changed since the capture."""
     for module, training, children in captured.modules:
         if tuple(module._modules.values()) != children:
-            raise StepError(f"module {type(module).__name__} has other parts than at the capture; capture it again")
+            raise StepError(
+                f"module {type(module).__name__} has other parts than at the capture; capture the step again"
+            )
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
-            raise StepError(f"module {type(module).__name__} is in {now} mode, at the capture it was in {was} mode")
+            raise StepError(f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture")
     if hooks.count([module for module, _, _ in captured.modules]) != captured.hooks:
         raise StepError("hooks of the model were added or removed after the capture; capture the step again")
     for b in parameters:
         if b.user.grad is not None:
-            raise StepError(f"{b.name} has a gradient; a captured step begins with none: set it to None")
+            raise StepError(f"{b.name} has a gradient, but a captured step starts without gradients: set it to None")
         if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
             raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
 
 
 def check_settings(captured: Captured) -> None:
-    """Python's values and the optimizers' options that the graph has as constants must be as at the capture; raises
-    StepError."""
+    """Raises StepError if Python values or optimizer options have changed that the capture treated as constants."""
     if change := captured.python.change():
         raise StepError(
             f"{change.name} was {change.was!r} at the capture and is {change.now!r} now; capture the step again "
@@ -142,12 +149,12 @@ _GRAD, _REQUIRES_GRAD, _HOOKS = attrgetter("grad"), attrgetter("requires_grad"),
 
 
 class Known:
-    """Bindings that were found and a model that was checked: is all still so? What there is one of for each parameter
-    or module is compared by loops in C; only what the plan swaps (whose memory changes) is looked at one by one.
+    """Fast check whether bindings and model are unchanged since the last full check.
 
-    What is found so: another tensor or table where one was; another form, type or memory of a tensor (``data``);
-    gradients; frozen parameters; parts and mode of modules. A tensor that has changed and lies at the same address in
-    the same form is the same memory.
+    It detects replaced tensors or tables, changes of a tensor's form, type or memory (``data``), gradients, frozen
+    parameters, and changes in the children and modes of modules. Values that exist per parameter or module are compared
+    by loops in C; only tensors that the plan swaps are checked one by one, because their memory changes. A tensor with
+    the same address and form counts as the same memory.
     """
 
     def __init__(self, captured: Captured, bindings: list[Binding], parameters: list[Binding]):
@@ -159,7 +166,7 @@ class Known:
         tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list)) and h.part is None]
         once = {id(b) for b, _ in (*states, *tables)}
         self.single = [b for b in stay if b.home and id(b) not in once]
-        # The optimizers' state: its table, the parameters in it, the table of each, what is in these.
+        # Per optimizer: the state dictionary, its parameters, and the state of each parameter.
         self.optimizers = [
             (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))
             for o in {id(h.container): h.container for _, h in states}.values()
@@ -181,7 +188,7 @@ class Known:
         self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
     def same(self) -> bool:
-        """Is nothing changed? (Where the answer is no, something may be.)"""
+        """Returns True if nothing has changed; False means that something may have."""
         for optimizer, state, keys, values in self.optimizers:
             if optimizer.state is not state or len(state) != len(keys):
                 return False
@@ -216,7 +223,7 @@ class Known:
 
 
 class _First(dict[Any, Any]):
-    """A state that remembers what was put into it first."""
+    """Dictionary that records the first value stored under each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,14 +240,18 @@ class _First(dict[Any, Any]):
 
 
 def create_state(b: Binding, bindings: list[Binding]) -> None:
-    """The state that an optimizer's first step would create for a parameter; see choice 4. Raises StepError."""
+    """Creates the state that an optimizer's first step would create for a parameter (README, choice 4).
+
+    Raises:
+        StepError: the tensor has moved since the capture, or its initial state cannot be determined.
+    """
     if b.home is None or not isinstance(b.home.container, Optimizer) or not isinstance(b.home.key[0], Tensor):
         raise StepError(f"{b.name} is not where it was at the capture; capture the step again")
     optimizer, param = b.home.container, b.home.key[0]
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     if group.get("dampening") and group.get("momentum"):
-        raise StepError("SGD with dampening takes its first gradient undamped: make the first step eagerly")
-    known = type(optimizer).__module__.startswith("torch.optim")  # one value fills all that these create
+        raise StepError("SGD with dampening uses its first gradient undamped: run the first step eagerly")
+    known = type(optimizer).__module__.startswith("torch.optim")  # these fill each new state tensor with one value
     like = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device) if known else param.detach()
     probe = like.clone().requires_grad_()
     probe.grad = torch.full_like(probe, -0.0)
@@ -267,4 +278,4 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
             made = torch.empty_strided(meta.shape, meta.stride, dtype=value.dtype, device=value.device)
             state[key] = made.fill_(value.flatten()[0].item())
     if b.present() is None:
-        raise StepError(f"{b.name} is not what the optimizer makes at first: make the first step eagerly")
+        raise StepError(f"{b.name} is not created by the optimizer's first step: run the first step eagerly")

@@ -1,8 +1,8 @@
-"""Differential check: a captured step changes exactly what the user's step changes, or it is refused.
+"""Differential check: refuses a captured step whose effects differ from those of the user's step.
 
-The user's step runs twice eagerly, then the captured one twice, from equal states and on few examples of the batch.
-Afterwards all reachable tensors and Python values, results, batches and random states must be equal to the bit. The
-user's own objects are used, because functions cannot be copied. Everything is restored.
+The user's step runs twice eagerly, then the captured step twice, from equal states and on a few examples of the batch.
+All reachable tensors and Python values, results, batches and random states must then be bit-identical. The check runs
+on the user's own objects, because functions cannot be copied, and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from executor.training.bindings import device_of
 from executor.training.planned_step import PlannedStep
 from simulator.plan import Plan
 
-EXAMPLES = 2  # of a batch that is cut
+EXAMPLES = 2  # in a reduced batch
 RUNS = 2
-SMALL_FLOPS = 10**8  # a step with fewer is checked as it is, for a second capture would take longer
+SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
 PEAK_TOLERANCE = 0.01, 4096  # relative, bytes
-# What a planned step does not touch, and on which no result depends.
+# Attributes that a planned step does not update and that no result depends on.
 _NOT_COMPARED = FLAGS | {"_step_count", "training"}
 
 
 class CheckNotRun(UserWarning):
-    """The differential check could not run; the message says why."""
+    """Warns that the differential check could not run; the message gives the reason."""
 
 
 def check(captured: Captured) -> None:
-    """Compares a captured step with the user's.
+    """Compares the effects of a captured step with those of the user's step.
 
     Raises:
-        CaptureError: they differ; the message names what.
+        CaptureError: the effects differ; the message names the first difference.
     """
     if captured.python.undone or any(d.type == "meta" for d in captured.devices) or captured.source is None:
         return
@@ -59,7 +59,7 @@ def check(captured: Captured) -> None:
         if (args := cut(source.args, few)) is not source.args:
             try:
                 small = source.again(args)
-            except CaptureError:  # it needs all of its examples
+            except CaptureError:  # the step needs the whole batch
                 args = source.args
     _Twin(small, args).compare()
 
@@ -78,7 +78,7 @@ def cut(args: Any, examples: int) -> Any:
 
 @dataclass
 class _Run:
-    """What two steps have left."""
+    """State, results and peak memory after two steps."""
 
     state: dict[str, Any] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
@@ -86,7 +86,7 @@ class _Run:
 
 
 class _Twin:
-    """The user's step and the captured one, on the user's objects."""
+    """The user's step and its captured counterpart, both on the user's objects."""
 
     def __init__(self, captured: Captured, args: Any) -> None:
         assert captured.source is not None
@@ -95,13 +95,13 @@ class _Twin:
         self.device = device_of(captured)
 
     def compare(self) -> None:
-        """Raises CaptureError where the two differ."""
+        """Raises CaptureError if the two steps differ."""
         try:
             with self.restored():
                 eager = self.run(self.step, tracked=True)
-        except ExceptionGroup:  # something could not be restored
+        except ExceptionGroup:  # the state could not be restored
             raise
-        except Exception as error:  # also if it does not fit into memory
+        except Exception as error:  # includes out-of-memory errors
             _not_run(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return
         with self.restored():
@@ -110,17 +110,17 @@ class _Twin:
         for name in dict.fromkeys((*eager.state, *planned.state)):
             a, b = eager.state.get(name), planned.state.get(name)
             if self.captured.left_out and ".state." in name and a is None:
-                continue  # a GradScaler has skipped the update that would make it
+                continue  # a GradScaler has skipped the update that would create it
             if not equal(a, b):
                 raise CaptureError(
-                    f"the captured step leaves {name} otherwise than the step itself ({_how(a, b)}): keep such state "
-                    "in tensors that are written in place (copy_), pass it as an argument, or set check=False"
+                    f"the captured step changes {name} differently from the eager step ({_how(a, b)}): keep such "
+                    "state in tensors that are written in place (copy_), pass it as an argument, or set check=False"
                 )
         for i, (a, b) in enumerate(zip(eager.results, planned.results, strict=True)):
             if not equal(a, b):
                 raise CaptureError(
-                    f"the captured step returns another result {i} than the step itself ({_how(a, b)}): it reads "
-                    "something that was not captured; pass it as an argument, or set check=False"
+                    f"result {i} of the captured step differs from the eager step ({_how(a, b)}): the step reads "
+                    "a value that was not captured; pass it as an argument, or set check=False"
                 )
         expected, (share, nbytes) = self.captured.program.peak_bytes, PEAK_TOLERANCE
         if eager.peak and abs(eager.peak - expected) > max(share * expected, nbytes):
@@ -131,7 +131,7 @@ class _Twin:
             )
 
     def run(self, step: Callable[..., Any], tracked: bool) -> _Run:
-        """Two steps."""
+        """Runs two steps and records their effects."""
         run = _Run()
         for i in range(RUNS):
             args, _ = copied(self.args)
@@ -155,7 +155,7 @@ class _Twin:
         return reach
 
     def observed(self) -> Iterator[tuple[str, Any]]:
-        """Every reachable tensor and Python value, by its path."""
+        """Yields every reachable tensor and Python value with its path."""
         reach, seen = self.reach(), dict[str, int]()
         for owner in reach.owners.values():
             for key, value in owner.content().items():
@@ -180,7 +180,7 @@ class _Twin:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything that is reachable is afterwards what it was."""
+        """Restores all reachable state at the end of the ``with`` block."""
         reach = self.reach()
         snapshot = Snapshot(reach)
         memory = [(t.untyped_storage(), t.untyped_storage().clone()) for t in tensors_of(reach)]
@@ -203,14 +203,14 @@ class _Twin:
 
 
 def tensors_of(reach: Reach) -> list[Tensor]:
-    """Returns one tensor of each memory that is reachable."""
+    """Returns one tensor per reachable storage."""
     found = [t for owner in reach.owners.values() for t in tensors_in(tuple(owner.content().values()), 2)]
     found += [p for o in reach.optimizers for group in o.param_groups for p in group["params"]]
     return list({t.untyped_storage()._cdata: t for t in found if t.layout is torch.strided}.values())
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Equal to the bit?"""
+    """Returns True if two values are bit-identical."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
@@ -236,7 +236,7 @@ def _short(value: Any) -> str:
 
 
 def _not_run(why: str) -> None:
-    warnings.warn(f"the captured step was not compared with the step itself: {why}", CheckNotRun, stacklevel=3)
+    warnings.warn(f"the captured step was not compared with the eager step: {why}", CheckNotRun, stacklevel=3)
 
 
 def _last(step: Any) -> Any:
@@ -248,7 +248,7 @@ def _last(step: Any) -> Any:
 
 
 def memory_tracker() -> Any:
-    """Returns PyTorch's MemTracker without its own hooks on modules, which would run as the user's."""
+    """Returns PyTorch's MemTracker without its module hooks, which would count as the user's."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):
@@ -261,7 +261,7 @@ def memory_tracker() -> Any:
 
 @contextmanager
 def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
-    """A memory tracker that knows the models, their optimizers and the batch."""
+    """Yields a memory tracker that covers the models, their optimizers and the batch."""
     tracker, reach = memory_tracker(), twin.reach()
     own = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
     inside = {id(m) for module in reach.modules for m in module.children()}
@@ -274,7 +274,7 @@ def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
 
 
 class _NoModules(nullcontext[None]):
-    """In the place of MemTracker's hooks."""
+    """Placeholder for MemTracker's hooks."""
 
     is_bw, parents = False, frozenset({"Global"})
 

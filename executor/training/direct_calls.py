@@ -1,8 +1,8 @@
-"""Python's own functions of ATen operators (``torch.convolution``), which parse arguments faster than an OpOverload.
+"""Looks up Python bindings of ATen operators (``torch.convolution``), which parse arguments faster than an OpOverload.
 
-An OpOverload boxes every argument, a list above all; ``torch._C``'s functions do not. They choose the overload by the
-arguments, so ``direct`` calls each once on stand-ins, below everything that may change them, and takes the first that
-dispatches to the same overload with the same arguments. Of most backward operators PyTorch has no such function.
+An OpOverload boxes every argument, which is slow for lists; the functions of ``torch._C`` do not. They choose the
+overload by the arguments, so ``direct`` calls each candidate once on stand-ins and takes the first that dispatches to
+the same overload with the same arguments. Most backward operators have no such binding.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MODULES: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 aten = torch.ops.aten
 
-# Operators that a function of another name dispatches to.
+# Operators whose binding has another name.
 _SAME = {aten._local_scalar_dense.default: "item"}
 
-# Overloads that only call another with the number as a tensor (aten/src/ATen/native/BinaryOps.cpp).
+# Overloads that only wrap the number in a tensor and call another overload (aten/src/ATen/native/BinaryOps.cpp).
 _CALLS = {getattr(aten, name).Scalar: getattr(aten, name).Tensor
           for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}  # fmt: skip
 
 
 class _Dispatched(BaseException):
-    """What a function dispatched first; nothing has run."""
+    """Raised with the first dispatched operator, before it runs."""
 
     def __init__(self, target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         self.target, self.args_given, self.options = target, args, options
@@ -45,19 +45,20 @@ class _Stop(TorchDispatchMode):
 def direct(
     target: OpOverload, args: Sequence[Any], options: Mapping[str, Any], spread: Sequence[Any] | None = None
 ) -> Callable[..., Any] | None:
-    """Returns the function that calls an operator with the least work in Python.
+    """Returns the function that calls an operator with the least Python overhead.
 
     Args:
-        args, options: of the operator: constants as they are, stand-ins for tensors and numbers.
-        spread: how the function is to be called, if otherwise (``view(2, 4)``).
+        target: the operator overload.
+        args, options: arguments of the operator: constants, and stand-ins for tensors and numbers.
+        spread: positional arguments of the call if they differ from ``args`` (``view(2, 4)``).
 
     Returns:
-        A function of ``torch._C`` that dispatches to ``target``, or what that calls, with these arguments. If PyTorch
-        has none, the overload's own, but None for ``spread``.
+        A function of ``torch._C`` that dispatches to ``target`` (or to the overload that it wraps) with these
+        arguments. If PyTorch has none: the overload itself, or None if ``spread`` is given.
     """
     given = _given(target, args, options)
     name = _SAME.get(target, target._overloadpacket.__name__)
-    # Else a default device that is set later would be taken.
+    # Otherwise a default device that is set later would apply.
     somewhere = given.get("device") or any(isinstance(v, Tensor) for v in tree_leaves(given))
     for prefix, module in _MODULES if target.namespace == "aten" and somewhere else ():
         function = getattr(module, name.removeprefix(prefix), None) if name.startswith(prefix) else None
@@ -70,20 +71,20 @@ def _dispatches(
     function: Callable[..., Any], target: OpOverload, given: dict[str, Any], args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> bool:  # fmt: skip
-    """Does the function dispatch to ``target`` with the arguments ``given``?"""
+    """Returns True if the function dispatches to ``target`` with the arguments ``given``."""
     try:
         with torch.no_grad(), _Stop():
             function(*args, **options)
     except _Dispatched as found:
         same = found.target in (target, _CALLS.get(target))
         return same and _equal(_given(target, found.args_given, found.options), given)
-    except Exception:  # it takes other arguments
+    except Exception:  # the function does not accept these arguments
         return False
     return False
 
 
 def _given(target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults included."""
+    """Returns all arguments by name, including defaults."""
     found = {a.name: a.default_value for a in target._schema.arguments}
     found.update(zip(found, args, strict=False))
     found.update(options)
@@ -93,7 +94,7 @@ def _given(target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) 
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Are two arguments the same to an operator? Tensors are the same only if they are one; 1 is not 1.0 or True."""
+    """Returns True if two arguments are the same to an operator: tensors by identity; 1, 1.0 and True differ."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     if isinstance(a, dict):

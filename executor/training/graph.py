@@ -1,16 +1,17 @@
-"""A planned step as one CUDA graph: captured once at addresses that are packed beforehand, then replayed.
+"""Captures a planned step as one CUDA graph at precomputed addresses, and replays it.
 
-The first step runs kernel by kernel (libraries warm up). The second is captured twice:
+The first step runs kernel by kernel to warm up libraries. The second is captured twice:
 
-1. At addresses that are valid but never used, to learn what every operator asks for, and until when (graph_memory.py).
-   These requests are packed on a circle: a tensor that stays over the iteration's boundary has one address.
-2. At the packed addresses. All that the graph takes is known before, and a graph over the limit is refused.
+1. A dry capture at valid but unused addresses records the size and lifetime of every request (graph_memory.py). The
+   requests are packed on a circle: a tensor that is live across the iteration boundary keeps its address.
+2. The final capture uses the packed addresses. A graph over the limit is refused before it.
 
-Between replays what the plan swaps of persistent tensors is where the plan has it: on the device, in the graph's
-memory, or on the host. The batch is copied into slots before a replay, what is returned is copied after it; replays are
-ordered by their stream. Where look() finds a change (a tensor elsewhere, a learning rate that is a Python number), the
-step is captured again; a learning rate that is a tensor is read by every replay.
+Each replay copies the batch into slots and copies its outputs; stream order separates replays.
 """
+
+# Between replays, swapped persistent tensors stay where the plan has them: in the graph's memory or on the host. If
+# look() finds a change (a moved tensor, a learning rate that is a Python number), the step is captured again. A
+# learning rate that is a tensor is read by every replay.
 
 from __future__ import annotations
 
@@ -37,20 +38,20 @@ from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
-CAPTURES, SELDOM = 3, 100  # that are made in any case; replays for which there may be one more
-SEGMENT = 20 << 20  # bytes by which PyTorch may round a request up
-ADDRESSES = 1 << 32  # of a dry capture, beside those that the program says
+CAPTURES, SELDOM = 3, 100  # captures always allowed; replays that allow one more capture
+SEGMENT = 20 << 20  # bytes by which PyTorch may round up a request
+ADDRESSES = 1 << 32  # bytes of extra address space in a dry capture
 
 
 class NoGraph(StepError):
-    """The step cannot be captured; nothing of it has been done."""
+    """Raised if the step cannot be captured; none of its work has been done."""
 
 
 class OverLimit(NoGraph):
-    """The graph would take more than the limit.
+    """Raised if the graph would exceed the memory limit.
 
     Attributes:
-        excess: by how many bytes.
+        excess: bytes above the limit.
     """
 
     def __init__(self, peak_bytes: int, limit: int) -> None:
@@ -66,11 +67,11 @@ class Graph:
     """A captured step.
 
     Attributes:
-        replay: runs it once more.
-        close: gives its memory back.
-        outputs: what it returns, overwritten by each replay.
-        footprint: bytes of its memory: of all that is born in the step, or swapped.
-        counted_bytes: of which PyTorch's allocator counts these as in use between replays; it rounds them up.
+        replay: function that replays the graph.
+        close: function that frees its memory.
+        outputs: output tensors, overwritten by each replay.
+        footprint: bytes of its memory, for all tensors created in the step or swapped.
+        counted_bytes: bytes of this memory in use between replays by PyTorch's allocator, which rounds up.
     """
 
     replay: Callable[[], None]
@@ -81,17 +82,17 @@ class Graph:
 
 
 class GraphStep:
-    """Steps by replays.
+    """Runs steps by graph replay.
 
     Args:
-        limit: bytes.
-        always: capture again as often as something changes.
+        limit: memory limit in bytes.
+        always: whether to capture again after every change, without a bound on captures.
 
     Attributes:
-        captures: how often the step was captured.
-        graph: the present one.
-        peak_bytes: the most that the graph takes: its memory, persistent tensors that stay on the device, the slots of
-            the batch, the batch itself, and the libraries' workspaces.
+        captures: number of captures.
+        graph: current graph, or None.
+        peak_bytes: peak bytes of the graph: its memory, persistent tensors that stay on the device, the slots of the
+            batch, the batch itself, and library workspaces.
     """
 
     def __init__(self, step: StepState, limit: int, always: bool = True) -> None:
@@ -101,17 +102,23 @@ class GraphStep:
         self.warm = False
         self._slots: dict[fx.Node, Tensor] = {}
         self._seen: tuple[Any, Any] | None = None  # StepState.seen at the capture
-        # The user's tensors that the plan has on the host at the iteration's boundary.
+        # The user's tensors that are on the host at the iteration boundary.
         self._away = [step.blocks.blocks[t] for t in on_host(step) if t not in step.inputs]
 
     def __call__(self, step: StepState, batch: dict[fx.Node, Tensor], wait: bool) -> list[Tensor]:
-        """One step; the user's tensors have been looked at.
+        """Runs one step after the user's tensors have been checked.
 
         Args:
-            wait: until tensors that the plan leaves on the host can be read.
+            step: the compiled step.
+            batch: tensors of the batch by placeholder.
+            wait: whether to wait until tensors that the plan leaves on the host can be read.
 
         Returns:
-            Copies of its outputs, ordered by the current stream.
+            Copies of the outputs, ordered by the current stream.
+
+        Raises:
+            NoGraph: the step cannot be captured.
+            StepError: the replay failed.
         """
         with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
             try:
@@ -129,7 +136,9 @@ class GraphStep:
             except StepError:
                 raise
             except Exception as error:
-                raise StepError(f"the graph failed: {line(error)}; the model is somewhere in this step") from error
+                raise StepError(
+                    f"the graph failed: {line(error)}; the model is in an undefined state within this step"
+                ) from error
             if wait and self._away:
                 torch.cuda.current_stream(step.device).synchronize()
             return [output.clone() for output in self.graph.outputs]
@@ -154,25 +163,25 @@ class GraphStep:
             self.graph = capture(step, self._table(step), dry, packing)
         except (MemoryError, RecordError) as error:
             raise NoGraph(f"the step cannot be captured: {error}; the model is as before the step") from error
-        finally:  # a step that runs kernel by kernel has the caller's batch
+        finally:  # kernel-by-kernel steps use the caller's batch
             for block in swapped.values():
                 step.blocks.used += block.nbytes * (block.place is Place.HOST)
                 block.place, block.storage, block.bytes = Place.DEVICE, None, None
                 block.valid = block.shown = False
         for node in batch.keys() & swapped.keys():
-            if values[node] in on_host(step):  # where the replay fetches it
+            if values[node] in on_host(step):  # the replay swaps it in from there
                 self._slots[node] = as_tensor(swapped[node].host, self._slots[node])
         self.captures += 1
 
     def _beside(self, step: StepState) -> int:
-        """Bytes on the device during a replay that are not in the graph's memory; the caller's batch is there, too."""
+        """Returns the device bytes of a replay outside the graph's memory, including the caller's batch."""
         blocks = step.blocks.blocks
         swapped = sum(block.nbytes for t, block in blocks.items() if block.persistent and t not in step.inputs)
-        slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none if the plan swaps it
+        slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none for swapped batch tensors
         return step.blocks.total - swapped + slots + libraries_bytes(cuda_index(step.device))
 
     def _ask_for_another(self) -> None:
-        """Raises NoGraph if captures are too many for the replays that they are for."""
+        """Raises NoGraph if the step was captured too often for its number of replays."""
         if not self.always and self.captures >= CAPTURES + self._replays // SELDOM:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
@@ -181,7 +190,7 @@ class GraphStep:
             )
 
     def _table(self, step: StepState) -> list[Any]:
-        """Values that are there before the first kernel."""
+        """Returns the table of values before the first kernel."""
         table = step.table.copy()
         for node, slot in self._slots.items():
             table[step.calls.slots[node]] = slot
@@ -190,19 +199,19 @@ class GraphStep:
         return table
 
     def close(self) -> None:
-        """Gives the graph's memory back; the next step captures."""
+        """Frees the graph's memory; the next step is captured again."""
         graph, self.graph, self._seen = self.graph, None, None
         if graph is not None:
             graph.close()
 
 
 def on_host(step: StepState) -> set[int]:
-    """Persistent tensors that the plan has on the host at the iteration's boundary."""
+    """Returns the persistent tensors that are on the host at the iteration boundary."""
     return {t for t, place in step.order.start.items() if place == "host"}
 
 
 def put_away(step: StepState, which: Iterable[Block]) -> None:
-    """Moves tensors to the host, and shows the user what is there; their copies may be under way."""
+    """Moves tensors to the host and shows the host copies to the user; the copies may be in flight."""
     blocks, moved = step.blocks, [block for block in which if block.place is Place.DEVICE]
     if not moved:
         return
@@ -219,7 +228,7 @@ def put_away(step: StepState, which: Iterable[Block]) -> None:
 
 
 def address_of(block: Block) -> int:
-    """Where it is on the device."""
+    """Returns the device address of a block."""
     assert block.storage is not None
     return block.storage.data_ptr()
 
@@ -228,12 +237,13 @@ class _Pass:
     """One capture of a step.
 
     Args:
-        table: values that are there before the first kernel; filled in, and emptied if it fails.
-        requests: those of the dry capture with their packed addresses; None: this is the dry one.
+        step: the compiled step.
+        table: values before the first kernel; filled in by the capture, and emptied if it fails.
+        requests: requests of the dry capture with their packed addresses; None for the dry capture itself.
 
     Attributes:
-        home: blocks on the device at the iteration's boundary.
-        places: of each of them, the address before the first kernel and that after the last.
+        home: blocks on the device at the iteration boundary.
+        places: addresses of each of them before the first and after the last kernel.
 
     Raises:
         NoGraph: the step cannot be captured.
@@ -242,7 +252,7 @@ class _Pass:
     def __init__(self, step: StepState, table: list[Any], arena: Arena, requests: Ints | None) -> None:
         blocks, engines = step.blocks, step.blocks.engines
         self.memory = GraphMemory(step.device, arena)
-        self.graph = torch.cuda.CUDAGraph(keep_graph=requests is None)  # which is not instantiated, and so not replayed
+        self.graph = torch.cuda.CUDAGraph(keep_graph=requests is None)  # a dry graph is never instantiated
         self.outputs: list[Tensor] = []
         for generator in step.random.generators:
             if generator.device.type == "cuda":
@@ -281,12 +291,12 @@ class _Pass:
         blocks.take, blocks.values = Block.take, []
 
     def _take(self, block: Block) -> None:
-        """Each time a swapped block gets memory, from a pool of its own."""
+        """Allocates the memory of a swapped block from a new pool."""
         with self.memory.pool():
             block.take()
 
     def abandon(self, step: StepState) -> None:
-        """Gives all memory back; what the plan swaps of persistent tensors is on the host."""
+        """Frees all memory and leaves swapped persistent tensors on the host."""
         forget(step)
         self.outputs.clear()
         self.graph.reset()
@@ -294,7 +304,7 @@ class _Pass:
 
 
 def forget(step: StepState) -> None:
-    """After a capture that is given up: what the plan swaps of persistent tensors is on the host, as before it."""
+    """Resets swapped persistent tensors to their host copies after an abandoned capture."""
     blocks = step.blocks
     blocks.take, blocks.values, blocks.used = Block.take, [], blocks.total
     for block in blocks.blocks.values():
@@ -310,10 +320,15 @@ def forget(step: StepState) -> None:
 
 
 def issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], None]) -> None:
-    """Issues one iteration, which ends with tensors where it begins, and no copy under way.
+    """Issues one iteration, which ends with tensors in their initial locations and no copy in flight.
 
-    A copy to the host that the plan has under way at the boundary is made at the begin: the user may have written the
-    tensor in between.
+    A swap-out that the plan has in flight at the boundary starts at the beginning instead, because the user may write
+    the tensor between steps.
+
+    Args:
+        step: the compiled step.
+        table: values before the first kernel; updated.
+        run: function that runs the calls of one item.
     """
     blocks = step.blocks
     leaving = [blocks.blocks[t] for t, place in step.order.start.items() if place == "out"]
@@ -338,14 +353,14 @@ def issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], Non
 
 @dataclass(frozen=True)
 class Dry:
-    """What a dry capture has found.
+    """Result of a dry capture.
 
     Attributes:
-        requests: of every operator and swap.
-        twins: of each tensor on the device at the iteration's boundary, the request before the first kernel, and that
-            of the memory in which it is after the last.
-        record: of each entry of PyTorch's record, whether it allocates, the request and the bytes.
-        intervals: of the requests, on a circle; the second of two twins has no bytes.
+        requests: requests of all operators and swaps.
+        twins: for each tensor on the device at the iteration boundary, its requests before the first kernel and after
+            the last.
+        record: for each entry of PyTorch's allocation history: whether it allocates, the request, and the bytes.
+        intervals: lifetimes of the requests on a circle; the second of two twins has zero bytes.
     """
 
     requests: Requests
@@ -360,16 +375,20 @@ class Dry:
         for first, last in self.twins:
             if first == last:
                 lower[first], upper[first] = 0, period
-            else:  # from its last arrival over the boundary until it first leaves
+            else:  # from its last swap-in across the boundary to its first swap-out
                 lower[first], upper[first], nbytes[last] = lower[last], period + upper[first], 0
         return Intervals(lower, upper, nbytes, period)
 
     def packing(self, limit: int) -> Packing:
-        """Addresses of the requests from 0 on; of twins, of the first one only."""
+        """Packs the requests at addresses from 0; of two twins, only the first.
+
+        Args:
+            limit: memory limit in bytes.
+        """
         return pack_within(self.intervals, limit, ALIGNMENT)
 
     def answers(self, packing: Packing, base: int) -> Ints:
-        """int64[n, 2]: the bytes that PyTorch asks for, and the address that it gets."""
+        """Returns int64[n, 2]: requested bytes and assigned address of each request, with the arena at ``base``."""
         offsets = packing.offsets.copy()
         for first, last in self.twins:
             offsets[last] = offsets[first]
@@ -377,11 +396,11 @@ class Dry:
 
 
 def dry_capture(step: StepState, table: list[Any]) -> Dry:
-    """Captures a step at addresses that are valid and never used; raises NoGraph."""
+    """Captures a step at valid addresses that are never accessed; raises NoGraph."""
     blocks = step.order.schedule.blocks
     born = [blocks[b].nbytes for s in step.order.schedule.steps for b in s.allocates]
     moved = [block.nbytes for block in step.blocks.blocks.values()]
-    # Every request is rounded up; an operator may ask for a few things that its profile does not say.
+    # Every request is rounded up, and an operator may make a few requests that its profile lacks.
     expected = sum(2 * nbytes + SEGMENT for nbytes in (*born, *moved, *moved)) + ADDRESSES
     made = _Pass(step, table, Arena.aliased(step.device, expected), None)
     try:
@@ -429,11 +448,11 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
 
 
 def _give_back(graph: Any, memory: GraphMemory, outputs: list[Tensor], home: list[Tensor]) -> None:
-    """Moves the user's tensors (``home``) to other memory, then releases the graph, its pools and the arena."""
-    with contextlib.suppress(RuntimeError):  # an earlier failure is reported where it happened
-        torch.cuda.synchronize(memory.device)  # a replay may be under way
+    """Moves the user's tensors (``home``) out of the arena, then releases the graph, its pools and the arena."""
+    with contextlib.suppress(RuntimeError):  # earlier failures are reported where they occur
+        torch.cuda.synchronize(memory.device)  # a replay may be in flight
     outputs.clear()
-    with _disable_current_modes():  # the garbage collector may be who calls
+    with _disable_current_modes():  # the garbage collector may call this
         for own in home:
             storage, content = own.untyped_storage(), own.clone()
             storage.resize_(0)

@@ -1,15 +1,16 @@
-"""In which order a training step issues a plan: what happens before and after each step of its schedule.
+"""Converts a simulated timeline of a plan into the order in which a training step issues it.
 
-The simulator has a clock, a training step has an order: one thread issues everything ahead of the device, and events
-hold back what must wait. ``order`` turns a simulated timeline into one iteration of **items**, the steps of
-simulator.schedule, each with the **moves** before and after it. Reasons: executor/training/README.md.
-
-1. A swap-in is issued before the item that ran when its transfer started, or after it if its memory is only free then.
-2. A swap-out's memory is taken when it is needed, the oldest first (rule 8), and as late as the limit allows.
-3. The limit holds at every item by the items' own ledger; an early swap-in never takes what later items need (rule 5).
-4. Copies on the host are valid within the iteration; at its boundary only those of tensors that are away.
-5. An iteration ends with the moves under way with which it starts, or (``MAX_ITERATIONS``) waits for its copies.
+One thread issues all work ahead of the device, and events enforce dependencies, so a step needs an order instead of
+times. ``order`` returns one iteration of **items**, the steps of simulator.schedule, each with the **moves** before and
+after it. executor/training/README.md gives the reasons for the rules below.
 """
+
+# 1. A swap-in is issued before the item that ran when its transfer started, or later if its memory is only free then.
+# 2. A swap-out's memory is reclaimed when needed, oldest first (rule 8), and as late as the limit allows.
+# 3. The limit holds at every item by the items' own ledger; an early swap-in never takes bytes that later items need
+#    (rule 5).
+# 4. Host copies are valid within the iteration; at its boundary only those of swapped-out tensors are.
+# 5. An iteration ends with the copies in flight with which it starts, or (after ``MAX_ITERATIONS``) waits for them.
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from simulator.timeline import Timeline
 
 MAX_ITERATIONS = 16
 
-# Of a block of the schedule. out: start the copy to the host (rule 4); reclaim: wait for that copy, free the memory;
-# release: free it, as the copy on the host is valid; in: take memory and start the swap-in; wait: for the swap-in.
+# A move and its block of the schedule. out: start the copy to the host (rule 4); reclaim: wait for that copy and free
+# the memory; release: free the memory, the host copy being valid; in: allocate and start the swap-in; wait: for it.
 Move = tuple[Literal["out", "in", "reclaim", "wait", "release"], int]
 
 
@@ -37,7 +38,10 @@ class Item(NamedTuple):
     """One launch on the compute stream.
 
     Attributes:
-        charged, freed: bytes that it takes (with its workspace) and gives back when it is over.
+        step: the schedule step.
+        before, after: moves issued before and after it.
+        charged: bytes allocated, workspace included.
+        freed: bytes freed at its end.
     """
 
     step: Step
@@ -49,13 +53,15 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """One steady iteration.
+    """One steady-state iteration.
 
     Attributes:
-        items: of the schedule's steps, in their order.
-        start: where tensors are at the boundary that are not resident: "host", "out" (leaving) or "in" (coming back).
+        items: one item per schedule step, in order.
+        start: location of non-resident tensors at the iteration boundary: "host", "out" (swap-out in flight) or "in"
+            (swap-in in flight).
         used: bytes in use at the boundary.
-        peak: largest number of bytes in use.
+        peak: peak bytes in use.
+        limit: memory limit in bytes.
     """
 
     schedule: Schedule
@@ -67,11 +73,11 @@ class Order:
 
     @property
     def program(self) -> Program:
-        """Under the plan's variants."""
+        """The program under the plan's variants."""
         return self.schedule.program
 
     def held(self, alignment: int) -> Held:
-        """The places on the host; time counts moves. A place is held until the way back has been waited for."""
+        """Returns the host slots; time counts moves, and a slot is held until its swap-in has been waited for."""
         moves = [move for item in self.items for move in item.before + item.after]
         when: dict[str, dict[int, list[int]]] = {"out": {}, "wait": {}}
         for at, (kind, block) in enumerate(moves):
@@ -85,10 +91,11 @@ def order(schedule: Schedule, timeline: Timeline) -> Order:
     """Returns the order in which a plan is issued.
 
     Args:
-        timeline: of the same plan, simulated at the limit that the order keeps.
+        schedule: schedule of the plan.
+        timeline: timeline of the same plan, simulated at the memory limit of the order.
 
     Raises:
-        PlanError: the plan has a decision of a kind that training does not know.
+        PlanError: the plan contains a kind of decision that training does not support.
     """
     schedule.plan.only("a training step", "swap", "recompute", "rerun")
     walk = _Walk(schedule, timeline.limit)
@@ -104,7 +111,7 @@ def order(schedule: Schedule, timeline: Timeline) -> Order:
 
 
 class _Walk:
-    """Iterations, item by item. Items and kernels are counted from the first one on, over all iterations."""
+    """Walk over iterations item by item; items and kernels are numbered consecutively across iterations."""
 
     def __init__(self, schedule: Schedule, limit: int):
         self.schedule, self.limit = schedule, limit
@@ -112,36 +119,36 @@ class _Walk:
         self.residency = np.array(schedule.residency, np.int64)
         self.size = [t.nbytes for t in self.program.tensors]
         self.n = len(self.program.kernels)
-        # The simulator makes these copies in the iteration before; here the content may change in between (4).
+        # The simulator makes these copies in the previous iteration; here the user may change the content between (4).
         self.renewed = [d for d in schedule.moved if d.copy is not None and d.copy > d.after]
-        self.position = self.clock = 0  # kernels and items that are over
-        self.copying: list[int] = []  # tensors on their way to the host, in the order of issue
-        # Of those whose gap is open: the item before which the simulated one has left.
+        self.position = self.clock = 0  # numbers of finished kernels and items
+        self.copying: list[int] = []  # tensors with a copy to the host in flight, in order of issue
+        # Those with an open gap -> the item before which the simulated swap-out has ended.
         self.leaving: dict[int, int] = {}
-        self.coming: set[int] = set()  # on the way back
-        self.early: dict[int, int] = {}  # tensor that has come or is coming back -> kernel that needs it
-        self.away: dict[int, Swap] = {}  # on the host or leaving
-        self.needed: dict[int, int] = {}  # of those: the kernel that needs it
-        self.block: dict[int, int] = {}  # tensor -> the block of it that is away or has come back last
-        self.valid = set(schedule.away_at_start)  # copies on the host
+        self.coming: set[int] = set()  # swap-in in flight
+        self.early: dict[int, int] = {}  # tensor swapped in or being swapped in -> the kernel that needs it
+        self.away: dict[int, Swap] = {}  # tensors on the host or being swapped out
+        self.needed: dict[int, int] = {}  # tensor in ``away`` -> the kernel that needs it
+        self.block: dict[int, int] = {}  # tensor -> its block swapped out or in last
+        self.valid = set(schedule.away_at_start)  # tensors with a valid host copy
         self.barrier = False
-        self.waited: dict[tuple[int, int], int] = {}  # tensor, kernel -> the first item for it that waits
+        self.waited: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> the kernel's first item that waits for it
         for d in schedule.moved:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
                 self._open(d, d.after - self.n)
         self.used = sum(b.nbytes for b in schedule.blocks if b.first < 0) - sum(self.size[t] for t in self.away)
 
     def _open(self, d: Swap, position: int) -> None:
-        """The gap that kernel ``position`` opened."""
+        """Opens the gap of a swap at kernel ``position``."""
         self.away[d.tensor], self.block[d.tensor] = d, self.schedule.moved[d]
         self.needed[d.tensor] = self._ahead(d, position)
 
     def _ahead(self, d: Swap, position: int) -> int:
-        """The kernel that ends the gap which kernel ``position`` opened."""
+        """Returns the kernel that ends the gap opened by kernel ``position``."""
         return position + (self.schedule.returns[d] - d.after - 1) % self.n + 1
 
     def state(self) -> object:
-        """What the iterations to come depend on, relative to the boundary."""
+        """Returns the state that determines later iterations, relative to the boundary."""
         return (
             [(t, max(0, self.leaving[t] - self.clock)) for t in self.copying],
             self.coming.copy(),
@@ -150,14 +157,14 @@ class _Walk:
         )
 
     def read(self, timeline: Timeline) -> None:
-        """The simulated times as places, the last of each decision.
+        """Converts the simulated times of each swap to distances in items, from its last occurrence.
 
-        ``over``: items from the one that opens the gap to the first that starts when the memory is free.
-        ``lead``: items from that before which the swap-in is issued to the first one that waits for it.
+        ``over``: distance from the item that opens the gap to the first item that starts with the memory freed.
+        ``lead``: distance from the item before which the swap-in is issued to the first item that waits for it.
         """
         compute = [s for s in timeline.spans if s.stream == "compute"]
         starts, ends = [s.start_ns for s in compute], [s.end_ns for s in compute]
-        starts += [s + timeline.iteration_ns for s in starts[-len(self.steps) :]]  # the iteration after the last
+        starts += [s + timeline.iteration_ns for s in starts[-len(self.steps) :]]  # one more iteration
         self.over: dict[Swap, int] = {}
         self.lead: dict[Swap, int] = {}
         gaps, count = self.schedule.gaps_of_blocks, Counter[tuple[int, bool]]()
@@ -165,7 +172,7 @@ class _Walk:
             if (found := gaps.get(event.block)) is None:
                 continue
             came = event.nbytes >= 0
-            # A tensor that is born in the iteration comes once more before its first gap, and dies after its last.
+            # A tensor created in the iteration has one more allocation at the start and one more free at the end.
             born = self.schedule.blocks[event.block].first >= 0
             turn, gap = divmod(count[event.block, came] - came, len(found) + born)
             count[event.block, came] += 1
@@ -175,13 +182,13 @@ class _Walk:
             if not came:
                 self.over[d] = at - turn * len(self.steps) - self.schedule.step_of(d.after)
                 continue
-            # Before the item that is running; where none is or one starts just now, before the next.
+            # Before the running item; before the next one if none is running or one is just starting.
             if at and (at > len(ends) or ends[at - 1] > event.time_ns):
                 at -= 1
             self.lead[d] = self._first_wait(d.tensor, self._ahead(d, turn * self.n + d.after)) - at
 
     def _first_wait(self, t: int, k: int) -> int:
-        """The first item that needs the tensor, of those for kernel ``k``."""
+        """Returns the first item of kernel ``k`` that needs the tensor."""
         turn, k = divmod(k, self.n)
         if (t, k) not in self.waited:
             items = range(self.schedule.first[k], self.schedule.first[k + 1])
@@ -196,7 +203,7 @@ class _Walk:
             self.copying.append(d.tensor)
 
     def _reclaim(self, moves: list[Move]) -> None:
-        """Of what is leaving, the first that was issued."""
+        """Reclaims the memory of the oldest swap-out."""
         t = next(t for t in self.copying if t in self.leaving)
         self.copying.remove(t)
         del self.leaving[t]
@@ -219,11 +226,10 @@ class _Walk:
         del self.away[t]
 
     def _fits(self, t: int, charge: int) -> bool:
-        """Can the swap-in be issued before an item that takes ``charge`` bytes, without a wait that the simulator does
-        not have, now and by the planned residency until its use?
+        """Returns True if a swap-in before an item of ``charge`` bytes fits until its use without extra waits.
 
-        Rule 5 again, as the simulator's answer is for its own ledger: here swap-outs leave later, copies are made anew
-        (4), and where iterations differ the times are those of the last one.
+        This repeats the simulator's rule 5 on the order's own ledger: here swap-outs end later, copies are repeated
+        (rule 4), and if iterations differ, the times are those of the last one.
         """
         gone = {x for x, over in self.leaving.items() if over <= self.clock}
         if t in self.leaving and t not in gone:
@@ -237,7 +243,7 @@ class _Walk:
         return bool((load + self.size[t] <= self.limit).all())
 
     def iteration(self) -> Order:
-        """Walks over one iteration."""
+        """Walks over one iteration and returns its order."""
         self.valid &= self.away.keys()
         start: dict[int, Literal["host", "out", "in"]] = dict.fromkeys(self.coming, "in")
         start = {t: "out" if t in self.leaving else "host" for t in self.away} | start
@@ -281,7 +287,7 @@ class _Walk:
         return Order(self.schedule, tuple(items), start, used, peak, self.limit)
 
     def _over(self, step: Step, after: list[Move]) -> None:
-        """A kernel is over: copies start, and gaps open."""
+        """Ends a kernel: starts copies and opens gaps."""
         self.valid -= set(self.program.kernels[step.kernel].outputs)
         for d in step.copies:
             if d not in self.renewed:

@@ -1,9 +1,9 @@
-"""What the first step really takes, beside what the program says: every storage's bytes, and the allocator's figures.
+"""Compares the memory of the first step with the program: storage sizes and the allocator's statistics.
 
-A limit holds in bytes of the program. Where a storage is larger than the program's tensor, or the allocator has more in
-use than the ledger, it does not hold on the device; where the allocator has to ask again, steps are slow. Each is one
-warning after the first step, and stays to be read. Sizes are the same where the allocator's are, which are multiples of
-512 bytes. Tensors of the batch are the caller's and are left out.
+The memory limit is enforced in bytes of the program. It does not hold on the device if a storage is larger than its
+program tensor or if the allocator uses more than the ledger; steps are slow if the allocator has to retry. Each case
+causes one warning after the first step. Sizes are compared after rounding up to the allocator's 512 bytes. Tensors of
+the batch belong to the caller and are not compared.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from executor.memory import ALIGNMENT
 from executor.training.work import StepState
 
-TOLERANCE = 0.02  # of the ledger's peak
+TOLERANCE = 0.02  # fraction of the ledger's peak
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """The first step by PyTorch's caching allocator.
+    """Statistics of PyTorch's caching allocator for the first step.
 
     Attributes:
-        others: bytes in use before it that are none of the program's.
-        peak_bytes: the most in use in it, ``others`` left out.
-        ledger_bytes: the most by the ledger.
-        retries: how often it gave back all it had cached and asked the driver again (``num_alloc_retries``).
+        others: bytes in use before the step that do not belong to the program.
+        peak_bytes: peak bytes in use during the step, without ``others``.
+        ledger_bytes: peak bytes by the ledger.
+        retries: number of allocations retried after the cache was emptied (``num_alloc_retries``).
     """
 
     others: int
@@ -39,15 +39,15 @@ class Allocator:
 
 
 def allocator_stats(device: torch.device) -> dict[str, Any] | None:
-    """``torch.cuda.memory_stats``; None where the allocator keeps no figures."""
+    """Returns ``torch.cuda.memory_stats``, or None if the device's allocator keeps no statistics."""
     return torch.cuda.memory_stats(device) if device.type == "cuda" else None
 
 
 class Watch:
-    """Looks at the first step that comes to its end; then it is gone from the step's work.
+    """Observer of the first completed step; it then removes itself from the step's work list.
 
     Attributes:
-        over: there was one.
+        over: whether a step has completed.
     """
 
     def __init__(self, state: StepState) -> None:
@@ -65,13 +65,13 @@ class Watch:
         self._before: dict[str, Any] | None = None
         self._others = self._most = self._ledger = 0
         self.over = False
-        for i, item in enumerate(self._work):  # after the calls of each item there is one that looks
+        for i, item in enumerate(self._work):  # appends an observing call to each item
             if item.calls:
                 look = self._out, self._look, lambda table, i=i: (table, i), dict[str, Any]()
                 self._work[i] = item._replace(calls=(*item.calls, look))
 
     def begin(self) -> None:
-        """A step begins."""
+        """Starts observing a step."""
         self._differing.clear()
         for b, nbytes in self._bound:
             self._compare(b.name, b.own, nbytes)
@@ -95,7 +95,14 @@ class Watch:
         return table[self._out]
 
     def end(self, limit: int) -> tuple[Allocator | None, dict[str, tuple[int, int]]]:
-        """The step has come to its end: what was found is said, and returned (PlannedStep's attributes)."""
+        """Ends the observation, warns about differences and returns them.
+
+        Args:
+            limit: memory limit in bytes, for the warnings.
+
+        Returns:
+            ``allocator`` and ``differing`` of PlannedStep.
+        """
         self.over = True
         for i, item in enumerate(self._work):
             if item.calls:
@@ -104,28 +111,28 @@ class Watch:
             more = sum(real - nbytes for real, nbytes in self._differing.values())
             name, (real, nbytes) = max(self._differing.items(), key=lambda item: abs(item[1][0] - item[1][1]))
             warnings.warn(
-                f"{len(self._differing)} storages are not as large as the program says, in all {more:+,} bytes: {name} "
-                f"has {real:,} and not {nbytes:,}; the limit holds in the program's bytes only",
+                f"{len(self._differing)} storages are not as large as in the program, {more:+,} bytes in all: {name} "
+                f"has {real:,} and not {nbytes:,} bytes; the limit holds only in bytes of the program",
                 stacklevel=3,
             )
         now, before = allocator_stats(self._device), self._before
         if before is None or now is None:
             return None, self._differing
-        if now["allocated_bytes.all.peak"] > before["allocated_bytes.all.peak"]:  # within kernels, too
+        if now["allocated_bytes.all.peak"] > before["allocated_bytes.all.peak"]:  # includes peaks within kernels
             self._most = max(self._most, now["allocated_bytes.all.peak"])
         retries = now["num_alloc_retries"] - before["num_alloc_retries"]
         found = Allocator(self._others, self._most - self._others, self._ledger, retries)
         if found.peak_bytes > found.ledger_bytes * (1 + TOLERANCE) + self._rounding:
             warnings.warn(
-                f"the first step had {found.peak_bytes:,} bytes in use on the device, the program counts "
-                f"{found.ledger_bytes:,}; the limit of {limit:,} holds in the program's bytes only",
+                f"the first step had {found.peak_bytes:,} bytes in use on the device, and {found.ledger_bytes:,} in "
+                f"the program; the limit of {limit:,} holds only in bytes of the program",
                 stacklevel=3,
             )
         if retries:
             warnings.warn(
-                f"in the first step the allocator found no memory {retries} times and asked again with an empty cache "
-                f"(num_alloc_retries), which is slow; beside {self._others:,} bytes of others the limit of {limit:,} "
-                "is too much for this device",
+                f"in the first step the allocator ran out of memory {retries} times and retried with an empty cache "
+                f"(num_alloc_retries), which is slow; with {self._others:,} bytes of other memory in use, the limit of "
+                f"{limit:,} is too large for this device: plan for a smaller one",
                 stacklevel=3,
             )
         return found, self._differing

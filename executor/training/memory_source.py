@@ -1,16 +1,15 @@
-"""Storages that leave the device and come back: where each one is, the copies, and the ledger of bytes.
+"""Swaps storages between device and host and keeps the ledger of device bytes.
 
-A tensor of a program is one storage. A swap-out ends with ``resize_(0)`` of that storage, once its bytes are on the
-host; a swap-in begins with ``resize_(nbytes)``. Every tensor and view that shares it stays as it is.
-
-Copies are the engines' (executor/memory/engines.py). Work is ordered by events alone. Why no byte is overwritten too
-early (executor/training/README.md):
-
-1. All memory is allocated and freed while the compute stream is current: freed memory is reused in the order of calls.
-2. A swap-out starts after all compute so far; before its memory is freed (``reclaim``) compute waits for the copy.
-3. The h2d stream waits for compute before a swap-in writes; compute waits for the swap-in before it uses the tensor.
-4. A swap-out writes a place on the host only after the last swap-in from it, of whichever tensor, was waited for.
+Each program tensor is one storage. A swap-out ends with ``resize_(0)`` of the storage, after its bytes have reached the
+host; a swap-in begins with ``resize_(nbytes)``. Tensors and views that share the storage stay valid objects. Copies run
+on the engines of executor/memory/engines.py; the rules below keep memory from being overwritten too early.
 """
+
+# Ordering rules, enforced by events alone (executor/training/README.md):
+# 1. All memory is allocated and freed while the compute stream is current, so it is reused in the order of calls.
+# 2. A swap-out starts after all compute so far; compute waits for the copy before its memory is freed (``reclaim``).
+# 3. The H2D stream waits for compute before a swap-in writes; compute waits for the swap-in before it uses the tensor.
+# 4. A swap-out overwrites a host slot only after the last swap-in from that slot, of any tensor, was waited for.
 
 from __future__ import annotations
 
@@ -27,41 +26,41 @@ from executor.memory.engines import Engines, TransferError, engines_for
 
 
 class StepError(RuntimeError):
-    """A step cannot be made or failed; the message is one sentence and says what became of the model."""
+    """Raised if a step cannot be created or fails; the message gives the resulting state of the model."""
 
 
 class Place(Enum):
-    """Where a storage's content is."""
+    """Location of a storage's content."""
 
     DEVICE = "device"
-    OUT = "out"  # on the device, a swap-out under way
+    OUT = "out"  # on the device, with a swap-out in flight
     HOST = "host"
-    IN = "in"  # on the host, a swap-in under way
+    IN = "in"  # on the host, with a swap-in in flight
 
 
 class Shared:
-    """A tensor of the user's that steps use: ``own`` is what it is on the device, ``seen`` what the user sees."""
+    """A user's tensor that steps use: ``own`` is its device tensor, ``seen`` the tensor that the user sees."""
 
     user: Tensor
     own: Tensor
     seen: Tensor
 
     def see(self, what: Tensor) -> None:
-        """The user's tensor shows ``what`` from now on."""
+        """Makes the user's tensor refer to the data of ``what``."""
         self.user.data = self.seen = what
 
 
 class Block:
-    """One tensor of the program that a plan swaps.
+    """A program tensor that the plan swaps.
 
     Attributes:
-        storage: None for a tensor born in the step while it is on the device.
-        host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's
-            (issue_order.py). None while the step has no pinned memory (HostMemory).
-        valid: the content there is that of the tensor.
-        users: of a persistent tensor: the user's.
-        absent: it is of a micro-batch that has not come: its moves only count bytes, as the program does.
-        shown: the user's tensors show the content on the host.
+        storage: its device storage; None for a tensor created in the step while it is on the device.
+        host: its slot in pinned memory, uint8[nbytes], which other tensors use at other times (issue_order.py); None
+            while the step holds no pinned memory (HostMemory).
+        valid: whether the slot contains the tensor's content.
+        users: the user's tensors, for a persistent tensor.
+        absent: whether it belongs to a micro-batch that has not arrived; its moves then only count bytes.
+        shown: whether the user's tensors refer to the host copy.
     """
 
     def __init__(self, name: str, nbytes: int, persistent: bool):
@@ -70,22 +69,22 @@ class Block:
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
         self.bytes: Tensor | None = None
-        self.went: Any  # the event of its swap-outs; of its swap-ins; of the last of either
+        self.went: Any  # events: of swap-outs (went), of swap-ins (came), of the last of either (event)
         self.went = self.came = self.event = None
         self.valid = self.shown = self.absent = False
         self.users: Sequence[Shared] = ()
 
     def on(self, tensor: Tensor) -> None:
-        """It is this tensor's storage from now on."""
+        """Assigns the storage of this tensor to the block."""
         self.storage = tensor.untyped_storage()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self.storage)  # type: ignore[call-overload]
 
     def take(self) -> None:
-        """Its storage gets memory of PyTorch's allocator."""
+        """Allocates its storage from PyTorch's allocator."""
         self.storage.resize_(self.nbytes)  # type: ignore[union-attr]
 
     def adopt(self) -> None:
-        """It is the storage of ``users`` from now on; if that cannot be emptied, they get another one."""
+        """Assigns the storage of ``users`` to the block; a storage that cannot be emptied is replaced by a copy."""
         if not movable(self.users[0].own):
             memory = self.users[0].own.untyped_storage().clone()
             for shared in self.users:
@@ -97,13 +96,13 @@ class Block:
         self.on(self.users[0].own)
 
     def show(self) -> None:
-        """The user's tensors become the copy on the host."""
+        """Makes the user's tensors refer to the host copy."""
         for shared in self.users:
             shared.see(as_tensor(self.host, shared.own))
         self.shown = True
 
     def hide(self) -> None:
-        """The user's tensors are on the device again."""
+        """Makes the user's tensors refer to the device again."""
         if self.shown:
             for shared in self.users:
                 shared.see(shared.own)
@@ -111,14 +110,14 @@ class Block:
 
 
 class Blocks:
-    """All blocks of a plan, by tensor; the moves of issue_order.py, and the bytes in use.
+    """All blocks of a plan by tensor, with the moves of issue_order.py and the ledger of device bytes.
 
     Attributes:
-        values: the table of values of the step that runs.
-        take: gives a block memory.
+        values: table of values of the current step.
+        take: function that allocates a block's device memory.
         total: bytes of the persistent tensors.
         used: bytes of the program's tensors on the device.
-        tolerant: a failed copy does not stop the step; ``faults`` has what failed.
+        tolerant: whether a failed copy is recorded in ``faults`` instead of stopping the step.
     """
 
     def __init__(self, engines: Engines | None, blocks: dict[int, Block], total: int):
@@ -131,7 +130,7 @@ class Blocks:
         self.faults: list[str] = []
 
     def find(self, block: Block, slots: Sequence[int]) -> None:
-        """The storage of a tensor, which the values in these slots of the table share."""
+        """Finds the storage of a tensor created in the step, shared by the values in these table slots."""
         if block.storage is None:
             for slot in slots:
                 if (value := self.values[slot]) is not None:
@@ -139,25 +138,25 @@ class Blocks:
             block.on(value)
             if (found := value.untyped_storage().nbytes()) != block.nbytes:
                 raise TransferError(
-                    f"{block.name} has {found:,} bytes, the program says {block.nbytes:,}: this operator is not what "
-                    "its trace was"
+                    f"{block.name} has {found:,} bytes, but {block.nbytes:,} in the program: the operator's output "
+                    "differs from its trace"
                 )
 
     def leave(self, which: tuple[Block, Sequence[int]]) -> None:
-        """``out`` of a tensor that the values in these slots of the table share."""
+        """Starts the swap-out (``out``) of a tensor given by its block and table slots."""
         if not which[0].absent:
             self.find(*which)
         self.out(which[0])
 
     def out(self, block: Block) -> None:
-        """Starts the copy to the host; the tensor can be used until it is reclaimed."""
+        """Starts the copy to the host; the tensor stays usable until ``reclaim``."""
         block.event, block.valid = block.went, False
         try:
             if not block.absent:
                 self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
         except TransferError as error:
             self._fault(block, "out", error)
-            return  # it stays
+            return  # the tensor stays on the device
         block.place = Place.OUT
 
     def reclaim(self, block: Block) -> None:
@@ -169,13 +168,13 @@ class Blocks:
                 self.engines.wait(block.went)  # type: ignore[union-attr]
         except TransferError as error:
             self._fault(block, "out", error)
-            self._arrive(block)  # it has never left
+            self._arrive(block)  # its device memory is still intact
             return
         block.valid = True
         self._free(block)
 
     def release(self, which: tuple[Block, Sequence[int]]) -> None:
-        """Frees the memory, whose copy on the host is valid unless it has failed; arguments as in ``leave``."""
+        """Frees a tensor's memory if its host copy is valid; arguments as in ``leave``."""
         if which[0].valid:
             if not which[0].absent:
                 self.find(*which)
@@ -184,12 +183,12 @@ class Blocks:
     def _free(self, block: Block) -> None:
         if not block.absent:
             self.engines.borrow(block.bytes)  # type: ignore[union-attr, arg-type]
-            block.storage.resize_(0)  # type: ignore[union-attr]  # which stays, empty
+            block.storage.resize_(0)  # type: ignore[union-attr]  # the empty storage object stays
         block.place = Place.HOST
         self.used -= block.nbytes
 
     def swap_in(self, block: Block) -> None:
-        """Takes memory and starts the swap-in."""
+        """Allocates memory and starts the swap-in."""
         if block.place is not Place.HOST:
             return
         if block.absent:
@@ -216,7 +215,7 @@ class Blocks:
         self._arrive(block)
 
     def _again(self, block: Block, error: TransferError) -> None:
-        """A swap-in has failed: once more, without the engines."""
+        """Repeats a failed swap-in synchronously, without the engines."""
         self._fault(block, "in", error)
         block.bytes.copy_(block.host)  # type: ignore[union-attr]
         self._arrive(block)
@@ -225,7 +224,7 @@ class Blocks:
         block.place = Place.DEVICE
         block.hide()
         if not block.persistent:
-            block.storage = block.bytes = None  # it lives as long as its values
+            block.storage = block.bytes = None  # its values keep the storage alive
 
     def _fault(self, block: Block, way: str, error: TransferError) -> None:
         what = f"the swap-{way} of {block.name} failed: {error}"
@@ -236,7 +235,7 @@ class Blocks:
     # ---------------------------------------------------------------------------------- between steps
 
     def start(self, places: dict[int, Literal["host", "out", "in"]]) -> None:
-        """Before the first kernel: tensors go where the steady iteration begins; the others are on the device."""
+        """Moves tensors to their locations at the iteration boundary, before the first kernel."""
         if self.engines:
             self.engines.begin()
         for t, place in places.items():
@@ -253,7 +252,7 @@ class Blocks:
         self.back(t for t, block in self.blocks.items() if block.persistent and t not in places)
 
     def back(self, which: Iterable[int]) -> None:
-        """Brings tensors to the device; one whose swap-out is under way stays there."""
+        """Swaps tensors in; a tensor with a swap-out in flight stays on the device."""
         blocks = [self.blocks[t] for t in which]
         for block in blocks:
             if block.place is Place.OUT:
@@ -264,10 +263,10 @@ class Blocks:
             self.wait(block)
 
     def settle(self, wait: bool = True) -> None:
-        """Between two steps the user's tensors are right: on the device, or their content on the host is shown.
+        """Makes the user's tensors valid between two steps: on the device or as host copies.
 
         Args:
-            wait: until no copy is under way. Else what is on its way is left so, and content on the host may lag.
+            wait: whether to wait for copies in flight; otherwise host copies may be incomplete.
         """
         for block in self.blocks.values():
             if block.persistent and wait:
@@ -281,17 +280,17 @@ class Blocks:
                 block.show()
 
     def show(self) -> list[Block]:
-        """What is on the host is shown, without a wait; returns what had not been."""
+        """Shows all host copies to the user without waiting; returns the blocks not shown before."""
         found = [b for b in self.blocks.values() if b.users and b.place is Place.HOST and not b.shown]
         for block in found:
             block.show()
         return found
 
     def drain(self, away: Set[int]) -> None:
-        """After a failure: copies end, what was born in the step is gone, persistent tensors are whole.
+        """Cleans up after a failure: ends copies, drops tensors created in the step and restores persistent ones.
 
         Args:
-            away: persistent tensors that may stay on the host; the others come to the device, without the engines.
+            away: persistent tensors that may stay on the host; all others are copied to the device synchronously.
         """
         if self.engines:
             self.engines.synchronize()
@@ -310,39 +309,39 @@ class Blocks:
                 block.place = Place.DEVICE
 
     def __del__(self) -> None:
-        for block in self.blocks.values():  # it knows its users and they know it: memory would wait for the collector
+        for block in self.blocks.values():  # breaks reference cycles, so that memory is freed at once
             block.users = ()
 
 
 def movable(tensor: Tensor) -> bool:
-    """Can its storage be emptied? Not where a NumPy array, a file or another process has it."""
+    """Returns True if the storage can be emptied: not if a NumPy array, a file or another process holds it."""
     return tensor.untyped_storage().resizable() and not shared(tensor)
 
 
 def shared(tensor: Tensor) -> bool:
-    """Is it in memory that other processes see? (PyTorch says of such memory that it can be resized, and crashes.)"""
+    """Returns True for memory shared between processes, whose resizing crashes although PyTorch allows it."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
 
 def as_tensor(memory: Tensor, like: Tensor) -> Tensor:
-    """uint8[nbytes] with the bytes of a storage as a tensor that looks as ``like``, one of that storage."""
+    """Views uint8[nbytes], a copy of a storage, as a tensor of the same form as ``like``."""
     return memory.view(like.dtype).as_strided(like.size(), like.stride(), like.storage_offset())
 
 
 class HostMemory:
-    """A planned step's pinned memory: a place for each tensor that the plan swaps, and the copies that undo a step.
+    """Pinned memory of a planned step: slots for swapped tensors, and copies to undo a step.
 
-    Taken and given back as a whole. A step has it from its first move until ``PlannedStep.finish``, which leaves
-    nothing in it. Then whoever asks gets it (executor/memory/pinned.py), and the step asks again when it runs again.
+    It is allocated and freed as a whole. A step holds it from its first move until ``PlannedStep.finish``; afterwards
+    other steps may use it (executor/memory/pinned.py), and the next step allocates it again.
 
     Args:
-        places: tensor -> its offset; tensors may share memory.
-        device: what is copied to and from.
+        places: tensor -> offset in bytes; tensors may share memory.
+        device: device that copies to and from this memory.
 
     Attributes:
-        kept: copies of what a step overwrites, on the device, and whose they are.
-        rest: what has its copy here.
-        undo: of each device and type: all copies, and whose they are; while it is ``taken``.
+        kept: undo copies on the device, with the bindings that they belong to.
+        rest: bindings whose undo copies are in this memory.
+        undo: per device and dtype, all undo copies and their bindings; only while ``taken``.
     """
 
     def __init__(self, blocks: Blocks, places: dict[int, int], device: torch.device) -> None:
@@ -353,12 +352,12 @@ class HostMemory:
         self.taken = False
 
     def take(self) -> None:
-        """Raises StepError where the host has not so much; nothing is taken then."""
+        """Allocates the memory; raises StepError, with nothing allocated, if the host has too little."""
         engines, blocks, rest = self._blocks.engines, self._blocks.blocks, self.rest
         what = "the plan cannot be run"
         try:
             places = slab(engines, {t: b.nbytes for t, b in blocks.items()}, self._places) if engines else {}
-            what = "there is no memory to undo a step"
+            what = "the host has no memory to undo a step"
             sizes = {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)}
             copies = slab(engines or engines_for(self._device), sizes) if rest else {}
         except TransferError as error:
@@ -372,18 +371,25 @@ class HostMemory:
         self.taken = True
 
     def give(self) -> None:
-        """Nothing is in it, and no copy to or from it will be asked for before ``take``."""
+        """Frees the memory; it must hold no content, and no copy may use it before the next ``take``."""
         for block in self._blocks.blocks.values():
             block.host = None
         self.undo, self.taken = [], False
 
 
 def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None = None) -> dict[int, Tensor]:
-    """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
-    a tensor that shows it is saved). Without ``offsets`` one after the other; with them, some may share memory."""
+    """Returns one slot of pinned memory per tensor, all cut from one allocation.
+
+    Each slot has its own storage, so that saving a tensor saves only its slot.
+
+    Args:
+        engines: engines that allocate the memory.
+        sizes: tensor -> bytes.
+        offsets: tensor -> offset in bytes, possibly overlapping; consecutive slots by default.
+    """
     if offsets is None:
         ends = accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values())
         offsets = dict(zip(sizes, (0, *ends), strict=False))
     end = max(-(-(offsets[t] + sizes[t]) // ALIGNMENT) * ALIGNMENT for t in sizes)
-    memory = engines.pinned(end)  # a tensor made from it keeps the array, and so the memory
+    memory = engines.pinned(end)  # tensors created from the array keep the memory alive
     return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}

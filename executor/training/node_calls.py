@@ -1,14 +1,14 @@
-"""A captured graph as calls on a table of values: flat lists that a loop runs without looking at the graph.
+"""Compiles a captured graph into flat lists of calls on a table of values.
 
-A **call** is (out, function, get, options): ``table[out] = function(*get(table), **options)``. ``out`` is the slot of a
-node, or a slice: several results have consecutive slots. Constant arguments have slots, too, so that ``get`` is an
-``itemgetter``. A step (of simulator.schedule) calls its kernel's operator and the views of what that made. A view holds
-no memory, but none can be made of a storage that is away, so all are made at once; views of persistent tensors are made
-when these are bound. A detached tensor is the tensor itself (``same_values``).
-
-A node of a tensor that is written again has a slot for each of its blocks, and a step uses those of its own blocks
-(``Step.uses``). The block for batch-norm statistics of a kernel that runs again, which nothing fills, is made for it.
+A **call** is (out, function, get, options): ``table[out] = function(*get(table), **options)``. ``out`` is a slot,
+or a slice for several results. Constant arguments have slots, too, so that ``get`` is an ``itemgetter``. A schedule
+step calls its kernel's operator and creates all views of the outputs at once, because no view can be created of a
+swapped-out storage. Views of persistent tensors are created when these are bound.
 """
+
+# A detached tensor is the tensor itself (``same_values``). A node whose tensor is recomputed has a slot for each of the
+# tensor's blocks, and a step uses the slots of its own blocks (``Step.uses``). A recomputed batch norm writes its
+# statistics into a scratch block, which is allocated for it.
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ Call = tuple[int | slice, Callable[..., Any], Callable[[list[Any]], Any], dict[s
 
 
 class Calls:
-    """The calls of every step.
+    """Calls of every schedule step.
 
     Attributes:
-        slots: node -> its place in the table, of what is in no block or in that of a persistent tensor. Results that a
-            call unpacks have theirs once the calls are made.
-        table: constants in their places, None elsewhere.
-        fixed: calls that make the views of persistent tensors, run when those are bound.
-        numbers: calls that depend on the optimizers' numbers alone, run when one of these has changed.
-        patches: (options of a call, key, slot): where results of ``numbers`` stand, written after these have run.
-        first: calls that begin a step; per micro-batch (else one list), those that need no later one's tensors.
-        steps: per step of the schedule, its calls, and the slots that are cleared after it.
-        asks: kernel -> slot of a number that is read after it; where it is not 0, ``skipped`` are left out.
-        losses: kernel -> slot of the loss of a micro-batch, which is there after it.
-        skipped: kernel -> its calls where it is left out (work.py).
-        of: block -> slots of its values, its maker's first.
-        items: node whose call unpacks its results -> the nodes of those that are used, by index.
-        outputs: slots of what is returned; ``nothing``: one that is nobody's.
-        read_first: tensors that ``first`` reads, as numbers.
+        slots: node -> table slot, for values in no block or in the block of a persistent tensor. Unpacked results get
+            their slots when the calls are created.
+        table: initial table: constants in their slots, None elsewhere.
+        fixed: calls that create views of persistent tensors, run when these are bound.
+        numbers: calls that depend only on optimizer numbers, run when one of these changes.
+        patches: (options of a call, key, slot): options set to results of ``numbers`` after these have run.
+        first: calls at the beginning of a step, one list per micro-batch.
+        steps: per schedule step, its calls and the slots cleared after it.
+        asks: kernel -> slot of a number read after it; if it is nonzero, ``skipped`` kernels are skipped.
+        losses: kernel -> slot of a micro-batch's loss, valid after it.
+        skipped: kernel -> its replacement calls if it is skipped (work.py).
+        of: block -> slots of its values, its creator's first.
+        items: node whose call unpacks its results -> nodes of the used results, by index.
+        outputs: slots of the step's outputs.
+        nothing: a slot that no value uses.
+        read_first: tensors that ``first`` reads as numbers.
     """
 
     def __init__(self, captured: Captured, schedule: Schedule):
@@ -70,7 +71,7 @@ class Calls:
         self._runs: dict[tuple[fx.Node, tuple[int | None, ...]], slice] = {}
         self._stand_ins: dict[fx.Node, Any] = {}
         self._place_nodes()
-        last: dict[int, int] = {}  # tensor -> the block that it is in at the end
+        last: dict[int, int] = {}  # tensor -> its block at the end
         for step in schedule.steps:
             last.update({} if step.again else step.uses)
         self.asks: dict[int, int] = {}
@@ -83,12 +84,12 @@ class Calls:
         self._stand_ins.clear()
 
     def _block(self, node: fx.Node, uses: dict[int, int]) -> int | None:
-        """The block of a node's tensor by ``uses``; None if that is persistent, or in no block."""
+        """Returns the block of a node's tensor in ``uses``, or None for a persistent tensor or none."""
         block = uses.get(self.values.get(node, -1))
         return None if block is None or self.schedule.blocks[block].first < 0 else block
 
     def _at(self, node: fx.Node, uses: dict[int, int]) -> int:
-        """The slot of a node where its tensor is in the block that ``uses`` says."""
+        """Returns the slot of a node for the block of its tensor in ``uses``."""
         node = self._same.get(node, node)
         block = self._block(node, uses)
         if block is None:
@@ -105,7 +106,7 @@ class Calls:
             self.of.setdefault(block, []).append(slot)
 
     def _out(self, node: fx.Node, uses: dict[int, int]) -> int | slice:
-        """Where the result of a node goes."""
+        """Returns the slot, or slice of slots, for the result of a node."""
         if node not in self.items:
             return self._at(node, uses)
         items = self.items[node]
@@ -125,7 +126,7 @@ class Calls:
         def place(node: fx.Node) -> int:
             new = len(self._places)
             slot = self._at(node, step.uses)
-            if len(self._places) > new:  # written by no kernel: statistics
+            if len(self._places) > new:  # scratch statistics, which no kernel writes
                 scratch.append((slot, torch.empty_like, _getter([self.slots[node]]), {}))
             return slot
 
@@ -138,24 +139,24 @@ class Calls:
                 found.update((step.kernel, self._at(node, step.uses)) for node in nodes.get(step.kernel, ()))
         clear = [s for b in step.frees for s in self.of.get(b, ())]
         for node, (out, *_) in zip(body, calls, strict=True):
-            if isinstance(out, slice):  # results that nothing takes
+            if isinstance(out, slice):  # unused results
                 clear += [s for i, s in enumerate(range(out.start, out.stop)) if i not in self.items[node]]
             elif self._sequence(node):
                 clear.append(out)
         return scratch + calls, clear
 
     def _place_nodes(self) -> None:
-        """Slots, and which kernel each node comes with; -1: none, it depends on persistent tensors alone."""
+        """Assigns slots and the kernel after which each node is called; -1 if it needs only persistent tensors."""
         own = {node: k for k, nodes in enumerate(self.captured.nodes) for node in nodes}
         left_out = {node for k in self.captured.left_out for node in self.captured.nodes[k]}
         leaves, parts, idle = self.captured.leaves, len(self.first), idle_nodes(self.captured, self._same)
         batch = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
-        # The micro-batch whose tensors a node needs last.
+        # The last micro-batch whose tensors a node needs.
         part = {leaf: i * parts // len(leaves) for i, leaf in reversed([*enumerate(leaves)]) if leaf in batch}
         with_kernel: dict[fx.Node, int] = {}
         fixed: set[fx.Node] = set()
-        written: dict[int, int] = {}  # tensor -> the kernel that wrote it last
-        reads: dict[tuple[fx.Node, int], fx.Node] = {}  # tensor read as a number, its last writer -> the first read
+        written: dict[int, int] = {}  # tensor -> its last writer
+        reads: dict[tuple[fx.Node, int], fx.Node] = {}  # (tensor read as a number, its last writer) -> the first read
         for node in self.captured.graph.graph.nodes:
             if node.op == "output" or for_profiler(node) or node in self._same or node in idle:
                 continue
@@ -167,10 +168,10 @@ class Calls:
                 constant = getattr(self.captured.graph, str(node.target)) if node.op == "get_attr" else None
                 self.slots[node] = self._slot(constant)
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in inputs), default=-1))
-            if node.target is NUMBER:  # comes after what has written the tensor, whose node that need not be
+            if node.target is NUMBER:  # after the tensor's last writer, which may be another node
                 k = with_kernel[node] = max(k, *(written.get(self.values.get(a, -1), -1) for a in inputs))
                 if k >= 0 and inputs[0] in self.values and node not in self.captured.asked:
-                    if (first := reads.setdefault((inputs[0], k), node)) is not node:  # read again, unwritten since
+                    if (first := reads.setdefault((inputs[0], k), node)) is not node:  # unchanged since the first read
                         self._same[node] = first
                         continue
             if node in own:
@@ -203,7 +204,7 @@ class Calls:
         )
 
     def _early(self, node: fx.Node) -> Call:
-        """The call of a node that comes with no kernel."""
+        """Returns the call of a node that belongs to no kernel."""
         return self._call(node, lambda a: self._at(a, {}), self._out(node, {}))
 
     def _slot(self, value: Any = None) -> int:
@@ -211,11 +212,11 @@ class Calls:
         return len(self.table) - 1
 
     def _sequence(self, node: fx.Node) -> bool:
-        """Is its value a tuple or list, which holds tensors?"""
+        """Returns True if the node's value is a tuple or list of tensors."""
         return node not in self.values and any(user.target is operator.getitem for user in node.users)
 
     def _call(self, node: fx.Node, place: Callable[[fx.Node], int], out: int | slice) -> Call:
-        """The call of a node; ``place`` says where its arguments are."""
+        """Returns the call of a node; ``place`` returns the slot of an argument."""
 
         def slot(value: Any) -> Any:
             if isinstance(value, fx.Node):
@@ -226,7 +227,7 @@ class Calls:
 
         function: Any = _not_in_place(node.target)
         if function is aten._unsafe_view.default and node not in self.captured.outputs:
-            function = aten.view.default  # which it calls; the result only counts its versions with its argument's
+            function = aten.view.default  # what it calls; the result only shares the version counter of its argument
         args: Sequence[Any] = node.args
         if isinstance(function, OpOverload):
             given, named = map_arg((args, dict(node.kwargs)), self._stand_in)
@@ -245,7 +246,7 @@ class Calls:
         return out, function, _getter(where), options
 
     def _stand_in(self, node: fx.Node) -> Any:
-        """A value of the kind of a node's: a tensor without memory, or a number."""
+        """Returns a stand-in for a node's value: a tensor without memory, or a number."""
         if node not in self._stand_ins:
             meta = node.meta.get("tensor_meta")
             self._stand_ins[node] = (
@@ -255,7 +256,7 @@ class Calls:
         return self._stand_ins[node]
 
     def _left_out(self, node: fx.Node, call: Call) -> Call:
-        """The call of a node whose kernel is left out: what it writes in place stays as it is."""
+        """Returns the call of a node whose kernel is skipped: tensors written in place stay unchanged."""
         out, function, get, options = call
         if not isinstance(node.target, OpOverload) or node.target is NUMBER:
             return out, _or_one(function), get, options
@@ -264,7 +265,7 @@ class Calls:
         return (out, _first, get, {}) if node.target._schema.is_mutable and persistent else call
 
     def random(self, k: int) -> bool:
-        """Does the kernel draw random numbers?"""
+        """Returns True if the kernel draws random numbers."""
         return any(isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags
                    for n in self.bodies[k])  # fmt: skip
 
@@ -273,10 +274,10 @@ NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def same_values(captured: Captured) -> dict[fx.Node, fx.Node]:
-    """Nodes whose value may be that of an earlier node, and that node: detached tensors, and views made before.
+    """Maps nodes to earlier nodes with the same value: detached tensors and repeated views.
 
-    In a step nothing requires gradients. So both tensors have one memory, form and version counter. They differ as
-    objects, which shows where the step returns one of them, and where an operator changes a tensor's form in place.
+    Nothing requires gradients in a step, so both tensors have the same memory, form and version counter. They are
+    distinct objects, which matters only if the step returns one of them or changes its form in place.
     """
     graph = captured.graph.graph
     if any(isinstance(n.target, OpOverload) and Tag.inplace_view in _not_in_place(n.target).tags for n in graph.nodes):
@@ -287,7 +288,7 @@ def same_values(captured: Captured) -> dict[fx.Node, fx.Node]:
     def earlier(node: fx.Node) -> fx.Node | None:
         target, base, *rest = node.target, *(found.get(a, a) if isinstance(a, fx.Node) else a for a in node.args)
         if target is aten.detach.default or (
-            target is aten.expand.default and tuple(rest[0]) == tuple(_shape(base))  # which leaves strides as they are
+            target is aten.expand.default and tuple(rest[0]) == tuple(_shape(base))  # strides stay the same
         ):
             return base
         if target is aten.t.default and base.target is aten.t.default:
@@ -306,7 +307,7 @@ VIEWS = (aten.detach.default, aten.expand.default, aten.t.default, aten.view.def
          aten.permute.default, aten.unsqueeze.default, aten.slice.Tensor)  # fmt: skip
 
 
-# What takes sizes one by one faster than a list of them.
+# Operators that accept sizes as separate arguments, which is faster than a list.
 SIZES = (aten.view.default, aten.expand.default, aten.permute.default)
 
 
@@ -316,10 +317,11 @@ def _shape(node: fx.Node) -> Sequence[int]:
 
 
 def idle_nodes(captured: Captured, same: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Operators that launch nothing, and whose result nothing takes (an empty tensor beside a batch norm's results).
+    """Returns operators that launch no kernel and whose result is unused (such as batch norm's empty reserve).
 
     Args:
-        same: nodes that are not called, as an earlier one has their value.
+        captured: the captured step.
+        same: nodes that are not called, because an earlier node has the same value.
     """
     taken = {*captured.outputs, *captured.asked, *(same.get(micro.loss, micro.loss) for micro in captured.micro)}
     taken.update(node for nodes in captured.nodes for node in nodes)
@@ -338,13 +340,13 @@ def idle_nodes(captured: Captured, same: Mapping[fx.Node, fx.Node]) -> set[fx.No
 
 
 def _items(node: fx.Node) -> dict[int, fx.Node]:
-    """The results of a node, if it has several and each is taken out once; by index."""
+    """Returns a node's results by index if it has several and each is extracted once, else an empty dictionary."""
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     return items if "items" in node.meta and len(items) == len(node.users) else {}  # type: ignore[return-value]
 
 
 def _constant(value: Any) -> Any:
-    """A constant argument; lists as Python's own, because operators take long to read those of ``fx``."""
+    """Returns a constant argument with ``fx`` lists converted to Python lists, which operators parse faster."""
     if isinstance(value, (list, tuple)):
         return list(map(_constant, value))
     if isinstance(value, fx.Node):
@@ -353,7 +355,7 @@ def _constant(value: Any) -> Any:
 
 
 def _getter(where: list[Any]) -> Callable[[list[Any]], Any]:
-    """From the table to the arguments in these slots, lists of slots among them."""
+    """Returns a function from the table to the arguments in these slots, which may include lists of slots."""
     if any(isinstance(s, list) for s in where):
         parts = [_getter(s) if isinstance(s, list) else itemgetter(s) for s in where]
         return lambda table: [part(table) for part in parts]
@@ -369,7 +371,7 @@ def _first(*args: Any) -> Any:
 
 
 def _or_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A number that goes nowhere (a bias correction after no step) is 1 where it is none."""
+    """Wraps a function to return 1 on an ArithmeticError, for unused numbers (bias correction before any step)."""
 
     def call(*args: Any, **options: Any) -> Any:
         try:
@@ -381,12 +383,12 @@ def _or_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_options(function: Callable[..., Any], count: int, keys: list[str]) -> Callable[..., Any]:
-    """The first ``count`` arguments by position, the others by these names."""
+    """Wraps a function: the first ``count`` arguments by position, the others by these names."""
     return lambda *args, **options: function(*args[:count], **dict(zip(keys, args[count:], strict=True)), **options)
 
 
 def _not_in_place(target: Any) -> Any:
-    """``transpose`` for ``transpose_``: a view beside the old one, because views are made as early as can be."""
+    """Returns ``transpose`` for ``transpose_``: views are created early, so the old view must stay unchanged."""
     if isinstance(target, OpOverload) and Tag.inplace_view in target.tags:
         name = target._schema.name.partition("::")[2].removesuffix("_")
         packet = getattr(torch.ops.aten, name, None)

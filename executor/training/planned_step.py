@@ -1,4 +1,4 @@
-"""Training under a plan: a captured step run kernel by kernel, with its swaps and recomputations.
+"""Runs a captured training step under a plan, kernel by kernel, with its swaps and recomputations.
 
     captured = capture(model, loss_fn, optimizer, (x, y))
     step = PlannedStep(captured, agents.make("lp_round").plan(captured.program, machine, limit))
@@ -6,10 +6,9 @@
         loss = step(x, y)                   # forward, backward, optimizer.step(), zero_grad()
 
 A step captured with ``accumulate=k`` takes k pairs in one call, or one pair in each of k calls (progress.py).
-
-A step does to the bit what the eager step does: the same kernels, on the user's own parameters, buffers and optimizer
-state, with the same random numbers. All is worked out beforehand (work.py). executor/training/README.md says what holds
-between steps, what becomes of a step that fails, and the choices made here.
+A step is bit-identical to the eager step: it runs the same kernels with the same random numbers on the user's own
+parameters, buffers and optimizer state. executor/training/README.md describes the state between steps, failures and
+design choices.
 """
 
 from __future__ import annotations
@@ -45,18 +44,26 @@ from simulator.timeline import Timeline
 
 
 def held(home: Home) -> tuple[int, int]:
-    """Which tensor is there, and how many references there are to it and to its memory."""
+    """Returns the identity of the tensor in this slot and the reference count of it and its memory."""
     tensor = home.get()
     if not isinstance(tensor, Tensor):
         return 0, 0
-    whole = home._replace(part=None).get()  # a tuple, or the tensor
+    whole = home._replace(part=None).get()  # the containing tuple, or the tensor itself
     memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
 
 
 def timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machine: Machine, limit: int) -> Timeline:
-    """Simulates a plan within so few bytes that the packing of its blocks and what else a graph takes fit into the
-    limit. If no packing fits, these are the least bytes that the plan needs: the capture decides.
+    """Simulates a plan at a limit reduced so far that its packing and a graph's other memory fit into ``limit``.
+
+    If no packing fits, the simulation uses the fewest bytes that the plan needs, and the capture decides.
+
+    Args:
+        captured: the captured step.
+        plan: plan for ``captured.program``.
+        schedule: schedule of the plan.
+        machine: machine whose times the simulation uses.
+        limit: memory limit in bytes.
     """
     most = min(limit, plan.limit or limit)
 
@@ -71,32 +78,32 @@ def timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machin
 
 
 class PlannedStep:
-    """One training step under a plan; calling it trains.
+    """A training step under a plan; call it to train.
 
     Args:
-        captured: the step.
-        plan: for ``captured.program``.
-        machine: whose times decide when swap-ins are issued; the plan's by default.
-        limit: bytes; the plan's by default, and the program's peak where it has none.
-        undo: keep a copy on the host of all that a step overwrites.
-        graph: from the second step on, replay a CUDA graph of it (graph.py), or refuse to be made; None: do so on CUDA
-            if the step can be a graph. A plan for less than the limit leaves room for the holes of the packing.
+        captured: the captured step.
+        plan: plan for ``captured.program``.
+        machine: machine whose simulated times determine when swap-ins are issued; the plan's by default.
+        limit: memory limit in bytes; the plan's by default, or the program's peak if the plan has none.
+        undo: whether to keep host copies of all tensors that a step overwrites.
+        graph: True replays a CUDA graph from the second step on (graph.py), or raises StepError if that is impossible;
+            None does so on CUDA if possible. A plan below the limit leaves room for holes in the packing.
 
     Attributes:
-        peak_bytes: largest number of bytes in use at any kernel of any step so far; at most ``limit``.
-        pinned_bytes: of host memory, for what the plan swaps.
-        order: what is issued when.
-        state: all that it runs on (work.py), for who looks at a step from outside: a benchmark, a test.
-        graph: the graph's memory, and how often it was captured; None: the step runs kernel by kernel.
-        not_graph: why it runs kernel by kernel; None: it does not.
-        allocator: the first step by PyTorch's allocator; None where that keeps no figures.
-        grad_norm: what ``clip_grad_norm_`` returned in the last step; None where gradients are not clipped.
+        peak_bytes: peak bytes in use at any kernel of any step so far; at most ``limit``.
+        pinned_bytes: bytes of pinned host memory for swapped tensors.
+        order: issue order of the plan.
+        state: compiled step (work.py), for benchmarks and tests.
+        graph: the CUDA graph with its memory and number of captures, or None if the step runs kernel by kernel.
+        not_graph: why the step runs kernel by kernel, or None if it does not.
+        allocator: allocator statistics of the first step, or None if the allocator keeps none.
+        grad_norm: result of ``clip_grad_norm_`` in the last step, or None without gradient clipping.
         differing: name -> bytes of the first step's storage and of the program's tensor, where they differ.
 
     Raises:
         PlanError: the plan is for another program, or needs more host memory than the machine has.
         OutOfMemory: the plan is infeasible at the limit.
-        StepError: the captured tensors cannot be trained, or host memory cannot be had.
+        StepError: the captured tensors cannot be trained, or host memory cannot be allocated.
     """
 
     def __init__(
@@ -130,10 +137,10 @@ class PlannedStep:
         self._open = False
         self.grad_norm: Tensor | None = None
         self.graph: GraphStep | None = None
-        self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
+        self._numbers: list[Any] = []  # the optimizers' numbers as last read; their types are in _types
         self._types: list[type] = []
         self._known: Known | None = None
-        self._with_grad: list[Binding] = []  # whose gradients stay
+        self._with_grad: list[Binding] = []  # parameters whose gradients are kept
         self._bind()
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
         owners = {captured.placeholders[i] for i in captured.returned.gradients}
@@ -141,13 +148,13 @@ class PlannedStep:
         self._optimizers = [optimizer for optimizer, _ in captured.settings]
         rebound = {captured.placeholders[i] for i in captured.returned.rebound}
         self._rebound = [b.home for b in self.state.bindings if b.node in rebound and b.home]
-        self._references: list[tuple[int, int]] = []  # of the tensor there, after the last step
+        self._references: list[tuple[int, int]] = []  # ``held`` of each slot after the last step
         self._make_undo(undo)
         self.state.host.take()
         self.graph = GraphStep(self.state, self.limit, bool(graph)) if self.not_graph is None else None
 
     def _make_undo(self, everything: bool) -> None:
-        """Where the content of what a step overwrites is kept: copies on the device, or in the step's host memory."""
+        """Prepares undo copies of overwritten tensors, on the device or in the step's host memory."""
         state, kernels = self.state, self.program.kernels
         early, late = set[int](), set[int]()
         for i, item in enumerate(self.order.items):
@@ -159,11 +166,13 @@ class PlannedStep:
         state.host.kept, state.host.rest = [(torch.empty_like(b.own), b) for b in kept], list(rest)
         self._undoes_away = any(b.block for b in (*kept, *rest))
 
-    # ------------------------------------------------------------------------------------ what a step runs on
+    # ------------------------------------------------------------------------------------ binding
 
     def look(self) -> None:
-        """Takes the user's tensors and numbers as they are now; raises StepError where they do not fit. Gradients that
-        were kept are given back."""
+        """Binds the user's current tensors and numbers; raises StepError if they do not match the capture.
+
+        It also detaches the gradients that the last step kept.
+        """
         for b in self._with_grad:
             b.user.grad = None
         self._leave_aliases()
@@ -179,15 +188,14 @@ class PlannedStep:
             self.state.host.take()
 
     def _leave_aliases(self) -> None:
-        """A tensor that the step would bind anew, and that something else holds, stays that one's: a copy takes its
-        place."""
+        """Replaces tensors that the step rebinds by copies if other references to them exist."""
         references = self._references or [(0, 0)] * len(self._rebound)
         for home, before in zip(self._rebound, references, strict=True):
             if held(home) != before and isinstance(now := home.get(), Tensor):
                 home.set(now.detach().clone())
 
     def _bind(self) -> None:
-        """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
+        """Binds the user's tensors that have changed since the last step, and creates missing optimizer state."""
         state = self.state
         changed = [b for b in state.bindings if not b.found()]
         if not changed and state.table:
@@ -198,7 +206,7 @@ class PlannedStep:
             self._take_state(changed)
         except StepError:
             for b in changed:
-                b.user = None  # type: ignore[assignment]  # the next step looks again
+                b.user = None  # type: ignore[assignment]  # the next step binds it again
             raise
         state.table, self._types = self.calls.table.copy(), []
         for b in state.bindings:
@@ -208,15 +216,15 @@ class PlannedStep:
                 state.table[out] = function(*get(state.table), **options)
 
     def _read_numbers(self) -> None:
-        """Learning rates and the like as they are now."""
+        """Reads the current optimizer numbers, such as learning rates."""
         numbers, table = self.captured.numbers, self.state.table
         present = [option() for option in numbers.options]
         if list(map(type, present)) == self._types and present == self._numbers:
             return
         if wrong := numbers.broken(dict(zip(numbers.options, present, strict=True))):
             raise StepError(
-                f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, with which its step "
-                "does something else; capture the step again"
+                f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, which changes the "
+                "operations of its step; capture the step again"
             )
         for out, function, get, options in self.calls.numbers:
             table[out] = function(*get(table), **options)
@@ -238,34 +246,36 @@ class PlannedStep:
                 names = " and ".join(b.name for b in groups[t])
                 raise StepError(f"{names} shared their memory when the step was captured; capture it again")
             if block := blocks.blocks.get(t):
-                if block.place is Place.HOST:  # what was there is no longer the user's
+                if block.place is Place.HOST:  # the host copy is no longer the user's
                     blocks.used += block.nbytes
                 block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
                 block.adopt()
-        if self.graph:  # it will be captured again
+        if self.graph:  # the step will be captured again
             self.graph.close()
-        self.finish()  # no view can be made of what is away
+        self.finish()  # no view can be created of a swapped-out storage
 
     # ------------------------------------------------------------------------------------ a step
 
     @property
     def done(self) -> int:
-        """Micro-batches of the step under way that are done; 0 between steps."""
+        """Number of finished micro-batches of the current step; 0 between steps."""
         return self.state.progress.done
 
     def __call__(self, *args: Any) -> Any:
-        """One training step, or its next micro-batch where it was captured with several and ``args`` are one.
+        """Runs one training step, or its next micro-batch if the step has several and ``args`` is one of them.
 
-        Between two micro-batches the step is under way: what the plan swaps may not be looked at, gradients are the
-        step's own, and memory stays within the limit. A call that fails undoes all of the step: the next one is its
-        first micro-batch.
+        Between two micro-batches, swapped tensors must not be read, gradients belong to the step, and memory stays
+        within the limit. A failed call undoes the whole step, and the next call is its first micro-batch.
+
+        Args:
+            args: the batch, as at the capture.
 
         Returns:
-            What the captured step returns: a tensor (the loss), or tensors in the structure that it has, without a
-            graph; of a micro-batch its part of the loss.
+            The captured step's result, detached: the loss, or tensors in the structure that the step returns. For a
+            micro-batch, its part of the loss.
 
         Raises:
-            StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
+            StepError: the batch or the model differs from the capture (nothing has run then), or the step failed.
         """
         state = self.state
         part, batch = state.taken(args)
@@ -277,7 +287,7 @@ class PlannedStep:
         else:
             self.look()
             if self.graph and part is not state.whole:
-                raise StepError("a graph takes all micro-batches of a step in one call")
+                raise StepError("a graph needs all micro-batches of a step in one call")
             if self.graph and self.graph.warm:
                 try:
                     outputs = self.graph(state, batch, wait=not self._open)
@@ -304,7 +314,7 @@ class PlannedStep:
                     blocks.used = used = blocks.used + charged
                     if used > peak:
                         peak = self.peak_bytes = used
-                    for out, function, get, options in calls:  # an empty ``**options`` would cost 0.1 us
+                    for out, function, get, options in calls:  # an empty ``**options`` would cost time
                         table[out] = function(*get(table), **options) if options else function(*get(table))
                     for slot in clear:
                         table[slot] = None
@@ -324,14 +334,14 @@ class PlannedStep:
                 raise
         if not (progress.done or self._watch.over):
             self.allocator, self.differing = self._watch.end(self.limit)
-        self._report("the step went on to its end, and the model is as after it")
+        self._report("the step finished, and the model is as after it")
         if self.graph:
             self.graph.warm = True
         result = self._done(outputs) if over else None
         return result if loss is None else loss
 
     def _goes_on(self, error: NoGraph) -> bool:
-        """Whether a step that could not be captured runs kernel by kernel from now on."""
+        """Switches to kernel-by-kernel execution after a failed capture; returns False if ``graph=True`` forbids it."""
         if self.graph is None or self.graph.always:
             return False
         self.graph.close()
@@ -341,7 +351,7 @@ class PlannedStep:
 
     @property
     def issued(self) -> str:
-        """How the step runs, and why it is no CUDA graph if it is none."""
+        """Execution mode of the step, with the reason if it is not a CUDA graph."""
         if self.graph is None:
             return f"kernel by kernel: {self.not_graph}"
         if self.graph.graph is None:
@@ -349,12 +359,12 @@ class PlannedStep:
         return f"as one CUDA graph, which takes {self.graph.peak_bytes:,} bytes"
 
     def _give_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Parameters have these gradients, where they are themselves."""
+        """Assigns gradients to the parameters, on the device of each parameter."""
         for b, gradient in zip(self._with_grad, gradients, strict=True):
             b.user.grad = None if gradient is None else gradient.to(b.user.device)
 
     def _done(self, outputs: Sequence[Tensor]) -> Any:
-        """The step is over: what it returns, of the graph's outputs. Gradients that stay are where they belong."""
+        """Finishes a step: assigns kept gradients, applies effects and returns the step's result."""
         returned = self.captured.returned
         first = sum(returned.tensors)
         end = first + len(self._with_grad)
@@ -367,11 +377,11 @@ class PlannedStep:
             values.restore()
         self._references = [held(home) for home in self._rebound]
         for optimizer in self._optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules ask whether it has stepped
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers check whether it has stepped
         return returned.result(outputs)
 
     def _begin(self, part: Part, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
-        """What can be undone is noted; the batch is in its place, and what the plan has away by then is."""
+        """Snapshots undo state, binds the batch and applies the initial tensor placement."""
         state, blocks, progress = self.state, self.state.blocks.blocks, self.state.progress
         first = progress.done == 0
         if first:
@@ -405,14 +415,14 @@ class PlannedStep:
                 progress.arrive(t)
 
     def _report(self, left: str) -> None:
-        """Raises StepError where copies have failed although nothing is lost."""
+        """Raises StepError if copies have failed without loss of content."""
         faults, self.state.blocks.faults = self.state.blocks.faults, []
         if faults:
             raise StepError(f"{faults[0]}; {left}")
 
     @torch.no_grad()
     def _fail(self, at: int, part: Part, error: BaseException) -> None:
-        """A step has failed before its end: see Faults in the module. Raises StepError unless it was interrupted."""
+        """Undoes a failed step if possible; raises StepError unless the step was interrupted."""
         state, what = self.state, "the step"
         if at >= part.begin:
             k = self.order.items[at].step.kernel
@@ -425,16 +435,16 @@ class PlannedStep:
             self._undo(at >= 0, undone)
         except Exception as second:
             raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
-        left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
+        left = "the optimizer had begun: tensors that it updated before this kernel are one step ahead of the others"
         if undone:
-            left = "the model is as before the step" + (", which begins anew with micro-batch 1" if alone else "")
+            left = "the model is as before the step" + (", which restarts with micro-batch 1" if alone else "")
         if isinstance(error, Exception):
             raise StepError(f"{what} failed: {reason}; {left}") from error
         if not undone:
-            error.add_note(f"{what} was broken off; {left}")
+            error.add_note(f"{what} was interrupted; {left}")
 
     def _undo(self, began: bool, restore: bool) -> None:
-        """The step under way is given up: copies end, memory is returned, and (``restore``) the model is as before."""
+        """Abandons the current step: ends copies, frees memory and, with ``restore``, restores the model."""
         state, blocks = self.state, self.state.blocks
         blocks.values.clear()
         state.progress.end()
@@ -443,7 +453,7 @@ class PlannedStep:
             blocks.drain(self.order.start.keys() - state.inputs)
             blocks.settle()
             if restore:
-                for copies, bindings in state.host.undo if began else ():  # before that nothing is written
+                for copies, bindings in state.host.undo if began else ():  # nothing is written before
                     torch._foreach_copy_([b.seen for b in bindings], copies)
                 for tensor, copy in state.undo_batch:
                     tensor.copy_(copy)
@@ -454,9 +464,9 @@ class PlannedStep:
     # ------------------------------------------------------------------------------------ between steps
 
     def finish(self) -> None:
-        """All of the user's tensors are on the device again, and no copy is under way. Steps may follow.
+        """Returns all of the user's tensors to the device and waits for copies; more steps may follow.
 
-        Until then other steps may have its pinned memory. A step of which only some micro-batches are done is undone.
+        Other steps may use the pinned memory until the next step. A step with unfinished micro-batches is undone.
         """
         if self.done:
             with torch.no_grad():
@@ -470,12 +480,12 @@ class PlannedStep:
         finally:
             blocks.tolerant = False
         self._give_gradients([b.user.grad for b in self._with_grad])
-        if not (self.graph and self.graph.graph):  # its replays write where its capture did
+        if not (self.graph and self.graph.graph):  # a graph's replays keep using the captured addresses
             self.state.host.give()
-        self._report("it was repeated, and everything is on the device")
+        self._report("the copy was repeated, and all tensors are on the device")
 
     def __enter__(self) -> PlannedStep:
-        """Until the end of the ``with``, copies run on over the boundary of steps."""
+        """Lets copies continue across step boundaries until the end of the ``with`` block."""
         self._open = True
         return self
 

@@ -1,17 +1,17 @@
-"""Training under plans with batches of several shapes: a step for each, captured and planned when it is first seen.
+"""Trains under plans with batches of several shapes; each new shape is captured and planned when it first occurs.
 
     step = PlannedSteps(model, loss_fn, optimizer, machine, "24GiB", agents.make("lp_round").plan)
     for x, y in loader:                     # a short last batch, sequences of several lengths
         loss = step(x, y)
 
-Batches are as in ``capture``: ``step(x, y)`` or ``step((x, y))``, ``step(batch)`` of a mapping or one object.
-With ``accumulate=k`` it takes micro-batches: k calls of one, or one call with up to k, of any shapes. Shapes
-that differ, or fewer than k (the last of an epoch), one by one: ``step.begin(*batches)`` says so beforehand.
-
-Between steps there is one state, the user's own tensors. The limit holds within the steps of every shape. A step of
-another shape than the last begins with all persistent tensors on the device (``PlannedStep.finish``), so batches of one
-shape are best in a row. Only the steps of the last ``keep`` shapes are kept; pinned memory has the one used last.
+Batches are passed as in ``capture``: ``step(x, y)``, ``step((x, y))``, or ``step(batch)`` for a mapping or one object.
+With ``accumulate=k``, pass micro-batches of any shapes in one call of up to k, or one in each of k calls; announce
+differing shapes or fewer than k calls with ``step.begin(*batches)``. Group batches of one shape: a change of shape
+first returns all persistent tensors to the device (``PlannedStep.finish``).
 """
+
+# Between steps, the user's own tensors are the only state. The limit holds within the steps of every shape. Only the
+# step used last holds pinned memory.
 
 from __future__ import annotations
 
@@ -36,31 +36,34 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-Form = Hashable  # of a (micro-)batch
+Form = Hashable  # structure and shapes of a (micro-)batch
 _IN_STEP = {"loss_fn": None, "optimizer": None, "accumulate": 1, "average": True, "clip_norm": None, "autocast": None,
-            "scaler": None}  # what a step of one's own does itself  # fmt: skip
+            "scaler": None}  # options that a custom step implements itself  # fmt: skip
 
 
 class PlannedSteps:
-    """Training steps under plans; calling it trains.
+    """Training steps under plans for batches of several shapes; call it to train.
 
     Args:
-        model: or a step of any form, as ``capture_step`` takes it; ``loss_fn`` and ``optimizer`` are then None, and it
-            is called as that is.
-        limit: bytes, a size such as ``"24GiB"``, or a fraction of the first shape's peak.
-        planner: (program, machine, limit in bytes) -> its plan, as ``agents.make(name).plan``; what it raises where
-            there is none is passed on, before anything has happened.
-        keep: the most shapes whose steps are kept.
+        model: the model, or a custom step function as for ``capture_step``; ``loss_fn`` and ``optimizer`` are then
+            None, and calls take the arguments of the function.
+        loss_fn: loss function as in ``capture``.
+        optimizer: the optimizer.
+        machine: machine that plans are made for.
+        limit: memory limit: bytes, a size such as ``"24GiB"``, or a fraction of the first shape's peak.
+        planner: (program, machine, limit in bytes) -> plan, such as ``agents.make(name).plan``; its errors propagate
+            before the step has any effect.
+        keep: maximum number of shapes whose steps are kept.
         undo: as in PlannedStep.
-        accumulate: the most micro-batches of a step, and how many it has where nothing else is said.
-        options: as in ``capture`` (``capture_step``).
+        accumulate: maximum and default number of micro-batches per step.
+        options: further options of ``capture`` or ``capture_step``.
 
     Attributes:
-        steps: by the forms of a step's (micro-)batches, the one used last at the end.
-        limit: bytes; None before the first step.
+        steps: steps by the forms of their (micro-)batches, the most recently used one last.
+        limit: memory limit in bytes; None before the first step.
 
     Raises:
-        ValueError: keep or accumulate is less than 1, or there is an option that a step of one's own does itself.
+        ValueError: keep or accumulate is less than 1, or an option applies only to steps that are not custom.
     """
 
     def __init__(
@@ -78,32 +81,32 @@ class PlannedSteps:
         self._wanted = limit
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}
-        # Steps of one form whose batches differ in the numbers that the step's Python reads, by these.
+        # Steps of one form, by the numbers of the batch that the step's Python code reads.
         self._variants: dict[tuple[Form, ...], dict[tuple[Any, ...], PlannedStep]] = {}
         self._current: PlannedStep | None = None
-        self._own = not isinstance(model, nn.Module)  # a step of one's own
+        self._own = not isinstance(model, nn.Module)  # a custom step
         if self._own:
             asked = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, **options}
             for name, plain in _IN_STEP.items():
                 if asked.get(name, plain) != plain:
-                    raise ValueError(f"{name}: a step of your own does that itself")
+                    raise ValueError(f"{name}: a custom step must do this itself; remove the option")
             self.options = {name: value for name, value in self.options.items() if name not in _IN_STEP}
-        self._open = self._told = False  # ``begin`` told which micro-batches the present step has
-        self._structures: set[TreeSpec] = set()  # of (micro-)batches
+        self._open = self._told = False  # _told: ``begin`` has announced the micro-batches of the current step
+        self._structures: set[TreeSpec] = set()  # structures of (micro-)batches seen so far
 
     def __call__(self, *batch: Any) -> Any:
-        """One training step, or its next micro-batch.
+        """Runs one training step, or its next micro-batch.
 
         Args:
-            batch: x, y, or one object; or, with ``accumulate``, all batches of a step, up to ``accumulate`` of any
-                shapes. (Two pairs could be an x and a y that are pairs: they are if such ones have been seen.)
+            batch: x, y, or one object; or, with ``accumulate``, all micro-batches of a step, up to ``accumulate`` of
+                any shapes. Two pairs count as an x and a y only if a batch of that structure has been seen.
 
         Returns:
-            As PlannedStep. Losses of micro-batches are divided by how many the step has, if not ``average=False``.
+            As PlannedStep. Losses of micro-batches are divided by their number unless ``average=False``.
 
         Raises:
             CaptureError: a step of this shape cannot be captured.
-            StepError: as in PlannedStep; a micro-batch is of another shape than the step began with (it may go on).
+            StepError: as in PlannedStep, or a micro-batch has another shape than announced (the step can continue).
         """
         if pairs := self._pairs(batch):
             return self._go_to(pairs)(*(pairs if len(pairs) > 1 else pairs[0]))
@@ -119,37 +122,39 @@ class PlannedSteps:
             if form == forms[done]:
                 raise
             raise StepError(
-                f"micro-batch {done + 1} of {len(forms)} is not of the shape that the step began with: {error}; "
-                "begin(*pairs) tells a step all of its shapes, finish() undoes it"
+                f"micro-batch {done + 1} of {len(forms)} differs in shape from the step's first call: {error}; "
+                "announce all shapes with begin(*pairs), or undo the step with finish()"
             ) from error
         self._told = told and step.done > 0
         return loss
 
     def begin(self, *pairs: Any) -> None:
-        """The next step is of these micro-batches, which then come one by one.
+        """Announces the shapes of the next step's micro-batches, which are then passed one by one.
 
         Args:
-            pairs: 1 to ``accumulate`` batches; only their forms matter.
+            pairs: 1 to ``accumulate`` batches; only their structure and shapes matter.
 
         Raises:
             CaptureError: such a step cannot be captured.
-            StepError: a step is under way (it may go on), or the batches are none.
+            StepError: another step is in progress (it can continue), or the batches are invalid.
         """
         self._go_to(tuple(map(arguments, pairs)))
         self._told = True
 
     def step_for(self, *batch: Any) -> PlannedStep:
-        """The step for batches of this form (one micro-batch: for as many as ``accumulate`` says), the present one
-        from now on; raises as ``begin``."""
+        """Returns the step for batches of this form and makes it the current one; raises as ``begin``.
+
+        A single micro-batch stands for a step of ``accumulate`` such batches.
+        """
         return self._go_to(self._pairs(batch) or (batch,) * self.accumulate)
 
     @property
     def under_way(self) -> bool:
-        """Some micro-batches of a step are done, and others are not."""
+        """Whether a step has finished some, but not all, of its micro-batches."""
         return self._current is not None and self._current.done > 0
 
     def _pairs(self, batch: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """All (micro-)batches of a step, as arguments, if it is not one of several."""
+        """Returns all (micro-)batches of a step as arguments, or None if ``batch`` is one of several."""
         if self.accumulate == 1:
             return (batch if self._own or len(batch) != 1 else arguments(batch[0]),)
         if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
@@ -163,8 +168,8 @@ class PlannedSteps:
         if self.under_way:
             assert self._current is not None
             raise StepError(
-                f"{self._current.done} of the step's {len(next(reversed(self.steps)))} micro-batches are done; it "
-                "takes the next one, alone, or finish() undoes it"
+                f"{self._current.done} of the step's {len(next(reversed(self.steps)))} micro-batches are done; pass "
+                "the next one alone, or undo the step with finish()"
             )
         if not 0 < len(pairs) <= self.accumulate or not (self._own or all(pairs)):
             raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y) or one object")
@@ -177,7 +182,7 @@ class PlannedSteps:
             step = variants.get(step.captured.numbers_of(pairs if len(pairs) > 1 else pairs[0]))
         if step is None or step is not self._current:
             if self._current is not None and self._current.graph is not None:
-                self._current.graph.close()  # its memory is the other shape's
+                self._current.graph.close()  # frees its memory for the other shape
             self._leave()
             self._current = None
             if step is None:
@@ -203,31 +208,36 @@ class PlannedSteps:
         else:
             several: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **options}
             captured = capture(*self.parts, pairs[0], machine=self.machine, **several)
-        if captured.python.undone:  # before it is planned
+        if captured.python.undone:  # raised before planning
             raise StepError(captured.python.undone)
         return captured
 
     def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:
-        """The step of these micro-batches, with its limit."""
+        """Captures and plans a step of these micro-batches."""
         captured = self._capture(pairs)
         limit = self.limit or limit_bytes(self._wanted, captured.program)
         plan = self.planner(captured.program, self.machine, limit)
         return PlannedStep(captured, plan, self.machine, limit, self.undo)
 
     def finish(self) -> None:
-        """All of the user's tensors are on the device again, and no copy is under way. Steps may follow.
+        """Returns all of the user's tensors to the device and waits for copies; more steps may follow.
 
-        A step of which only some micro-batches are done is undone.
+        A step with unfinished micro-batches is undone.
         """
         self._told = False
         if self._current is not None:
             self._current.finish()
 
     def recapture(self) -> None:
-        """Forgets all captures: what they took for constant (the model's parts, Python's values) may have changed. The
-        next step is captured and planned anew, within the same bytes; raises StepError where one is under way."""
+        """Discards all captures; call it after changing the model's modules or Python values.
+
+        The next step is captured and planned again, with the same limit in bytes.
+
+        Raises:
+            StepError: a step is in progress.
+        """
         if self.under_way:
-            raise StepError("a step is under way: recapture() is for between steps")
+            raise StepError("a step is in progress: call recapture() between steps")
         self._leave()
         self.steps.clear()
         self._variants.clear()
@@ -239,16 +249,16 @@ class PlannedSteps:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """As PlannedStep's, of the last step."""
+        """``PlannedStep.grad_norm`` of the last step."""
         return None if self._current is None else self._current.grad_norm
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of bytes in use at any kernel of any step of the shapes that are kept."""
+        """Peak bytes in use at any kernel, over the steps of all kept shapes."""
         return max((step.peak_bytes for step in self.steps.values()), default=0)
 
     def __enter__(self) -> Self:
-        """Until the end of the ``with``, copies run on over the boundary of steps of one shape."""
+        """Lets copies continue across the boundaries of steps of one shape until the end of the ``with`` block."""
         self._open = True
         if self._current is not None:
             self._current.__enter__()
@@ -260,12 +270,12 @@ class PlannedSteps:
 
 
 def _form(batch: tuple[Any, ...]) -> Form:
-    """Equal for batches that one capture is right for; raises StepError where something cannot be compared."""
+    """Returns a key that is equal for batches with the same capture; raises StepError for unhashable leaves."""
     leaves, spec = flatten(batch)
     for i, value in enumerate(leaves):
         if isinstance(value, torch.Tensor):
             check_dense(value, f"tensor {i} of the batch")
-    seen: dict[int, int] = {}  # a tensor that stands in two places is another form, and so are two in one memory
+    seen: dict[int, int] = {}  # repeated tensors and shared storages are part of the form
     form = spec, tuple(
         (tuple(v.shape), v.stride(), v.dtype, str(v.device), seen.setdefault(id(v), len(seen)),
          seen.setdefault(v.untyped_storage()._cdata, len(seen)))
@@ -274,15 +284,15 @@ def _form(batch: tuple[Any, ...]) -> Form:
     try:
         hash(form)
     except TypeError as error:
-        raise StepError(f"the batch has something that is no tensor and cannot be compared: {error}") from error
+        raise StepError(f"the batch has a non-tensor value that is not hashable: {error}") from error
     return form
 
 
 def _constant(value: Any) -> Any:
-    """What a form has of a leaf that is no tensor: itself; raises StepError where it has tensors that nobody finds."""
+    """Returns a non-tensor leaf as part of a form; raises StepError if it contains tensors unknown to pytree."""
     if not is_scalar(value) and next(tensors_in(value), None) is not None:
         raise StepError(
-            f"the batch has a {type(value).__name__}, whose tensors are not known: give a dict of them, or register it "
-            "with torch.utils._pytree.register_pytree_node"
+            f"the batch has a {type(value).__name__}, whose tensors cannot be found: pass a dict of them, or register "
+            "the type with torch.utils._pytree.register_pytree_node"
         )
     return value

@@ -1,8 +1,8 @@
-"""A step under way: its micro-batches, the process's random states, and Ctrl-C.
+"""State of a step in progress: micro-batches, random states and Ctrl-C.
 
-The tensors of the batch are persistent in the program: all there from the begin of the step. Where micro-batches come
-one by one they come later. Until one has come, the plan's moves of its tensors only count bytes, as the program does
-(there may be less); when it comes, its tensors go where the plan has them by then.
+The program treats batch tensors as persistent, present from the beginning of the step. Micro-batches passed one by one
+arrive later. Until one arrives, the plan's moves of its tensors only count bytes (the device may hold fewer); on
+arrival, its tensors move to the location that the plan has reached.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from executor.training.issue_order import Order
 from executor.training.memory_source import Block, Blocks, Place
 from executor.training.node_calls import Call, Calls
 
-# Random states that are no kernel's: that an undone step goes back to; before the step or this micro-batch of it;
-# before a kernel runs again.
+# Keys of random states besides kernels: restored by an undo; before the step or the current micro-batch; before a
+# kernel is recomputed.
 UNDO, BEGIN, NOW = -3, -2, -1
 
 
 @dataclass
 class Part:
-    """A micro-batch of a step, or all of it.
+    """A micro-batch of a step, or the whole step.
 
     Attributes:
-        begin, end: its items.
-        leaves: its batch's among the step's arguments, flat.
-        tensors: of the program, that are its batch's.
-        slots: of these and their views, cleared when it is over.
-        reads_on: tensors that steps after it need, because kernels of its run again.
-        first: calls that begin it.
-        random: the random state at its begin, as Random counts.
-        put_back: its last kernel does not leave the random state in which the next part begins.
+        begin, end: half-open range of its work items.
+        leaves: its batch's range among the step's flattened arguments.
+        tensors: program tensors of its batch.
+        slots: table slots of these tensors and their views, cleared at its end.
+        reads_on: tensors that later parts read, because they recompute its kernels.
+        first: calls at its beginning.
+        random: key of the random state at its beginning (``Random``).
+        put_back: whether the next part begins with another random state than its last kernel leaves.
     """
 
     begin: int
@@ -53,10 +53,13 @@ class Part:
 
 
 def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) -> tuple[Part, list[Part]]:
-    """All of a step, and its micro-batches.
+    """Returns the whole step and its micro-batches as parts.
 
     Args:
-        kept: kernel -> the number under which the random state after it is kept.
+        captured: the captured step.
+        order: its issue order.
+        calls: its calls.
+        kept: kernel -> key under which the random state after the kernel is saved.
     """
 
     def part(begin: int, end: int, leaves: range, first: list[Call]) -> Part:
@@ -77,38 +80,40 @@ def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) 
 
 
 class Random:
-    """States of all random generators, by what comes after them. (A class of its own: were these methods of the step,
-    its list of work would hold the step, and its memory would wait for the garbage collector.)"""
+    """Saved states of all random generators, each under the key of the kernel that follows.
+
+    A separate class, because methods of the step in its work list would create a reference cycle.
+    """
 
     def __init__(self, generators: list[torch.Generator], own: int):
-        self.own = own  # how many of the first are PyTorch's
+        self.own = own  # the first ``own`` generators are PyTorch's
         self.generators, self.states = generators, dict[int, list[Tensor]]()
 
     def save(self, kernel: int) -> None:
-        """Keeps the generators' states before ``kernel``."""
+        """Saves the generators' states under the key ``kernel``."""
         self.states[kernel] = [g.get_state() for g in self.generators]
 
     def restore(self, kernel: int) -> None:
-        """Sets the generators to what they were before ``kernel``."""
+        """Restores the states of all generators from the key ``kernel``."""
         for generator, state in zip(self.generators, self.states[kernel], strict=True):
             generator.set_state(state)
 
     def put_back(self, kernel: int) -> None:
-        """Sets PyTorch's own generators to what they were before ``kernel``, as a checkpoint does."""
+        """Restores the states of PyTorch's own generators only, as a checkpoint does."""
         for generator, state in list(zip(self.generators, self.states[kernel], strict=True))[: self.own]:
             generator.set_state(state)
 
     def replay(self, kernel: int) -> None:
-        """A kernel runs again: it draws what it drew, and afterwards the generators go on from where they are."""
+        """Restores a kernel's random states for its recomputation, after saving the current states under NOW."""
         self.save(NOW)
         self.restore(kernel)
 
 
 def generators(captured: Captured, device: torch.device) -> tuple[list[torch.Generator], int]:
-    """Every generator that the step may draw from, and how many of the first are PyTorch's."""
+    """Returns all generators that the step may draw from, PyTorch's own first, and how many those are."""
     found = [torch.default_generator]
     if device.type == "cuda":
-        index = torch.empty(0, device=device).get_device()  # before there is a tensor there may be no generators
+        index = torch.empty(0, device=device).get_device()  # the first tensor initializes the generators
         found.append(torch.cuda.default_generators[index])
     defaults = len(found)
     for node in captured.graph.graph.nodes:
@@ -118,14 +123,14 @@ def generators(captured: Captured, device: torch.device) -> tuple[list[torch.Gen
 
 
 class Progress:
-    """How far a step is whose micro-batches come one by one.
+    """Progress of a step whose micro-batches are passed one by one.
 
     Attributes:
-        done: micro-batches of the present step.
-        alone: they come one by one.
-        loss: the last one's; its own memory.
-        absent: tensors of the batch that have not come.
-        needed: of those that have come, which later parts need; each with its version.
+        done: number of finished micro-batches of the current step.
+        alone: whether micro-batches are passed one by one.
+        loss: copy of the last micro-batch's loss.
+        absent: batch tensors that have not arrived.
+        needed: arrived tensors that later parts need, each with its version.
     """
 
     def __init__(self, blocks: Blocks, random: Random) -> None:
@@ -137,26 +142,26 @@ class Progress:
         self._shown: list[Block] = []
 
     def keep(self, loss: Tensor) -> Tensor:
-        """A micro-batch's loss is there: passed on."""
+        """Keeps a copy of a micro-batch's loss and returns the loss."""
         if self.alone:
             self.loss = loss.clone()
         return loss
 
     def pause(self, part: Part, following: Part) -> None:
-        """A micro-batch is over and the step is not."""
+        """Suspends the step after a micro-batch."""
         self._grad_mode = torch.is_grad_enabled()
         if part.put_back:
             self._random.put_back(following.random)
-        for slot in part.slots:  # the caller may have the memory back
+        for slot in part.slots:  # releases the caller's memory
             self._blocks.values[slot] = None
         self._shown = self._blocks.show()
         self.done += 1
 
     def resume(self, part: Part) -> None:
-        """The next one begins, with the random state as it is now."""
+        """Resumes the step with the next micro-batch and the current random state."""
         self._random.save(part.random)
-        if (engines := self._blocks.engines) and engines.begin():  # the caller's stream is another one
-            for value in self._blocks.values:  # and their memory that of the one before
+        if (engines := self._blocks.engines) and engines.begin():  # the caller's stream has changed
+            for value in self._blocks.values:  # their memory belongs to the previous stream
                 if isinstance(value, Tensor):
                     engines.borrow(value)
         for block in self._shown:
@@ -164,22 +169,22 @@ class Progress:
         torch._C._set_grad_enabled(self._grad_mode)
 
     def end(self) -> None:
-        """The step is over or given up."""
+        """Resets the progress after a finished or abandoned step."""
         self.done, self.alone, self.loss, self._shown, self.needed = 0, False, None, [], []
         for block in map(self._blocks.blocks.__getitem__, self.absent):
             block.place, block.absent = Place.DEVICE, False
         self.absent.clear()
 
-    # ---------------------------------------------------------------------------- what has not come
+    # ---------------------------------------------------------------------------- absent batch tensors
 
     def expect(self, absent: set[int]) -> None:
-        """These tensors of the batch have not come."""
+        """Marks batch tensors as not arrived."""
         self.absent = absent
         for t in absent:
             self._blocks.blocks[t].absent = True
 
     def arrive(self, t: int) -> None:
-        """A tensor has come, on the device: it goes where it would be if it had been there from the begin."""
+        """Moves a tensor that has arrived on the device to the location that the plan has reached."""
         self.absent.discard(t)
         block = self._blocks.blocks[t]
         meant, valid = block.place, block.valid
@@ -195,10 +200,10 @@ class Progress:
 
 
 class Interrupt:
-    """Ctrl-C while a step runs: noted, and handled when the step is over, done or undone.
+    """Defers Ctrl-C during a step until the step is finished or undone.
 
     Attributes:
-        stop: it should be undone, if it still can. A handler other than Python's own is called only at the end.
+        stop: whether the step should be undone if possible. A user's signal handler is called only at the end.
     """
 
     def __enter__(self) -> Interrupt:

@@ -1,7 +1,7 @@
-"""A step as work: one flat list that a loop runs without looking at the plan, and what belongs to it.
+"""Compiles a step into a flat list of work items, which a loop runs without consulting the plan.
 
-``compile_step`` makes it of an order of issue (issue_order.py) and of calls (node_calls.py). PlannedStep runs it, as
-one step or micro-batch by micro-batch (progress.py), a graph captures it (graph.py).
+``compile_step`` combines an issue order (issue_order.py) with calls (node_calls.py). PlannedStep runs the list at once
+or by micro-batch (progress.py), and graph.py captures it as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ Action = tuple[Callable[[Any], None], Any]
 
 
 class WorkItem(NamedTuple):
-    """What is done for one step of the schedule: a kernel, or one that runs again.
+    """Work of one schedule step: a kernel or a recomputation.
 
     Attributes:
-        before, after: moves and the like, with what each is done to.
-        charged, freed: bytes that it takes (with its workspace) and gives back when it is over.
-        calls: of its operator and views.
-        clear: slots of the table that are emptied after them.
+        before, after: actions, such as moves, each with its argument.
+        charged: bytes allocated, workspace included.
+        freed: bytes freed at its end.
+        calls: calls of its operator and views.
+        clear: table slots cleared after the calls.
     """
 
     before: tuple[Action, ...]
@@ -48,27 +49,27 @@ class WorkItem(NamedTuple):
 
 
 class Skipping:
-    """An optimizer's step that is left out because a GradScaler has found gradients that are not finite.
+    """Skips the optimizer update if a GradScaler has found non-finite gradients.
 
-    The plan is for the normal step, and its moves are made in any case. Of the kernels that are left out those run that
-    write no persistent tensor, because a plan may move what they make; the others write nothing. So the state is to the
-    bit as before, and what comes after (the scaler's update) goes on.
+    The plan's moves are made in any case. Skipped kernels that write no persistent tensor still run, because the plan
+    may move their outputs; the others write nothing. The state therefore stays bit-identical, and later work (the
+    scaler's update) continues.
     """
 
     def __init__(self, blocks: Blocks, work: list[WorkItem]) -> None:
         self._blocks, self._work = blocks, work
-        self.calls: dict[int, tuple[Call, ...]] = {}  # item -> its calls where the update is left out
+        self.calls: dict[int, tuple[Call, ...]] = {}  # item -> its calls if the update is skipped
         self._normal: dict[int, WorkItem] = {}
 
     def ask(self, slot: int) -> None:
-        """Before the update: is it left out? ``slot``: of the number that says so."""
+        """Decides before the update whether to skip it, by the number in this table slot."""
         if self._blocks.values[slot]:
             for i, calls in self.calls.items():
                 self._normal[i] = self._work[i]
                 self._work[i] = self._work[i]._replace(calls=calls)
 
     def end(self) -> None:
-        """The step is over."""
+        """Resets the work list after the step."""
         for i, item in self._normal.items():
             self._work[i] = item
         self._normal.clear()
@@ -76,20 +77,22 @@ class Skipping:
 
 @dataclass
 class StepState:
-    """A step that is ready to run, and how far it is.
+    """Compiled step and its progress.
 
     Attributes:
-        blocks: what the plan swaps; ``host``: their memory on the host, of ``pinned_bytes``.
+        blocks: tensors that the plan swaps.
+        host: their pinned memory, of ``pinned_bytes``.
         bindings: the user's tensors.
-        inputs: tensors of the batch; ``written_inputs``: those that are written before ``commit``.
-        meant: of each placeholder, device and offset.
-        work: per step of the schedule.
-        table: values that stay from step to step: constants, the user's tensors and their views.
-        commit: the first item that writes what cannot be undone.
-        whole, parts: all of the step as one, and its micro-batches.
-        seen: what was found when the user's tensors and numbers were looked at last; other objects where they changed.
-        undoes_all: what is overwritten after ``commit`` is kept, too.
-        undo_batch: tensors of the batch that the step overwrites, and copies of them.
+        inputs: tensors of the batch.
+        written_inputs: tensors of the batch that are written before ``commit``.
+        meant: expected device and storage offset of each placeholder.
+        work: work items, one per schedule step.
+        table: values that persist between steps: constants, the user's tensors and their views.
+        commit: index of the first item whose writes cannot be undone.
+        whole, parts: the whole step as one part, and its micro-batches.
+        seen: results of the last check of the user's tensors and numbers; replaced by new objects after a change.
+        undoes_all: whether tensors overwritten after ``commit`` are copied, too, so that the whole step can be undone.
+        undo_batch: tensors of the batch that the step overwrites, with their copies.
     """
 
     captured: Captured
@@ -116,11 +119,11 @@ class StepState:
     undo_batch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def swapped_inputs(self) -> list[Block]:
-        """Blocks of the batch."""
+        """Returns the swapped blocks that belong to the batch."""
         return [self.blocks.blocks[t] for t in self.inputs & self.blocks.blocks.keys()]
 
     def end(self) -> None:
-        """The step is over or undone."""
+        """Resets the state after a finished or undone step."""
         self.skipping.end()
         self.progress.end()
         self.blocks.tolerant, self.blocks.values, self.undo_batch = False, [], []
@@ -128,20 +131,18 @@ class StepState:
             block.storage = block.bytes = None
 
     def taken(self, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
-        """What of the step is to run, and its batch by placeholder; raises StepError where it is not as captured."""
+        """Returns the part of the step to run and its batch by placeholder; raises StepError on a mismatch."""
         leaves, spec = flatten(args)
         done, captured, part = self.progress.done, self.captured, self.whole
         if captured.micro and spec == captured.spec.child(0):
             part = self.parts[done]
         elif spec != captured.spec:
             forms = (" ".join(str(s).split()) for s in (spec, captured.spec))
-            raise StepError("the batch is {}, the step was captured with {}".format(*forms))
+            raise StepError("the batch is {}, but the step was captured with {}".format(*forms))
         elif done:
-            raise StepError(
-                f"{done} of the step's {len(self.parts)} micro-batches are done; it takes the next one, alone"
-            )
+            raise StepError(f"{done} of the step's {len(self.parts)} micro-batches are done; pass the next one alone")
         if any(tensor._version != version for tensor, version in self.progress.needed):
-            raise StepError("a batch was changed that the plan needs until the step is over; finish() undoes it")
+            raise StepError("a batch was changed before the end of the step, which needs it; undo it with finish()")
         batch: dict[fx.Node, Tensor] = {}
         seen: dict[fx.Node, Tensor] = {}
         taken = {block: block.storage._cdata for block in self.swapped_inputs() if block.storage is not None}
@@ -150,11 +151,11 @@ class StepState:
             want = captured.leaves[i]
             if not isinstance(want, fx.Node):
                 if leaf is not want and leaf != want:
-                    raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
+                    raise StepError(f"argument {i} of the step is {leaf!r}, but was {want!r} at the capture")
                 continue
             compare(f"tensor {i} of the batch", leaf, want, *self.meant[want])
             if seen.setdefault(want, leaf) is not leaf:
-                raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
+                raise StepError(f"tensor {i} of the batch was the same as another one at the capture and now differs")
             block = self.blocks.blocks.get(captured.values.get(want, -1))
             if block is not None and want not in batch:
                 leaf = self._movable(leaf, captured.values[want], copies)
@@ -173,8 +174,13 @@ class StepState:
         return part, batch
 
     def _movable(self, leaf: Tensor, t: int, copies: dict[int, torch.UntypedStorage]) -> Tensor:
-        """A tensor of the batch that the plan swaps; where a loader's process made it, and so shares its memory, a copy
-        (``copies``: by the memory that they are of)."""
+        """Returns a batch tensor that can be swapped, or a copy if its memory is shared with a data loader's process.
+
+        Args:
+            leaf: the tensor of the batch.
+            t: its program tensor.
+            copies: storage -> copy, filled in here.
+        """
         if not shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
             return leaf
         memory = leaf.untyped_storage()
@@ -184,7 +190,7 @@ class StepState:
 
 
 def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
-    """Returns the first step of a schedule that writes what cannot be undone, and which tensors are written before."""
+    """Returns the first schedule step whose writes cannot be undone, and the tensors written before it."""
     program, written = schedule.program, set[int]()
     for i, step in enumerate(schedule.steps):
         kernel = program.kernels[step.kernel]
@@ -196,11 +202,13 @@ def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
 
 
 def compile_step(captured: Captured, order: Order, calls: Calls, graph: bool) -> StepState:
-    """Everything of a step that is worked out beforehand.
+    """Compiles a step into its work list.
 
     Args:
-        graph: it is to be captured. Persistent tensors that the plan swaps are all on the host then, each in a place of
-            its own.
+        captured: the captured step.
+        order: the plan's issue order.
+        calls: calls of each schedule step.
+        graph: whether the step is captured as a CUDA graph; then each swapped persistent tensor gets its own host slot.
 
     Raises:
         StepError: the captured tensors cannot be trained under this plan.
@@ -232,8 +240,8 @@ def compile_step(captured: Captured, order: Order, calls: Calls, graph: bool) ->
     blocks = Blocks(engines, swapped, sum(t.nbytes for t in tensors if t.persistent))
 
     random = Random(*generators(captured, device))
-    # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0. Of
-    # micro-batches, too, which a graph takes in one call; and in a capture no state can be read.
+    # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A graph
+    # takes all micro-batches in one call, and a capture cannot read random states.
     between = () if graph else (m.drawn for m in captured.micro)
     kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
     whole, found = parts(captured, order, calls, kept)
@@ -249,7 +257,7 @@ def compile_step(captured: Captured, order: Order, calls: Calls, graph: bool) ->
 
 
 def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
-    """The work; ``kept``: kernel -> the number under which the random state after it is kept."""
+    """Fills the work list; ``kept`` maps a kernel to the key of the random state after it."""
     order, calls, random, kernels = state.order, state.calls, state.random, state.order.program.kernels
     draws, n = state.captured.draws, len(kernels)
     again_random = {item.step.kernel for item in order.items if item.step.again and calls.random(item.step.kernel)}
@@ -285,7 +293,7 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
 
 
 def _actions(state: StepState, moves: tuple[Move, ...]) -> list[Action]:
-    """Moves as calls."""
+    """Converts moves to actions."""
     blocks, memory = state.blocks, state.order.schedule.blocks
     of_values = {"out": blocks.leave, "release": blocks.release}
     acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}

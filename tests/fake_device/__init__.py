@@ -1,1 +1,1 @@
-"""One fake GPU under the real torch.cuda and CuPy code: streams, events, an allocator, graphs (tests/README.md)."""
+"""Fake GPU for the real torch.cuda and CuPy code: streams, events, an allocator and graphs (tests/README.md)."""

@@ -1,11 +1,11 @@
-"""A double of ``torch.cuda``: the real ``CudaEngines`` and their steps run on CPU tensors, and every order is checked.
+"""Test double of ``torch.cuda``: runs the real ``CudaEngines`` and steps on CPU tensors and checks all ordering.
 
-    double = GraphDouble(seed)          # None: copies are done as late as anything allows; else at random moments
-    double.install(monkeypatch)         # now torch.cuda is it, and steps of CPU tensors are steps on cuda:0
-    with double: ...                    # it sees every operator
+    double = GraphDouble(seed)          # None: copies run as late as possible; else at random moments
+    double.install(monkeypatch)         # replaces torch.cuda; steps of CPU tensors become steps on cuda:0
+    with double: ...                    # intercepts every operator
     double.check()
 
-What it does as CUDA and PyTorch do, and what it cannot show, is the list in tests/README.md (a double of torch.cuda).
+tests/README.md lists the modeled behavior of CUDA and PyTorch and its limits.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tests.fake_device.memory import POISON, Memory
 from tests.fake_device.order import HOST, Clock, Clocks, Queue, Span, by_chance
 
 aten = torch.ops.aten
-STREAMS = 32  # c10/cuda/CUDAStream.h: of a device, handed out in turn
+STREAMS = 32  # streams per device, assigned round-robin (c10/cuda/CUDAStream.h)
 RESHAPES = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor,
             aten.detach_.default, aten.resize_.default, aten.is_same_size.default, aten.is_set_to.default}  # fmt: skip
 
 
 class Event:
-    """torch.cuda.Event."""
+    """Double of torch.cuda.Event."""
 
     def __init__(self, double: CudaDouble) -> None:
         self.double, self.clock, self.at = double, Clock(), 0
-        self.stream: Stream | None = None  # None: never recorded, and then nothing waits for it
+        self.stream: Stream | None = None  # None: never recorded, so waits return at once
 
     def record(self, stream: Stream | None = None) -> None:
         if self.double.left_out():
@@ -64,12 +64,12 @@ class Event:
 
 
 class Stream(Queue):
-    """torch.cuda.Stream. Its work: copies, and waits for events."""
+    """Double of torch.cuda.Stream; its work consists of copies and waits for events."""
 
     def __init__(self, double: CudaDouble, device: torch.device, handle: int) -> None:
         super().__init__(f"stream {handle} of {device}")
         self.double, self.device, self.cuda_stream = double, device, handle
-        self.lags = handle > 0  # until a kernel runs here
+        self.lags = handle > 0  # until a kernel runs on this stream
 
     def put(self, work: Callable[[], object]) -> None:
         super().put(work)
@@ -106,8 +106,10 @@ class Stream(Queue):
 
 
 class Current:
-    """torch.cuda.StreamContext. (No generator: one that is never left, as where capture_end raises, would be left when
-    it is collected.)"""
+    """Double of torch.cuda.StreamContext.
+
+    It is no generator: one left open, as when capture_end raises, would be closed by the garbage collector.
+    """
 
     def __init__(self, double: CudaDouble, stream: Stream) -> None:
         self.double, self.stream = double, stream
@@ -121,7 +123,7 @@ class Current:
 
 
 class Runtime:
-    """torch.cuda.cudart(): pinned memory."""
+    """Double of torch.cuda.cudart(), for pinned memory."""
 
     def __init__(self, double: CudaDouble) -> None:
         self.double, self.pinned = double, double.memory.pinned
@@ -137,13 +139,14 @@ class Runtime:
 
 
 class CudaDouble(TorchDispatchMode):
-    """One GPU, but for graphs and pools of memory, which GraphDouble (graphs.py) adds.
+    """Double of one GPU without graphs and memory pools, which GraphDouble (graphs.py) adds.
 
     Attributes:
-        found: what was wrong.
-        omitted: (file, first line, last line) of calls of wait_event, wait_stream, record_stream and synchronize that
-            are left out; ``called``: file and line of those that were made.
-        fails: says of a copy (target, source, both tensors) that it fails when it is issued.
+        found: descriptions of detected errors.
+        omitted: (file, first line, last line) of calls of wait_event, wait_stream, record_stream and synchronize to
+            skip.
+        called: file and line of those calls that were made.
+        fails: predicate of a copy (target, source): whether it fails when issued.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -154,14 +157,14 @@ class CudaDouble(TorchDispatchMode):
         self.called: set[tuple[str, int]] = set()
         self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
         self.gpu = torch.device("cuda", 0)
-        self.pools: dict[int, list[Stream]] = {}  # priority -> streams, the next one first
+        self.pools: dict[int, list[Stream]] = {}  # priority -> streams, next one first
         self.current = Stream(self, self.gpu, 0)
         self.everything = [self.current]
 
     # ---------------------------------------------------------------------------------------- torch.cuda
 
     def install(self, monkeypatch: Any) -> None:
-        """In torch.cuda's place; steps of CPU tensors are made as those of the first device."""
+        """Replaces torch.cuda and treats steps of CPU tensors as steps on the first device."""
         for name in ("current_stream", "set_stream", "synchronize", "stream", "device", "memory_stats"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
@@ -169,7 +172,7 @@ class CudaDouble(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(self))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: torch.empty(0))  # draws are the host's
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: torch.empty(0))  # the host draws
         monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *state: None)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.memory.bytes)
         monkeypatch.setattr(
@@ -225,7 +228,7 @@ class CudaDouble(TorchDispatchMode):
     # ---------------------------------------------------------------------------------------- order
 
     def left_out(self) -> bool:
-        """Is the call two frames up to be left out?"""
+        """Returns True if the call two frames up is to be skipped."""
         caller = sys._getframe(2)
         at = caller.f_code.co_filename, caller.f_lineno
         self.called.add(at)
@@ -268,9 +271,9 @@ class CudaDouble(TorchDispatchMode):
             for tensor in tree_leaves(value):
                 if is_real(tensor) and tensor.numel():
                     where = host if self.memory.of(tensor).stream is None else device
-                    if written or not MAKES.search(name):  # of others only the form counts
+                    if written or not MAKES.search(name):  # other operators read only the form
                         where[written or any(tensor is s for s in statistics)].append(tensor)
-        if any(host):  # a computation of the host; what it takes of the device it has to wait for
+        if any(host):  # a host computation, which must wait for its device inputs
             self.use(None, name, *([self.memory.span(t) for t in ts] for ts in host))
             stream.run(stream.issued)
             Clocks.join(self.clocks.clocks[HOST], self.clocks.of(stream.name))
@@ -290,7 +293,7 @@ class CudaDouble(TorchDispatchMode):
         self.use(
             None if any(host) else stream, name, spans[0], spans[1] + [self.memory.span(t) for t in fresh if t.numel()]
         )
-        if not made and any(device) and func._schema.returns:  # a number for the host
+        if not made and any(device) and func._schema.returns:  # a number read by the host
             self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
         return out
 
@@ -319,5 +322,5 @@ UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, at
 
 
 def is_real(value: Any) -> bool:
-    """A tensor that plays one of the device, or that is in pinned memory."""
+    """Returns True for a tensor that stands for device memory or is in pinned memory."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor)

@@ -1,11 +1,11 @@
-"""A double of CuPy under the real ``CupyBackend``: its kernels, compiled by g++, on this computer's memory.
+"""Test double of CuPy for the real ``CupyBackend``: runs its kernels, compiled by g++, in host memory.
 
     with opened(machine, seed) as (backend, device): ...
 
-All that is enqueued is done when something has to wait for it, or by chance (``seed``), in the order of its stream and
-after the events that this waits for. A graph keeps the calls of its capture and makes them again when it is launched.
-Time is made up: each stream has a clock, copies take what the machine says, kernels what ``now()`` in them says. Two
-uses of one memory on two streams in no order stand in ``device.found``, by the vector clocks of order.py.
+Enqueued work runs when something waits for it, or at random moments (``seed``), in stream order and after its events. A
+graph records the calls of its capture and repeats them at launch. Time is simulated: each stream has a clock, copies
+take the machine's time, kernels the time that their ``now()`` returns. ``device.found`` lists unordered uses of the
+same memory on two streams, detected by the vector clocks of order.py.
 """
 
 from __future__ import annotations
@@ -44,17 +44,22 @@ static inline void atomicMin(unsigned long long* p, unsigned long long v) { if (
 static unsigned long long shim_ns;                        // a microsecond later at each look
 static inline unsigned long long shim_now() { return shim_ns += 1000; }
 """
-ASM = (  # the statements that only a GPU has, once each, and what is done here
+ASM = (  # GPU-only statements, each with its replacement
     (r'asm volatile\("mov\.u64 %0, %globaltimer;"[^;]*;', "ns = shim_now();"),
 )
 KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
-WIDTHS = {"u32": np.uint32}  # else 8 bytes: u64, addresses
+WIDTHS = {"u32": np.uint32}  # other types have 8 bytes: u64, addresses
 
 
 @cache
 def compiled(source: str) -> tuple[ctypes.CDLL, dict[str, list[Any]]]:
-    """The kernels as functions ``run_NAME(start_ns, blocks, threads, …)`` that return when they are over, and the types
-    of their own arguments. All threads run one after the other, each from the start."""
+    """Compiles the kernels to functions ``run_NAME(start_ns, blocks, threads, …)`` that return their end time.
+
+    All threads run one after the other, each from ``start_ns``.
+
+    Returns:
+        The library, and the types of each kernel's own arguments.
+    """
     if not shutil.which("g++"):
         pytest.skip("there is no g++")
     for pattern, here in ASM:
@@ -89,11 +94,11 @@ extern "C" u64 run_{name}(u64 start, u32 blocks, u32 threads, {parameters}) {{
 
 
 class CUDARuntimeError(RuntimeError):
-    """cupy.cuda.runtime's."""
+    """Double of cupy.cuda.runtime.CUDARuntimeError."""
 
 
 class Stream(Queue):
-    """cupy.cuda.Stream, with a clock."""
+    """Double of cupy.cuda.Stream, with a clock."""
 
     def __init__(self, device: Device) -> None:
         device.streams.append(self)
@@ -101,8 +106,8 @@ class Stream(Queue):
         super().__init__(f"stream {self.ptr}")
 
     def enqueue(self, work: Callable[[int], int]) -> None:
-        """``work``: from when it can begin to when it is over."""
-        enqueued = self.device.host_ns  # nothing begins before
+        """Enqueues ``work``, a function from the earliest start time to the end time."""
+        enqueued = self.device.host_ns  # earliest start
 
         def does() -> None:
             self.ns = work(max(self.ns, enqueued))
@@ -128,7 +133,7 @@ class Stream(Queue):
                 raise CUDARuntimeError("cudaErrorStreamCaptureIsolation")
             if self is graph.origin:
                 graph.joined[event.stream] = graph.events[event]
-            graph.counts.setdefault(self, 0)  # it takes part from now on
+            graph.counts.setdefault(self, 0)  # the stream joins the capture
             return graph.add(self, "wait", lambda: self.wait_event(event))
         Clocks.join(self.device.clocks.of(self.name), event.clock)
         self.enqueue(lambda ns: max(ns, event.happened()))
@@ -150,13 +155,13 @@ class Stream(Queue):
 
 
 class Graph:
-    """cupy.cuda.graph.Graph, and while it is captured what takes part.
+    """Double of cupy.cuda.graph.Graph, with the state of its capture.
 
     Attributes:
-        counts: of each stream that takes part, how many calls it has had; ``joined``: of how many of them the origin
-            waits.
-        events: those that were recorded in it, after so many calls.
-        nodes: how often each kind of call was made.
+        counts: number of calls on each captured stream.
+        joined: number of each stream's calls that the origin stream waits for.
+        events: events recorded in the capture, with the number of calls before them.
+        nodes: number of calls of each kind.
     """
 
     def __init__(self, origin: Stream) -> None:
@@ -179,7 +184,7 @@ class Graph:
 
 
 class Event:
-    """cupy.cuda.Event."""
+    """Double of cupy.cuda.Event."""
 
     def __init__(self, device: Device, disable_timing: bool = False) -> None:
         self.device, self.clock, self.ns, self.at = device, Clock(), -1, 0
@@ -212,11 +217,11 @@ class Event:
 
 
 class Device:
-    """The module ``cupy``, and what one sees of it from outside.
+    """Double of the module ``cupy``, with the device state for tests.
 
     Attributes:
-        found: what was wrong.
-        error: of what has run; whoever waits gets it.
+        found: descriptions of detected errors.
+        error: error of finished work, raised at the next wait.
     """
 
     def __init__(self, machine: Machine, seed: int | None = None) -> None:
@@ -224,7 +229,7 @@ class Device:
         self.clocks, self.found, self.streams = Clocks(), list[str](), list[Stream]()
         self.current: list[Stream] = []
         self.host_ns = 0  # when the host last waited for a stream
-        self.graph: Graph | None = None  # that is captured now
+        self.graph: Graph | None = None  # the current capture
         self.launched: list[Graph] = []
         self.memory: dict[int, np.ndarray] = {}
         self.error: CUDARuntimeError | None = None
@@ -251,13 +256,13 @@ class Device:
     def malloc(self, nbytes: int) -> int:
         if nbytes > self.left():
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
-        made = np.full(-(-nbytes // 512) * 512 + 512, 0xFF, np.uint8)  # what nobody has written
+        made = np.full(-(-nbytes // 512) * 512 + 512, 0xFF, np.uint8)  # poison for uninitialized memory
         at = -(-made.ctypes.data // 512) * 512
         self.memory[at] = made
         return at
 
     def free(self, at: int) -> None:
-        """cudaFree waits for all that is under way (what it frees is overwritten)."""
+        """Waits for all work, as cudaFree does, and overwrites the freed memory."""
         assert all(not stream.queue for stream in self.streams)
         self.memory.pop(at)[:] = 0xFE
 
@@ -329,7 +334,7 @@ class Device:
 
 @contextlib.contextmanager
 def opened(machine: Machine, seed: int | None = None) -> Iterator[tuple[Any, Device]]:
-    """A backend on a double."""
+    """Yields a backend on a test double, and the double."""
     device = Device(machine, seed)
     name = "executor.replay.cupy_backend"
     with pytest.MonkeyPatch.context() as patch:
@@ -344,4 +349,4 @@ def opened(machine: Machine, seed: int | None = None) -> Iterator[tuple[Any, Dev
                 yield backend, device
         finally:
             patch.delitem(sys.modules, name, raising=False)
-            assert not device.memory, "memory was not given back"
+            assert not device.memory, "memory was not freed"

@@ -1,5 +1,6 @@
-"""Graphs on the double of torch.cuda: the real ``torch.cuda.graph``, ``GraphMemory`` and ``Arena``; captures that run
-nothing, and replays that do what was issued at the addresses at which it was. Details: tests/README.md.
+"""Adds CUDA graphs to the double of torch.cuda, for the real ``torch.cuda.graph``, ``GraphMemory`` and ``Arena``.
+
+A capture runs nothing; a replay performs the captured work at the captured addresses. tests/README.md has details.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tests.fake_device.cuda import UNWRITTEN, CudaDouble, Event, Stream, is_real
 from tests.fake_device.memory import BASE, SEGMENT, Block
 from tests.fake_device.order import HOST, Clocks
 
-ADDRESSES = itertools.count(2 * BASE + (1 << 40), 1 << 40)  # of arenas; the allocator of segments knows all of them
+ADDRESSES = itertools.count(2 * BASE + (1 << 40), 1 << 40)  # of arenas; unique, as the native allocator knows them all
 
 
-@dataclasses.dataclass(frozen=True)  # and so a leaf of a pytree
+@dataclasses.dataclass(frozen=True)  # a dataclass is a leaf of a pytree
 class Ref:
-    """A tensor by its address."""
+    """Reference to a tensor by its address."""
 
     at: int
     size: tuple[int, ...]
@@ -41,7 +42,7 @@ class Ref:
 
 
 class Graph:
-    """torch.cuda.CUDAGraph."""
+    """Double of torch.cuda.CUDAGraph."""
 
     def __init__(self, double: GraphDouble, keep_graph: bool = False) -> None:
         self.double, self.kept, self.log = double, keep_graph, list[tuple[Any, ...]]()
@@ -61,13 +62,13 @@ class Graph:
         double.begin(pool)
 
     def capture_end(self) -> None:
-        """aten/src/ATen/cuda/CUDAGraph.cpp: where the capture was invalidated, the allocation to the pool goes on."""
+        """Ends the capture; after an invalidated one, allocation to the pool continues (aten's CUDAGraph.cpp)."""
         double = self.double
         assert double.current_stream() is self.stream
-        double.capture, self.fake = None, None  # which knows tensors
+        double.capture, self.fake = None, None  # the fake mode references tensors
         clocks, own = double.clocks.clocks, double.clocks.of(self.stream.name)
         joined = all(own.get(s.name, 0) >= clocks[s.name].get(s.name, 0) for s in self.forked)
-        Clocks.join(clocks[HOST], own)  # none of it has been done
+        Clocks.join(clocks[HOST], own)  # none of the captured work has run
         for stream in self.forked:
             Clocks.join(clocks[HOST], clocks[stream.name])
         if self.broken or not joined:
@@ -87,7 +88,7 @@ class Graph:
         stream.run(stream.issued)
         stream.lags = False
         self.double.show(into_arenas=True)
-        with _disable_current_modes():  # all of it has been seen
+        with _disable_current_modes():  # the capture has checked all operators
             for func, grad, args, kwargs, outs in self.log:
                 with torch.set_grad_enabled(grad):
                     made = func(*tree_map(double.tensor, args), **tree_map(double.tensor, kwargs))
@@ -98,7 +99,7 @@ class Graph:
 
 
 class Allocator:
-    """torch._C._cuda_customAllocator: remembers what it handed out, and aborts the process if that is not so."""
+    """Double of torch._C._cuda_customAllocator, which tracks its allocations and aborts on a double use."""
 
     def __init__(self, double: GraphDouble) -> None:
         self.double, self.handed = double, set[int]()
@@ -117,7 +118,7 @@ class Allocator:
 
 
 class Pool:
-    """torch.cuda.MemPool."""
+    """Double of torch.cuda.MemPool."""
 
     def __init__(self, double: GraphDouble, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False):
         self.double, self.id, self.allocator = double, (0, 7 + double.made), allocator
@@ -132,7 +133,7 @@ class Pool:
 
 
 class Driver:
-    """libcuda.so.1. A thread has a context once it has called the runtime (here: torch.cuda.synchronize)."""
+    """Double of libcuda.so.1; a thread has a context after a call of the runtime (here: torch.cuda.synchronize)."""
 
     def __init__(self, double: GraphDouble) -> None:
         self.double, self.mapped = double, set[int]()
@@ -189,13 +190,17 @@ class Driver:
 
 
 class GraphDouble(CudaDouble):
-    """A double that captures.
+    """Double of torch.cuda that supports capture.
 
     Attributes:
-        capture: that is under way; ``routes``: pools to which allocations go on, in the allocator's mind.
-        nested: pools of use_mem_pool, the innermost last; ``nests``: they go before a capture's.
-        uses: of each pool, by whom it is held; ``allocators``: its own.
-        arenas: what the driver has handed out; ``aliased``: addresses that share memory.
+        capture: the current capture, or None.
+        routes: pools to which the allocator directs allocations.
+        nested: pools of use_mem_pool, innermost last.
+        nests: whether these take precedence over the capture's pool.
+        uses: number of users of each pool.
+        allocators: allocator of each pool.
+        arenas: memory allocated from the driver.
+        aliased: address ranges that share physical memory.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -236,11 +241,11 @@ class GraphDouble(CudaDouble):
             monkeypatch.setattr(module, "libraries_bytes", graph_memory.libraries_bytes)
         monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
         monkeypatch.setattr(graph_rules, "device_of", lambda captured: self.gpu)
-        monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are the CPU's
+        monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are on the CPU
         monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
     def synchronize(self, device: Any = None) -> None:
-        if not self.left_out():  # which asks who called this method
+        if not self.left_out():  # inspects the caller of this method
             self.context = True
             self.wait_for_all()
 
@@ -265,7 +270,7 @@ class GraphDouble(CudaDouble):
             self.empty_cache()
 
     def empty_cache(self) -> None:
-        """What nobody has of pools without an owner goes back."""
+        """Frees unused segments of pools without an owner."""
         for (pool, _), spans in self.memory.free.items():
             for free in spans[:] if not self.uses[pool[0]] else ():
                 del self.memory.segments[pool, free.begin]
@@ -287,7 +292,7 @@ class GraphDouble(CudaDouble):
         return self.capture is not None and stream in self.capture.forked
 
     def pool_of(self, stream: Stream) -> Any:
-        """The innermost of use_mem_pool goes before the capture's (pytorch/pytorch#168382)."""
+        """Returns the pool for an allocation: use_mem_pool's before the capture's (pytorch/pytorch#168382)."""
         if self.nested and (self.nests or not (self.capture and self.is_captured(stream))):
             return self.nested[-1], stream
         return (self.capture.pool, stream) if self.capture and self.is_captured(stream) else stream
@@ -313,10 +318,10 @@ class GraphDouble(CudaDouble):
         entries = [{"action": action, "addr": at, "size": nbytes} for action, at, nbytes in self.memory.trace]
         return {"device_traces": [entries]}
 
-    # ------------------------------------------------------------------------------------------ what is captured
+    # ------------------------------------------------------------------------------------------ capture
 
     def captured(self, stream: Stream, event: Event, waits: bool = False) -> bool:
-        """Whether a wait, or the record of an event, is part of the capture."""
+        """Returns True if a wait, or the recording of an event, is part of the capture."""
         if not waits:
             event.capture = self.capture if self.is_captured(stream) else None
         elif self.capture and getattr(event, "capture", None) is self.capture:
@@ -344,7 +349,7 @@ class GraphDouble(CudaDouble):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def do(self, func: Any, args: Any, kwargs: Any, reads: Any, writes: Any) -> Any:
-        """In a capture nothing is done; what is made is there, and nothing is in it."""
+        """Runs an operator; in a capture, records it and creates outputs without content."""
         if self.capture is None:
             return func(*args, **kwargs)
         assert not any(self.memory.of(t).stream is None for t in tree_leaves((args, kwargs)) if is_real(t))
@@ -378,7 +383,7 @@ class GraphDouble(CudaDouble):
 
     def use(self, stream: Stream | None, name: str, reads: Any, writes: Any, after: Any = None) -> None:
         reads, writes = tuple(reads), tuple(writes)
-        if self.capture and "given back" not in name:
+        if self.capture and "freed memory" not in name:
             self.capture.reads += reads
             self.capture.writes += writes
         super().use(stream, name, reads, writes, after)
@@ -398,7 +403,7 @@ class GraphDouble(CudaDouble):
         return Ref(self.memory.span(value)[0], tuple(value.size()), tuple(value.stride()), value.dtype)
 
     def tensor(self, value: Any) -> Any:
-        """What is at an address now."""
+        """Returns the tensor currently at an address."""
         if not isinstance(value, Ref):
             return value
         found, itemsize = torch.empty(0, dtype=value.dtype), value.dtype.itemsize
@@ -413,11 +418,11 @@ class GraphDouble(CudaDouble):
             return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.size, value.stride)
         block = self.memory.live[self.memory.order[bisect_right(self.memory.order, value.at) - 1]]
         storage = block.storage()
-        assert storage is not None and value.at < block.at + block.nbytes, "a replay uses memory that has gone"
+        assert storage is not None and value.at < block.at + block.nbytes, "a replay uses freed memory"
         return found.set_(storage, (value.at - block.at) // itemsize, value.size, value.stride)
 
     def show(self, into_arenas: bool = False) -> None:
-        """What is in the arenas is in the tensors that are there, or the other way round."""
+        """Copies the content of the arenas to the tensors in them, or with ``into_arenas`` the other way round."""
         for block in self.memory.live.values():
             self.exchange(block, into_arenas)
 

@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator on the fake device, with addresses of its own."""
+"""Model of PyTorch's caching allocator on the fake device, with fake addresses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from tests.fake_device.cuda import Event, Stream
     from tests.fake_device.graphs import GraphDouble
 
-BASE = 1 << 60  # addresses of the device are above, the host's below
+BASE = 1 << 60  # device addresses are above, host addresses below
 POISON = 0xFF
 SEGMENT, SMALL, ROUND = 2 << 20, 1 << 20, 512  # simulator/pool/online/caching.py
 
 
 @dataclass(eq=False)
 class Block:
-    """Memory of a storage. ``stream`` is that which asked for it, None for pinned memory of the host; ``users`` are
-    those of which record_stream told; ``after``: when its last owner was over."""
+    """Memory of a storage.
+
+    Attributes:
+        stream: the stream that allocated it; None for pinned host memory.
+        users: streams passed to record_stream.
+        after: clock at which its previous owner had finished.
+    """
 
     at: int
     nbytes: int
@@ -38,7 +43,7 @@ class Block:
 
 
 class Free(NamedTuple):
-    """A free segment of a pool."""
+    """Free segment of a pool."""
 
     nbytes: int
     begin: int
@@ -46,33 +51,33 @@ class Free(NamedTuple):
 
 
 class Memory:
-    """PyTorch's caching allocator, with addresses of its own.
+    """Model of PyTorch's caching allocator with fake addresses.
 
-    Memory that is given back is the next owner's at once, on the stream that asked for it; after record_stream, when
-    all these streams have come so far. Only pools hand out addresses again: they ask their allocator for a whole
-    segment for each block, and take free ones by best fit.
+    Freed memory is reusable at once on the stream that allocated it; after record_stream, when all recorded streams
+    have reached that point. Only pools reuse addresses: they request a whole segment from their allocator for each
+    block, and reuse free segments by best fit.
     """
 
     def __init__(self, double: GraphDouble) -> None:
         self.double = double
-        self.blocks: dict[int, Block] = {}  # by _cdata of the storage
+        self.blocks: dict[int, Block] = {}  # keyed by the storage's _cdata
         self.live: dict[int, Block] = {}
-        self.order: list[int] = []  # the live ones' addresses
+        self.order: list[int] = []  # addresses of live blocks
         self.free: dict[Any, list[Free]] = {}
-        self.limbo: list[tuple[Block, list[Event]]] = []  # segments given back
+        self.limbo: list[tuple[Block, list[Event]]] = []  # freed segments with pending events
         self.end, self.bytes, self.peak = BASE, 0, 0
-        self.segments: dict[tuple[Any, int], int] = {}  # pool and begin -> bytes
-        self.trace: list[tuple[str, int, int]] = []  # the record of allocations: action, address, bytes asked for
-        self.pinned: dict[int, int] = {}  # what cudaHostRegister was told
+        self.segments: dict[tuple[Any, int], int] = {}  # (pool, address) -> bytes
+        self.trace: list[tuple[str, int, int]] = []  # allocation history: action, address, requested bytes
+        self.pinned: dict[int, int] = {}  # ranges passed to cudaHostRegister
         self._resize = torch.UntypedStorage.resize_
 
-    # ---------------------------------------------------------------------------------------- who has what
+    # ---------------------------------------------------------------------------------------- ownership
 
     def is_pinned(self, at: int) -> bool:
         return any(a <= at < a + n for a, n in self.pinned.items())
 
     def of(self, tensor: Tensor) -> Block:
-        """The block of a tensor. One that was not seen before was taken on the present stream."""
+        """Returns the block of a tensor; an unknown tensor counts as allocated on the current stream."""
         storage = tensor.untyped_storage()
         found = self.blocks.get(storage._cdata)
         if found is None or found.nbytes != storage.nbytes() or found.storage() is not storage:
@@ -93,7 +98,7 @@ class Memory:
             found = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, gone)
             return found
         stream = self.double.current_stream()
-        if not nbytes:  # asks for nothing
+        if not nbytes:  # no allocation
             found = self.blocks[key] = Block(self.end, 0, stream, gone)
             return found
         pool = self.double.pool_of(stream)
@@ -105,7 +110,7 @@ class Memory:
                 self.double.found.append(f"{nbytes} bytes at {at:#x} are given to two owners")
         self.order.insert(i, at)
         self.trace.append(("alloc", at, nbytes))
-        if self.double.capture:  # in which nothing is written
+        if self.double.capture:  # a capture writes nothing
             self.double.exchange(found, False)
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
@@ -126,7 +131,7 @@ class Memory:
         for event in events:
             Clocks.join(after, event.clock)
         span = (block.at, block.at + block.nbytes)
-        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of memory that was given back", (),
+        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of freed memory", (),
                         (span,), after)  # fmt: skip
         block.after = after
         if isinstance(block.pool, tuple):
@@ -135,7 +140,7 @@ class Memory:
                 self.process()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        """UntypedStorage.resize_."""
+        """Models UntypedStorage.resize_."""
         if block := self.blocks.pop(storage._cdata, None):
             self.double.exchange(block, True)
             self.give(block)
@@ -148,7 +153,7 @@ class Memory:
     # ---------------------------------------------------------------------------------------- addresses
 
     def process(self) -> None:
-        """process_events."""
+        """Models process_events of the allocator."""
         waiting, self.limbo = self.limbo, []
         for block, events in waiting:
             if all(event.query() for event in events) and not (events and self.double.routes):
@@ -159,7 +164,7 @@ class Memory:
                 self.limbo.append((block, events))
 
     def _malloc(self, nbytes: int, pool: Any) -> tuple[int, Clock]:
-        """The address of a block, and when its last owner was over."""
+        """Returns the address for a block, and the clock at which its previous owner had finished."""
         self.process()
         size = -(-nbytes // ROUND) * ROUND
         if not isinstance(pool, tuple):
@@ -178,7 +183,7 @@ class Memory:
     # ---------------------------------------------------------------------------------------- content
 
     def _parts(self, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Where bytes really are: (offset in the span, address, how many); of the device, those that somebody has."""
+        """Yields real locations of bytes (offset in the span, address, count); on the device, owned bytes only."""
         if span[0] < BASE:
             if self.is_pinned(span[0]):
                 yield 0, span[0], span[1] - span[0]
@@ -192,7 +197,7 @@ class Memory:
                 yield begin - span[0], storage.data_ptr() + begin - at, end - begin
 
     def move(self, target: Span, source: Span) -> None:
-        """A copy of bytes between addresses, whosever they are by now; nobody's are poison."""
+        """Copies bytes between addresses, whoever owns them now; bytes without an owner are poison."""
         content = (ctypes.c_ubyte * (source[1] - source[0]))()
         ctypes.memset(content, POISON, len(content))
         for offset, at, n in self._parts(source):

@@ -1,4 +1,4 @@
-"""Streams of the fake device: work in a queue, and by vector clocks the order that events make."""
+"""Streams of the fake device: work queues, and vector clocks for the order that events impose."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 HOST = "the host"
 Clock = dict[str, int]
-Span = tuple[int, int]  # addresses of bytes, half-open
+Span = tuple[int, int]  # half-open range of byte addresses
 
 
 class Queue:
-    """A stream: its work is done in order, when something has to wait for it, or by chance."""
+    """A stream whose work runs in order, when something waits for it or at random moments."""
 
     def __init__(self, name: str) -> None:
         self.name, self.queue = name, deque[Callable[[], object]]()
@@ -32,7 +32,7 @@ class Queue:
 
 
 def by_chance(chance: random.Random | None, streams: Sequence[Queue]) -> None:
-    """Does some of what is in the queues; without ``chance`` nothing."""
+    """Runs some of the queued work at random, or none if ``chance`` is None."""
     while chance and chance.random() < 0.5:
         if not (busy := [stream for stream in streams if stream.queue]):
             return
@@ -40,15 +40,17 @@ def by_chance(chance: random.Random | None, streams: Sequence[Queue]) -> None:
 
 
 class Clocks:
-    """Order by vector clocks: of each stream, how much of every other comes before what it does next. The host is one
-    of the streams: what it has done comes before all that it issues from then on."""
+    """Vector clocks: for each stream, how much work of every other stream precedes its next work.
+
+    The host counts as a stream: its past work precedes everything that it issues later.
+    """
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
-        self.uses: dict[str, list[tuple[int, Span, bool, str]]] = {}  # by stream: when, what, a write?, of what
+        self.uses: dict[str, list[tuple[int, Span, bool, str]]] = {}  # stream -> (time, span, is a write, name)
 
     def of(self, stream: str) -> Clock:
-        """Of what the stream does next, as the host issues it now."""
+        """Returns the clock of the stream's next work, issued by the host now."""
         clock = self.clocks.setdefault(stream, {stream: 0})
         return self.join(clock, self.clocks[HOST])
 
@@ -60,7 +62,7 @@ class Clocks:
         return clock
 
     def use(self, stream: str, name: str, reads: Iterable[Span], writes: Iterable[Span], after: Clock) -> str | None:
-        """Of something done on the stream, after ``after`` too, what is wrong with it."""
+        """Records memory use by work on the stream, also ordered after ``after``; returns a description of any race."""
         clock = self.of(stream)
         clock[stream] += 1
         known = self.join(dict(clock), after) if after else clock

@@ -1,4 +1,4 @@
-"""The native functions behind a graph's memory pools, called as PyTorch does it: by their addresses, from threads."""
+"""Tests of the native allocator functions, called as PyTorch calls them: by address and from several threads."""
 
 import ctypes
 import threading
@@ -15,7 +15,7 @@ from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
 
 MIB = 2**20
-# As torch.cuda.memory.CUDAPluggableAllocator declares them; ctypes lets go of Python's lock meanwhile.
+# Signatures of torch.cuda.memory.CUDAPluggableAllocator; ctypes releases the GIL during a call.
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
@@ -42,7 +42,7 @@ def test_a_first_pass_gives_every_request_an_address_of_its_own(native, arena):
     with arena.serving():
         found = [take(nbytes) for nbytes in sizes]
         give(found[0])
-        found.append(take(1))  # nothing is used again
+        found.append(take(1))  # the first pass reuses no address
         assert served().tolist() == [[nbytes, at] for nbytes, at in zip([*sizes, 1], found, strict=True)]
         ends = [at + -(-nbytes // ALIGNMENT) * ALIGNMENT for at, nbytes in zip(found, [*sizes, 1], strict=True)]
         assert found == [arena.base, *ends[:-1]] and ends[-1] <= arena.base + arena.nbytes
@@ -72,7 +72,7 @@ def test_a_free_finds_its_arena_and_no_other_memory(native, arena):
     with other.serving():
         b = take(512)
     give(7)
-    give(None)  # free(NULL) is no mistake
+    give(None)  # free(NULL) is valid
     assert (arena.live, other.live) == (1, 1)
     give(a)
     give(b)
@@ -81,7 +81,7 @@ def test_a_free_finds_its_arena_and_no_other_memory(native, arena):
 
 
 def test_threads_get_addresses_of_their_own(native):
-    """Without Python's lock."""
+    """Calls from several threads without the GIL get distinct addresses."""
     take, give = native
     arena, found = Arena(300 * MIB, 64 * MIB), []
 
@@ -121,15 +121,14 @@ def test_the_memory_goes_back_once_and_not_before_the_last_segment(native):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("make", [Arena.resident, Arena.aliased])
 def test_without_a_driver_that_is_said(make):
-    with pytest.raises(MemoryError, match="the CUDA driver cannot be asked for memory: libcuda"):
+    with pytest.raises(MemoryError, match="the CUDA driver is missing: libcuda"):
         make(torch.device("cuda", 0), 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_capture_whose_operators_have_pools_of_their_own_on_a_gpu():
-    """PyTorch lets pools nest in a capture, asks for every tensor, and records the bytes; what is captured at addresses
-    that share memory, and again at packed ones, replays rightly; all memory goes back."""
+    """A dry capture at aliased addresses and a second one at packed addresses replay correctly and free all memory."""
     device = torch.device("cuda", 0)
     x = torch.randn(3 * 2**20, device=device)
     free = torch.cuda.mem_get_info()[0]

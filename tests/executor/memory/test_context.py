@@ -1,4 +1,4 @@
-"""The bytes of a process on a GPU by NVML's count."""
+"""Tests of the device memory that NVML reports for a process."""
 
 import sys
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def nvml(uuid, used):
     ("uuid", "pid", "nbytes"), [("a-b", 7, 700), ("GPU-a-b", 7, 700), ("a-b", 8, None), ("c", 7, None)]
 )
 def test_only_the_bytes_of_the_process_count(monkeypatch, uuid, pid, nbytes):
-    """Of two processes; one that NVML does not list, or a GPU that it does not know, is no number."""
+    """Returns the process's own bytes, or None for an unlisted process or an unknown GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml("GPU-a-b", {7: 700, 9: 10**9}))
     assert nvml_bytes(uuid, pid) == nbytes
 
@@ -49,7 +49,7 @@ def test_without_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_the_context_of_a_gpu():
-    """Bytes of one process are certain only by NVML; what is free changes with what others do."""
+    """Only NVML's count is checked: free device memory changes with other processes."""
     found = measure_context()
     assert found.source
     if found.source.startswith("NVML"):

@@ -1,4 +1,4 @@
-"""Streams of the copy engines on a GPU: one pair a device, and never one that something else of the step is on."""
+"""Tests of the copy engines' streams: one pair per device, distinct from the step's other streams."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_all_steps_of_a_device_have_one_pair_of_streams(double):
 @pytest.mark.parametrize("taken", ["d2h", "h2d"])
 def test_a_step_on_the_stream_that_copies_had_gets_others_for_its_copies(double, taken):
     made = engines.CudaEngines(DEVICE)
-    users = getattr(made, taken)  # made by the user 32 streams later
+    users = getattr(made, taken)  # created by the user 32 streams later
     with torch.cuda.stream(users):
         made.begin()
         assert made.streams == (made.d2h, made.h2d) == engines.CudaEngines(DEVICE).streams
@@ -26,7 +26,7 @@ def test_a_step_on_the_stream_that_copies_had_gets_others_for_its_copies(double,
 
 
 def test_what_pytorch_has_on_the_host_is_copied_at_once(double, monkeypatch):
-    """An optimizer's number, the seed of an attention."""
+    """Host tensors, such as an optimizer's scalar or attention's seed, are copied synchronously."""
     made = engines.CudaEngines(DEVICE)
     number, place = torch.tensor([3.0]), torch.frombuffer(made.pinned(4), dtype=torch.float32)
     monkeypatch.setattr(engines, "on_host", lambda tensor: True)

@@ -1,4 +1,4 @@
-"""Pinned memory: one slab serves all in turn, in whole pages, and what the host has not is refused."""
+"""Tests of pinned memory: slabs of whole pages are reused, and requests beyond the host's memory are refused."""
 
 import gc
 from pathlib import Path
@@ -13,7 +13,7 @@ TREE = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    600 kB\n"}
 
 
 class Driver:
-    """Notes what is pinned."""
+    """Records which memory is pinned."""
 
     def __init__(self):
         self.pinned, self.calls, self.settled = {}, [], 0
@@ -44,13 +44,13 @@ def test_one_slab_serves_all_in_turn(driver):
         assert memory.shape == (nbytes,) and memory.dtype == np.uint8
         memory[:] = 7
         del memory
-    assert driver.calls == [3 * PAGE] and driver.settled == 3  # before each of the three that followed
+    assert driver.calls == [3 * PAGE] and driver.settled == 3  # once before each of the three reuses
 
 
 def test_a_slab_that_is_too_small_goes_first(driver):
     assert len(driver.slabs.take(0)) == 0 and not driver.calls
     driver.slabs.take(2 * PAGE)
-    memory = driver.slabs.take(5 * PAGE - 1)  # whole pages, and no power of two
+    memory = driver.slabs.take(5 * PAGE - 1)  # rounded to whole pages, not to a power of two
     assert list(driver.pinned.values()) == [5 * PAGE] and len(memory) == 5 * PAGE - 1
 
 
@@ -64,7 +64,7 @@ def test_what_is_used_is_not_handed_out(driver):
     del first
     gc.collect()
     driver.slabs.drop()
-    assert len(driver.pinned) == 2 and view.shape == (1,)  # a tensor and a view hold it
+    assert len(driver.pinned) == 2 and view.shape == (1,)  # a tensor and a view keep the slab alive
     del view
     driver.slabs.drop()
     assert len(driver.pinned) == 2
@@ -104,12 +104,12 @@ def tree(folder: Path, files: dict[str, str]) -> Path:
 def test_what_is_available_by_hand(tmp_path, files, left, source):
     found, who = available(tree(tmp_path, TREE | files))
     assert found == left and source in who
-    assert 2**20 < available()[0] < 2**50  # of this computer
+    assert 2**20 < available()[0] < 2**50  # on this machine
 
 
 @pytest.mark.parametrize("slabs", ["driver", HOST])
 def test_pages_may_be_huge_and_what_is_pinned_is_no_child_s(slabs, request):
-    """As the system has it in /proc/self/smaps: huge pages are for private mappings."""
+    """Checks the mapping's flags in /proc/self/smaps: huge pages require a private mapping."""
     memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGE)
     address, found = memory.ctypes.data, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -133,7 +133,7 @@ def test_a_gpu_copies_from_it_while_the_host_goes_on():
     before = torch.cuda.Event()
     device.copy_(torch.frombuffer(memory, dtype=torch.uint8), non_blocking=True)
     before.record()
-    assert not before.query()  # it was issued, not done
+    assert not before.query()  # issued, but not finished
     torch.cuda.synchronize()
     assert np.array_equal(device.cpu().numpy(), memory)
     address = memory.ctypes.data

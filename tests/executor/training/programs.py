@@ -1,4 +1,4 @@
-"""What the tests of training under a plan share: pairs of equal loops, plans of every kind, bytes really alive."""
+"""Helpers for tests of training under a plan: pairs of equal loops, random plans, and counts of live bytes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Loop:
     """A training loop.
 
     Attributes:
-        given: what is captured: a model, its loss function and its optimizer; or a step and twice None.
-        options: of the capture.
+        given: arguments of the capture: model, loss function and optimizer; or a custom step, None and None.
+        options: options of the capture.
         micro: ``(i, *batch)`` -> result of micro-batch ``i`` of a step in eager PyTorch; the last one updates.
-        batch: number of a batch -> the batch, drawn from the global random state.
-        after: what the loop does after step ``i``.
-        others: returns what else both loops must have in common, as ``repr`` writes it.
-        norm: of the gradients in the last eager step, if they are clipped.
+        batch: index of a batch -> the batch, drawn from the global random state.
+        after: function called after step ``i``.
+        others: function returning further state that both loops must share, compared by ``repr``.
+        norm: gradient norm in the last eager step, if gradients are clipped.
     """
 
     given: tuple[Any, Any, Any]
@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def count(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches per step."""
         return self.options.get("accumulate", 1)
 
     def state(self) -> tuple[list[dict], list[dict]]:
@@ -70,10 +70,10 @@ def standard(
     model: nn.Module, loss_fn: Any, optimizer: Optimizer, batch: Callable[[int], tuple[Any, ...]],
     loss: Callable[..., Any] | None = None, **options: Any,
 ) -> Loop:  # fmt: skip
-    """A loop of ``capture(model, loss_fn, optimizer, batch, **options)``.
+    """Builds a loop for ``capture(model, loss_fn, optimizer, batch, **options)``.
 
     Args:
-        loss: ``(model, *batch)`` -> the loss, or it and what else is returned; ``loss_fn(model(x), y)`` by default.
+        loss: ``(model, *batch)`` -> the loss, or the loss and further results; ``loss_fn(model(x), y)`` by default.
     """
     compute = loss or (lambda model, *batch: loss_fn(model(*batch[:-1]), batch[-1]))
     autocast, scaler, clip = (options.get(key) for key in ("autocast", "scaler", "clip_norm"))
@@ -112,7 +112,7 @@ def own(
     step: Callable[..., Any], models: list[nn.Module], optimizers: list[Optimizer],
     batch: Callable[[int], tuple[Any, ...]], **rest: Any,
 ) -> Loop:  # fmt: skip
-    """A loop of ``capture_step(step, *batch)``."""
+    """Builds a loop for ``capture_step(step, *batch)``."""
     return Loop((step, None, None), models, optimizers, lambda i, *batch: step(*batch), batch, **rest)
 
 
@@ -120,7 +120,7 @@ def network(
     name: str | tuple[Callable[[], nn.Module], Callable[[], Any]], make_optimizer: Callable[..., Optimizer] = sgd,
     device: str = "cpu", **options: Any,
 ) -> Loop:  # fmt: skip
-    """A loop of one of the tiny networks, or of what makes a network and its batches."""
+    """Builds a loop for a tiny network by name, or by functions that create a network and its batches."""
     make, batch = (NETWORKS | SMALL)[name] if isinstance(name, str) else name
     model = make().to(device)
     return standard(model, nn.CrossEntropyLoss(), make_optimizer(model),
@@ -128,16 +128,16 @@ def network(
 
 
 class Twins:
-    """Two equal loops, one trained under a plan and one eagerly, on the same batches with the same random numbers.
+    """Two equal loops, one trained under a plan and one eagerly, with the same batches and random numbers.
 
     Args:
-        loop: builds a loop of the other arguments, or is the name of a network.
+        loop: name of a network, or a function that builds a loop from the other arguments.
     """
 
     def __init__(self, loop: Callable[..., Loop] | str, *args: Any, **options: Any) -> None:
         self.ours, self.eager = (self._build(loop, *args, **options) for _ in range(2))
-        self.seed = self.steps = 0  # of random numbers, which is the number of the next batch, too; steps made
-        self.returned: list[tuple[Any, Any]] = []  # what planned steps have returned, and copies of that
+        self.seed = self.steps = 0  # random seed, also the index of the next batch; number of steps so far
+        self.returned: list[tuple[Any, Any]] = []  # results of planned steps, and copies of them
 
     @staticmethod
     def _build(loop: Callable[..., Loop] | str, *args: Any, **options: Any) -> Loop:
@@ -159,18 +159,18 @@ class Twins:
         return PlannedSteps(*self.ours.given, GPU, limit, planner, **self.ours.options, **options)
 
     def eager_step(self) -> Any:
-        """The eager loop's next step, of one micro-batch."""
+        """Runs the eager loop's next step, which has one micro-batch."""
         batch = self.next_batch()
         torch.manual_seed(self.seed)
         self.seed += 1
         return self.eager.micro(0, *batch)
 
     def micro(self, step: Callable[..., Any], i: int, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """Micro-batch ``i`` in both loops: equal results from equal random states."""
+        """Runs micro-batch ``i`` in both loops and asserts equal results from equal random states."""
         self.at_once(step, [ours], [theirs], i)
 
     def at_once(self, step: Callable[..., Any], ours: Sequence[Any], theirs: Sequence[Any], first: int = 0) -> None:
-        """Micro-batches from ``first`` on, in one call of the planned step; its result is the sum of the eager ones."""
+        """Runs all micro-batches from ``first`` in one planned call; its result must be the sum of the eager ones."""
         torch.manual_seed(self.seed)
         found, drawn = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
         torch.manual_seed(self.seed)
@@ -182,11 +182,11 @@ class Twins:
         self.seed += len(ours)
 
     def train(self, step: Callable[..., Any], steps: int = 1, at_once: bool = False, look: bool = True) -> None:
-        """Trains both loops; after each step results, batches, random states and all that is trained are equal.
+        """Trains both loops and asserts equal results, batches, random states and trained state after each step.
 
         Args:
-            at_once: pass all micro-batches of a step in one call.
-            look: compare what is trained, which a step within ``with step:`` does not allow.
+            at_once: whether to pass all micro-batches of a step in one call.
+            look: whether to compare the trained state, which is invalid within ``with step:``.
         """
         for _ in range(steps):
             ours = [self.next_batch(i) for i in range(self.ours.count)]
@@ -200,7 +200,7 @@ class Twins:
             self.ended(step, look)
 
     def ended(self, step: Any, look: bool = True) -> None:
-        """After a step of both loops."""
+        """Compares both loops after a step."""
         if self.eager.norm is not None:
             equal(step.grad_norm, self.eager.norm)
         for loop in (self.ours, self.eager):
@@ -210,7 +210,7 @@ class Twins:
             self.compare()
 
     def go_on_eagerly(self, steps: int = 1) -> None:
-        """Both loops train eagerly."""
+        """Trains both loops eagerly."""
         for _ in range(steps):
             batch = self.next_batch()
             for loop in (self.ours, self.eager):
@@ -232,7 +232,7 @@ class Twins:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, on whatever device; NaN equals NaN."""
+    """Returns True if two tensors are bit-identical, on any devices; NaN equals NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.is_floating_point() and a.isnan().any():
@@ -242,13 +242,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def equal(ours: Any, theirs: Any) -> None:
-    """Asserts that all leaves are equal, tensors to the bit."""
+    """Asserts that all leaves are equal, and tensors bit-identical."""
     for a, b in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
         assert same(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b)
 
 
 def equal_states(ours: tuple[list[dict], list[dict]], theirs: tuple[list[dict], list[dict]]) -> None:
-    """Of models and of optimizers. An optimizer that has not stepped eagerly has zeros under a plan."""
+    """Asserts equal states of models and optimizers; a plan's initial optimizer state of zeros equals no state."""
     for a, b in zip(ours[0], theirs[0], strict=True):
         assert list(a) == list(b)
         equal(a, b)
@@ -263,8 +263,13 @@ def equal_states(ours: tuple[list[dict], list[dict]], theirs: tuple[list[dict], 
 
 
 def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
-    """Swaps (early copies, late ends, pinned or synchronous, wrapping gaps) and recomputations (early, too) that fit
-    the program; ``nothing``: probability that a gap is left alone."""
+    """Draws a random plan that is valid for the program.
+
+    It contains swaps (early copies, late ends, pinned or synchronous, wrapping gaps) and recomputations.
+
+    Args:
+        nothing: probability that a gap is left empty of decisions.
+    """
     rng, more = random.Random(seed), random.Random(seed)
     n = len(program.kernels)
     decisions: list[Decision] = []
@@ -288,7 +293,7 @@ def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
 
 
 def random_reruns(program: Program, seed: int) -> Plan:
-    """Kernels that are recomputed one by one, some of them several times, beside swaps."""
+    """Draws swaps and single-kernel recomputations, some of them repeated."""
     rng = random.Random(seed)
     recomputed = random_plan(program, seed).decisions
     chains = Plan(tuple(d for d in recomputed if isinstance(d, Recompute)))
@@ -306,7 +311,7 @@ KINDS = {"none": (), "swaps": (Swap,), "recompute": (Recompute,), "both": (Swap,
 
 
 def plan_of(program: Program, kind: str, seed: int = 0, nothing: float = 0.3) -> Plan:
-    """A random plan of one of ``KINDS``, or ``reruns``."""
+    """Draws a random plan of one of ``KINDS``, or of kind ``reruns``."""
     if kind == "reruns":
         return random_reruns(program, seed)
     decisions = random_plan(program, seed, nothing).decisions
@@ -314,26 +319,28 @@ def plan_of(program: Program, kind: str, seed: int = 0, nothing: float = 0.3) ->
 
 
 def moving(program: Program, *_: Any) -> Plan:
-    """A planner that empties nearly every gap."""
+    """Planner that uses nearly every gap."""
     return random_plan(program, 0, nothing=0.1)
 
 
 def over_the_boundary(program: Program) -> Plan:
-    """Swaps parameters and optimizer state. At 1.02 times the bytes that it needs, some of them are on the host, some
-    leaving and some coming back where a step ends."""
+    """Swaps parameters and optimizer state across the step boundary.
+
+    At 1.02 times the required bytes, some are on the host at the boundary, and some have copies in flight.
+    """
     moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
     return Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
 
 
 def swapping_the_batch(program: Program) -> Plan:
-    """Swaps its first tensor, within the step and over its boundary."""
+    """Swaps the batch's first tensor within the step and across its boundary."""
     x = next(i for i, t in enumerate(program.tensors) if t.name == "input0")
     uses = program.accesses[x]
     return Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
 
 
 def fits(program: Program, decisions: list[Decision], whole: bool = False) -> bool:
-    """``whole``: also what only the schedule sees."""
+    """Returns True if the decisions are valid; ``whole`` adds the checks of the schedule."""
     plan = Plan(tuple(decisions))
     try:
         plan.check(program)
@@ -349,19 +356,19 @@ def required(program: Program, plan: Plan) -> int:
 
 
 def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:
-    """At the smallest limit at which the plan is feasible."""
+    """Creates a step at the smallest limit at which the plan is feasible."""
     return PlannedStep(captured, plan, GPU, required(captured.program, plan), **options)
 
 
 def planned(name: str = "small", make_optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:
-    """Twins of a network, and a step of theirs under a random plan."""
+    """Returns twins of a network and their step under a random plan."""
     twins = Twins(name, make_optimizer)
     captured = twins.captured()
     return twins, tight(captured, random_plan(captured.program, 0), **options)
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes of the storages that are really alive after every operator, host buffers and random states aside."""
+    """Counts bytes of live storages after every operator, without host buffers and random states."""
 
     def __init__(self, step: PlannedStep, batch: Sequence[Tensor]) -> None:
         super().__init__()
@@ -387,7 +394,7 @@ class Bytes(TorchDispatchMode):
 
 
 def under_every_plan(twins: Twins, seed: int, more: tuple[str, ...] = ()) -> None:
-    """Trains twins under plans of every kind, each at the smallest limit at which it is feasible."""
+    """Trains twins under plans of every kind, each at its smallest feasible limit."""
     captured = twins.captured()
     before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
     for kind in (*KINDS, *more):

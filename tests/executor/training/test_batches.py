@@ -1,4 +1,4 @@
-"""Batches as people have them, and what a step returns: equal to eager under plans that swap and recompute."""
+"""Tests common forms of batches and results: equal to eager under plans that swap and recompute."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 
 class Net(nn.Module):
-    """Two inputs, of which the second may be missing or both be in an example; it may compute its loss."""
+    """Network with two inputs, the second optional or both in one example, that may compute its own loss."""
 
     def __init__(self, own_loss: bool = False) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, Callable[[dict[str, Tensor]], Any], Callable[[Any, A
 
 @pytest.mark.parametrize("case", CASES)
 def test_batches_of_every_kind(case: str) -> None:
-    """In two shapes."""
+    """Each kind of batch is trained in two shapes."""
     loss_fn, batch, loss = CASES[case]
 
     def loop() -> Loop:
@@ -104,7 +104,7 @@ def test_what_is_returned_counts_to_the_end_of_the_step() -> None:
 
 
 def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> None:
-    """A WGAN, with batches of two shapes, and gradients that stay."""
+    """Fits a WGAN with batches of two shapes and kept gradients."""
 
     def near(program: Program, machine: Machine, limit: int) -> Plan:
         return agents.make("capuchin", min_bytes=64).plan(program, machine, limit)
@@ -117,7 +117,7 @@ def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> No
 
 
 def test_an_optimizer_that_accelerate_has_wrapped() -> None:
-    """Its schedule, too."""
+    """Wraps the optimizer and its learning-rate schedule."""
     twins = Twins(lambda: standard(model := net(8, 32), F.cross_entropy, adamw(model), pairs))
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, 4) for loop in (twins.ours, twins.eager)]
     model, optimizer, schedules[0] = Accelerator(cpu=True).prepare(twins.ours.model, twins.ours.optimizer, schedules[0])
@@ -140,7 +140,7 @@ def twice(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_batches_of_a_loaders_processes_are_copied() -> None:
-    """They are in shared memory, which no plan can swap; one tensor occurs twice."""
+    """Loader batches are in shared memory, which plans cannot swap; one tensor occurs twice."""
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 8, 8), torch.randint(5, (12,)))
     spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
     loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=twice, **spawned)
@@ -163,7 +163,7 @@ def test_batches_of_a_loaders_processes_are_copied() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_views_of_one_memory_are_one_tensor_of_the_plan(accumulate: int) -> None:
-    """Texts and what follows, as slices of one; and batches whose parts have memory of their own are another form."""
+    """Inputs and targets as slices of one text; batches with separate memory are another form."""
 
     def texts(number: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(40, (2, 13))

@@ -1,7 +1,6 @@
-"""Tests of steps, faults and micro-batches once more, on a double of torch.cuda that checks every order.
+"""Repeats tests of steps, faults and micro-batches on a double of torch.cuda that checks all ordering.
 
-Of each test the first case; with copies as late as anything allows, or done by chance. Left out are those that put
-something else in the engines' place.
+Each test runs its first case, with copies as late as possible or at random. Tests that replace the engines are skipped.
 """
 
 import inspect

@@ -1,6 +1,6 @@
-"""Every wait of the CUDA path is needed: with any one left out a step on the double of torch.cuda is wrong somewhere.
+"""Tests that every wait of the CUDA path is needed: skipping any one causes an error on the double of torch.cuda.
 
-The waits are found in the sources: calls of events, streams and the allocator, and those of the engines.
+The waits are found in the sources: calls of events, streams, the allocator and the engines.
 """
 
 import ast
@@ -32,7 +32,7 @@ MODULES = (engines, pinned, memory_source, planned_step, progress, graph, graph_
 
 
 class Site(NamedTuple):
-    """A call in a source file: its lines, and what it says."""
+    """A call in a source file: path, lines and text."""
 
     file: str
     first: int
@@ -55,7 +55,7 @@ def sites() -> Iterator[Site]:
 
 
 class Case(NamedTuple):
-    """The double, and a model and its twin, captured as a whole and in two micro-batches."""
+    """The double, with twins captured as a whole and in two micro-batches."""
 
     double: GraphDouble
     twins: Twins
@@ -66,7 +66,7 @@ class Case(NamedTuple):
         return tight(self.captured, plan or random_plan(self.captured.program, 0, nothing=0.0))
 
     def over_the_boundary(self, graph: bool = False) -> PlannedStep:
-        """With swap-outs and swap-ins that are under way between two steps."""
+        """Returns a step with swap-outs and swap-ins in flight between two steps."""
         plan = programs.over_the_boundary(self.captured.program)
         limit = int(1.02 * required(self.captured.program, plan))
         step = PlannedStep(self.captured, replace(plan, limit=limit), GPU, limit * (1 + graph), graph=graph)
@@ -74,12 +74,12 @@ class Case(NamedTuple):
         return step
 
     def run(self, step: PlannedStep) -> None:
-        """One step by both; nothing is looked at."""
+        """Runs one step in both twins without comparing them."""
         step(*self.twins.next_batch())
         self.twins.eager_step()
 
     def gone(self) -> int:
-        """A step that is gone while the device has not come to the end of its copies; its pinned bytes."""
+        """Drops a step while its copies are in flight, and returns its pinned bytes."""
         program = self.captured.program
         plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
         step = self.step(plan)
@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
 
 def what_is_shown_is_whole(case: Case) -> None:
-    """The host reads what a step has left in its memory at once."""
+    """The host reads host copies immediately after a step."""
     step = case.step()
     for _ in range(3):
         case.run(step)
@@ -128,7 +128,7 @@ def another_compute_stream(case: Case) -> None:
 
 
 def a_loaders_batch(case: Case) -> None:
-    """It was made on another stream, which goes on allocating."""
+    """The batch was created on another stream, which keeps allocating."""
     step, side = case.step(programs.swapping_the_batch(case.captured.program)), torch.cuda.Stream()
     with torch.cuda.stream(side):
         batch = case.twins.next_batch()
@@ -150,7 +150,7 @@ def another_stream_for_each_micro_batch(case: Case) -> None:
 
 
 def tensors_that_are_replaced(case: Case) -> None:
-    """While copies are under way."""
+    """The user replaces tensors while copies are in flight."""
     step = case.over_the_boundary()
     with step:
         for _ in range(2):
@@ -174,7 +174,7 @@ def host_memory_that_is_unpinned(case: Case) -> None:
 
 
 def what_is_on_the_host_anyway(case: Case) -> None:
-    """It is copied at once, here to a place that a copy under way still writes."""
+    """A host tensor is copied at once, here to a slot that a copy in flight still writes."""
     made, asked = engines.CudaEngines(torch.device("cuda", 0)), engines.on_host
     place = torch.frombuffer(made.pinned(128), dtype=torch.uint8)
     tensor, number, event = torch.zeros(128, dtype=torch.uint8), torch.ones(128, dtype=torch.uint8), made.event()
@@ -189,20 +189,20 @@ def what_is_on_the_host_anyway(case: Case) -> None:
 
 
 def an_arena_of_a_thread_without_a_context(case: Case) -> None:
-    """The driver knows no runtime's context until there is one."""
+    """The driver needs a context, which only a call of the runtime creates."""
     addresses.Arena.resident(torch.device("cuda", 0), 4096).close()
     assert not case.double.arenas
 
 
 def a_capture_that_fails(case: Case) -> None:
-    """A kernel fails while copies are in no order with compute; the next step captures."""
+    """A kernel fails while copies are unordered with compute; the next step is captured."""
     twins, step = graphed("mlp", sgd)
     twins.train(step)
     break_kernel(step, "backward", once(RuntimeError("bad luck")))
     with pytest.raises(StepError, match=r"captured: RuntimeError: bad luck; the model is as before the step") as caught:
         step(*twins.next_batch())
-    assert caught.value.__cause__.__cause__ is None and not case.double.routes  # the capture has ended well
-    del caught  # whose frames have tensors
+    assert caught.value.__cause__.__cause__ is None and not case.double.routes  # the capture ended properly
+    del caught  # its frames hold tensors
     twins.train(step, 2)
     assert len(case.double.arenas) == 1
     step.graph.close()
@@ -210,7 +210,7 @@ def a_capture_that_fails(case: Case) -> None:
 
 
 def replays(case: Case) -> None:
-    """What is on the host is looked at before anything else is."""
+    """The host reads host copies first after each replay."""
     step, twins = case.over_the_boundary(graph=True), case.twins
     for i in range(5):
         step(*twins.next_batch())
@@ -218,15 +218,15 @@ def replays(case: Case) -> None:
         twins.eager_step()
         assert all(map(same, copies, (s["momentum_buffer"] for s in twins.eager.optimizer.state.values())))
         if i == 2:
-            step.finish()  # what the plan has on the host leaves the device once more
+            step.finish()  # swapped tensors must then be swapped out again
     assert step.graph.captures == 1 and len(case.double.arenas) == 1 and not case.double.aliased
     step(*twins.next_batch())
-    step.graph.close()  # a replay is under way
+    step.graph.close()  # a replay is in flight
     assert not case.double.arenas
 
 
 def replays_on_another_stream(case: Case) -> None:
-    """Nothing is waited for within the ``with``."""
+    """Steps do not wait for copies within the ``with`` block."""
     step, now = case.over_the_boundary(graph=True), torch.cuda.current_stream()
     for _ in range(3):
         other = torch.cuda.Stream()
@@ -270,7 +270,7 @@ def fresh(twins: Twins) -> None:
 
 
 def wrong(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, set[tuple[str, int]]]:
-    """What is wrong in a scenario without a wait, and the calls that were made."""
+    """Returns the error of a scenario with one wait skipped, and the calls that were made."""
     double, made, raised = GraphDouble(), captures(), ""
     with pytest.MonkeyPatch.context() as patch:
         double.install(patch)
@@ -284,7 +284,7 @@ def wrong(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, 
                 scenario(Case(double, *made))
             except Exception as error:
                 raised = f"{type(error).__name__}: {error}"
-            gc.collect()  # graphs of a scenario that failed are given back here
+            gc.collect()  # releases graphs of a failed scenario
             double.omitted = None
     return raised or (double.found or [""])[0], double.called
 
@@ -295,7 +295,7 @@ def with_all_waits(scenario: Callable[[Case], None]) -> tuple[str, set[tuple[str
 
 
 def rest_nightly(cases: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
-    """The first case runs with all tests, the others every night."""
+    """Marks all cases but the first as nightly."""
     return [pytest.param(one, id=name(one), marks=[pytest.mark.nightly] * (i > 0)) for i, one in enumerate(cases)]
 
 
@@ -306,7 +306,7 @@ def test_nothing_is_wrong_with_all_waits(scenario):
 
 @pytest.mark.parametrize("site", rest_nightly(sorted(sites()), lambda s: f"{s.first} {s.text}"))
 def test_every_wait_is_needed(site):
-    """By one of the scenarios."""
+    """At least one scenario fails without the wait."""
     lines = {(site.file, line) for line in range(site.first, site.last + 1)}
     made = (scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1])
     assert any(wrong(scenario, site)[0] for scenario in made), "nothing is wrong without it"
@@ -316,7 +316,7 @@ def test_every_wait_is_needed(site):
 
 
 def another_size() -> None:
-    """PyTorch asks for the same segment."""
+    """Allocates another size that rounds to the same segment."""
     torch.empty(700, dtype=torch.uint8)
 
 
@@ -324,7 +324,7 @@ def more() -> None:
     torch.empty(2**30, dtype=torch.uint8)
 
 
-FAULTS = {  # what happens in a kernel, in which of a step's two captures; of the first, the end fails, too
+FAULTS = {  # fault in a kernel, and in which of a step's two captures; in the first, ending it fails, too
     "invalidated": (lambda: torch.cuda.synchronize(), 0, "operation not permitted when stream is capturing"),
     "invalidated late": (lambda: torch.cuda.synchronize(), 1, "operation not permitted when stream is capturing"),
     "more memory": (more, 1, "an operator asks for 1,073,741,824 bytes, which it did not in the dry capture"),
@@ -336,7 +336,7 @@ FAULTS = {  # what happens in a kernel, in which of a step's two captures; of th
 
 @pytest.mark.parametrize("fault", rest_nightly(list(FAULTS), str))
 def test_a_capture_that_is_invalidated_gives_its_memory_back(fault, double):
-    """Whatever the reason, the next step captures."""
+    """The next step is captured after any fault."""
     does, when, named = FAULTS[fault]
     twins, step = graphed("mlp", sgd)
     twins.train(step)

@@ -1,6 +1,7 @@
-"""Training under a plan equals eager PyTorch to the bit: losses, parameters, buffers, optimizer state, random numbers.
+"""Tests that training under a plan is bit-identical to eager PyTorch.
 
-``CASES`` is a table of training loops. Each row is captured once and trained under every kind of plan.
+It compares losses, parameters, buffers, optimizer state and random numbers. ``CASES`` is a table of training loops,
+each captured once and trained under every kind of plan.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ for name in ("vgg16", "resnet", "unet", "gpt2", "lstm", "small"):
 
 
 class Recurrent(nn.Module):
-    """Two layers each way, with dropout between them, over a sequence of vectors."""
+    """Bidirectional recurrent network with two layers and dropout between them."""
 
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Recurrent(nn.Module):
 
 class ChannelsLast(ResNet):
     def __init__(self) -> None:
-        super().__init__(8)  # of 4, oneDNN's backward of a strided 1x1 convolution writes past its buffer on AVX2
+        super().__init__(8)  # with 4, oneDNN's backward of a strided 1x1 convolution overruns its buffer on AVX2
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class ChannelsLast(ResNet):
 
 
 class Checkpointed(ResNet):
-    """PyTorch itself recomputes the blocks, with dropout and batch norm in them."""
+    """ResNet whose blocks, with dropout and batch norm, use activation checkpointing."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Checkpointed(ResNet):
 
 
 class Attentions(nn.Module):
-    """Fused attention with dropout, and with a mask; PyTorch's own encoder layer."""
+    """Fused attention with dropout and with a mask, and PyTorch's encoder layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,13 +137,13 @@ CASES |= {
 
 
 def layer_used_twice() -> nn.Module:
-    """Autocast casts its weight once."""
+    """Creates a layer used twice, whose weight autocast casts once."""
     layer = nn.Linear(8, 8)
     return nn.Sequential(layer, nn.GELU(), layer)
 
 
 def mixed(name: str, optimizer: Any, bad: tuple[int, ...] = (), **options: Any) -> Loop:
-    """Autocast and a scaler; the batches of the numbers ``bad`` are infinite, and their updates are skipped."""
+    """Uses autocast and a scaler; batches with indices in ``bad`` are infinite, so their updates are skipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     loop = network(name, optimizer, autocast=torch.bfloat16, scaler=scaler, **options)
     batch = loop.batch
@@ -172,7 +173,7 @@ CASES |= {
 
 @case
 def micro_batches_in_a_list() -> Loop:
-    """The loop over micro-batches, mixed precision and the clipping are in the step itself."""
+    """The custom step itself implements micro-batches, mixed precision and gradient clipping."""
     model = net(8, 32)
     optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -230,10 +231,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def numbers(
     name: str, size: str = "mlp", factors: tuple[float, ...] = (1, 0.7, 0.3), parts: int = 0, **form: bool
 ) -> Loop:
-    """All numbers of two parameter groups, which differ, change from step to step: they are multiplied by ``factors``.
+    """Multiplies all numbers of two different parameter groups by ``factors`` from step to step.
 
     Args:
-        parts: split updates of many parameters at once into about so many buckets.
+        parts: approximate number of buckets for multi-tensor updates.
     """
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -281,11 +282,11 @@ def trained(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: Callable[[Tensor, Tensor], Any] | None = None,
     between: Callable[[], list[Tensor]] = list, **rest: Any,
 ) -> Loop:  # fmt: skip
-    """``zero_grad``, loss, ``backward``, and a step of each optimizer.
+    """Builds a loop of ``zero_grad``, loss, ``backward`` and a step of each optimizer.
 
     Args:
-        loss: returns the loss and what else is returned.
-        between: does something with gradients, and returns what is returned, too.
+        loss: function returning the loss and further results.
+        between: function called before the optimizers, for work on gradients; returns further results.
     """
     compute = loss or (lambda x, y: [F.cross_entropy(model(x), y)])
 
@@ -304,7 +305,7 @@ def trained(
 
 @case
 def muon() -> Loop:
-    """Beside another optimizer for what is no matrix."""
+    """Uses Muon for matrices and another optimizer for all other parameters."""
     model = net(8, 32, 32)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
@@ -313,7 +314,7 @@ def muon() -> Loop:
 
 @case
 def norms() -> Loop:
-    """The step returns what it makes of gradients."""
+    """The step returns norms of gradients."""
     model = net(8, 32, 32)
 
     def clipped() -> list[Tensor]:
@@ -325,7 +326,7 @@ def norms() -> Loop:
 
 @case
 def gradients_returned() -> Loop:
-    """No optimizer: the step returns gradients."""
+    """The step has no optimizer and returns gradients."""
     loop = network("small")
 
     def step(x: Tensor, y: Tensor) -> list[Tensor]:
@@ -337,14 +338,14 @@ def gradients_returned() -> Loop:
 
 @case
 def state_and_batch_returned() -> Loop:
-    """A clone of what the plan swaps, and a view of the batch."""
+    """The step returns a clone of swapped state and a view of the batch."""
     model = net(8, 32)
     return trained(model, [adamw(model)], lambda x, y: [F.cross_entropy(model(x), y), model[0].weight.clone(), x[1:]])
 
 
 @case
 def metrics() -> Loop:
-    """The loss function returns more than the loss."""
+    """The loss function returns metrics besides the loss."""
 
     def loss_fn(out: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
         return F.cross_entropy(out, y), {"right": (out.argmax(1) == y).sum(), "logits": out, "none": None}
@@ -363,7 +364,7 @@ def average_after_the_step() -> Loop:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter of low rank (Hu et al., 2021)."""
+    """Frozen layer with a low-rank adapter (Hu et al., 2021)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -388,7 +389,7 @@ def adapters() -> Loop:
 
 @case
 def gradient_penalty() -> Loop:
-    """WGAN-GP (Gulrajani et al., 2017): two models and losses, noise, a gradient of the loss of a gradient."""
+    """WGAN-GP (Gulrajani et al., 2017): two models and losses, noise, and a second-order gradient."""
     make, judge = net(5, 32), nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizers = [torch.optim.Adam(m.parameters(), 0.01, (0.5, 0.9)) for m in (make, judge)]
 
@@ -446,7 +447,7 @@ def around_the_optimizer() -> Loop:
 
 @case
 def optimizer_in_backward() -> Loop:
-    """The optimizer's step of one parameter within the backward pass."""
+    """Steps the optimizer of a parameter within the backward pass."""
     loop = network("mlp", sgd)
     bias = loop.optimizer.param_groups[0]["params"].pop()
     inner = torch.optim.SGD([bias], lr=0.01)
@@ -467,5 +468,5 @@ def optimizer_in_backward() -> Loop:
 )
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
 def test_equal_to_eager(name: str) -> None:
-    """Under every kind of plan, at the smallest limit at which it is feasible; micro-batches one by one and at once."""
+    """Tests every kind of plan at its smallest feasible limit, with micro-batches one by one and at once."""
     under_every_plan(Twins(CASES[name]), zlib.crc32(name.encode()), ("reruns",) if name in NETWORKS else ())

@@ -1,4 +1,4 @@
-"""A step that fails leaves a sound model: undone before the optimizer has begun, explained afterwards."""
+"""Tests that a failed step leaves a consistent model: undone before the optimizer starts, reported afterwards."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_
 
 
 def break_kernel(step: PlannedStep, phase: str, action: Callable[[], object], which: float = 0.5) -> int:
-    """``action`` before the operator of a kernel in the middle of a phase."""
+    """Runs ``action`` before the operator of a kernel in the middle of a phase."""
     items = [i for i, item in enumerate(step.order.items)
              if step.program.kernels[item.step.kernel].phase == phase and step.state.work[i].calls]  # fmt: skip
     i = items[int(which * len(items))]
@@ -52,7 +52,7 @@ def ctrl_c() -> Callable[[], object]:
 
 
 def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: str) -> None:
-    """A step that fails and is undone; no memory is held that was not there before."""
+    """Asserts that a step fails and is undone without holding additional memory."""
     before = copy.deepcopy(twins.ours.state())
     torch.manual_seed(twins.seed)
     rng = torch.get_rng_state()
@@ -79,7 +79,7 @@ def test_a_kernel_that_fails_is_as_if_the_step_had_not_been(phase, steps):
     twins.train(step, 2)
 
 
-Fails = Callable[[Callable[[Tensor, Tensor], bool]], None]  # takes what says whether a copy (target, source) fails
+Fails = Callable[[Callable[[Tensor, Tensor], bool]], None]  # installs a predicate for failing copies (target, source)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def moves(monkeypatch) -> Fails:
 
 
 def a_copy_fails(way: str, hosts: set[int], install: Fails, armed: list[int]) -> None:
-    """One copy to or from these places, as soon as ``armed`` has something."""
+    """Lets one copy to or from these host slots fail once ``armed`` is not empty."""
     install(lambda target, source: (target if way == "out" else source).data_ptr() in hosts and bool(armed)
             and not armed.pop())  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, moves):
     work[i] = work[i]._replace(after=(*work[i].after, (armed.append, 0)))
     a_copy_fails(way, hosts, moves, armed)
     torch.manual_seed(twins.seed)
-    with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step went on to its end, and the model is as "):
+    with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step finished, and the model is as "):
         step(*twins.next_batch())
     moves(lambda target, source: False)
     twins.eager_step()
@@ -176,7 +176,7 @@ def test_a_handler_of_the_users_is_called_after_the_step():
 
 
 def test_a_kernel_of_the_optimizer_that_fails():
-    """Undone where the step keeps what it overwrites; else the error says what the model is."""
+    """The step is undone if it keeps undo copies; otherwise the error describes the model's state."""
     twins, step = planned(make_optimizer=adamw, undo=True)
     twins.train(step, 2)
     break_kernel(step, "optimizer", once(RuntimeError("bad luck")))
@@ -205,7 +205,7 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_step_that_nobody_holds_returns_memory_at_once(failed):
-    """Without the garbage collector; what the user still sees of the memory on the host stays right."""
+    """Memory is freed without the garbage collector; host copies that the user still holds stay valid."""
     gc.collect()
     gc.disable()
     try:
@@ -231,7 +231,7 @@ def test_a_step_that_nobody_holds_returns_memory_at_once(failed):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_swapped_batch_of_another_stream(monkeypatch):
-    """That stream goes on allocating while compute has not come to the batch."""
+    """The other stream keeps allocating before compute reaches the batch."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     twins = Twins("small", device="cuda")

@@ -1,4 +1,4 @@
-"""A planned step as a CUDA graph at packed addresses, on a double of torch.cuda: equal to eager to the bit."""
+"""Tests planned steps as CUDA graphs at packed addresses, on a double of torch.cuda: bit-identical to eager."""
 
 import contextlib
 import re
@@ -30,7 +30,7 @@ fit_module = sys.modules["executor.fit"]
 
 
 def plan_for(captured: Captured, seed: int = 0) -> Plan:
-    """Of a random plan what a graph can do: no random kernel is recomputed."""
+    """Returns a random plan without recomputations of random kernels, which a graph does not support."""
     program = captured.program
     found = list(random_plan(program, seed).decisions)
     words = ("dropout", "bernoulli", "lstm")
@@ -47,7 +47,7 @@ def by_tensor(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loop_of(name: str, optimizer: Any, device: str = "cpu") -> Loop:
-    """In the optimizer's capturable form, which PyTorch has on the CPU only where it compiles; rates change."""
+    """Builds a loop with a capturable optimizer, which PyTorch allows on the CPU only when compiling; rates change."""
     loop = network(name, optimizer, device)
     micro = loop.micro
 
@@ -71,7 +71,7 @@ def set_rate(twins: Twins, rate: float) -> None:
 def graphed(
     name: str = "small", optimizer: Any = by_tensor, swaps: bool = True, device: str = "cpu"
 ) -> tuple[Twins, PlannedStep]:
-    """Twins and a step with room for the holes of a packing, and on a GPU for the libraries' workspaces."""
+    """Returns twins and a step with room for packing holes and, on a GPU, library workspaces."""
     twins = Twins(loop_of, name, optimizer, device)
     captured = twins.captured()
     plan = plan_for(captured) if swaps else Plan()
@@ -87,7 +87,7 @@ def graphed(
         ("gpt2", by_tensor), ("vgg16", sgd)))],
 )  # fmt: skip
 def test_equal_to_eager_with_other_batches_and_learning_rates(name, optimizer, double):
-    """One capture does for rates that are tensors; numbers are constants of a graph, which is captured again."""
+    """Rates that are tensors need one capture; numbers are constants of a graph, which is captured again."""
     twins, step = graphed(name, optimizer)
     kinds = {type(d) for d in step.plan.decisions}
     assert Swap in kinds and any(b.persistent for b in step.state.blocks.blocks.values())
@@ -107,7 +107,7 @@ def test_a_graph_is_replayed_and_not_issued(double):
 
 @pytest.mark.nightly
 def test_what_changes_between_replays_counts(double):
-    """In place it is read; another tensor is found, and the step captured again."""
+    """Replays read changes in place; a replaced tensor causes a new capture."""
     twins, step = graphed()
     twins.train(step, 3)
     for loop in (twins.ours, twins.eager):
@@ -139,7 +139,7 @@ def test_what_is_returned_is_the_callers(double):
 
 
 def over_the_boundary(share: float = 1.0, room: float = 1.0) -> tuple[Twins, PlannedStep]:
-    """A step whose plan has parameters and optimizer state on the host, leaving and coming back at the boundary."""
+    """Returns a step with parameters and optimizer state on the host or in flight at the boundary."""
     twins = Twins("mlp", sgd)
     captured = twins.captured()
     plan = programs.over_the_boundary(captured.program)
@@ -150,8 +150,7 @@ def over_the_boundary(share: float = 1.0, room: float = 1.0) -> tuple[Twins, Pla
 
 
 def test_nothing_moves_at_the_boundary(double):
-    """What the plan has on the host there stays on the host, all else stays on the device, and a replay copies what the
-    plan copies."""
+    """Tensors stay where the plan has them at the boundary, and a replay makes exactly the plan's copies."""
     twins, step = over_the_boundary(2)
     twins.train(step, 2)
     blocks, start = step.state.blocks, step.order.start
@@ -165,7 +164,7 @@ def test_nothing_moves_at_the_boundary(double):
 
 
 def test_pools_that_do_not_nest_are_refused(double):
-    """In one pool for all, PyTorch would choose among equal segments by their addresses, in each capture others."""
+    """With one common pool, PyTorch would choose among equal segments by address, differently in each capture."""
     double.nests = False
     twins, step = over_the_boundary(2)
     twins.train(step)
@@ -178,7 +177,7 @@ def test_pools_that_do_not_nest_are_refused(double):
 
 
 def test_an_operator_that_uses_its_workspaces_again(double):
-    """Its pool takes the free segment with the lowest address, which is another one in the second capture."""
+    """The pool reuses the free segment with the lowest address, which differs in the second capture."""
     twins, step = over_the_boundary(9)
     twins.train(step)
 
@@ -197,7 +196,7 @@ def test_an_operator_that_uses_its_workspaces_again(double):
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_batch_is_swapped(over, double):
-    """Its slot is in the graph's memory, or, if it is on the host at the boundary, in pinned memory."""
+    """The batch's slot is in the graph's memory, or in pinned memory if it is on the host at the boundary."""
     twins = Twins("mlp", sgd)
     captured = twins.captured()
     x, y = (t for t, tensor in enumerate(captured.program.tensors) if tensor.kind == "input")
@@ -212,13 +211,13 @@ def test_the_batch_is_swapped(over, double):
     tensors, moved = captured.program.tensors, step.state.blocks.blocks
     stay = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and (i not in moved or t.kind == "input"))
     assert step.graph.peak_bytes == stay + tensors[own].nbytes + step.graph.graph.footprint
-    set_rate(twins, 0.07)  # a number of Python's: the step is captured again
+    set_rate(twins, 0.07)  # a Python number: the step is captured again
     twins.train(step, 2)
     assert step.graph.captures == 2
 
 
 def test_the_peak_is_known_before_the_first_replay(double):
-    """What stays, the slots of the batch and the packed requests; for one byte less it is refused."""
+    """The peak is the sum of resident tensors, batch slots and packed requests; a limit one byte lower is refused."""
     twins, step = over_the_boundary(2)
     twins.train(step, 2)
     made = step.graph.graph
@@ -245,7 +244,7 @@ def test_the_peak_is_known_before_the_first_replay(double):
 
 @pytest.mark.parametrize("wrong", ["packing", "lifetimes", "boundary"])
 def test_wrong_addresses_are_found(wrong, double, monkeypatch):
-    """By the double: memory has two owners, or is used in no order."""
+    """The double detects memory with two owners and unordered uses."""
     twins, step = over_the_boundary(2)
     step(*twins.next_batch())
     if wrong == "packing":
@@ -271,14 +270,14 @@ def test_wrong_addresses_are_found(wrong, double, monkeypatch):
 
 @pytest.fixture
 def by_default(double, monkeypatch):
-    """The double, on which steps are graphs unless something is against it."""
+    """Returns the double with graphs enabled by default."""
     monkeypatch.setattr(planned_step, "not_by_default", graph_rules.not_by_default)
     return double
 
 
 NOT_GRAPHS = {
     "numbers": (lambda: Twins("mlp", adamw), {}, "the host reads the number"),
-    "micro-batches": (lambda: Twins("mlp", sgd), {"accumulate": 2}, "micro-batches may come one by one"),
+    "micro-batches": (lambda: Twins("mlp", sgd), {"accumulate": 2}, "micro-batches may arrive one by one"),
 }
 
 
@@ -347,7 +346,7 @@ def test_steps_of_several_shapes_have_one_graph_at_a_time(by_default):
 
 
 def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default, monkeypatch):
-    """The first plan's packing fits by the program; real requests are larger, and the last plan's fit, too."""
+    """The first packing fits only by the program's sizes; the last also fits the larger real requests."""
     monkeypatch.setattr(fit_module, "beside_bytes", lambda captured: 0)
     twins, limits, capuchin = Twins(loop_of, "small", by_tensor), list[int](), agents.make("capuchin", min_bytes=1)
 
@@ -396,7 +395,7 @@ def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
     ("small", sgd), ("vgg16", sgd), ("gpt2", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True)),
 ])  # fmt: skip
 def test_a_graph_on_a_gpu(name, optimizer, monkeypatch):
-    """Equal to eager to the bit where cuDNN is deterministic; its memory goes back to the device when it is closed."""
+    """Bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     twins, step = graphed(name, optimizer, device="cuda")

@@ -1,4 +1,4 @@
-"""The order of issue: sound move by move, and as fast as the simulator says."""
+"""Tests that the issue order is valid move by move and as fast as simulated."""
 
 import itertools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def ordered(program: Program, plan: Plan, machine: Machine, limit: int) -> Order
 
 @pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 200), marks=pytest.mark.nightly)])
 def test_an_order_is_sound(seeds):
-    """Followed move by move: everything is where it must be, within the limit, and the iteration ends as it began."""
+    """Follows an order move by move: tensors are in place, the limit holds, and the iteration ends as it began."""
     for seed in seeds:
         program, plan, machine, limit, *_ = case(seed)
         limit = max(limit, lower(program, plan).required_bytes)
@@ -32,7 +32,7 @@ def test_an_order_is_sound(seeds):
 
 
 def test_random_cases_have_every_decision():
-    """What the test above follows."""
+    """The plans of the test above contain every kind of decision."""
     found = {(type(d), getattr(d, "copy", None) is not None, getattr(d, "at", None) is not None)
              for seed in range(100) for d in case(seed).plan.decisions}  # fmt: skip
     assert found == {(Swap, False, False), (Swap, True, False), (Recompute, False, False), (Recompute, False, True),
@@ -48,11 +48,11 @@ def test_an_order_that_waits_at_the_boundary_is_sound(monkeypatch):
 
 
 def follow(out: Order) -> None:
-    """Blocks, their places and the versions of their contents, from the moves and the steps alone."""
+    """Replays moves and steps on a model of block locations and content versions."""
     program, schedule = out.program, out.schedule
     blocks = schedule.blocks
     place = {b: out.start.get(x.owner, "device") for b, x in enumerate(blocks) if x.first < 0}
-    content = dict.fromkeys(place, -1)  # block -> the kernel that wrote it last
+    content = dict.fromkeys(place, -1)  # block -> its last writer
     host = {blocks[b].owner: -1 for b in place if place[b] != "device"}
     begin = dict(place)
     used = peak = sum(blocks[b].nbytes for b in place if place[b] != "host")
@@ -85,7 +85,7 @@ def follow(out: Order) -> None:
             assert place[item.step.uses[x]] in ("device", "out")
             assert content[item.step.uses[x]] == (wanted[-1] if wanted else -1)
         for x in kernel.outputs:
-            assert place[item.step.uses[x]] == "device"  # no copy is under way
+            assert place[item.step.uses[x]] == "device"  # no copy is in flight
             content[item.step.uses[x]] = item.step.kernel
         for b in item.step.frees:
             assert place.pop(b) == "device"
@@ -94,7 +94,9 @@ def follow(out: Order) -> None:
             used += move(kind, b)
     assert place == begin and used == out.used
     assert peak == out.peak <= out.limit
-    for k, least in enumerate(schedule.residency):  # what a pass does not fetch comes back after it, if it can
+    for k, least in enumerate(
+        schedule.residency
+    ):  # blocks not swapped in by a pass are, if they fit, swapped in after it
         assert (
             most[k] == least
             if not schedule.moved
@@ -106,7 +108,7 @@ def follow(out: Order) -> None:
 
 
 def test_an_early_copy_by_hand():
-    """a1's copy starts when f1 ends, beside f2 which reads it; f4 (a4, 130 bytes are there) takes its memory."""
+    """Copies a1 once f1 ends, in parallel with its reader f2; f4 takes its memory for a4 (130 bytes fit)."""
     out = ordered(tiny.PROGRAM, Plan((Swap(tiny.A1, 1, 6, copy=0),)), tiny.MACHINE, tiny.LIMIT)
     follow(out)
     moves = {item.step.kernel: ([kind for kind, _ in item.before], [kind for kind, _ in item.after])
@@ -124,10 +126,10 @@ def vgg() -> Program:
         (0.9, False), (0.9, True), (0.75, True), (0.65, False))),
 ])  # fmt: skip
 def test_an_order_takes_no_longer_than_simulated(part, early):
-    """On streams that are as fast as the simulated ones, an iteration takes as long, within one percent."""
+    """On streams with the simulated speeds, an iteration takes the simulated time within one percent."""
     program = vgg()
     plan = agents.make("autoswap_swdoa", min_bytes=256).plan(program, GPU, int(part * program.peak_bytes))
-    if early:  # copied as soon as it is written
+    if early:  # copies start right after the write
         plan = replace(plan, decisions=tuple(
             replace(d, copy=max([w for w in program.writes[d.tensor] if w <= d.after], default=d.after))
             for d in plan.decisions
@@ -139,7 +141,7 @@ def test_an_order_takes_no_longer_than_simulated(part, early):
 
 
 def clock(out: Order, machine: Machine) -> Iterator[int]:
-    """Durations of iterations, every stream in order and events between them."""
+    """Yields durations of iterations, with in-order streams and events between them."""
     compute = d2h = h2d = last = 0
     over: dict[tuple[str, int], int] = {}
     blocks = out.schedule.blocks

@@ -1,4 +1,4 @@
-"""What the first step really takes, beside what the program says."""
+"""Tests the comparison of the first step's real memory with the program."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def unplanned() -> tuple[nn.Module, PlannedStep]:
 
 @pytest.mark.parametrize("network", ["small", "gpt2"])
 def test_storages_are_as_large_as_the_program_says(network):
-    """Those that are not swapped, too; and the step's work is as if nobody had looked."""
+    """Storages match the program, swapped or not, and the observer leaves the step's work list unchanged."""
     twins = Twins(network, adamw)
     captured = twins.captured()
     step = tight(captured, random_plan(captured.program, 3))
@@ -42,7 +42,7 @@ def test_storages_are_as_large_as_the_program_says(network):
 
 
 def test_what_a_library_keeps_for_the_backward_pass_is_not_in_a_trace():
-    """Storages that are not swapped are looked at, too; a step that fails is not the first."""
+    """Storages that are not swapped are compared, too; a failed step does not count as the first."""
     twins, step = planned("lstm")
     break_kernel(step, "backward", once(RuntimeError("bad luck")))
     with pytest.raises(StepError, match="bad luck"):
@@ -54,7 +54,7 @@ def test_what_a_library_keeps_for_the_backward_pass_is_not_in_a_trace():
 
 
 def test_a_parameter_that_is_part_of_other_memory():
-    """After the capture."""
+    """Moves a parameter into a larger storage after the capture."""
     model, step = unplanned()
     whole = torch.zeros(2048)
     whole[:1024] = model[0].weight.data.flatten()
@@ -65,7 +65,7 @@ def test_a_parameter_that_is_part_of_other_memory():
 
 
 class Fake:
-    """An allocator's figures: what others have, what the step has, and what its peak and retries become in it."""
+    """Fake allocator statistics: memory of others and of the step, peak and retries."""
 
     def __init__(self, step: PlannedStep, factor: float = 1.0, within: int = 0, retries: int = 0) -> None:
         self.step, self.factor, self.within, self.retries, self.asked = step, factor, within, retries, 0
@@ -91,14 +91,14 @@ def test_the_allocator_agrees(monkeypatch):
     assert step.allocator == Allocator(1000, step.peak_bytes, step.peak_bytes, 0)
     asked = fake.asked
     quiet(step, *BATCH)
-    assert asked > 3 and fake.asked == asked  # the first step only
+    assert asked > 3 and fake.asked == asked  # only the first step is observed
 
 
 @pytest.mark.parametrize(
     ("figures", "warned", "peak"),
-    [({"factor": 100.0}, "bytes in use on the device, the program counts", lambda step: 100 * step.peak_bytes),
-     ({"within": 5}, "999,999,005 bytes", lambda step: 10**9 + 5 - 1000),  # what kernels take meanwhile
-     ({"retries": 3}, "no memory 3 times .*1,000 bytes of others", lambda step: step.peak_bytes)],
+    [({"factor": 100.0}, "bytes in use on the device, and .* in the program", lambda step: 100 * step.peak_bytes),
+     ({"within": 5}, "999,999,005 bytes", lambda step: 10**9 + 5 - 1000),  # a peak within kernels
+     ({"retries": 3}, "out of memory 3 times .*1,000 bytes of other memory", lambda step: step.peak_bytes)],
 )  # fmt: skip
 def test_the_allocator_has_more_in_use_than_the_ledger(figures, warned, peak, monkeypatch):
     step, _ = first_step(monkeypatch, **figures)

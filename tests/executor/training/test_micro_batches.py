@@ -1,6 +1,6 @@
-"""A step called once per micro-batch: what the plan has away in between, faults, and what does not fit.
+"""Tests a step called once per micro-batch: swapped tensors in between, faults and mismatches.
 
-That it equals eager accumulation is in the table of test_equal_to_eager.py.
+test_equal_to_eager.py compares it with eager accumulation.
 """
 
 import copy
@@ -27,7 +27,7 @@ def accumulated(k: int = 2, seed: int = 1, name: str = "small", **options: objec
 
 
 def micro(twins: Twins, step: PlannedStep, i: int) -> None:
-    """The next micro-batch, by both."""
+    """Runs the next micro-batch in both twins."""
     batch = twins.next_batch()
     twins.micro(step, i, batch, copy.deepcopy(batch))
 
@@ -43,7 +43,7 @@ def test_the_learning_rate_that_counts_is_the_one_at_the_update():
 
 
 def test_a_loss_that_the_plan_frees_at_once():
-    """Without a division after it nothing reads it until the losses are added."""
+    """Without a division, no kernel reads the loss until the losses are summed."""
     twins = Twins("mlp", adamw, accumulate=2, average=False)
     captured = twins.captured()
     loss = captured.values[captured.micro[1].loss]
@@ -54,7 +54,7 @@ def test_a_loss_that_the_plan_frees_at_once():
 
 @pytest.mark.parametrize("where", ["away", "copied", "leaving"])
 def test_a_later_batch_goes_where_the_plan_has_it(where, monkeypatch):
-    """On the host over the boundary; back before it has come, its copy valid; on its way out when it comes."""
+    """The later batch is on the host, swapped in with a valid host copy, or being swapped out when it arrives."""
     twins = Twins("small", adamw, accumulate=2, clip_norm=0.05)
     captured = twins.captured()
     program = captured.program
@@ -146,7 +146,7 @@ def test_what_does_not_fit_leaves_the_step_where_it_was():
 
 
 def test_a_batch_that_the_plan_needs_again_may_not_be_changed():
-    """Kernels of the first micro-batch are recomputed in the second; without that its memory is the caller's again."""
+    """The second micro-batch recomputes kernels of the first; otherwise the caller could reuse the first's memory."""
     twins, step = next(pair for seed in range(9) if (pair := accumulated(seed=seed))[1].state.parts[0].reads_on)
     x, y = twins.next_batch()
     step(x, y)

@@ -1,4 +1,4 @@
-"""A step's calls: operators by PyTorch's own functions, without detaching and unpacking."""
+"""Tests a step's calls: operators by PyTorch's Python bindings, without detaching and unpacking."""
 
 import operator
 from typing import Any
@@ -30,8 +30,8 @@ CONVOLUTION = X, W, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
         (aten.zeros.default, ([2],), {"device": torch.device("cpu"), "pin_memory": False}, torch.zeros),
         (aten.sum.dim_IntList, (X, None), {"dtype": torch.float64}, torch.sum),
         (aten.eq.Scalar, (X, 2.0), {}, torch.eq),
-        (aten.div_.Scalar, (X, 2.0), {}, torch.Tensor.div_),  # which calls div_.Tensor
-        # Another overload; a device that could be set later; no function; no operator of ATen's.
+        (aten.div_.Scalar, (X, 2.0), {}, torch.Tensor.div_),  # calls div_.Tensor
+        # Another overload; a default device that could be set later; no binding; no ATen operator.
         (aten.floor_divide.Scalar, (X, 2.0), {}, None),
         (aten.zeros.default, ([2],), {}, None),
         (aten.threshold_backward.default, (X, X, 0), {}, None),
@@ -86,7 +86,7 @@ def test_what_a_step_returns_is_detached() -> None:
     planned = PlannedStep(capture_step(step, torch.ones(3)), Plan())
     y, same, *others = planned(torch.arange(3.0))
     assert y is not same and y.data_ptr() == same.data_ptr()
-    same.unsqueeze_(0)  # its form is its own
+    same.unsqueeze_(0)  # its form is independent
     assert y.tolist() == [0, 1, 2] and [t.tolist() for t in others] == [[1], [2, 3]]
     assert sum(f in (torch.detach, torch.Tensor.detach) for f in functions(planned)) == 1
 

@@ -1,4 +1,4 @@
-"""A planned step keeps its limit, leaves sound tensors between steps, and does not depend on the speed of copies."""
+"""Tests that a planned step keeps its limit, leaves valid tensors between steps, and tolerates slow copies."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def test_equal_to_eager_under_a_planners_plan(network, planner, optimizer):
 
 
 def test_random_plans_have_every_decision():
-    """What the table of test_equal_to_eager.py trains under: every way to leave, to come back and to be recomputed."""
+    """The plans of test_equal_to_eager.py contain every kind of swap and recomputation."""
     captured = Twins("small", adamw).captured()
     plan = random_plan(captured.program, 0, nothing=0.1)
     kinds = {(type(d), d.after >= d.before, getattr(d, "keep", None)) for d in plan.decisions}
@@ -59,7 +59,7 @@ def test_random_plans_have_every_decision():
 
 
 def test_a_place_on_the_host_is_for_several_tensors():
-    """Pinned memory is what the host holds at one time, not the sum of what the plan swaps."""
+    """Pinned memory is the peak on the host, not the sum over all swapped tensors."""
     twins = Twins("vgg16", sgd)
     captured = twins.captured()
     program = captured.program
@@ -72,7 +72,7 @@ def test_a_place_on_the_host_is_for_several_tensors():
 
 @pytest.mark.parametrize("network", ["small", "gpt2", pytest.param("unet", marks=pytest.mark.nightly)])
 def test_real_bytes_are_those_of_the_ledger(network):
-    """The storages themselves, counted from outside: never above the limit, and the ledger's peak is theirs."""
+    """Live storages, counted independently, never exceed the limit, and their peak equals the ledger's."""
     twins = Twins(network, sgd)
     captured = twins.captured()
     step = tight(captured, random_plan(captured.program, 7))
@@ -86,7 +86,7 @@ def test_real_bytes_are_those_of_the_ledger(network):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_program_is_lowered_once_on_its_way_to_a_step(graph, request):
-    """A step that may be a graph is simulated within several limits, all of one schedule."""
+    """A step that may be a graph is simulated at several limits with the same schedule."""
     if graph:
         request.getfixturevalue("double")
     captured = Twins("mlp").captured()
@@ -121,7 +121,7 @@ def test_checkpoints_between_steps_are_those_of_eager_training():
     twins, step = planned(make_optimizer=adamw)
     twins.train(step, 2)
     away = [b for b in step.state.blocks.blocks.values() if b.persistent and b.place is Place.HOST]
-    assert len(away) > 5 and all(b.storage.nbytes() == 0 for b in away)  # they are away, and yet can be read
+    assert len(away) > 5 and all(b.storage.nbytes() == 0 for b in away)  # swapped out, but readable as host copies
     files = [io.BytesIO(), io.BytesIO()]
     for loop, file in zip((twins.ours, twins.eager), files, strict=True):
         torch.save(loop.state(), file)
@@ -131,9 +131,9 @@ def test_checkpoints_between_steps_are_those_of_eager_training():
     programs.equal_states(saved, copy.deepcopy(twins.ours.state()))
     seed = twins.seed
     twins.train(step, 2)
-    for loop in (twins.ours, twins.eager):  # back to the checkpoint
+    for loop in (twins.ours, twins.eager):  # restores the checkpoint
         loop.model.load_state_dict(saved[0][0])
-        loop.optimizer.load_state_dict(copy.deepcopy(saved[1][0]))  # it takes the tensors themselves
+        loop.optimizer.load_state_dict(copy.deepcopy(saved[1][0]))  # load_state_dict keeps the tensors
     twins.seed = seed
     twins.train(step, 2)
 
@@ -151,7 +151,7 @@ def test_eager_steps_in_between_and_afterwards():
 
 
 def test_tensors_that_numpy_has_seen():
-    """PyTorch cannot empty their memory any more; they get other memory, and numbers stay right."""
+    """PyTorch cannot empty memory exported to NumPy, so the tensors get new memory with equal content."""
     twins, step = planned()
     twins.train(step)
     arrays = [p.detach().numpy() for p in twins.ours.model.parameters()]
@@ -164,7 +164,7 @@ def test_tensors_that_numpy_has_seen():
 
 
 def test_without_a_barrier_between_steps():
-    """Swap-outs and swap-ins that are under way at the boundary go on."""
+    """Copies in flight at the boundary continue."""
     twins = Twins("small", adamw)
     captured = twins.captured()
     plan = programs.over_the_boundary(captured.program)
@@ -186,7 +186,7 @@ def test_without_a_barrier_between_steps():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_equal_to_eager_on_a_gpu(network, monkeypatch):
-    """To the bit where cuDNN is deterministic; the LSTM, whose dropout cuDNN would draw on the host, without cuDNN."""
+    """Bit-identical with deterministic cuDNN; the LSTM runs without cuDNN, which would draw its dropout on the host."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", network != "lstm")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)

@@ -1,4 +1,4 @@
-"""Batches of several shapes under plans: one state, one limit, equal to eager to the bit."""
+"""Tests batches of several shapes under plans: one state, one limit, bit-identical to eager."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ def capuchin(program: Program, machine: Machine, limit: int) -> Plan:
 
 
 def everything(program: Program, machine: Machine, limit: int) -> Plan:
-    """A plan that empties nearly every gap, where the limit has room for it."""
+    """Returns a plan that uses nearly every gap, as far as the limit allows."""
     plans = (random_plan(program, seed, nothing=0.1) for seed in range(20))
     plan = next(plan for plan in plans if required(program, plan) <= limit)
     assert {type(decision) for decision in plan.decisions} == {Swap, Recompute}
@@ -31,7 +31,7 @@ def everything(program: Program, machine: Machine, limit: int) -> Plan:
 
 
 def several(name: str, make_optimizer: Any = sgd, counts: Sequence[int] = (4, 4, 4, 3, 4, 1)) -> Twins:
-    """Images, or words, that many in a batch."""
+    """Returns twins whose batches have these numbers of images or words."""
     twins = Twins(name, make_optimizer)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def test_short_batches_and_lengths(name, make_optimizer, counts):
 
 @pytest.mark.parametrize("undo", [False, True])
 def test_all_shapes_have_one_slab(undo):
-    """As large as the one of them that needs most; between steps somebody else may have it."""
+    """The slab has the size that the largest shape needs, and is free between steps."""
     twins = several("small", counts=(3, 4, 1, 4))
     gc.collect()
     HOST.drop()
@@ -96,7 +96,7 @@ def test_the_last_shapes_are_kept():
 
 
 class Accumulated(Twins):
-    """Up to ``k`` micro-batches of any shapes; the learning rate of both goes down from step to step."""
+    """Twins with up to ``k`` micro-batches of any shapes and a decreasing learning rate."""
 
     def __init__(self, k: int, **options: Any) -> None:
         super().__init__("small", sgd, accumulate=k, clip_norm=0.05, **options)
@@ -130,7 +130,7 @@ class Accumulated(Twins):
 
 
 def test_micro_batches_of_any_shapes():
-    """One by one and at once; steps of other shapes, of several in one step, and of fewer micro-batches."""
+    """Passes micro-batches one by one and at once, with changing, mixed and fewer shapes per step."""
     twins = Accumulated(3)
     twins.one_by_one(4, 4, 4)
     twins.one_by_one(2, 2, 2)
@@ -166,7 +166,7 @@ def test_a_shape_that_the_step_did_not_begin_with_leaves_it_where_it_was():
 
 
 def test_a_step_that_is_undone_begins_anew():
-    """By ``finish``, and then it may be of any shape; by a fault, and then it is of the same."""
+    """After ``finish`` the next step may have any shape; after a fault it has the same."""
     twins = Accumulated(2, average=False)
     twins.one_by_one(4, 4)
     for pairs in (twins.pairs(4, 4), twins.pairs(4, 3)):
@@ -199,7 +199,7 @@ def test_what_is_no_micro_batch():
 
 
 def test_an_x_and_a_y_that_are_pairs():
-    """Two of them look like two micro-batches, until such ones have been seen."""
+    """Two pairs count as two micro-batches until a batch of that structure has been seen."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:

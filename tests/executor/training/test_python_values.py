@@ -1,4 +1,4 @@
-"""Python values that a step reads: a change of one is refused by name, and a new capture takes it."""
+"""Tests Python values that a step reads: a change is refused by name, and a new capture accepts it."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ GAIN = 1.0
 
 
 class Net(nn.Module):
-    """Reads a number of each kind: of a module, a table, a global."""
+    """Network that reads numbers from a module, a table and a global."""
 
     def __init__(self, act: Callable[[nn.Module, Tensor], object] = lambda net, x: None) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Random training steps: each is refused with a reason, or trains to the bits of eager PyTorch.
+"""Tests random training steps: each is refused with a reason or is bit-identical to eager PyTorch.
 
-A program draws building blocks (what users' steps do besides layers), their order, an optimizer and a memory limit. It
-is built twice from equal seeds: one twin is fitted and trained, the other trains eagerly. After a refusal the first one
-goes on eagerly and must still equal the other. Half of the programs are fitted without the differential check, which is
-a net under the capture and must not be needed.
+A program draws building blocks (typical user code besides layers), their order, an optimizer and a memory limit. It is
+built twice from equal seeds: one twin is fitted and trained, the other trains eagerly. After a refusal, the first
+continues eagerly and must still equal the other. Half of the programs are fitted without the differential check, which
+is only a safety net.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.executor.training.programs import same
 FEATURES, WIDTH, CLASSES, ROWS, STEPS = 8, 16, 5, 32, 3
 REFUSALS = CaptureError, FitError, StepError
 OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
-AN_ERROR = re.compile(r"cannot be traced: |^(the step|kernel \d+ .*) failed: |\n")  # a refusal that has no way out
+AN_ERROR = re.compile(r"cannot be traced: |^(the step|kernel \d+ .*) failed: |\n")  # a refusal without a remedy
 
 # Bodies of forward methods. ``h``: activations of shape (ROWS, WIDTH); ``x``: the batch's input, (ROWS, FEATURES);
 # ``self.inner``: the block that follows.
@@ -98,7 +98,7 @@ FORWARD = {
     "run twice": "return self.inner(self.inner(h, x), x)",
     "target without gradients": "with torch.no_grad(): target = self.inner(h, x)\nreturn 0.5 * (h + target)",
 }
-# Not drawn: test_user_objects.py has them.
+# Not drawn at random: test_user_objects.py uses them.
 MORE_FORWARD = {
     "exchanged entries": "self.two[0], self.two[1] = self.two[1], self.two[0]\nreturn h + self.two[0]",
     "state of an LSTM": "self.memory = tuple(t.detach() for t in self.lstm(h, self.memory))\nreturn h + self.memory[0]",
@@ -118,7 +118,7 @@ AFTER_BACKWARD = {
     "decayed weights": "with torch.no_grad(): self.layer.weight.mul_(0.99)",
     "losses": "self.kept.append(loss.detach())",
 }
-# What ``self`` has, if it stands in a body.
+# Initial values of the attributes of ``self`` that a body uses.
 ATTRIBUTES = {
     "layer": "nn.Linear(WIDTH, WIDTH)", "mean": "nn.Buffer(torch.zeros(WIDTH))", "hidden": "torch.zeros(WIDTH)",
     "scale": "nn.Buffer(torch.ones(WIDTH))", "pair": "torch.zeros(WIDTH), torch.ones(WIDTH)", "late": "None",
@@ -132,7 +132,7 @@ ATTRIBUTES = {
     "phases": "iter([1.0, 0.5, 0.25] * 5)",
 }  # fmt: skip
 WRAPPERS = {name for name, body in FORWARD.items() if "self.inner" in body}
-# Seldom drawn, as nothing else of a program with one of them is trained under a plan.
+# Rarely drawn, because a program with one of them is refused as a whole.
 REFUSED = ("branch on an activation", "counted calls", "data of a buffer", "data of a parameter", "iterator")
 
 
@@ -157,7 +157,7 @@ def make_running_mean() -> Callable[[Tensor], Tensor]:
 
 
 def make_hooked(records: bool) -> nn.Module:
-    """A layer with a hook that records its output, or with hooks that scale its gradients."""
+    """Creates a layer with a hook that records its output, or with hooks that scale its gradients."""
     layer = nn.Linear(WIDTH, WIDTH)
     layer.outputs = outputs = {}
     if records:
@@ -169,7 +169,7 @@ def make_hooked(records: bool) -> nn.Module:
 
 
 def make_tabled() -> nn.Module:
-    """A layer with hooks that look their parameters up in a table."""
+    """Creates a layer with hooks that look up their parameters in a table."""
     layer = nn.Linear(WIDTH, WIDTH)
     scale = {p: torch.full_like(p, 0.5) for p in layer.parameters()}
     for p in layer.parameters():
@@ -185,7 +185,7 @@ class Block(nn.Module):
 
 
 def make(name: str, inner: Block | None, table: dict[str, Any]) -> Block:
-    """A block of a class of its own, with ``table`` as its globals."""
+    """Creates a block of a new class with ``table`` as its globals."""
     forward, after = (FORWARD | MORE_FORWARD).get(name, FORWARD["layer"]), AFTER_BACKWARD.get(name, "...")
     used = re.findall(r"self\.(\w+)", f"{forward} {after}")
     attributes = "\n".join(f"self.{key} = {value}" for key, value in ATTRIBUTES.items() if key in used) or "..."
@@ -198,7 +198,7 @@ def make(name: str, inner: Block | None, table: dict[str, Any]) -> Block:
 
 
 class Plain(Optimizer):
-    """Subtracts a direction, which one of its methods makes of a gradient and the state, times the learning rate."""
+    """Optimizer that steps along a direction computed by one of its methods from gradient and state."""
 
     def __init__(self, params: Iterable[nn.Parameter], direction: str) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -233,7 +233,7 @@ class Plain(Optimizer):
 
 
 class Lookahead(Optimizer):
-    """An optimizer around another, whose groups and state are the other's; centres gradients beforehand."""
+    """Wrapper of another optimizer that shares its groups and state and first centers gradients."""
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -263,7 +263,7 @@ MORE_OPTIMIZERS = {"preconditioned": functools.partial(Plain, direction="precond
 
 
 class Twin:
-    """A model, its optimizer and its step, with classes and globals of its own."""
+    """A model, its optimizer and its step, with separate classes and globals."""
 
     def __init__(self, program: Program) -> None:
         torch.manual_seed(program.seed)
@@ -291,7 +291,7 @@ class Twin:
         return loss.detach()
 
     def observed(self) -> dict[str, Any]:
-        """Everything that a step may leave but gradients, tensors cloned."""
+        """Returns all state that a step may change except gradients, with tensors cloned."""
         found: dict[str, Any] = {"random state": torch.get_rng_state()}
         state = {i: self.optimizer.state.get(p, {}) for i, p in enumerate(self.model.parameters())}
         table, slow = self.blocks[0].make.__globals__, getattr(self.optimizer, "slow", [])
@@ -346,7 +346,7 @@ class Program:
             return make(1.0)
 
     def trained(self, with_fit: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Returns why it was refused ("": it was not), and what is observed after the fit and after each step."""
+        """Returns the reason of a refusal ("" if none) and the observations after the fit and each step."""
         twin = Twin(self)
         step, refusal, history = twin.step, "", []
         for i in range(self.eager + STEPS):
@@ -385,7 +385,7 @@ class Program:
         return ("refused", refusal) if refusal else ("equal", "")
 
     def shrunk(self) -> Program:
-        """Drops blocks as long as the outcome stays of its kind."""
+        """Returns a smaller program with the same kind of outcome by dropping blocks."""
         kind = self.outcome()[0]
         for i in range(len(self.blocks)):
             smaller = replace(self, blocks=self.blocks[:i] + self.blocks[i + 1 :])
@@ -395,7 +395,7 @@ class Program:
 
 
 def difference(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> str:
-    """Names the first value that is not equal to the bit; ``fit`` may make an optimizer's state before a step does."""
+    """Names the first value that is not bit-identical; ``fit`` may create optimizer state before a step does."""
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         for name in dict.fromkeys((*theirs, *ours)):
             a, b = ours.get(name, ...), theirs.get(name, ...)

@@ -1,4 +1,4 @@
-"""What cannot be captured, planned or trained is refused: by the right exception, which names what is wrong."""
+"""Tests that unsupported captures, plans and steps raise the right exception, naming the cause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step_of(
 
 
 def own_step(besides: Callable[[Any, Any], Callable[[], Any]], planner: Any = lambda program: Plan()) -> PlannedStep:
-    """A step of the user's own that does, and returns, something besides."""
+    """Returns a custom step with an additional action and result."""
     model = net(8, 32)
     optimizer = sgd(model)
     inner, does = trained(model, [optimizer]).given[0], besides(model, optimizer)
@@ -64,7 +64,7 @@ def graph(plan: Callable[[Any], Plan] = lambda program: Plan(), optimizer: Any =
 
 
 class Acts(nn.Linear):
-    """A layer, and what ``act`` makes of it and its output."""
+    """A layer that applies ``act`` to itself and its output."""
 
     def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(8, 5)
@@ -79,7 +79,7 @@ def branch(_: Any, out: Tensor) -> Tensor:
 
 
 class Counting(torch.optim.SGD):
-    """Has a number of Python's, in its state, its options or an attribute of its own."""
+    """Optimizer that counts with a Python number in its state, its options or an attribute."""
 
     def __init__(self, model: nn.Module, where: str) -> None:
         super().__init__(model.parameters(), 0.1)
@@ -105,7 +105,7 @@ def in_place(model: nn.Sequential) -> nn.Sequential:
 
 
 def hooked(where: str) -> PlannedStep:
-    """A hook that runs no operator."""
+    """Returns a step with a hook that runs no operator."""
     model = net(8)
     optimizer = sgd(model)
 
@@ -118,7 +118,7 @@ def hooked(where: str) -> PlannedStep:
     try:
         return step_of(model, optimizer)
     finally:
-        assert not seen  # what the capture ran of it is undone
+        assert not seen  # the capture undoes the hook's effects
 
 
 def recomputing_dropout(program: Any) -> Plan:
@@ -141,7 +141,7 @@ def steps_of_net(*batch: Any, **options: Any) -> Any:
 
 SCALER = torch.amp.GradScaler("cpu")
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
-    # what a step does
+    # operations of a step
     "sparse gradients": (CaptureError, "0 is sparse", lambda: step_of(
         nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(32, 5)),
         batch=(torch.randint(20, (6, 4)), torch.randint(5, (6,))))),
@@ -235,7 +235,7 @@ def test_modules_that_work_on_several_gpus_are_refused(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_dropout_of_cudnns_recurrent_layers_is_refused(kind: Any, monkeypatch: Any) -> None:
-    """It draws on the host what the kernels draw from; without dropout, or when it does not train, it is captured."""
+    """These layers seed their dropout on the host; without dropout or in eval mode they are captured."""
     monkeypatch.setattr(sys.modules[CaptureError.__module__], "uses_cudnn", lambda module: True)
 
     def captured(layer: nn.Module) -> Any:
@@ -258,7 +258,7 @@ def to_data(change: Callable[[Tensor], Tensor]) -> Callable[[Loop], Any]:
     return lambda loop: setattr(stem(loop).weight, "data", change(stem(loop).weight.data))
 
 
-CHANGES: dict[str, tuple[Callable[[Loop], Any], str | None]] = {  # None: the step goes on, and equals eager's
+CHANGES: dict[str, tuple[Callable[[Loop], Any], str | None]] = {  # None: the step continues and equals eager
     "data": (to_data(torch.clone), None),
     "data in place": (lambda loop: stem(loop).weight.data.mul_(0.5), None),
     "buffer": (lambda loop: setattr(loop.model.stem[1], "running_mean", torch.ones(4)), None),
@@ -392,11 +392,11 @@ def test_the_same_tensor_as_input_and_target() -> None:
 
 
 def test_a_tensor_of_another_size_than_the_programs_is_refused() -> None:
-    """Where a real operator makes something else than its trace (they differ in few)."""
+    """Covers operators whose real outputs differ from the trace."""
     twins, step = planned()
     block = next(b for b in step.state.blocks.blocks.values() if not b.persistent)
     block.nbytes += 4
-    with pytest.raises(StepError, match=r"bytes, the program says .*the model is as before the step"):
+    with pytest.raises(StepError, match=r"bytes, but .* in the program: .*the model is as before the step"):
         step(*twins.next_batch())
     block.nbytes -= 4
     twins.train(step, 2)

@@ -1,4 +1,4 @@
-"""What a step leaves in the user's objects is left by a planned step, too, or refused by name."""
+"""Tests that a planned step changes the user's objects as the eager step does, or is refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.executor.training.programs import Loop, Twins, own, same, under_every
 from tests.executor.training.test_equal_to_eager import net, trained
 from tests.executor.training.test_random_steps import Program, Twin
 
-CARRIED = {  # blocks of test_random_steps.py that bind a tensor anew, and what holds it
+CARRIED = {  # blocks of test_random_steps.py that rebind a tensor -> its holder
     "rebound buffer": "mean", "carried state": "hidden", "carried pair": "pair", "exchanged entries": "two",
     "state of an LSTM": "memory", "nonlocal mean": "running_mean", "boxed state": "box",
 }  # fmt: skip
@@ -37,7 +37,7 @@ CASES = {name: (name, "adamw") for name in BLOCKS} | {
 
 
 def loop_of(block: str, optimizer: str = "adamw") -> Loop:
-    """A loop of one block, whose twin must hold the same in every object."""
+    """Builds a loop of one block, whose twin must hold equal values in every object."""
     program = Program(0, (block,), optimizer, 1.0, "", False, 0)
     twin = Twin(program)
 
@@ -71,7 +71,7 @@ def test_what_the_loop_keeps_of_a_carried_state_stays_as_it_was() -> None:
     kept.clear()
     twins.train(step, 1)
     addresses = set()
-    for _ in range(3):  # nothing is copied where nothing is kept
+    for _ in range(3):  # without kept references, nothing is copied
         twins.train(step, 1)
         addresses.add(twins.ours.model[1][0].memory[0].data_ptr())
     assert len(addresses) == 1
@@ -81,7 +81,7 @@ LEFT: list[Tensor] = []
 
 
 class Hidden:
-    """An object that nothing finds: ``__getattr__`` makes its attributes."""
+    """Object whose attributes come from ``__getattr__``, so that no search finds them."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda value: globals()["LEFT"].append(value)
@@ -125,10 +125,10 @@ def test_what_cannot_be_done_again_is_refused(block: str, message: str) -> None:
 
 
 def test_the_check_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the effects of the step lost, as if the capture knew nothing of them."""
+    """Drops the step's effects, as if the capture had missed them."""
     monkeypatch.setattr(Effects, "compare", lambda self, owner, before: None)
     twins = Twins(loop_of, "carried state")
-    with pytest.raises(CaptureError, match=r"leaves [\w.]+ otherwise than the step itself \(by up to"):
+    with pytest.raises(CaptureError, match=r"changes [\w.]+ differently from the eager step \(by up to"):
         fitted(twins)
     twins.go_on_eagerly(2)
     fitted(twins, check=False)
@@ -140,7 +140,7 @@ def test_a_check_that_cannot_run_says_so() -> None:
     def step(i: Tensor) -> Tensor:
         return table(i).sum().detach()
 
-    with pytest.warns(CheckNotRun, match="not compared with the step itself: .* IndexError"):
+    with pytest.warns(CheckNotRun, match="not compared with the eager step: .* IndexError"):
         capture_step(step, torch.tensor([9]))
 
 
@@ -155,7 +155,7 @@ class Injected(Exception):
 
 
 def fails_at(point: int, fit_it: Callable[[], object]) -> bool:
-    """Raises within the call number ``point`` of the executor's functions, or the next that restores nothing."""
+    """Raises within call number ``point`` of the executor's functions, or the next call that restores nothing."""
     calls, raised = 0, False
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
