@@ -11,7 +11,6 @@ from executor.replay.streams import circle
 from executor.training.issue_order import order
 from experiments.benchmark import simpy_model
 from experiments.common.report import other_mode
-from experiments.figures import layerwise
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
 from simulator.decisions import OfGap
@@ -39,12 +38,11 @@ SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering supporte
 REFUSES = {
     "the compiled simulator": lambda: rows_of(PLAN.decisions),
     "a job among several": lambda: simulate_jobs([Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT),
-    "training": lambda: order(SCHEDULE, ALONE, LIMIT),
+    "training": lambda: order(SCHEDULE, ALONE),
     "a replay": lambda: circle(PROGRAM, PLAN, MACHINE, LIMIT),
     "SimPy": lambda: simpy_model.simulate(SCHEDULE, MACHINE, LIMIT),
     "the validator": lambda: Steps(ALONE.spans, PROGRAM, PLAN),
     "the report": lambda: report(PROGRAM, MACHINE, LIMIT, 0, ALONE, ALONE, PLAN),
-    "a figure": lambda: layerwise._residents(PROGRAM, PLAN),
 }
 
 
