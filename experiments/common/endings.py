@@ -69,7 +69,7 @@ def refuse(error: object) -> NoReturn:
 
 
 def goes_on(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a command that resumes when repeated: an interruption says so."""
+    """Decorates a command that resumes when repeated, as its interruption message states."""
 
     @functools.wraps(function)
     def told(*args: Any) -> None:

@@ -9,7 +9,7 @@ search doubles the batch and then bisects (common/bisection.py).
 # (a) On CUDA, torch.cuda.set_per_process_memory_fraction caps what PyTorch reserves and libraries hold.
 # (b) Ours plans for the cap divided by each of CAPS, smallest divisor first, with a profile measured at that batch.
 # (c) On the CPU, the storages that a dispatch mode sees are compared with the cap; for ours, its ledger enforces it.
-# (d) All memory is freed between two tries. If the time ends, the row says so and has the best batch so far.
+# (d) All memory is freed between two tries. If the time ends, the row has a note and the best batch so far.
 
 from __future__ import annotations
 

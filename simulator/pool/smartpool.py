@@ -6,7 +6,7 @@ III-C), each in a hole between its colored neighbors: best-fit (default) takes t
 the lowest. O(n²) time, O(n) memory. Choices not specified in the paper, and one extension:
 
 1. Blocks of equal size are taken in malloc order. 2. Best-fit takes the lowest of the smallest holes.
-3. A block that fits no hole goes on top of its highest neighbor, whether or not that extends the pool.
+3. A block that fits no hole is placed on top of its highest neighbor, whether or not that extends the pool.
 4. Lifetimes may be arcs of a circle (a tensor that crosses the iteration boundary); the paper's pool is a line.
 """
 

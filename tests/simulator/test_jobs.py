@@ -234,8 +234,8 @@ def test_what_is_not_a_simulation():
     for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
         with pytest.raises(ValueError, match="job 'a'"):
             Job("a", tiny.PROGRAM, Plan(), **wrong)
-    nobody = simulate_jobs([], MACHINE, 100)
-    assert (nobody.end_ns, nobody.peak_bytes, nobody.jobs) == (0, 0, ())
+    none = simulate_jobs([], MACHINE, 100)
+    assert (none.end_ns, none.peak_bytes, none.jobs) == (0, 0, ())
 
 
 def test_a_switch_to_the_same_decisions_changes_nothing():

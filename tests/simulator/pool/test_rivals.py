@@ -198,7 +198,7 @@ GROWN = table([(0, 1, 30 * MB), (2, 3, 50 * MB)])
 
 
 @pytest.mark.parametrize(("blocks", "limit", "expandable", "reserved"), [
-    # Two segments, of which one is given back where there is no room.
+    # Two segments, one of which is returned when memory is short.
     (ONE_BY_ONE, None, False, 26 * MB), (ONE_BY_ONE, 14 * MB, False, 14 * MB), (ONE_BY_ONE, 14 * MB - 1, False, None),
     (table([(0, 2, 12 * MB), (1, 3, 14 * MB)]), 26 * MB, False, 26 * MB),
     (table([(0, 2, 12 * MB), (1, 3, 14 * MB)]), 25 * MB, False, None),
