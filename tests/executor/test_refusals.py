@@ -89,7 +89,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (CaptureError, "pair", lambda: captured(batch=(torch.randn(2, 3, 16, 16),))),
     (CaptureError, "loss is a tensor of shape", lambda: captured(lambda out, y: out)),
     (CaptureError, "loss is float", lambda: captured(lambda out, y: 0.0)),
-    (CaptureError, "as often as its values ask", lambda: captured(optimizer=lambda m: LBFGS(m.parameters()))),
+    (CaptureError, "a data-dependent number of times", lambda: captured(optimizer=lambda m: LBFGS(m.parameters()))),
     (CaptureError, r"machine\.capability",
      lambda: capture_step(attention, X[None, None], machine=replace(H200, capability=""), as_cuda=True)),
     (FormatError, r"machine\.flops_per_s", lambda: linear(torch.optim.SGD, machine=replace(ROUND, flops_per_s={}))),
