@@ -147,7 +147,10 @@ class Joint:
 
     @cached_property
     def movable(self) -> frozenset[str]:
-        """Storages that can be copied to the host and back: each holds one value, which fills it completely."""
+        """Storages that can be copied to the host and back.
+
+        Each holds one value, which fills it completely and is not a caller's tensor in another layout.
+        """
         values: dict[str, list[Any]] = {}
         for prefix, graph, module in ((FORWARD, self.first, self.forward), (BACKWARD, self.second, self.backward)):
             made = {node.name: node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"}
