@@ -137,7 +137,7 @@ def fixed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_number(key: str, value: Any) -> bool:
-    """Whether this option can change without changing the graph. (An initial learning rate may be an integer.)"""
+    """Whether this option can change without changing the graph; a learning rate may start as an integer."""
     return type(value) is float or (key == "lr" and type(value) is int)
 
 

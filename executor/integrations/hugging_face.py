@@ -233,7 +233,7 @@ class PlannedTrainer(Trainer):
             self.planned.finish()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Runs the Trainer's evaluation loop after ``finish``."""
         self.finish()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -247,7 +247,7 @@ class PlannedTrainer(Trainer):
                     value.restore()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Trains as the Trainer does, with newly planned steps."""
         self.planned = None  # the optimizer may be new
         try:
             return super().train(*args, **kwargs)
