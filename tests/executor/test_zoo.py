@@ -1,4 +1,4 @@
-"""Some models of the zoo, and its command: peaks are MemTracker's, three steps are eager's to the bit."""
+"""Tests of zoo models and of the zoo command: peaks equal MemTracker's, three steps are bit-identical to eager mode."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""``fit`` over the models of models.py: peaks beside PyTorch's MemTracker, three steps under a plan beside eager ones.
+"""Runs ``fit`` on the models of models.py and compares peaks with MemTracker and three planned steps with eager mode.
 
-python -m tests.zoo                           # all of them, a table; status 1 where one does not do as eager
-python -m tests.zoo GPT-2 ViT                 # these
+python -m tests.zoo                           # all models as a table; status 1 if one differs from eager mode
+python -m tests.zoo GPT-2 ViT                 # selected models
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from executor import CaptureError, FitError, StepError, fit
 from tests.zoo.models import MODELS, Parts
 
 STEPS, PART = 3, 0.7
-# Bytes that MemTracker counts more than the program, and why.
+# Bytes that MemTracker counts in excess of the program, and the reason.
 KNOWN = {
     "Mamba": (253_952, "under MemTracker, a mode of dispatch, autograd adds gradients into new tensors, else in place"),
     "Swin": (
@@ -33,7 +33,7 @@ KNOWN = {
 
 
 class Row(NamedTuple):
-    """What was found; sizes in bytes. ``refused``: the sentence instead of all else."""
+    """Result of one model, sizes in bytes; ``refused`` is the error message if ``fit`` refused it."""
 
     name: str
     parameters: int = 0
@@ -77,7 +77,7 @@ HEAD = """| model | parameters | kernels | peak, bytes | MemTracker | the plan m
 
 
 def eager(parts: Parts, batch: Any) -> Tensor:
-    """The step as anybody writes it."""
+    """Runs the step as a plain training loop."""
     model, loss_fn, optimizer, _ = parts
     loss = loss_fn(model(batch[0]), batch[1])
     loss.backward()
@@ -87,7 +87,7 @@ def eager(parts: Parts, batch: Any) -> Tensor:
 
 
 def tracked(parts: Parts, batch: Any) -> tuple[Tensor, int]:
-    """A step's loss, and its peak by PyTorch's own count."""
+    """Returns a step's loss and its peak as MemTracker counts it."""
     tracker = MemTracker()
     model, _, optimizer, _ = parts
     tracker.track_external(model, optimizer, *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)))
@@ -99,7 +99,7 @@ def tracked(parts: Parts, batch: Any) -> tuple[Tensor, int]:
 def look(name: str, planner: str = "lp_round") -> Row:
     """All of a model."""
     started = time.perf_counter()
-    torch.set_num_threads(1)  # with several, eager sums of index_put are not equal to themselves
+    torch.set_num_threads(1)  # with several, eager sums of index_put are not deterministic
     torch.manual_seed(0)
     ours: Parts = MODELS[name]()
     own = copy.deepcopy(ours[:3])  # together: the optimizer's parameters are the model's
@@ -133,18 +133,18 @@ def look(name: str, planner: str = "lp_round") -> Row:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its status."""
+    """Runs the command and returns its exit status."""
     chosen = arguments or list(MODELS)
     if unknown := [name for name in chosen if name not in MODELS]:
         print(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}", file=sys.stderr)
         return 2
     rows = []
-    warnings.simplefilter("ignore")  # models' own, and what a library takes in the first step beside its operators
+    warnings.simplefilter("ignore")  # warnings of models, and of libraries' memory in the first step
     print(HEAD, end="")
     for name in chosen:
         try:
             row = look(name)
-        except Exception as error:  # what no user should see
+        except Exception as error:  # a bug: users should only see refusals
             row = Row(name, wrong=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         print(row.line(), flush=True)
         print(f"{name}: {row.seconds:.1f} s", file=sys.stderr)
