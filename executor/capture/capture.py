@@ -113,13 +113,13 @@ def capture(
             "takes a step of any form"
         )
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
-        raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
+        raise CaptureError("accumulate must be at least 1; accumulate > 1 and clip_norm need an optimizer")
     rest = (example_batch,) * (accumulate - 1) if others is None else others
     parts = [arguments(batch) for batch in (example_batch, *rest)]
     if loss_fn is not None and len(parts[0]) == 1 and isinstance(parts[0][0], Tensor):
         raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
     if len(parts) != accumulate or len(set(map(structure, parts))) > 1:
-        raise CaptureError("others: expected accumulate - 1 batches of the structure of example_batch")
+        raise CaptureError("others: expected accumulate - 1 batches with the structure of example_batch")
 
     norms: list[Tensor] = []
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
@@ -134,7 +134,7 @@ def capture(
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss is {what}, not a tensor of one element")
         if more and accumulate > 1:
-            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not pass on")
+            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not support")
         if average and accumulate > 1:
             loss = loss / accumulate
         if optimizer is not None:
@@ -270,7 +270,7 @@ def _capture(
             for leaf in leaves:
                 if leaf is not None and not isinstance(leaf, Tensor):
                     what = _article(type(leaf).__name__)
-                    raise CaptureError(f"the step returns {what}, which would be the same each time: return tensors")
+                    raise CaptureError(f"the step returns {what}, which the graph cannot recompute: return tensors")
             outputs = [leaf for leaf in leaves if leaf is not None]
             parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
             kept = {i: p.grad for i, p in parameters if p.grad is not None}
@@ -370,7 +370,7 @@ class _Trace(NamedTuple):
         if runs[0] != runs[1] or not ways[1].keys() <= ways[0].keys() or not constant:
             what = [effect.owner.name(effect.key) for effect in self.effects.found] or ["a value of Python's"]
             self.effects.refused.append(
-                f"the step does something else once {what[0]} is set: make one step without a plan first"
+                f"the step does something else once {what[0]} is set: run one step without a plan first"
             )
             return self
         found = self.effects.found
@@ -395,16 +395,16 @@ def _signature(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
 def _undone(state: StepState, drawn: str) -> str:
     """Returns a sentence about a Python side effect of the step that its graph cannot repeat, or ""."""
     if drawn:
-        return f"the step draws from {drawn}, and would draw the same each time: take torch's generator"
+        return f"the step draws from {drawn}, and its graph would repeat the same numbers: use torch's generator"
     if state.undone:
         return state.undone[0]
     if state.silent:
-        return f"{state.silent[0]} runs no operator, and would not be called again: call it outside of the step"
+        return f"{state.silent[0]} runs no operator, so the graph would not call it: call it outside of the step"
     if state.written is not None:
         name, was, now = state.written
         return (
-            f"the step changes {name} from {was!r} to {now!r}, which would not be done again: make it a buffer, change "
-            "it outside of the step, or take a step without a plan first if it stays so after that"
+            f"the step changes {name} from {was!r} to {now!r}, which the graph cannot repeat: make it a buffer, change "
+            "it outside of the step, or run one step without a plan first if it stays constant after that"
         )
     return ""
 
@@ -436,7 +436,7 @@ def _sentence(error: Exception, state: StepState) -> str:
         what = str(error.args[0]).splitlines()[0]
         return (
             f"the step's Python depends on the values of a tensor: {what}{where}; keep it a tensor (torch.where), or "
-            "do this after the step, which may return what it needs"
+            "do this after the step with tensors that the step returns"
         )
     if isinstance(error, DynamicOutputShapeException):
         if "ctc_loss" in str(error.args[0]):
@@ -445,12 +445,12 @@ def _sentence(error: Exception, state: StepState) -> str:
                 "with executor.compiled.compile(model, memory=...)"
             )
         return (
-            f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; no plan knows its size: "
-            "take a mask of fixed shape (torch.where), or do this before the step"
+            f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; its size is unknown to "
+            "a plan: use a mask of fixed shape (torch.where), or do this before the step"
         )
     if "dynamo-optimized" in text:
-        what = "a part of the step is compiled (torch.compile), and only what is not can be captured"
-        return f"{what}{where}: give the function that was compiled"
+        what = "a part of the step is compiled (torch.compile), which cannot be captured"
+        return f"{what}{where}: pass the function that was compiled"
     if "convert all Tensors to FakeTensors" in text:
         operator = text.partition("Found in ")[2].partition("(")[0]
         return (
@@ -460,5 +460,5 @@ def _sentence(error: Exception, state: StepState) -> str:
     if "SparseTensorImpl" in text:
         names = [state.paths[id(m)] for m in state.modules if getattr(m, "sparse", False)]
         of = " and ".join(names) or "an embedding"
-        return f"the gradient of {of} is sparse, and no plan knows its size{where}: leave sparse=True out"
+        return f"the gradient of {of} is sparse, and its size is unknown to a plan{where}: remove sparse=True"
     return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"

@@ -120,8 +120,8 @@ class Effects:
                 self.added += watch(owner._replace(keys=(key,)))
             if held:
                 self.refused.append(
-                    f"the step takes the tensor {name} away ({_kind(was)} before, {_kind(now)} after), which would not "
-                    "be done again: keep a tensor of the same shape there"
+                    f"the step removes the tensor {name} ({_kind(was)} before, {_kind(now)} after), which the graph "
+                    "cannot repeat: keep a tensor of the same shape there"
                 )
         elif self._read(was, now):
             self.refused.append(
@@ -143,8 +143,8 @@ class Effects:
         if form[0] != form[1]:
             shapes = " to ".join(f"{shape} of {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in form)
             self.refused.append(
-                f"the step changes {name} from {shapes}, and no plan knows the next: keep one shape, or carry it as an "
-                "argument and a result of the step"
+                f"the step changes {name} from {shapes}, and the next form is unknown to a plan: keep one shape, or "
+                "carry it as an argument and a result of the step"
             )
         else:
             self.rebound.append((name, was, now))
@@ -165,7 +165,7 @@ class Effects:
         elif not any(a is b for a in after for b in before):
             self._leave(owner, None, "replace", after)
         else:
-            self.refused.append(f"the step takes some entries of {owner.path} away: append to it, or clear it first")
+            self.refused.append(f"the step removes some entries of {owner.path}: append to it, or clear it first")
 
     def _leave(self, owner: Owner, key: Any, how: str, value: Any) -> None:
         name = owner.name(key)
@@ -178,7 +178,7 @@ class Effects:
             elif leaf is None or isinstance(leaf, str):
                 places.append(leaf)
             else:
-                what = "would be the same each time" if is_scalar(leaf) else "has tensors that no plan finds"
+                what = "the graph cannot recompute" if is_scalar(leaf) else "may hold tensors out of the plan's reach"
                 self.refused.append(
                     f"the step leaves a {_kind(leaf)} in {name}, which {what}: keep tensors there, or do it after "
                     "the step"

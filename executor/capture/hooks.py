@@ -98,7 +98,7 @@ def _traced_optimizers(
         context, was = stack.pop()
         if (key := moved(was, optimizer)) is not None:
             undone.append(
-                f"{type(optimizer).__name__} keeps {key[-1]} as a Python number, which each step changes and the graph "
+                f"{type(optimizer).__name__} has {key[-1]} as a Python number, which each step changes and the graph "
                 "cannot: use an optimizer that keeps it in a tensor, as those of torch.optim do"
             )
         context.close()

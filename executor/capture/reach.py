@@ -280,7 +280,7 @@ class Reach:
             raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             way = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
-            what = f"{name or 'the model'} is compiled (torch.compile), and only what is not can be captured"
+            what = f"{name or 'the model'} is compiled (torch.compile), which cannot be captured"
             raise CaptureError(f"{what}: {way}")
         self._visited.add(id(module))
         self._keep.append(module)

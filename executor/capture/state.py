@@ -225,13 +225,13 @@ class StepState(Reach):
             for optimizer, was in zip(self.optimizers, before, strict=True):
                 if (key := moved(was, optimizer)) is not None:
                     self.undone.append(
-                        f"the step changes {key[-1]} of {type(optimizer).__name__}, which would not be done again: "
+                        f"the step changes {key[-1]} of {type(optimizer).__name__}, which the graph cannot repeat: "
                         "call schedules after the step"
                     )
             self.watched = changed(self.watched).kept
             self.undone += [
-                f"the step takes a value from the iterator {taken.path}, which would not be done again: pass what it "
-                "yields as an argument"
+                f"the step takes a value from the iterator {taken.path}, which the graph cannot repeat: pass the value "
+                "as an argument"
                 for taken, before_it in iterators if taken.position() != before_it
             ]  # fmt: skip
         finally:
@@ -263,15 +263,14 @@ class StepState(Reach):
             if id(effect.owner.container) in fake:
                 name = names.get(id(effect.key), effect.key)
                 found.refused.append(
-                    f"the step makes state of {effect.owner.path} for {name}: make one step without a plan first"
+                    f"the step creates state of {effect.owner.path} for {name}: run one step without a plan first"
                 )
         slots = Counter(id(fake) for _, _, fake in self._slots)
         memory = Counter(StorageWeakRef(e.fake.untyped_storage()) for e in self.entries)
         for name, was, _ in found.rebound:
             if slots[id(was)] > 1 or memory[StorageWeakRef(was.untyped_storage())] > 1:
                 found.refused.append(
-                    f"the step binds {name} anew, and another name has the same memory: write into it (copy_), or "
-                    "clone it"
+                    f"the step rebinds {name}, and another name shares its memory: write into it (copy_), or clone it"
                 )
         for entry, storage in zip(self.entries, self._storages, strict=True):
             if StorageWeakRef(entry.fake.untyped_storage()) != storage:
