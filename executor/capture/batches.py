@@ -104,7 +104,7 @@ class _Shell:
     empty: Any = field(compare=False, repr=False)
 
     def with_entries(self, values: Any) -> Any:
-        """Returns such an object."""
+        """Returns an object of this class with the given entries."""
         if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
             return self.kind(zip(self.names, values, strict=True))
         made = copy.copy(self.empty)

@@ -43,7 +43,7 @@ def tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
 
 
 def count(modules: Iterable[nn.Module]) -> int:
-    """How many hooks there are."""
+    """Returns the number of hooks of modules and their parameters."""
     return sum(map(len, tables(modules)))
 
 

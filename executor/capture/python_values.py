@@ -112,7 +112,7 @@ class Owner(NamedTuple):
         return {k: container[k] for k in (container if self.keys is None else self.keys) if k in container}
 
     def name(self, key: Any) -> str:
-        """The path of an entry."""
+        """Returns the path of an entry."""
         if key is None:
             return self.path
         return f"{self.path}.{key if isinstance(key, (str, int)) else type(key).__name__}".lstrip(".")

@@ -119,10 +119,10 @@ class Reach:
         self._keep: list[Any] = []  # an id stays unique while its object lives
 
     def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """Called for each tensor at ``container[key]``."""
+        """Handles a tensor at ``container[key]``; subclasses override it."""
 
     def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """Called for each tuple of tensors (such as an LSTM's state) at ``container[key]``."""
+        """Handles a tuple of tensors (such as an LSTM's state) at ``container[key]``; subclasses override it."""
 
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
         """Walks ``value``; tensors that are not parameters are of ``kind``."""

@@ -181,7 +181,7 @@ def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _work(captured: Captured) -> list[_Work]:
-    """The nodes in order."""
+    """Returns the graph's nodes in order, with the values that die after each."""
     operators = {nodes[0]: k for k, nodes in enumerate(captured.nodes) if nodes}
     nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not for_profiler(n)]
     last: dict[fx.Node, fx.Node] = {}

@@ -81,7 +81,7 @@ class TrainersLoss(nn.Module):
             self.norm.copy_(norm)
 
     def last_norm(self) -> Tensor:
-        """Norm of the last step's gradients before clipping."""
+        """Returns the norm of the last step's gradients before clipping."""
         return self.norm.to(self._norm_dtype)
 
 
