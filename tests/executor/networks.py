@@ -65,7 +65,7 @@ class ResNet(nn.Module):
 
 
 def small() -> nn.Module:
-    """One block."""
+    """A single block."""
     return ResNet(blocks=1)
 
 

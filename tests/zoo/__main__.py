@@ -24,10 +24,13 @@ from tests.zoo.models import MODELS, Parts
 STEPS, PART = 3, 0.7
 # Bytes that MemTracker counts in excess of the program, and the reason.
 KNOWN = {
-    "Mamba": (253_952, "under MemTracker, a mode of dispatch, autograd adds gradients into new tensors, else in place"),
+    "Mamba": (
+        253_952,
+        "under MemTracker, a dispatch mode, autograd sums gradients into new tensors instead of in place",
+    ),
     "Swin": (
         -32_768,
-        "PyTorch's trace of a layer norm's gradient has other strides than the operator, and copies once",
+        "the trace of a layer norm's gradient has other strides than the operator and makes one copy",
     ),
 }
 
@@ -49,7 +52,7 @@ class Row(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Of the peaks."""
+        """Whether the program's peak equals MemTracker's, up to a known difference."""
         return self.tracked - self.peak in (0, KNOWN.get(self.name, (0,))[0])
 
     @property
@@ -57,21 +60,21 @@ class Row(NamedTuple):
         return not self.wrong and (bool(self.refused) or (self.same and self.agrees))
 
     def line(self) -> str:
-        """Of the table."""
+        """Returns this result as a table row."""
         if self.refused or self.wrong:
             return f"| {self.name} | | | | | | {self.refused or 'WRONG: ' + self.wrong} |"
         more = self.tracked - self.peak
         tracked = f"{more:+,}" if more else "the same"
         tracked += f": {KNOWN[self.name][1]}" if more and self.name in KNOWN else ""
         tracked += "" if self.agrees else " DIFFERENT"
-        moves = f"{self.moved / 2**20:.2f} MiB, {self.again} again"
+        moves = f"{self.moved / 2**20:.2f} MiB, {self.again} kernels"
         same = "the same" if self.same else "DIFFERENT"
         return (
             f"| {self.name} | {self.parameters:,} | {self.kernels:,} | {self.peak:,} | {tracked} | {moves} | {same} |"
         )
 
 
-HEAD = """| model | parameters | kernels | peak, bytes | MemTracker | the plan moves, runs | losses, weights, state |
+HEAD = """| model | parameters | kernels | peak, bytes | MemTracker | swapped, recomputed | losses, weights, state |
 |---|--:|--:|--:|--:|--:|---|
 """
 
@@ -97,7 +100,7 @@ def tracked(parts: Parts, batch: Any) -> tuple[Tensor, int]:
 
 
 def look(name: str, planner: str = "lp_round") -> Row:
-    """All of a model."""
+    """Runs all comparisons for one model."""
     started = time.perf_counter()
     torch.set_num_threads(1)  # with several, eager sums of index_put are not deterministic
     torch.manual_seed(0)
@@ -136,7 +139,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     chosen = arguments or list(MODELS)
     if unknown := [name for name in chosen if name not in MODELS]:
-        print(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}", file=sys.stderr)
+        print(f"unknown model {unknown[0]!r}; choose from {', '.join(MODELS)}", file=sys.stderr)
         return 2
     rows = []
     warnings.simplefilter("ignore")  # warnings of models, and of libraries' memory in the first step
@@ -151,7 +154,7 @@ def main(arguments: list[str]) -> int:
         rows.append(row)
         gc.collect()
     good, refused = sum(row.good for row in rows), sum(bool(row.refused) for row in rows)
-    print(f"\n{good - refused} of {len(rows)} as eager, {refused} refused in a sentence, {len(rows) - good} wrong")
+    print(f"\n{good - refused} of {len(rows)} equal eager mode, {refused} refused, {len(rows) - good} wrong")
     return int(good < len(rows))
 
 

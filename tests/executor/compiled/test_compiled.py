@@ -153,7 +153,7 @@ def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_witho
     assert graph.peak_bytes <= graph.limit == int(0.7 * graph.without_bytes)
     assert peak(planned, net, x) == pytest.approx(graph.peak_bytes, rel=0.02)
     assert without == pytest.approx(graph.without_bytes, rel=0.02)
-    assert "run again" in str(compiled.report(planned))
+    assert "recomputed" in str(compiled.report(planned))
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
