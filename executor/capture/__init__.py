@@ -1,1 +1,1 @@
-"""From a training step of PyTorch to a Program: tracing, operators, state, durations."""
+"""Converts a PyTorch training step into a Program: tracing, operators, state, durations."""

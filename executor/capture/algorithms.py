@@ -1,9 +1,9 @@
-"""Algorithms of convolutions: a model of what cuDNN offers, as ``Kernel.variants`` of captured kernels.
+"""Models cuDNN's convolution algorithms as ``Kernel.variants`` of captured kernels.
 
-Implicit GEMM, GEMM (im2col), FFT and Winograd F(4x4, 3x3). Each is some kernels, one after the other. Its workspace
-follows exactly from the shapes; its time is the sum of the rooflines of its kernels' own arithmetic and memory traffic
-(``Machine.kernel_ns``). For N images, C channels in and K out, images of H x W and P x Q, filters of R x S, elements of
-4 bytes. Sources, formulas, assumptions and reasons: executor/capture/README.md.
+The algorithms are implicit GEMM, GEMM (im2col), FFT and Winograd F(4x4, 3x3). Each is a sequence of kernels. Its
+workspace follows exactly from the shapes. Its duration is the sum of its kernels' rooflines (``Machine.kernel_ns``).
+Notation: N images, C input and K output channels, images of H x W and P x Q, filters of R x S, elements of 4 bytes.
+executor/capture/README.md has sources, formulas and assumptions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stage = tuple[float, float]  # FLOPs, bytes moved
 
 @dataclass(frozen=True)
 class Convolution:
-    """A 2-D convolution, not grouped, transposed or dilated."""
+    """A 2-D convolution without groups, transposition or dilation."""
 
     batch: int
     channels: int
@@ -50,24 +50,24 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to compute one pass."""
+    """One algorithm for one pass of a convolution."""
 
     name: str
     workspace: int  # bytes
     stages: tuple[Stage, ...]  # the kernels it launches
 
     def time_ns(self, machine: Machine, dtype: str = "float32") -> int:
-        """The sum of its kernels' rooflines."""
+        """Returns the sum of its kernels' roofline durations in ns."""
         return sum(machine.kernel_ns("conv", round(flops), round(nbytes), dtype) for flops, nbytes in self.stages)
 
 
 def algorithms(conv: Convolution, what: Pass) -> list[Algorithm]:
-    """All that apply to one pass."""
+    """Returns all algorithms that apply to one pass."""
     n, c, k, item = conv.batch, conv.channels, conv.filters, conv.itemsize
     taps, pixels = prod(conv.filter), prod(conv.output)
     tensors = item * n * c * prod(conv.image), item * c * k * taps, item * n * k * pixels  # images, filters, outputs
     flops = 2 * n * k * pixels * c * taps
-    # Of the gradient of images, the unrolled matrix is the outputs', and the channels in are those of the result.
+    # For the gradient of images, the outputs are unrolled, and the input channels are those of the result.
     unrolled, result = (k, c) if what == "images" else (c, k)
     indexing = 2 * INDEXING * n * pixels * taps * unrolled * -(-result // TILE)
     found = [Algorithm("implicit GEMM", 0, ((flops + indexing, sum(tensors)),))]
@@ -75,7 +75,7 @@ def algorithms(conv: Convolution, what: Pass) -> list[Algorithm]:
     matrix = item * n * pixels * c * taps
     if taps == 1 and conv.stride == (1, 1) and conv.padding == (0, 0):
         found.append(Algorithm("GEMM", 0, ((flops, sum(tensors)),)))
-    else:  # the matrix is made from the images and read, or written and added up to their gradient
+    else:  # the matrix is unrolled from the images and read, or written and summed into their gradient
         product = flops, matrix + tensors[1] + tensors[2]
         found.append(Algorithm("GEMM", matrix, ((0, tensors[0] + matrix), product)))
 
@@ -94,7 +94,7 @@ def algorithms(conv: Convolution, what: Pass) -> list[Algorithm]:
         tiles = n * prod(-(-size // 4) for size in cut)
         counts = tiles * c, c * k, tiles * k
         spectra = [36 * item * count for count in counts]
-        # The gradient of images is a convolution of the outputs' gradient: the transforms change places.
+        # The gradient of images is a convolution of the outputs' gradient, so the transforms swap roles.
         each = (100.0, 72.0, 144.0) if what == "images" else (144.0, 72.0, 100.0)
         work = [flop * count for flop, count in zip(each, counts, strict=True)]
         found.append(_transformed("Winograd", tensors, spectra, work, 2 * 36 * tiles * c * k))
@@ -102,7 +102,7 @@ def algorithms(conv: Convolution, what: Pass) -> list[Algorithm]:
 
 
 def _transformed(name: str, tensors: tuple[int, ...], spectra: list[int], work: list[float], product: int) -> Algorithm:
-    """Two operands are transformed, multiplied, and the result is transformed back: the same stages in every pass."""
+    """Returns an algorithm that transforms both operands, multiplies them, and transforms the result back."""
     transforms = [(w, t + s) for w, t, s in zip(work, tensors, spectra, strict=True)]
     return Algorithm(name, sum(spectra), (*transforms, (product, sum(spectra))))
 
@@ -110,7 +110,7 @@ def _transformed(name: str, tensors: tuple[int, ...], spectra: list[int], work: 
 def front(
     conv: Convolution, passes: tuple[Pass, ...], machine: Machine, dtype: str = "float32"
 ) -> list[tuple[int, int]]:
-    """(time in ns, workspace) of the choices that no other beats in both, by workspace; the passes run in turn."""
+    """Returns the Pareto front of (time in ns, workspace in bytes) over algorithms of all passes, by workspace."""
     every = [[(a.time_ns(machine, dtype), a.workspace) for a in algorithms(conv, what)] for what in passes]
     out: list[tuple[int, int]] = []
     for room in sorted({w for choices in every for _, w in choices}):
@@ -126,14 +126,14 @@ def with_algorithms(
     machine: Machine,
     dtype: str = "float32",
 ) -> Program:
-    """The program with the algorithms of its convolutions as variants, by workspace.
+    """Returns the program with the algorithms of its convolutions as variants, sorted by workspace.
 
-    A kernel's own duration and workspace are those of its fastest algorithm, which is its last variant, too. Kernels
-    that are not named keep their duration, and have no workspace and no variants.
+    A kernel's own duration and workspace are those of its fastest algorithm, which is also its last variant. Kernels
+    missing in ``convolutions`` keep their duration and get neither workspace nor variants.
 
     Args:
-        program: with its durations for ``machine``.
-        convolutions: by kernel; what it computes.
+        program: A program with durations for ``machine``.
+        convolutions: The convolution and its passes for each kernel.
     """
     choices = {k: front(*asked, machine, dtype) for k, asked in sorted(convolutions.items())}
     now = sum(program.kernels[k].duration_ns for k in choices)
@@ -153,7 +153,7 @@ def with_algorithms(
 
 
 def convolution_of(node: fx.Node) -> tuple[Convolution, tuple[Pass, ...]] | None:
-    """What a captured operator computes, None where it is no convolution that the model knows."""
+    """Returns the convolution and passes of a captured operator; None if the model does not cover it."""
     aten = torch.ops.aten
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return None

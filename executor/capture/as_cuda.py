@@ -1,8 +1,8 @@
-"""The operators that PyTorch runs on a GPU, for a step that is captured on the CPU.
+"""Dispatches PyTorch's CUDA operators for a step that is captured on the CPU.
 
-PyTorch's composite operators choose the operators that they call by the device of their tensors. While
-``operators_of_cuda`` is entered, those below choose for CPU tensors as for CUDA tensors, in the forward pass and in
-what the backward pass recomputes. The resulting graph has operators that no CPU runs: it can be planned, not executed.
+PyTorch's composite operators select the operators that they call by the device of their tensors. Within
+``operators_of_cuda``, the composite operators below treat CPU tensors as CUDA tensors, in the forward pass and in
+recomputation during the backward pass. The resulting graph contains CUDA operators: it can be planned, not executed.
 
 Sources, in aten/src/ATen/native: Dropout.cpp (``is_fused_kernel_acceptable``), Normalization.cpp
 (``_select_batch_norm_backend``), layer_norm.cpp (``rms_norm_symint``), transformers (cuda/sdp_utils.cpp,
@@ -30,14 +30,14 @@ from executor.capture.reach import CaptureError
 
 aten = torch.ops.aten
 MOST_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
-MOST_IMAGES = 880_801, 65_535  # that cuDNN's batch norm takes, in training and in evaluation
+MOST_IMAGES = 880_801, 65_535  # largest batch of cuDNN's batch norm in training and in evaluation
 HALF = (torch.float16, torch.bfloat16)
 NEWEST = (12, 1)  # compute capability that the fused kernels support
-LOWEST_HALF = -65504.0  # cuDNN adds a finite number to what a mask leaves out
+LOWEST_HALF = -65504.0  # cuDNN adds a finite number to masked-out scores
 DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *DEFAULT_ORDER]
 
-# AT_FORALL_FP32, of those that are not the CPU's, too.
+# AT_FORALL_FP32 without the operators that the CPU's list also contains.
 FLOAT32 = frozenset(
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
@@ -47,7 +47,7 @@ FLOAT32 = frozenset(
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 """.split()
 )
-# AT_FORALL_FP32_SET_OPT_DTYPE: they are told that their result is float32, and do not convert what they read before.
+# AT_FORALL_FP32_SET_OPT_DTYPE: they get dtype=float32 for the result instead of converted inputs.
 RESULT_FLOAT32 = frozenset(
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -58,10 +58,11 @@ RESULT_FLOAT32 = frozenset(
 
 @contextmanager
 def operators_of_cuda(capability: str) -> Iterator[None]:
-    """Makes operators on CPU tensors choose as they do on a GPU, while it is entered.
+    """Makes composite operators on CPU tensors dispatch as on a GPU within this context.
 
     Args:
-        capability: the GPU's CUDA compute capability, such as "9.0"; "" refuses fused attention, which depends on it.
+        capability: CUDA compute capability of the GPU, such as "9.0". With "", attention raises CaptureError, because
+            its kernel depends on the capability.
     """
     composite = {
         "batch_norm": _batch_norm,
@@ -72,14 +73,14 @@ def operators_of_cuda(capability: str) -> Iterator[None]:
         library = stack.enter_context(_scoped_library("aten", "IMPL"))
         for name, kernel in composite.items():
             library.impl(name, kernel, "AutogradCPU")
-        # PyTorch takes the fused operator where the device has a kernel for it. Fake tensors never call the kernel.
+        # PyTorch selects the fused operator if the device has a kernel for it. Fake tensors never call the kernel.
         library.impl("_fused_rms_norm", partial(_composite, aten._fused_rms_norm.default), "CPU")
         stack.enter_context(_autocast_of_cuda(library))
         yield
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """One kernel, which keeps a byte per element; the CPU's keeps the factors."""
+    """Runs CUDA's dropout kernel, which saves one byte per element instead of the CPU's factors."""
     if train and 0 < p < 1 and x.numel():
         return torch.native_dropout(x, p, True)[0]
     return _composite(aten.dropout.default, x, p, train)  # type: ignore[no-any-return]
@@ -89,7 +90,7 @@ def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None,
     training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Tensor:  # fmt: skip
-    """cuDNN's, where it has one: of floats, with weights in float32."""
+    """Runs cuDNN's batch norm where it applies: floating-point inputs with float32 weights."""
     both = mean is not None and variance is not None
     statistics = both or (training and mean is None and variance is None)
     if (
@@ -107,18 +108,18 @@ def _batch_norm(
 
 
 def _composite(op: OpOverload, *args: Any) -> Any:
-    """What PyTorch's own kernel does; ``OpOverload.decompose`` prefers Python's, which may copy an input."""
+    """Runs PyTorch's C++ composite kernel; ``OpOverload.decompose`` prefers Python's, which may copy an input."""
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args)
 
 
 @contextmanager
 def _autocast_of_cuda(library: Library) -> Iterator[None]:
-    """Gives autocast on the CPU the policies of CUDA, as far as this PyTorch has them.
+    """Gives autocast on the CPU the policies of CUDA, for the operators of this PyTorch version.
 
-    ``torch.autocast("cuda")``, which PyTorch turns off where there is no GPU, is then autocast on the CPU.
+    ``torch.autocast("cuda")``, which PyTorch disables without a GPU, becomes autocast on the CPU.
 
     Args:
-        library: takes the policies; they end with it.
+        library: Library that registers the policies and removes them when it is destroyed.
     """
     cpu, cuda = (
         {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
@@ -174,7 +175,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 class Attention(NamedTuple):
-    """Arguments of ``scaled_dot_product_attention``, ``[batch, heads, length, width]`` if fused, and the GPU."""
+    """Arguments of ``scaled_dot_product_attention`` ([batch, heads, length, width] if fused) and the GPU."""
 
     query: Tensor
     key: Tensor
@@ -187,7 +188,7 @@ class Attention(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Whether a backward pass follows, as far as queries, keys and values tell."""
+        """Whether queries, keys or values require gradients."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
@@ -195,13 +196,13 @@ def _attention(
     capability: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Runs ``scaled_dot_product_attention`` in the kernel that PyTorch runs on a GPU.
+    """Runs ``scaled_dot_product_attention`` with the kernel that PyTorch selects on a GPU.
 
     Args:
-        capability: of the GPU, such as "9.0".
+        capability: CUDA compute capability of the GPU, such as "9.0".
 
     Raises:
-        CaptureError: the capability is not known.
+        CaptureError: If the capability is missing.
     """
     if not capability:
         raise CaptureError(
@@ -235,13 +236,13 @@ def _attention(
 
 
 def backend(given: Attention) -> SDPBackend:
-    """Returns the kernel that PyTorch chooses: the first in its order that is enabled and supports the arguments.
+    """Returns the kernel that PyTorch selects: the first in its order that is enabled and supports the arguments.
 
     Raises:
-        RuntimeError: none does, as on the GPU.
+        RuntimeError: If no kernel supports them, as on the GPU.
     """
     order = [SDPBackend(i) for i in torch._C._get_sdp_priority_order()]
-    if order[:3] == DEFAULT_ORDER or order[:4] == CUDNN_FIRST:  # the user gave none (torch.nn.attention.sdpa_kernel)
+    if order[:3] == DEFAULT_ORDER or order[:4] == CUDNN_FIRST:  # not set by torch.nn.attention.sdpa_kernel
         hopper = given.capability[0] in (9, 10)
         order = CUDNN_FIRST if hopper else [*DEFAULT_ORDER, SDPBackend.CUDNN_ATTENTION]
     for kernel in order:
@@ -251,7 +252,7 @@ def backend(given: Attention) -> SDPBackend:
 
 
 def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
-    """The mask in the form that the kernel adds."""
+    """Returns the mask in the additive form that the kernel expects."""
     mask = given.mask
     if mask is None:
         return None
@@ -269,7 +270,7 @@ def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
 
 
 def _is_fused(given: Attention, grouped: bool) -> bool:
-    """What every fused kernel asks for; ``grouped``: it has fewer heads of keys than of queries, where allowed."""
+    """Whether the arguments meet the requirements of all fused kernels; ``grouped`` allows grouped-query heads."""
     tensors = given.query, given.key, given.value
     if any(t.dim() != 4 or t.dtype != given.query.dtype or len(t) != len(given.query) for t in tensors):
         return False
@@ -280,7 +281,7 @@ def _is_fused(given: Attention, grouped: bool) -> bool:
 
 
 def _is_dense(given: Attention, singleton: bool) -> bool:
-    """Whether widths are contiguous; ``singleton``: or 1."""
+    """Whether the last dimension is contiguous; ``singleton`` also accepts a width of 1."""
     dense = all(t.stride(-1) == 1 for t in (given.query, given.key, given.value))
     dense = dense or (singleton and given.query.shape[-1] == 1)
     return dense and (given.mask is None or given.mask.stride(-1) == 1)

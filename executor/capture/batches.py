@@ -1,7 +1,7 @@
-"""Batches as people have them, and how a model and a loss take them.
+"""Batch formats, and how they are passed to a model and a loss.
 
-A batch is a tuple ``(inputs…, target)``, or one object: a mapping (a dict, a ``BatchEncoding``), whose entries are the
-model's arguments by name, or anything else that PyTorch's pytrees or ``dataclasses`` know, which is its one argument.
+A batch is a tuple ``(inputs…, target)``, or one object. A mapping (a dict, a ``BatchEncoding``) is passed as the
+model's keyword arguments, any other pytree or dataclass as its single argument.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ Loss = Callable[[Any, Any], Any]
 
 
 class BatchError(ValueError):
-    """A model or a loss does not fit a batch; the message is one sentence."""
+    """Raised if a model or a loss does not fit a batch; the message is one sentence."""
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """As ``tree_flatten``, into dataclasses and mappings of every kind, too; ``tree_unflatten`` makes these again."""
+    """Flattens like ``tree_flatten``, and also opens all dataclasses and mappings; ``tree_unflatten`` inverts it."""
     leaves, spec = tree_flatten(tree)
     return tree_flatten(tree_map(_opened, tree)) if any(map(_opens, leaves)) else (leaves, spec)
 
 
 def structure(tree: Any) -> TreeSpec:
-    """``flatten`` without the leaves."""
+    """Returns the spec of ``flatten`` without the leaves."""
     return flatten(tree)[1]
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
-    """A batch as the arguments of a step: the parts of a tuple or list, or the one object."""
+    """Returns a batch as the arguments of a step: the elements of a tuple or list, or the single object."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
 def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any], Any], *batch: Any) -> Any:
-    """What the loss function makes of a batch (``arguments``), or of no loss function the loss that a model returns.
+    """Returns the loss function's result for a batch (``arguments``), or the model's own loss without one.
 
     Args:
-        noted: is told the model's result, and passes it on.
+        noted: Receives the model's result and returns it.
 
     Raises:
-        BatchError: there is no loss, or nothing is left for the model.
+        BatchError: If the model returns no loss, or the batch has no model inputs.
     """
     if len(batch) > 1:
         *inputs, target = batch
@@ -74,7 +74,7 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
 
 
 def _own(result: Any) -> Any:
-    """The loss in a model's result: all of it, its ``loss``, or the first of a tuple."""
+    """Returns the loss in a model's result: the result itself, its ``loss``, or the first element of a tuple."""
     loss = result[0] if isinstance(result, (tuple, list)) and result else getattr(result, "loss", result)
     loss = loss.get("loss") if isinstance(loss, Mapping) else loss
     if not isinstance(loss, Tensor):
@@ -84,12 +84,12 @@ def _own(result: Any) -> Any:
     return loss
 
 
-# ------------------------------------------------------------------------------------------- what PyTorch does not open
+# ------------------------------------------------------------------------------------- objects that pytrees do not open
 
 
 @dataclass
 class _Record:
-    """An object opened; in a spec its shell stands for it."""
+    """An opened object; its shell represents it in a spec."""
 
     values: list[Any]
     shell: _Shell
@@ -97,14 +97,14 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Shell:
-    """An object without its entries; equal to those of its class with the same names."""
+    """An object without its entries; equal to shells of the same class with the same names."""
 
     kind: type
     names: tuple[Any, ...]
     empty: Any = field(compare=False, repr=False)
 
     def with_entries(self, values: Any) -> Any:
-        """Returns such an object."""
+        """Returns an object of this class with the given entries."""
         if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
             return self.kind(zip(self.names, values, strict=True))
         made = copy.copy(self.empty)

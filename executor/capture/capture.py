@@ -1,11 +1,12 @@
-"""Capture: one training step of a real model becomes a Program, and the graph that runs it.
+"""Captures one training step of a PyTorch model as a Program and an executable FX graph.
 
-The step (forward, loss, backward, optimizer) is traced once by ``make_fx`` over fake tensors: nothing of the model's
-size is ever allocated and nothing of the user's is changed. Parameters, buffers, optimizer state and the batch are the
-graph's placeholders, hence persistent tensors. One storage is one tensor; nodes that only make views are no kernels.
+``make_fx`` traces the step (forward, loss, backward, optimizer) over fake tensors. Tracing allocates no memory for
+the model and leaves the user's objects unchanged. Parameters, buffers, optimizer state and the batch become the graph's
+placeholders, which are persistent tensors. One storage is one tensor, and nodes that only create views are not kernels.
 
-Lifetimes are eager PyTorch's, not the graph's. The README has the known differences from eager: cuDNN's kernels and
-workspaces, buckets of updates, gradients at the end of the step, Python's branches, ``capturable`` optimizers.
+Tensor lifetimes are those of eager PyTorch, not those of the graph. executor/capture/README.md lists the known
+differences from eager mode: cuDNN kernels and workspaces, bucketed updates, gradients at the end of the step, Python
+branches and ``capturable`` optimizers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from executor.capture.source_locations import Places, users
 from executor.capture.state import StepState, copied
 from simulator.machine import Machine
 
-checks: list[Callable[[Captured], None]] = []  # what compares a capture with its step (executor/training/check.py)
+checks: list[Callable[[Captured], None]] = []  # compare a capture with its step (executor/training/check.py)
 
 
 def capture(
@@ -67,41 +68,42 @@ def capture(
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
-    Of a batch that is a mapping it is ``loss_fn(model(**batch), batch)``, of another object ``loss_fn(model(batch),
-    batch)``. Where ``loss_fn`` is None the model returns its loss: a tensor, the ``loss`` of an object, the first of a
-    tuple. What ``loss_fn`` returns besides, ``(loss, …)``, the step returns, too, without a graph.
+    A mapping is passed as ``loss_fn(model(**batch), batch)``, any other single object as ``loss_fn(model(batch),
+    batch)``. If ``loss_fn`` is None, the model's result contains the loss: the tensor itself, its ``loss`` attribute,
+    or the first element of a tuple. If ``loss_fn`` returns ``(loss, …)``, the step also returns the extra values,
+    detached.
 
-    Gradients die at the end of the step (``set_to_none=True``). The model may live on the meta device;
-    it is then captured as a CPU model.
+    Gradients are released at the end of the step (``set_to_none=True``). A model on the meta device is captured as a
+    CPU model.
 
     Args:
-        optimizer: None for a step without gradients: ``loss_fn(model(x), y)`` is all of it.
-        example_batch: ``(x, y)`` or ``(inputs…, y)``, a mapping or one object (batches.py); only shapes and dtypes
+        optimizer: None captures only ``loss_fn(model(x), y)``, without gradients.
+        example_batch: ``(x, y)`` or ``(inputs…, y)``, a mapping or one object (batches.py). Only shapes and dtypes
             matter.
-        machine: whose roofline gives the kernels' durations; gtx1080ti when not given.
-        algorithms: give convolutions workspaces and variants, as in ``Captured.on``.
-        accumulate: micro-batches of a step. With more than one, each loss is divided by their number before its
-            backward pass, gradients add up, and the optimizer steps after the last. The step then takes that many
-            batches and returns the sum of these losses; PlannedStep also takes them one by one.
-        average: False: losses of micro-batches are not divided by their number (``loss_fn`` does what is to be done).
-        others: the examples of the micro-batches after the first, where they are of other shapes than it.
-        autocast: the forward pass and the loss run within ``torch.autocast`` of this type.
-        scaler: the loss is scaled, gradients are unscaled before they are clipped, and ``scaler.step(optimizer)`` and
-            ``scaler.update()`` end the step. The program is that of a step which is not skipped; one that is leaves
-            the parameters and the state as they were.
-        bucket_bytes: an update of several parameters at once (``foreach``, ``fused``) is one kernel, for which all of
-            them are in memory with their gradients and state; with this it is several, each of parameters of at most
-            so many bytes (or of one). The results are the same to the bit. None: one.
-        clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``; what that returns
-            is ``PlannedStep.grad_norm``.
-        keep_grads: gradients are there after the step, until the next one begins (``zero_grad`` comes first).
-        as_cuda: of a model on the CPU, the operators that the machine's GPU would run (as_cuda.py); to be planned, not
-            executed.
-        check: run the step and its capture on few examples of the batch, and refuse it where they differ
-            (executor/training/check.py); not of a model or a batch on the meta device, and not with ``as_cuda``.
+        machine: The machine whose roofline gives the kernel durations (default: gtx1080ti).
+        algorithms: Whether convolutions get workspaces and variants, as in ``Captured.on``.
+        accumulate: Number of micro-batches per step. With more than one, each loss is divided by this number before
+            its backward pass, gradients accumulate, and the optimizer steps after the last micro-batch. The step then
+            takes that many batches and returns the sum of the divided losses. PlannedStep also accepts them one by one.
+        average: False leaves the micro-batch losses undivided, for a ``loss_fn`` that normalizes them itself.
+        others: Examples of the micro-batches after the first, if their shapes differ from it.
+        autocast: The dtype of the ``torch.autocast`` context around the forward pass and the loss.
+        scaler: Scales the loss and unscales gradients before clipping. ``scaler.step(optimizer)`` and
+            ``scaler.update()`` end the step. The program is that of a step that is not skipped. A skipped step leaves
+            parameters and optimizer state unchanged.
+        bucket_bytes: A multi-tensor update (``foreach``, ``fused``) is one kernel that needs all its parameters,
+            gradients and state in memory. This limit in bytes splits it into several kernels, each for at most so many
+            bytes of parameters (or for one parameter). Results are bit-identical. None does not split it.
+        clip_norm: Applies ``clip_grad_norm_(model.parameters(), clip_norm)`` before the optimizer's step.
+            ``PlannedStep.grad_norm`` is its result.
+        keep_grads: Whether gradients stay after the step until the next one begins (``zero_grad`` comes first).
+        as_cuda: Captures a CPU model with the operators that the machine's GPU would run (as_cuda.py). The result can
+            be planned but not executed.
+        check: Whether to compare the step with its capture on a few examples of the batch
+            (executor/training/check.py). Skipped for models or batches on the meta device and with ``as_cuda``.
 
     Raises:
-        CaptureError: the step cannot be traced, or differs from its capture.
+        CaptureError: If the step cannot be traced or differs from its capture.
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None) or not (
         loss_fn is None or callable(loss_fn)
@@ -111,19 +113,19 @@ def capture(
             "takes a step of any form"
         )
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
-        raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
+        raise CaptureError("accumulate must be at least 1; accumulate > 1 and clip_norm need an optimizer")
     rest = (example_batch,) * (accumulate - 1) if others is None else others
     parts = [arguments(batch) for batch in (example_batch, *rest)]
     if loss_fn is not None and len(parts[0]) == 1 and isinstance(parts[0][0], Tensor):
         raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
     if len(parts) != accumulate or len(set(map(structure, parts))) > 1:
-        raise CaptureError("others: expected accumulate - 1 batches of the structure of example_batch")
+        raise CaptureError("others: expected accumulate - 1 batches with the structure of example_batch")
 
     norms: list[Tensor] = []
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
     def part(batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        """The loss of a batch, after its backward pass, and what the loss function returned besides."""
+        """Runs forward and backward for one batch and returns the loss and any extra results of the loss function."""
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
             result = called(model, loss_fn, noted, *batch)
         loss, more = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
@@ -132,7 +134,7 @@ def capture(
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss is {what}, not a tensor of one element")
         if more and accumulate > 1:
-            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not pass on")
+            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not support")
         if average and accumulate > 1:
             loss = loss / accumulate
         if optimizer is not None:
@@ -162,7 +164,7 @@ def capture(
         total = loss = part(batches[0])[0].detach()
         yield loss
         for batch in batches[1:]:
-            del loss  # it lives no longer than in a loop that only adds it
+            del loss  # dies as early as in a loop that only accumulates it
             loss = part(batch)[0].detach()
             total = total + loss
             yield loss
@@ -177,7 +179,7 @@ def capture(
     )  # fmt: skip
     if accumulate == 1:
         return _checked(captured_as(step, parts[0]), check and not as_cuda)
-    # Micro-batches are different tensors, whatever the examples are; of each, the example that it stands for.
+    # Micro-batches are distinct tensors even if the examples are the same object: copy, then map each copy back.
     copies = [copied(part) for part in parts]
     examples = {id(copy): original for _, pairs in copies for copy, original in pairs}
     batches = tuple(batch for batch, _ in copies)
@@ -193,15 +195,15 @@ def capture_step(
 ) -> Captured:  # fmt: skip
     """Captures one call ``step(*args)`` of any callable.
 
-    Modules, optimizers and tensors that ``step`` reaches (closure, globals it names, ``self``) are found
-    and become persistent, like the tensors in ``args``. What it returns may be any structure of tensors and None.
+    Modules, optimizers and tensors that ``step`` reaches through its closure, its globals or ``self`` become
+    persistent, like the tensors in ``args``. The step may return any structure of tensors and None.
 
     Args:
-        machine, name, algorithms, bucket_bytes, as_cuda, check: as in ``capture``.
-        keep_grads: gradients that parameters have at the end of ``step`` are theirs until the next one begins.
+        machine, name, algorithms, bucket_bytes, as_cuda, check: As in ``capture``.
+        keep_grads: Whether gradients that exist at the end of ``step`` stay until the next one begins.
 
     Raises:
-        CaptureError: the step cannot be traced, returns something other than tensors, or differs from its capture.
+        CaptureError: If the step cannot be traced, returns anything but tensors, or differs from its capture.
     """
     roots = [(step, ""), (args, "")]
     label = name or getattr(step, "__qualname__", type(step).__name__)
@@ -223,15 +225,20 @@ def _capture(
     algorithms: bool, bucket_bytes: int | None, outside: str, several: bool = False, as_capturable: bool = False,
     as_cuda: bool = False, keep_grads: bool = False, norms: list[Tensor] | None = None,
 ) -> Captured:  # fmt: skip
-    """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch.
-    ``norms``: the last of them, at the end of the step, is that of the gradients."""
+    """Captures ``step(*args)``; both public functions end here.
+
+    Args:
+        outside: Name of the place of operators that run in no module.
+        several: Whether the step is a generator that yields at the end of each micro-batch.
+        norms: List whose last element is the gradient norm at the end of the step.
+    """
     given = dict(locals())
     again = partial(_capture, **{**given, "as_capturable": True})
 
     def with_args(other: Any) -> Captured:
         return _capture(**{**given, "args": other, "roots": [(other if v is args else v, label) for v, label in roots]})
 
-    # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
+    # Sizes are those of the example. Only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
     machine = machine or Machine.load("gtx1080ti")
@@ -240,14 +247,14 @@ def _capture(
     groups: dict[Optimizer, tuple[dict[str, Any], ...]] = {}
 
     def trace(batch: Any) -> _Trace:
-        """Runs the step's Python once, on fake tensors."""
+        """Runs the step's Python code once on fake tensors."""
         assert mode.shape_env is not None
         numbers = Numbers(mode.shape_env)
         recorder = Recorder(numbers, as_cuda)
         found: list[tuple[Returned, Effects]] = []
 
         def traced(*flat: Tensor) -> tuple[Tensor, ...]:
-            # `flat` are the entries' fake tensors themselves; the step reaches them through its own objects.
+            # `flat` holds the entries' own fake tensors, which the step reaches through its own objects.
             places = Places(state.paths, {id(e.fake): e.owner for e in state.entries}, outside)
             example = {id(e.fake): e.real for e in state.entries if e.kind == "input" and e.real is not None}
             recorder.begin(flat, places, example)
@@ -263,7 +270,7 @@ def _capture(
             for leaf in leaves:
                 if leaf is not None and not isinstance(leaf, Tensor):
                     what = _article(type(leaf).__name__)
-                    raise CaptureError(f"the step returns {what}, which would be the same each time: return tensors")
+                    raise CaptureError(f"the step returns {what}, which the graph cannot recompute: return tensors")
             outputs = [leaf for leaf in leaves if leaf is not None]
             parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
             kept = {i: p.grad for i, p in parameters if p.grad is not None}
@@ -303,7 +310,7 @@ def _capture(
                 made = trace(batch)
                 changes = changed(state.watched)
                 set_now = (*changes.now, *made.effects.added)
-                if made.effects.found or set_now:  # would another run do the same?
+                if made.effects.found or set_now:  # trace a second time to see if the effects repeat
                     made.effects.put_back()
                     made = made.steady(trace(batch))
                 again = changed(set_now).first
@@ -344,7 +351,7 @@ def _capture(
 
 
 class _Trace(NamedTuple):
-    """What one run of a step's Python gave."""
+    """Result of tracing a step once."""
 
     graph: fx.GraphModule
     recorder: Recorder
@@ -353,17 +360,17 @@ class _Trace(NamedTuple):
     effects: Effects
 
     def steady(self, second: _Trace) -> _Trace:
-        """This run, with the effects that a run after it shows."""
+        """Returns this trace with the effects that a second trace repeats."""
         runs = [_signature(trace.graph) for trace in (self, second)]
         ways = [{(id(e.owner.container), e.key): e.how for e in t.effects.found} for t in (self, second)]
-        # What the second run leaves as it is, is a persistent tensor itself.
+        # Effects that the second trace does not repeat have to bind persistent tensors.
         kept = [e for e in self.effects.found if (id(e.owner.container), e.key) not in ways[1]]
         constant = all(self.effects.is_persistent(e) for e in kept)
         second.effects.forget()
         if runs[0] != runs[1] or not ways[1].keys() <= ways[0].keys() or not constant:
             what = [effect.owner.name(effect.key) for effect in self.effects.found] or ["a value of Python's"]
             self.effects.refused.append(
-                f"the step does something else once {what[0]} is set: make one step without a plan first"
+                f"the step does something else once {what[0]} is set: run one step without a plan first"
             )
             return self
         found = self.effects.found
@@ -372,7 +379,7 @@ class _Trace(NamedTuple):
 
 
 def _signature(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """What a graph computes; equal for graphs that do the same, to the constants."""
+    """Returns a comparable form of a graph's computation, constants included."""
     number: dict[fx.Node, int] = {}
     found = []
     for node in graph.graph.nodes:
@@ -386,24 +393,24 @@ def _signature(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
 
 
 def _undone(state: StepState, drawn: str) -> str:
-    """What the step's Python did that its graph does not do again, as a sentence."""
+    """Returns a sentence about a Python side effect of the step that its graph cannot repeat, or ""."""
     if drawn:
-        return f"the step draws from {drawn}, and would draw the same each time: take torch's generator"
+        return f"the step draws from {drawn}, and its graph would repeat the same numbers: use torch's generator"
     if state.undone:
         return state.undone[0]
     if state.silent:
-        return f"{state.silent[0]} runs no operator, and would not be called again: call it outside of the step"
+        return f"{state.silent[0]} runs no operator, so the graph would not call it: call it outside of the step"
     if state.written is not None:
         name, was, now = state.written
         return (
-            f"the step changes {name} from {was!r} to {now!r}, which would not be done again: make it a buffer, change "
-            "it outside of the step, or take a step without a plan first if it stays so after that"
+            f"the step changes {name} from {was!r} to {now!r}, which the graph cannot repeat: make it a buffer, change "
+            "it outside of the step, or run one step without a plan first if it stays constant after that"
         )
     return ""
 
 
 def _parts(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:
-    """Runs a step that yields at the end of each micro-batch; returns what it returns."""
+    """Runs a step that yields at the end of each micro-batch and returns its result."""
     try:
         while True:
             recorder.end_micro_batch(next(step))
@@ -416,7 +423,7 @@ def _article(noun: str) -> str:
 
 
 def _sentence(error: Exception, state: StepState) -> str:
-    """What stopped the trace, and where in the user's code."""
+    """Returns a sentence that explains a failed trace, with the line of the user's code."""
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -429,7 +436,7 @@ def _sentence(error: Exception, state: StepState) -> str:
         what = str(error.args[0]).splitlines()[0]
         return (
             f"the step's Python depends on the values of a tensor: {what}{where}; keep it a tensor (torch.where), or "
-            "do this after the step, which may return what it needs"
+            "do this after the step with tensors that the step returns"
         )
     if isinstance(error, DynamicOutputShapeException):
         if "ctc_loss" in str(error.args[0]):
@@ -438,12 +445,12 @@ def _sentence(error: Exception, state: StepState) -> str:
                 "with executor.compiled.compile(model, memory=...)"
             )
         return (
-            f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; no plan knows its size: "
-            "take a mask of fixed shape (torch.where), or do this before the step"
+            f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; its size is unknown to "
+            "a plan: use a mask of fixed shape (torch.where), or do this before the step"
         )
     if "dynamo-optimized" in text:
-        what = "a part of the step is compiled (torch.compile), and only what is not can be captured"
-        return f"{what}{where}: give the function that was compiled"
+        what = "a part of the step is compiled (torch.compile), which cannot be captured"
+        return f"{what}{where}: pass the function that was compiled"
     if "convert all Tensors to FakeTensors" in text:
         operator = text.partition("Found in ")[2].partition("(")[0]
         return (
@@ -453,5 +460,5 @@ def _sentence(error: Exception, state: StepState) -> str:
     if "SparseTensorImpl" in text:
         names = [state.paths[id(m)] for m in state.modules if getattr(m, "sparse", False)]
         of = " and ".join(names) or "an embedding"
-        return f"the gradient of {of} is sparse, and no plan knows its size{where}: leave sparse=True out"
+        return f"the gradient of {of} is sparse, and its size is unknown to a plan{where}: remove sparse=True"
     return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"

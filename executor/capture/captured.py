@@ -1,4 +1,4 @@
-"""What a capture gives: the program of a step, the graph that runs it, and where the step finds its tensors."""
+"""Captured steps: the program, the graph that executes it, and where the step's tensors are bound."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class MicroBatch(NamedTuple):
     """The end of a micro-batch.
 
     Attributes:
-        end: the first kernel after it.
-        loss: what it adds to the step's loss.
-        drawn: the kernel after whose random numbers the random state is then; -1: that before the step.
-        put_back: that is not the kernel that drew last.
+        end: First kernel after the micro-batch.
+        loss: Node of its contribution to the step's loss.
+        drawn: Kernel after whose draws the random state stands at this point; -1 for the state before the step.
+        put_back: Whether the random state was reset, so that ``drawn`` is not the kernel that drew last.
     """
 
     end: int
@@ -43,15 +43,16 @@ class MicroBatch(NamedTuple):
 
 
 class UserHolds(NamedTuple):
-    """What a loop that calls the step keeps from one step to the next. The program has none of it: its tensors that are
-    not persistent die within a step.
+    """Tensors that a training loop keeps alive from one step to the next.
+
+    The program leaves them out: its tensors that are not persistent die within a step.
 
     Attributes:
-        outputs: tensors of the model's result.
-        until: the first kernel after the model has returned the next.
-        gradients: tensors that are ``.grad`` of parameters when an optimizer steps.
-        zero_grad: the first kernel after ``zero_grad`` was called, by the number of kernels at the step's end; -1: it
-            was not, and gradients are added to those that are there.
+        outputs: Tensors of the model's result.
+        until: First kernel after the model's next result replaces ``outputs``.
+        gradients: Tensors that are ``.grad`` of parameters when an optimizer steps.
+        zero_grad: First kernel after ``zero_grad`` (the number of kernels if it is called at the step's end); -1 if it
+            is not called and gradients accumulate.
     """
 
     outputs: tuple[int, ...] = ()
@@ -61,14 +62,14 @@ class UserHolds(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What the graph's outputs are: the tensors that the step returns, gradients, their norm, and what effects leave.
+    """Layout of the graph's outputs: the step's results, gradients, their norm, and tensors of effects.
 
     Attributes:
-        spec, tensors: of what the step returns, and which of its leaves are tensors; the others are None.
-        gradients: placeholders of the parameters whose gradients stay after the step.
-        norm: whether there is one.
-        effects: tensors that the step leaves in the user's objects.
-        rebound: placeholders in whose place the step binds another tensor, which is copied into them.
+        spec, tensors: Structure of the step's result, and which of its leaves are tensors (the others are None).
+        gradients: Placeholders of the parameters whose gradients stay after the step.
+        norm: Whether the outputs contain the gradient norm.
+        effects: Tensors that the step leaves in the user's objects.
+        rebound: Placeholders that the step rebinds to a new tensor, which is copied into them.
     """
 
     spec: TreeSpec | None = None
@@ -79,7 +80,7 @@ class Returned(NamedTuple):
     rebound: tuple[int, ...] = ()
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
-        """What the step returns."""
+        """Returns the step's result, rebuilt from the graph's outputs."""
         if self.spec is None or self.spec.is_leaf():
             return outputs[0] if self.tensors[0] else None
         flat = iter(outputs)
@@ -87,10 +88,10 @@ class Returned(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What was captured: ``step(*args)``, and how to capture it with other arguments.
+    """The captured call ``step(*args)`` and a function that captures it with other arguments.
 
     Attributes:
-        roots: what the step can reach, each with its name.
+        roots: Objects from which the step's state is reached, each with its name.
     """
 
     step: Callable[..., Any]
@@ -101,16 +102,16 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HostRead:
-    """A number that the step's Python reads from its batch: ``if mask.all(): …``.
+    """A number that the step's Python code reads from its batch, as in ``if mask.all(): …``.
 
-    It depends on the batch alone, or on nothing (``torch.arange``), and is computed from the example batch while the
-    step is traced. The graph is right only for batches with the same number, which each step computes before it runs.
+    It depends on the batch alone or on constants (``torch.arange``). Tracing computes it from the example batch. The
+    graph is valid only for batches with the same number, so each step computes and compares it first.
 
     Attributes:
-        nodes: of the graph, in order, that compute it; the last gives the tensor that is read.
-        constants: tensors of the graph by node.
-        value: at the capture.
-        where: the user's line.
+        nodes: Graph nodes that compute it, in order; the last one is the tensor that is read.
+        constants: Constant tensors of the graph, by node.
+        value: Its value at capture time.
+        where: The line of the user's code that reads it.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -120,18 +121,18 @@ class HostRead:
 
     @cached_property
     def inputs(self) -> set[fx.Node]:
-        """Placeholders of the tensors that decide it."""
+        """Placeholders of the tensors that it depends on."""
         return {n for node in self.nodes for n in node.all_input_nodes if n.op == "placeholder"}
 
     def of(self, batch: Mapping[fx.Node, Tensor]) -> Any:
-        """Returns the number for a batch, by placeholder."""
+        """Returns the number for a batch, given as tensors by placeholder."""
         return number(self.nodes, {**self.constants, **batch})
 
 
 def number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
-    """Runs nodes of a graph on values of those that they take; returns the number that the last one is.
+    """Evaluates graph nodes on given input values and returns the number that the last one computes.
 
-    If an operator writes in place, the given tensors are copied before.
+    If an operator writes in place, the input tensors are cloned first.
     """
     table = dict(values)
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in nodes):
@@ -151,66 +152,66 @@ NOTHING, NOT_WATCHED, ONE_TENSOR = UserHolds(), PythonValues(), Returned()
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A program and the graph it came from.
+    """A program and the graph from which it was built.
 
-    ``graph`` takes the placeholders' tensors in order and returns ``outputs`` (the step's tensors, flat);
-    run on real tensors it does exactly the step, in-place updates of the state included.
+    ``graph`` takes the placeholders' tensors in order and returns ``outputs``, the flat list of the step's tensors. On
+    real tensors it performs exactly the step, including in-place updates of the state.
     """
 
     program: Program
     graph: fx.GraphModule
-    nodes: tuple[tuple[fx.Node, ...], ...]  # per kernel: its operator and the getitems of it; () for a marker
+    nodes: tuple[tuple[fx.Node, ...], ...]  # per kernel: operator and its getitems; () for a marker
     values: dict[fx.Node, int]  # node whose value is one tensor -> index in program.tensors
     placeholders: tuple[fx.Node, ...]
     names: tuple[str, ...]  # per placeholder, e.g. "features.0.weight", "optimizer.features.0.weight.momentum_buffer"
-    sources: tuple[Tensor | None, ...]  # per placeholder: the user's tensor; None: state not created yet
-    homes: tuple[Home | None, ...]  # per placeholder: where the step finds its tensor; None for its arguments
+    sources: tuple[Tensor | None, ...]  # per placeholder: user's tensor; None for state not yet created
+    homes: tuple[Home | None, ...]  # per placeholder: slot that binds its tensor; None for arguments
     devices: tuple[torch.device, ...]  # per placeholder
     outputs: tuple[fx.Node, ...]
     spec: TreeSpec  # of the step's arguments
-    leaves: tuple[Any, ...]  # those, flat; a tensor's placeholder stands for it
-    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: what cannot change
-    numbers: Numbers  # of the optimizers' options: what may change
-    asked: frozenset[fx.Node]  # numbers that are not 0 where ``left_out`` must not be done (hooks.py)
-    left_out: frozenset[int]  # kernels
-    # Kernel (their number: the end) -> that after whose random numbers it begins, if not the last.
+    leaves: tuple[Any, ...]  # the arguments, flat; placeholders replace tensors
+    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # constant options per optimizer and group
+    numbers: Numbers  # optimizer options that may change between steps
+    asked: frozenset[fx.Node]  # numbers that skip the kernels in ``left_out`` if nonzero (hooks.py)
+    left_out: frozenset[int]  # kernels that a GradScaler may skip
+    # Kernel (or number of kernels: step end) -> kernel after whose draws its random state begins, if not the last.
     draws: dict[int, int]
-    modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
-    places: tuple[Place, ...]  # per kernel; a marker's is that of the kernel before it
-    # Per tensor of the program: the module of a parameter, for a buffer, gradient or optimizer state, too; "inputs" for
-    # the step's arguments; else that of the kernel that first uses it.
+    modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # training mode and submodules
+    places: tuple[Place, ...]  # per kernel; a marker has the place of the kernel before it
+    # Per tensor: the module of its parameter, also for buffers, gradients and optimizer state; "inputs" for the step's
+    # arguments; otherwise the module of the first kernel that uses it.
     owners: tuple[str, ...]
     precision: Precision  # PyTorch's flags at the capture
-    micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
+    micro: tuple[MicroBatch, ...] = ()  # with gradient accumulation
     holds: UserHolds = NOTHING
     python: PythonValues = NOT_WATCHED
-    hooks: int = 0  # of modules and their parameters
+    hooks: int = 0  # number of hooks of modules and their parameters
     returned: Returned = ONE_TENSOR
     source: Source | None = None
-    reads: tuple[HostRead, ...] = ()  # numbers of the batch that decided what the step does
+    reads: tuple[HostRead, ...] = ()  # numbers of the batch on which the step branches
 
     @property
     def origins(self) -> Origins:
-        """Where the tensors and the kernels come from in the user's code."""
+        """Modules and source lines of the program's tensors and kernels."""
         return Origins(self.places, self.owners)
 
     def numbers_of(self, args: Any) -> tuple[Any, ...]:
-        """Returns the numbers that the step's Python would read from these arguments (``reads``)."""
+        """Returns the numbers that the step's Python code would read from these arguments (``reads``)."""
         leaves, _ = flatten(args)
         batch = {want: leaf for want, leaf in zip(self.leaves, leaves, strict=True) if isinstance(want, fx.Node)}
         return tuple(read.of(batch) for read in self.reads)
 
     def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:
-        """The same capture with durations for another machine (see ``kernel_ns``).
+        """Returns this capture with durations for another machine (see ``kernel_ns``).
 
         Args:
-            iteration_ns: a measured iteration time, to which the durations are scaled.
-            algorithms: convolutions have the workspace of their fastest algorithm, and the others as variants (see
-                ``with_algorithms``); without it they have neither.
+            iteration_ns: A measured iteration time in ns to which the durations are scaled.
+            algorithms: Whether convolutions get the workspace of their fastest algorithm and the other algorithms as
+                variants (see ``with_algorithms``). Otherwise they have neither.
 
         Raises:
-            FormatError: the machine has no figure for float32.
-            ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
+            FormatError: If the machine has no rate for float32.
+            ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.
         """
         many = self._multi_tensor
         durations = [kernel_ns(k, nodes, machine, self.precision, many and k.kind == "optimizer")
@@ -221,12 +222,12 @@ class Captured:
         return replace(self, program=with_algorithms(program, known, machine))
 
     def types(self, machine: Machine) -> tuple[str, ...]:
-        """Per kernel: the type in which a machine computes it, as ``flops_per_s`` names it; "" of a marker."""
+        """Returns each kernel's compute dtype, as named in ``flops_per_s``; "" for a marker."""
         pairs = zip(self.program.kernels, self.nodes, strict=True)
         return tuple(computed_in(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
 
     def arithmetic(self, machine: Machine) -> str:
-        """Returns a sentence: the types in which convolutions and products are timed; "" without any."""
+        """Returns a sentence about the dtypes in which convolutions and matrix products are timed, or ""."""
         found: dict[str, set[str]] = {}
         for kernel, name in zip(self.program.kernels, self.types(machine), strict=True):
             if kernel.flops and name:
@@ -238,7 +239,7 @@ class Captured:
 
     @property
     def _multi_tensor(self) -> bool:
-        """Do all optimizers update many parameters in a kernel, as PyTorch's do on a GPU unless told otherwise?"""
+        """Whether all optimizers use multi-tensor updates, which are PyTorch's default on a GPU."""
         return all(
             type(optimizer).__module__.startswith("torch.optim") and group.get("foreach", False) is not False
             for optimizer, groups in self.settings

@@ -1,16 +1,16 @@
-"""Model of kernel times: the duration of a captured kernel from its operator's shapes, types and layouts.
+"""Models the duration of a captured kernel from its operator's shapes, dtypes and layouts.
 
-``kernel_ns`` returns the launch plus the longer of arithmetic and traffic, each at the share of the machine's peak that
-was fitted for its kind (``Machine.kernel_times``; a machine without them has one roofline, ``Machine.kernel_ns``):
-
-1. Convolutions on tensor cores convert NCHW tensors to NHWC and back, except 1x1 filters of stride 1 (but filters'
-   gradients with more channels in than out). Few channels leave tensor cores idle.
-2. Float32 convolutions need no conversion. 3x3 filters of stride 1 use Winograd's algorithm.
-3. Matrix products run in tiles. Unaligned rows are loaded element by element.
-4. Normalisations, softmax and sums pass over their tensors; executor/capture/README.md has the number of passes.
-5. ``torch.optim`` updates are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False. A part that was
-   captured for a single parameter has no launch.
+``kernel_ns`` returns the launch overhead plus the longer of arithmetic and memory traffic, each at the fraction of the
+machine's peak that was fitted for its kind (``Machine.kernel_times``). A machine without fitted fractions uses one
+roofline (``Machine.kernel_ns``).
 """
+# 1. Convolutions on tensor cores convert NCHW tensors to NHWC and back, except 1x1 filters of stride 1 (but filters'
+#    gradients with more channels in than out). Few channels leave tensor cores idle.
+# 2. Float32 convolutions need no conversion. 3x3 filters of stride 1 use Winograd's algorithm.
+# 3. Matrix products run in tiles. Unaligned rows are loaded element by element.
+# 4. Normalizations, softmax and sums pass over their tensors; executor/capture/README.md has the number of passes.
+# 5. ``torch.optim`` updates are parts of a multi-tensor kernel, as on a GPU, unless ``foreach`` is False. A part that
+#    was captured for a single parameter has no launch.
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TENSOR_CORES = frozenset({"tf32", "bfloat16", "float16"})
 
 @dataclass(frozen=True)
 class Precision:
-    """Whether PyTorch's flags let float32 operators run in TF32."""
+    """PyTorch's flags that allow float32 operators to use TF32."""
 
     conv_tf32: bool  # torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32; PyTorch's default
     matmul_tf32: bool  # torch.backends.cuda.matmul.…, torch.set_float32_matmul_precision
@@ -55,13 +55,13 @@ class Precision:
         return cls(backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.fp32_precision == "tf32")
 
     def arithmetic(self, kind: str, dtype: torch.dtype, machine: Machine) -> str:
-        """Returns the type that a kernel multiplies in, as ``Machine.flops_per_s`` names it.
+        """Returns the dtype of a kernel's multiplications, as named in ``Machine.flops_per_s``.
 
-        A type without a rate in ``Machine.flops_per_s`` is emulated in float32.
+        A dtype without a rate in ``Machine.flops_per_s`` is emulated in float32.
 
         Args:
-            kind: the kernel's kind.
-            dtype: type of its operands.
+            kind: The kernel's kind.
+            dtype: Dtype of its operands.
         """
         tf32 = self.conv_tf32 if kind == "conv" else self.matmul_tf32
         if dtype == torch.float32 and tf32 and kind in ("conv", "matmul", "rnn") and "tf32" in machine.flops_per_s:
@@ -73,14 +73,14 @@ class Precision:
 def kernel_ns(
     kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, precision: Precision, multi_tensor: bool = False
 ) -> int:
-    """Returns the modelled duration of a captured kernel in ns.
+    """Returns the modeled duration of a captured kernel in ns.
 
     Args:
-        nodes: the kernel's operator, then the getitems of it.
-        multi_tensor: whether the kernel updates many parameters, or is a part of one that does.
+        nodes: The kernel's operator, followed by its getitems.
+        multi_tensor: Whether the kernel updates many parameters, or is a part of such a kernel.
 
     Raises:
-        FormatError: the machine has no rate for float32.
+        FormatError: If the machine has no rate for float32.
     """
     dtype = computed_in(kernel, nodes, machine, precision)
     if not dtype:
@@ -134,17 +134,17 @@ def with_roofline(
 ) -> Program:
     """Returns the program with the roofline's duration (``Machine.kernel_ns``) for each kernel.
 
-    For a program without its capture; ``Captured.on`` also uses shapes and layouts. A kernel that touches no memory
-    (an allocation, a marker) launches nothing and lasts 0 ns.
+    Use it for a program without its capture; ``Captured.on`` also considers shapes and layouts. A kernel that touches
+    no memory (an allocation, a marker) launches nothing and takes 0 ns.
 
     Args:
-        dtype: type whose peak FLOP rate is used.
-        iteration_ns: ns of an iteration to scale to (``scaled``).
-
-    Source: Williams et al., "Roofline", CACM 52(4), 2009.
+        dtype: Dtype whose peak FLOP rate is used.
+        iteration_ns: Iteration time in ns to which durations are scaled (``scaled``).
 
     Raises:
-        ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
+        ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.
+
+    Source: Williams et al., "Roofline", CACM 52(4), 2009.
     """
     durations = [
         machine.kernel_ns(k.kind, k.flops, k.bytes, dtype) if k.flops or k.bytes else 0 for k in program.kernels
@@ -153,7 +153,7 @@ def with_roofline(
 
 
 def computed_in(kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, precision: Precision) -> str:
-    """Returns the type that a kernel computes in (``Precision.arithmetic``); "" for one that launches nothing."""
+    """Returns a kernel's compute dtype (``Precision.arithmetic``); "" if it launches nothing."""
     if not nodes or not (kernel.flops or kernel.bytes):
         return ""
     return precision.arithmetic(kernel.kind, _dtype(nodes[0]), machine)
@@ -166,9 +166,9 @@ def _rate(machine: Machine, dtype: str) -> int:
 
 
 def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:
-    """Seconds that all passes of a convolution take."""
+    """Returns the duration of all passes of a convolution in seconds."""
     found = convolution_of(node)
-    if found is None:  # grouped, transposed, 1-D or 3-D: as it moves its operands once, without tensor cores
+    if found is None:  # grouped, transposed, 1-D or 3-D: one pass over the operands, no tensor cores
         return max(kernel.flops / (rate * times.conv_float32), kernel.bytes / (bandwidth * times.conv_bandwidth))
     convolution, passes = found
     nhwc = _channels_last(node)
@@ -182,7 +182,7 @@ def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, b
 
 
 def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool, nhwc: bool) -> tuple[float, int, int]:
-    """Returns a pass's FLOPs divided by their share of the rate, its operands' bytes, and its layout conversions'."""
+    """Returns a pass's FLOPs divided by their share of the rate, and the bytes of operands and layout conversions."""
     images = c.itemsize * c.batch * c.channels * prod(c.image)
     outputs = c.itemsize * c.batch * c.filters * prod(c.output)
     filters = c.itemsize * c.channels * c.filters * prod(c.filter)
@@ -206,12 +206,12 @@ def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool, nh
 
 
 def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, backward: bool) -> float:
-    """Seconds that a normalisation takes."""
+    """Returns the duration of a normalization in seconds."""
     if "batch_norm" not in str(node.target):
         return _row_passes(kernel, node, times, bandwidth, 5 if backward else 2, _normalised_length(node))
     meta = _largest(node)
     nbytes = prod(meta.shape) * meta.dtype.itemsize
-    if times.columns and meta.dtype == torch.bfloat16 and _channels_last(node):  # not cuDNN's kernels, but PyTorch's
+    if times.columns and meta.dtype == torch.bfloat16 and _channels_last(node):  # PyTorch's kernels, not cuDNN's
         summed, mapped = (2, 3) if backward else (WELFORD, 2)
         return nbytes / bandwidth * (summed / times.columns + mapped / times.elementwise)
     moved = max(nbytes * (5 if backward else 3), kernel.bytes)
@@ -220,7 +220,7 @@ def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, bac
 
 
 def _row_passes(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, passes: int, length: int) -> float:
-    """Seconds that ``passes`` over a tensor take, one block of threads per row of ``length`` elements (0: no rows)."""
+    """Returns the seconds of ``passes`` over a tensor with one block per row of ``length`` elements (0: no rows)."""
     meta = _largest(node)
     elements = prod(meta.shape)
     moved = max(passes * elements * meta.dtype.itemsize, kernel.bytes)
@@ -229,13 +229,13 @@ def _row_passes(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: in
 
 
 def _normalised_length(node: fx.Node) -> int:
-    """Elements of a row of layer norm or RMS norm; 0 for other normalisations."""
+    """Returns the row length of layer norm or RMS norm; 0 for other normalizations."""
     sizes = _given(node).get("normalized_shape", ())
     return prod(sizes) if sizes and all(isinstance(size, int) for size in sizes) else 0
 
 
 def _softmax_length(node: fx.Node) -> int:
-    """Elements of a row of softmax; 0 if it is not over the last dimension."""
+    """Returns the row length of softmax; 0 if it is not over the last dimension."""
     shape, dim = _largest(node).shape, _given(node)["dim"]
     return shape[-1] if shape and dim % len(shape) == len(shape) - 1 else 0
 
@@ -285,7 +285,7 @@ def _rows_aligned(node: fx.Node) -> bool:
 
 
 def _occupied(node: fx.Node, times: KernelTimes, tile: int) -> float:
-    """Share of the multiprocessors that a matrix product has tiles for."""
+    """Returns the fraction of multiprocessors that a matrix product's tiles occupy."""
     *batch, m, n = node.meta["tensor_meta"].shape
     return min(1.0, prod(batch) * ceil(m / tile) * ceil(n / tile) / times.multiprocessors)
 
@@ -295,29 +295,29 @@ def _given(node: fx.Node) -> dict[str, Any]:
 
 
 def _metas(node: fx.Node) -> list[Any]:
-    """Metadata of the tensors among its arguments, lists included."""
+    """Returns metadata of the tensors among a node's arguments, including those in lists."""
     found = (n.meta.get("tensor_meta") for n in node.all_input_nodes)
     return [meta for meta in found if hasattr(meta, "dtype")]
 
 
 def _results(node: fx.Node) -> list[Any]:
-    """Metadata of its result, if that is one tensor."""
+    """Returns metadata of a node's result, if it is one tensor."""
     return [meta] if hasattr(meta := node.meta.get("tensor_meta"), "dtype") else []
 
 
 def _largest(node: fx.Node) -> Any:
-    """Metadata of the largest tensor among its arguments and result."""
+    """Returns metadata of the largest tensor among a node's arguments and result."""
     return max(_metas(node) + _results(node), key=lambda meta: prod(meta.shape))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """Type of its first floating-point argument."""
+    """Returns the dtype of a node's first floating-point argument."""
     metas = _metas(node) + _results(node)
     return next((meta.dtype for meta in metas if meta.dtype.is_floating_point), torch.float32)
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Bytes of its (first) result."""
+    """Returns the bytes of a node's (first) result."""
     meta = node.meta.get("tensor_meta")
     meta = meta[0] if isinstance(meta, (list, tuple)) and not hasattr(meta, "dtype") else meta
     return prod(meta.shape) * meta.dtype.itemsize if hasattr(meta, "dtype") else 0

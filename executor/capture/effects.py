@@ -1,9 +1,9 @@
-"""What a step leaves in the user's objects besides writes in place, and how a planned step does it again.
+"""Side effects of a step on the user's objects besides in-place writes, and how a planned step repeats them.
 
 A step may bind a new tensor to a name that held one (a carried hidden state) or none (``self.aux = …``), or append
-tensors to a list. ``Effects`` compares what every reachable object holds before and after the step's Python has run. A
-tensor in the place of one of equal form is copied into it at the end of the step. Other values that consist of tensors
-become an ``Effect``, applied after each planned step. What neither covers is refused, when the step is to be trained.
+tensors to a list. ``Effects`` compares every reachable object before and after the step's Python code runs. A new
+tensor that replaces one of equal shape and dtype is copied into it at the end of the step. Other values that consist of
+tensors become an ``Effect``, applied after each planned step. Any other effect is refused when the step is trained.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from executor.capture.python_values import Owner, Watched, identical, is_scalar,
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """Tensors that a step leaves in an object of the user's.
+    """Tensors that a step leaves in one of the user's objects.
 
     Attributes:
-        owner: the object. ``key``: the entry; a list or deque has none.
-        how: "set" an entry, "append" to a list, or "replace" all that it holds.
-        spec: of the value; of a list or deque that of the list of values.
-        leaves: None, a string, or the place among the step's extra outputs.
+        owner: The object.
+        key: Its entry; unused for a list or deque.
+        how: "set" an entry, "append" to a list, or "replace" the whole content.
+        spec: Structure of the value; for a list or deque, of the list of values.
+        leaves: Leaves of the value: None, a string, or an index into the step's extra outputs.
     """
 
     owner: Owner
@@ -43,7 +44,7 @@ class Effect:
     leaves: tuple[Any, ...]
 
     def apply(self, outputs: Sequence[Tensor]) -> None:
-        """Leaves the tensors of this step in the object."""
+        """Stores this step's tensors in the object."""
         value = tree_unflatten([outputs[x] if isinstance(x, int) else x for x in self.leaves], self.spec)
         container = self.owner.container
         if self.how == "set":
@@ -58,24 +59,24 @@ class Effects:
     """Collects the effects of a step.
 
     Attributes:
-        found: the effects to apply after each step.
-        tensors: the tensors that these leave, in order.
-        rebound: (the persistent tensor, the tensor that the step binds in its place).
-        refused: what no planned step could do again, as sentences.
+        found: Effects to apply after each step.
+        tensors: Tensors of these effects, in order.
+        rebound: (name, persistent tensor, tensor that the step binds in its place).
+        refused: Sentences about effects that a planned step cannot repeat.
     """
 
     def __init__(self, persistent: Mapping[int, Tensor | None], used: Callable[[Tensor], bool]) -> None:
         self._persistent = persistent  # id of a fake -> the user's tensor
-        self._used = used  # has an operator of the step read or written a tensor?
+        self._used = used  # whether an operator of the step has read or written a tensor
         self.found: list[Effect] = []
         self.tensors: list[Tensor] = []
         self.rebound: list[tuple[str, Tensor, Tensor]] = []
         self.refused: list[str] = []  # sentences
-        self.added: list[Watched] = []  # numbers and flags that were not there before
-        self._slots: list[tuple[Owner, Any, Any]] = []  # where persistent tensors were that are bound anew
+        self.added: list[Watched] = []  # numbers and flags that the step created
+        self._slots: list[tuple[Owner, Any, Any]] = []  # slots whose persistent tensors were rebound
 
     def compare(self, owner: Owner, before: dict[Any, Any]) -> None:
-        """Looks at what the step has made of an object that held ``before``."""
+        """Collects the step's effects on an object whose content was ``before``."""
         after = owner.content()
         if identical(before, after):
             return
@@ -91,11 +92,11 @@ class Effects:
                     self._entry(owner, key, was, now)
 
     def is_persistent(self, effect: Effect) -> bool:
-        """Does it leave only tensors that are there from step to step?"""
+        """Whether the effect leaves only persistent tensors."""
         return all(id(self.tensors[i]) in self._persistent for i in effect.leaves if isinstance(i, int))
 
     def put_back(self) -> None:
-        """Puts the tensors that are bound anew where they were, for another run."""
+        """Restores rebound tensors to their slots before another trace."""
         for owner, key, was in self._slots:
             put(owner.container, key, was)
 
@@ -113,14 +114,14 @@ class Effects:
             for a, b in pairs:
                 self._rebind(name, a, b)
         elif held and held == [id(t) for t in tensors_in(now)]:
-            return  # another list of the same tensors, as an RNN makes
+            return  # a new list of the same tensors, as in an RNN
         elif next(tensors_in(now), None) is None:
             if was is _MISSING and is_scalar(now) and isinstance(owner.container, dict):
                 self.added += watch(owner._replace(keys=(key,)))
             if held:
                 self.refused.append(
-                    f"the step takes the tensor {name} away ({_kind(was)} before, {_kind(now)} after), which would not "
-                    "be done again: keep a tensor of the same shape there"
+                    f"the step removes the tensor {name} ({_kind(was)} before, {_kind(now)} after), which the graph "
+                    "cannot repeat: keep a tensor of the same shape there"
                 )
         elif self._read(was, now):
             self.refused.append(
@@ -130,7 +131,7 @@ class Effects:
             self._leave(owner, key, "set", now)
 
     def _read(self, was: Any, now: Any) -> bool:
-        """Does the step use tensors of a value that it replaces?"""
+        """Whether the step uses tensors of a value that it replaces."""
         kept = {id(t) for t in tensors_in(now)}
         return any(id(t) in self._persistent and (id(t) in kept or self._used(t)) for t in tensors_in(was))
 
@@ -142,8 +143,8 @@ class Effects:
         if form[0] != form[1]:
             shapes = " to ".join(f"{shape} of {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in form)
             self.refused.append(
-                f"the step changes {name} from {shapes}, and no plan knows the next: keep one shape, or carry it as an "
-                "argument and a result of the step"
+                f"the step changes {name} from {shapes}, and the next form is unknown to a plan: keep one shape, or "
+                "carry it as an argument and a result of the step"
             )
         else:
             self.rebound.append((name, was, now))
@@ -156,7 +157,7 @@ class Effects:
                 if was is not now:
                     self._entry(owner, i, was, now)
             return
-        # How many of the last entries are the first ones now: all of a list that was appended to.
+        # Number of old trailing entries that now come first; all of them if the step only appended.
         kept = next((n for n in range(min(len(before), len(after)), 0, -1)
                      if all(a is b for a, b in zip(before[-n:], after, strict=False))), 0)  # fmt: skip
         if kept == len(before) or (is_deque and kept):
@@ -164,7 +165,7 @@ class Effects:
         elif not any(a is b for a in after for b in before):
             self._leave(owner, None, "replace", after)
         else:
-            self.refused.append(f"the step takes some entries of {owner.path} away: append to it, or clear it first")
+            self.refused.append(f"the step removes some entries of {owner.path}: append to it, or clear it first")
 
     def _leave(self, owner: Owner, key: Any, how: str, value: Any) -> None:
         name = owner.name(key)
@@ -177,7 +178,7 @@ class Effects:
             elif leaf is None or isinstance(leaf, str):
                 places.append(leaf)
             else:
-                what = "would be the same each time" if is_scalar(leaf) else "has tensors that no plan finds"
+                what = "the graph cannot recompute" if is_scalar(leaf) else "may hold tensors out of the plan's reach"
                 self.refused.append(
                     f"the step leaves a {_kind(leaf)} in {name}, which {what}: keep tensors there, or do it after "
                     "the step"
@@ -188,9 +189,9 @@ class Effects:
 
 
 def rebind(effects: Effects, results: list[Any]) -> None:
-    """Copies what a step has bound anew into the tensors that were there; traced as the end of the step.
+    """Copies rebound tensors into the persistent ones they replace; traced as the end of the step.
 
-    What it returns (``results``, changed in place) or leaves elsewhere of the old values is cloned before.
+    Old values that the step returns (``results``, modified in place) or leaves elsewhere are cloned first.
     """
     overwritten = {was.untyped_storage()._cdata for _, was, _ in effects.rebound}
 
@@ -207,13 +208,13 @@ def rebind(effects: Effects, results: list[Any]) -> None:
 
 
 def remove_fakes(storages: set[int]) -> str:
-    """Takes fake tensors out of the lists and tables that hold them and that the walk of the step has not reached.
+    """Removes fake tensors from lists and dictionaries that are not reachable from the step.
 
     Args:
-        storages: addresses of storages (``StorageWeakRef.cdata``) that outlive the trace.
+        storages: Addresses of storages (``StorageWeakRef.cdata``) that outlive the trace.
 
     Returns:
-        A sentence that names a holder; "" if nothing holds one.
+        A sentence that names such a container, or "".
     """
     fakes = [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)]
     held = [x for x in fakes if StorageWeakRef(x.untyped_storage()).cdata in storages]
@@ -222,7 +223,7 @@ def remove_fakes(storages: set[int]) -> str:
     tables = [vars(module) for module in list(sys.modules.values())]
     named = [(name, value) for table in tables for name, value in list(table.items())]
     ours = {id(fakes), id(held)}
-    # Objects of before gc.freeze() are no referrers.
+    # get_referrers does not see objects frozen by gc.freeze().
     holders = [(name, value) for name, value in named if type(value) in (list, dict, deque)]
     holders += [(f"a {type(x).__name__}", x) for t in held for x in gc.get_referrers(t) if type(x) in (list, dict)]
     names = [name for name, holder in holders if id(holder) not in ours and _remove(holder, held)]
@@ -232,7 +233,7 @@ def remove_fakes(storages: set[int]) -> str:
 
 
 def _remove(holder: Any, tensors: list[Tensor]) -> bool:
-    """Removes tensors from a container; was there one?"""
+    """Removes tensors from a container and returns whether it held any."""
     ids = {id(t) for t in tensors}
     if isinstance(holder, dict):
         keys = [key for key, value in holder.items() if id(value) in ids]

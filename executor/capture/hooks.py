@@ -1,5 +1,7 @@
-"""What a step calls of PyTorch's outside of operators, seen while it is traced: optimizers, ``zero_grad``, GradScaler,
-random states."""
+"""Intercepts PyTorch calls of a traced step that are not operators.
+
+These are optimizer steps, ``zero_grad``, GradScaler, and reads and writes of random states.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
-    """Where PyTorch keeps the hooks of modules and of their parameters, as far as there are any tables."""
+    """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
     of_module = [getattr(m, which) for m in modules for which in MODULE_HOOKS]
     of_tensor = [getattr(p, which, None) for m in modules for p in m._parameters.values() if p is not None
                  for which in TENSOR_HOOKS]  # fmt: skip
@@ -41,7 +43,7 @@ def tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
 
 
 def count(modules: Iterable[nn.Module]) -> int:
-    """How many hooks there are."""
+    """Returns the number of hooks of modules and their parameters."""
     return sum(map(len, tables(modules)))
 
 
@@ -49,12 +51,12 @@ def count(modules: Iterable[nn.Module]) -> int:
 def traced(
     recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """While a step is traced, the recorder is told of all of these.
+    """Reports these calls to the recorder while a step is traced.
 
     Args:
-        groups: the options of each optimizer at the capture.
-        bucket_bytes: as in ``capture``.
-        undone: takes a sentence for what an optimizer's step changes of Python's numbers.
+        groups: Options of each optimizer at capture time.
+        bucket_bytes: As in ``capture``.
+        undone: Receives a sentence for each Python number that an optimizer's step changes.
     """
     changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_answers_of_eager())
     with _traced_optimizers(recorder, groups, bucket_bytes, undone), patched(*changes):
@@ -62,10 +64,10 @@ def traced(
 
 
 def _answers_of_eager() -> Iterator[Change]:
-    """Libraries that ask whether they are traced, and then do something else, get the answer that they get in eager.
+    """Makes libraries that check for tracing behave as in eager mode.
 
-    Checkpoints ask ``_is_compiling``; transformers asks ``is_tracing``, and keeps masks that eager drops. The code is
-    changed, because modules have imported the function.
+    Checkpoints call ``_is_compiling``. transformers calls ``is_tracing`` and keeps masks that eager mode drops. The
+    function's code object is replaced, because modules have already imported the function.
     """
     yield torch.utils.checkpoint._is_compiling, "__code__", (lambda func, args, kwargs: False).__code__
     if (transformers := sys.modules.get("transformers.utils.import_utils")) and hasattr(transformers, "is_tracing"):
@@ -76,11 +78,11 @@ def _answers_of_eager() -> Iterator[Change]:
 def _traced_optimizers(
     recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
+    """Reports optimizer steps to the recorder and puts each into the form that is captured."""
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
 
     def enter(optimizer: Optimizer, *_: Any) -> None:
-        with ExitStack() as context:  # which undoes what is begun if this raises
+        with ExitStack() as context:  # unwinds on an exception
             context.enter_context(capturable(takes_capturable(optimizer)))
             context.enter_context(symbolic_extremes())
             if optimizer in groups:
@@ -96,8 +98,8 @@ def _traced_optimizers(
         context, was = stack.pop()
         if (key := moved(was, optimizer)) is not None:
             undone.append(
-                f"{type(optimizer).__name__} has {key[-1]} as a number of Python's, which each step changes and no "
-                "graph would: take an optimizer that keeps it in a tensor, as torch.optim's do"
+                f"{type(optimizer).__name__} has {key[-1]} as a Python number, which each step changes and the graph "
+                "cannot: use an optimizer that keeps it in a tensor, as those of torch.optim do"
             )
         context.close()
         recorder.stepping = False
@@ -113,7 +115,7 @@ def _traced_optimizers(
 
 
 def _zero_grads(recorder: Recorder) -> Iterator[Change]:
-    """Tells the recorder when gradients are given back."""
+    """Reports ``zero_grad`` calls to the recorder."""
 
     def recording(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -128,10 +130,10 @@ def _zero_grads(recorder: Recorder) -> Iterator[Change]:
 
 
 def _scalers(recorder: Recorder) -> Iterator[Change]:
-    """A GradScaler's step is captured as taken; the number that would skip it is asked when the graph runs.
+    """Captures a GradScaler's step as taken; the number that would skip it is read when the graph executes.
 
-    Eager PyTorch reads on the host whether a gradient was not finite, and leaves out ``optimizer.step()``; fused
-    updates ask on the device, and need nothing here. The program is that of the normal step.
+    Eager PyTorch reads on the host whether a gradient is not finite, and then skips ``optimizer.step()``. Fused updates
+    check on the device and need no interception. The program is that of a step that is not skipped.
     """
     update = GradScaler.update
 
@@ -143,14 +145,14 @@ def _scalers(recorder: Recorder) -> Iterator[Change]:
             return optimizer.step(*args, **kwargs)
 
     yield GradScaler, "_maybe_opt_step", taken
-    yield GradScaler, "update", torch.no_grad()(update)  # as all that an optimizer does
+    yield GradScaler, "update", torch.no_grad()(update)  # no_grad, as in optimizers
 
 
 def _random_states(recorder: Recorder) -> Iterator[Change]:
-    """Random states that a step keeps and puts back, as ``torch.utils.checkpoint`` does before it recomputes: the
-    recorder knows after which operator the state is.
+    """Tracks random states that a step saves and restores, as ``torch.utils.checkpoint`` does for recomputation.
 
-    The states of several generators are kept and put back together, as checkpoints do.
+    The recorder associates each state with the operator after which it was saved. States of several generators are
+    assumed to be saved and restored together, as in checkpoints.
     """
     known: list[tuple[Tensor, int]] = []
 

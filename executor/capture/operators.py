@@ -1,4 +1,4 @@
-"""What one ATen operator reads, writes and costs, as far as its schema and name tell."""
+"""Reads, writes and costs of ATen operators, derived from their schemas and names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simulator.program import KernelKind, Phase
 
 aten = torch.ops.aten
 
-# Memory is reserved and nothing is launched.
+# Operators that reserve memory and launch nothing.
 ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
                          aten.empty_permuted})  # fmt: skip
 
@@ -43,7 +43,7 @@ _KINDS: tuple[tuple[KernelKind, tuple[str, ...]], ...] = (
 
 
 def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
-    """The kind of kernel an operator is; everything in an optimizer's step is ``optimizer``."""
+    """Returns the kernel kind of an operator; operators of an optimizer's step are ``optimizer``."""
     if phase == "optimizer":
         return "optimizer"
     name = func._overloadpacket.__name__
@@ -61,19 +61,19 @@ def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
 
 
 def for_profiler(node: fx.Node) -> bool:
-    """A call that marks a range for PyTorch's profiler, and does nothing else; a constant of such calls alone."""
+    """Whether a node only marks a range for PyTorch's profiler, or is a constant used only by such calls."""
     if node.op == "get_attr":
         return all(map(for_profiler, node.users))
     return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Memory traffic of one pass over a (view of a) tensor: an expanded view is read once."""
+    """Returns the bytes of one pass over a tensor or view; an expanded view is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def arguments(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Schema argument and value, for every argument given."""
+    """Yields (schema argument, value) for every argument passed."""
     for i, argument in enumerate(func._schema.arguments):
         if i < len(args):
             yield argument, args[i]
@@ -87,10 +87,10 @@ def named(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of an operator: matrix products, convolutions and attention have some, everything else 0.
+    """Returns the FLOPs of a matrix product, convolution or attention operator, and 0 for any other.
 
-    PyTorch's own formulas leave out the CPU's fused attention, and count the half of causal attention that its kernels
-    skip.
+    It corrects PyTorch's formulas, which omit the CPU's fused attention and count the half of causal attention that
+    kernels skip.
     """
     given = named(func, args, kwargs)
     if func._overloadpacket in _CPU_ATTENTION:
@@ -107,7 +107,7 @@ _CPU_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu,
 
 
 def mutated(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensor arguments that the schema declares written."""
+    """Returns the tensor arguments that the schema declares as written."""
     if not func._schema.is_mutable:
         return []
     return [
@@ -120,10 +120,10 @@ def mutated(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-    """Batch-norm's running mean and variance where a forward kernel updates them.
+    """Returns the running mean and variance that a batch-norm forward kernel updates.
 
-    The plain schemas do not say that they are written. Their old content does not reach the other
-    outputs, so that the kernel may be run twice if they are put aside.
+    The schemas do not declare these writes. The old content does not affect the other outputs, so the kernel can be
+    recomputed if the statistics are set aside.
     """
     name = func._overloadpacket.__name__
     if "batch_norm" not in name or "backward" in name or "no_stats" in name or "stats" in name:
@@ -135,8 +135,11 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
 
 
 def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> tuple[int, ...]:
-    """Which results are float32 although fake CPU tensors say that they are half: a norm's statistics of half inputs,
-    on the CPU if weights or running statistics are float32, on CUDA always but for group norm."""
+    """Returns indices of results that are float32 although their fake CPU tensors are in half precision.
+
+    These are a normalization's statistics for half-precision inputs: on the CPU if weights or running statistics are
+    float32, on CUDA always except for group norm.
+    """
     name = func._overloadpacket.__name__
     if "backward" in name or not any(f"native_{norm}_norm" in name for norm in ("batch", "layer", "group")):
         return ()
@@ -149,10 +152,11 @@ def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> 
 
 
 def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether this ``add`` is autograd's own sum of two gradients, in a form that it does in place.
+    """Whether this ``add`` is autograd's own sum of two gradients in a form that autograd performs in place.
 
-    ``can_accumulate_inplace`` in PyTorch's input_buffer.cpp: the first operand is dense and no view; that
-    nothing else holds it is for the caller to see.
+    The first operand must be dense and not a view. The caller has to check that it has no other reference.
+
+    Source: ``can_accumulate_inplace`` in PyTorch's input_buffer.cpp.
     """
     if func is not aten.add.Tensor or kwargs or len(args) != 2 or torch.is_grad_enabled():
         return False
@@ -161,12 +165,12 @@ def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:
         return False
     if a._is_view() or not is_non_overlapping_and_dense_or_false(a):
         return False
-    # Not Python code that the engine runs (a custom Function, a hook); its own threads have no Python at all.
+    # Exclude Python code that the engine calls (custom Functions, hooks); its own threads have no Python frames.
     return caller() in ("_engine_run_backward", "")
 
 
 def caller() -> str:
-    """Name of the innermost Python function outside this package and the dispatch machinery."""
+    """Returns the name of the innermost Python function outside this package and the dispatch machinery."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
         frame = frame.f_back  # type: ignore[assignment]

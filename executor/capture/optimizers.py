@@ -1,10 +1,10 @@
-"""Optimizers while a step is traced: the form of their updates, their options, the numbers that they keep in Python.
+"""Optimizers during tracing: the form of their updates, their options, and the numbers that they keep in Python.
 
-While an optimizer's step is traced each number among its options (learning rate, betas, …) is a ``SymFloat``, so that
-what Python computes from it (``1 - lr * weight_decay``) is part of the graph, equal to eager to the bit. Where the step
-asks something of a number (``momentum != 0``), the answer is a condition: a number for which it does not hold would
-give another graph. Fused updates take numbers by name (``_fused_adamw_(lr=…)``) and no symbols; there the names are
-connected with the options, and a 0 has to stay one, but for the learning rate.
+While an optimizer's step is traced, each numeric option (learning rate, betas, …) is a ``SymFloat``. Python arithmetic
+on it (``1 - lr * weight_decay``) becomes part of the graph and is bit-identical to eager mode. A branch on a number
+(``momentum != 0``) becomes a condition, and a value that violates it needs another graph. Fused updates take numbers by
+name (``_fused_adamw_(lr=…)``) instead of symbols. These names are connected to the options, and an option other than
+the learning rate that is 0 must stay 0.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from executor.capture.python_values import is_scalar
 
-BUCKET_BYTES = 64 * 2**20  # of parameters that one update takes, in steps that are planned
-# PyTorch's own, on which no result depends.
+BUCKET_BYTES = 64 * 2**20  # bytes of parameters per update kernel in planned steps
+# PyTorch's own hooks, which do not affect results.
 FLAGS = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 @contextmanager
 def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Sets attributes of objects (object, name, value); afterwards they are what they were."""
+    """Sets attributes (object, name, value) and restores them on exit."""
     before = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -51,8 +51,11 @@ _MISSING = object()
 
 
 def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
-    """Whether an optimizer whose ``foreach`` is None takes it for this group where its parameters are, or would if they
-    were on CUDA."""
+    """Whether an optimizer with ``foreach=None`` uses multi-tensor updates for this group.
+
+    Args:
+        on_cuda: Whether to treat the parameters as CUDA tensors.
+    """
     if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
         return False
     wanted = [p for p in group["params"] if p.requires_grad]
@@ -63,7 +66,7 @@ def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
 
 @contextmanager
 def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
-    """Every parameter group is several, each of parameters of at most ``nbytes`` (or of one)."""
+    """Splits every parameter group into groups of at most ``nbytes`` of parameters (or of one parameter)."""
     buckets: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         bucket: list[Tensor] = []
@@ -78,7 +81,7 @@ def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
 
 
 def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
-    """Python's numbers of an optimizer: attributes, options, state; by where they are."""
+    """Returns an optimizer's Python numbers (attributes, options, state), keyed by their location."""
     found: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in FLAGS}
     found |= {(g, key): value for g, group in enumerate(optimizer.param_groups) for key, value in group.items()}
     found |= {(id(p), key): value for p, values in optimizer.state.items() if isinstance(values, dict)
@@ -87,7 +90,7 @@ def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
 
 
 def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """Where a number of an optimizer is not what it was; None: nowhere."""
+    """Returns the location of a changed number of an optimizer, or None."""
     for key, value in numbers_of(optimizer).items():
         before = was.get(key, was)
         if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before)
@@ -97,22 +100,22 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is to take its ``capturable`` form, in which the step count stays a tensor."""
+    """Whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """The user's hooks do not run in a step that is none of the user's."""
+    """Disables the user's hooks during an internal optimizer step."""
     return patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS))
 
 
 def capturable(allowed: bool = True) -> AbstractContextManager[None]:
-    """Lets optimizers take their ``capturable`` form on any device, as they do under torch.compile."""
+    """Lets optimizers use their ``capturable`` form on any device, as under torch.compile."""
     return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
 
 
 def symbolic_extremes() -> AbstractContextManager[None]:
-    """Adafactor asks for the larger of two numbers that tensors have: an operation of the graph, not a branch."""
+    """Makes ``max`` of two numbers read from tensors (in Adafactor) a graph operation instead of a branch."""
 
     def choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (symbolic if any(isinstance(a, SymFloat) for a in args) else plain)(*args)
@@ -122,33 +125,33 @@ def symbolic_extremes() -> AbstractContextManager[None]:
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's options that are not tensors, and how many parameters it has."""
+    """Returns a parameter group's options that are not tensors, and its number of parameters."""
     plain = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
     return {**plain, "params": len(group["params"])}
 
 
 def fixed(options: dict[str, Any]) -> dict[str, Any]:
-    """Of options those that are constants of the graph (the others: ``Numbers``)."""
+    """Returns the options that are constants of the graph (``Numbers`` has the others)."""
     return {k: v for k, v in options.items() if not is_number(k, v) and not
             (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
 
 
 def is_number(key: str, value: Any) -> bool:
-    """Can this option change without a change of the graph? (A learning rate may be an integer at first.)"""
+    """Whether this option can change without changing the graph; a learning rate may start as an integer."""
     return type(value) is float or (key == "lr" and type(value) is int)
 
 
 class Option:
-    """A number where an optimizer has it; calling it reads the present one.
+    """A numeric option of an optimizer; calling it returns the current value.
 
     Attributes:
-        key, part: of a parameter group: its option, and which entry where that is a tuple.
-        was: the number at the capture.
+        key, part: Name of the parameter group's option, and the index if it is a tuple.
+        was: Value at capture time.
     """
 
     def __init__(self, optimizer: Optimizer, group: int, key: str, part: int | None, was: float):
         self.optimizer, self.group, self.key, self.part, self.was = optimizer, group, key, part, was
-        self.__name__ = self.__qualname__ = key if part is None else f"{key}_{part}"  # what code made from a graph says
+        self.__name__ = self.__qualname__ = key if part is None else f"{key}_{part}"  # shown in generated code
         self.__module__ = "option"
 
     def __call__(self) -> Any:
@@ -157,16 +160,16 @@ class Option:
 
 
 class Numbers:
-    """All options of a step that are numbers, and what their present values must fulfil.
+    """Numeric optimizer options of a step, and the conditions that their current values must satisfy.
 
     Attributes:
-        options: those that the graph reads or that a condition names.
+        options: Options that the graph reads or that a condition names.
     """
 
     def __init__(self, shapes: ShapeEnv):
         self._shapes = shapes
         self._known: dict[tuple[int, int, str, int | None], tuple[Option, sympy.Symbol, SymFloat, fx.Proxy]] = {}
-        self._fused: dict[int, dict[str, fx.Node]] = {}  # id of a parameter -> the nodes of its group's options
+        self._fused: dict[int, dict[str, fx.Node]] = {}  # id of a parameter -> nodes of its group's options
         self._zeros: list[sympy.Basic] = []
         self.options: tuple[Option, ...] = ()
         self._conditions: list[tuple[sympy.Basic, list[Option]]] = []
@@ -174,17 +177,17 @@ class Numbers:
 
     @contextmanager
     def symbolic(self, optimizer: Optimizer, groups: tuple[dict[str, Any], ...]) -> Iterator[None]:
-        """While an optimizer's step is traced: symbols in the place of its numbers.
+        """Replaces an optimizer's numeric options by symbols while its step is traced.
 
         Args:
-            groups: its options at the capture; one that the step itself has changed since stays a constant.
+            groups: Its options at capture time; an option that the step has changed since then stays a constant.
         """
         tables = optimizer.param_groups
         before = [{key: value for key, value in table.items() if key != "params"} for table in tables]
         for g, (table, was) in enumerate(zip(tables, groups, strict=True)):
             for key, value in was.items():
                 now = table.get(key, table)
-                # The step of an optimizer around this one runs, or the step has changed the option.
+                # A wrapping optimizer already installed symbols, or the step has changed the option.
                 if any(isinstance(v, SymFloat) for v in (now if isinstance(now, tuple) else (now,))) or now != value:
                     continue
                 parts = enumerate(value) if isinstance(value, tuple) else [(None, value)]
@@ -203,16 +206,16 @@ class Numbers:
                 table.update(values)
 
     def _name(self, optimizer: Optimizer, g: int, key: str, part: int | None, params: list[Tensor]) -> None:
-        """Records what the fused updates of a group call a number."""
+        """Records the argument name of a number in a group's fused updates."""
         option, symbol, _, proxy = self._known[id(optimizer), g, key, part]
         name = key if part is None else f"{key.removesuffix('s')}{part + 1}"
         for p in params:
             self._fused.setdefault(id(p), {})[name] = proxy.node
-        if key != "lr":  # which changes no update's form, and is 0 where a schedule begins
+        if key != "lr":  # a learning rate never changes an update's form and may start at 0
             self._zeros.append(sympy.Eq(symbol, 0) if option.was == 0 else sympy.Ne(symbol, 0))
 
     def connect(self, node: fx.Node, first: Any) -> None:
-        """A fused update, whose first parameter is ``first``, reads its numbers when it runs."""
+        """Connects the numbers of a fused update, whose first parameter is ``first``, to the options."""
         names = self._fused[id(first)]
         node.kwargs = {key: names.get(key, value) for key, value in node.kwargs.items()}
 
@@ -231,7 +234,11 @@ class Numbers:
         return self._known[where][2]
 
     def close(self, read: set[Any]) -> None:
-        """The trace is over; ``read``: targets of the graph's nodes."""
+        """Collects conditions and options at the end of the trace.
+
+        Args:
+            read: Targets of the graph's nodes.
+        """
         by_symbol = {symbol: option for option, symbol, *_ in self._known.values()}
         for expression in [*(guard.expr for guard in self._shapes.guards), *self._zeros]:
             asked = [by_symbol[s] for s in expression.free_symbols if s in by_symbol]
@@ -244,7 +251,7 @@ class Numbers:
         self._fused.clear()
 
     def broken(self, values: dict[Option, Any]) -> Option | None:
-        """The first option whose present value would give another graph; None where the graph is right."""
+        """Returns the first option whose current value needs another graph, or None."""
         for option, value in values.items():
             if type(value) not in (int, float):
                 return option

@@ -1,12 +1,12 @@
-"""Profile: how long each kernel of a captured program takes on a device, and how much workspace it needs.
+"""Measures the duration and the workspace of each kernel of a captured program on a device.
 
     profile = measure(captured, "cuda", machine="h200")
     profile.save(path_of(profile))                      # configs/profiles/<program>-<machine>.json
     program = with_profile(captured.program, profile)
 
-Each kernel runs alone, on inputs made for it and freed after it, so that a model larger than the GPU can be profiled
-(``cache="cold"``, ``"hot"``), or all run in order in a real step, which has to fit (``cache="step"``). Kernels that are
-equal (operator, shapes, strides, types, constants) are measured once. How, and why: executor/capture/README.md.
+With ``cache="cold"`` or ``"hot"`` each kernel runs alone on temporary inputs, so a model larger than the GPU can be
+profiled. With ``cache="step"`` all kernels run in order in a real step, which has to fit. Equal kernels (operator,
+shapes, strides, dtypes, constants) are measured once. executor/capture/README.md describes the method.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ FORMAT = "profile/1"
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 WARMUP = 3
 SHORT_NS, ROW = 1_000_000, 8
-EMPTY = 50  # kernels that do nothing, with events around each and without
-AWAKE = 0.5  # seconds for which a GPU works before it is measured: an idle one has low clocks
-CORE_BYTES = 2**22  # of what a processor's core caches for itself, at most
-SLOW_NS = 50_000_000  # a run that takes longer is repeated three times only
+EMPTY = 50  # empty kernels that are timed with and without events around each
+AWAKE = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
+CORE_BYTES = 2**22  # upper bound of a CPU core's private cache
+SLOW_NS = 50_000_000  # longer runs are repeated only three times
 
 Cache = Literal["cold", "hot", "step"]
 
 aten = torch.ops.aten
-# Arguments of attention's backward pass that are what its forward pass has drawn, and that it reads on the host.
+# Arguments of attention's backward pass that hold the forward pass's random state and are read on the host.
 _DRAWN = ("philox_seed", "philox_offset", "rng_state", "unused")
-# Operator -> (which argument is of indices, what they index: from the arguments to a bound).
+# Operator -> (position of the index argument, function from the arguments to the exclusive bound of the indices).
 _BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
     aten.embedding: (1, lambda a: a[0].shape[0]),
     aten.embedding_dense_backward: (1, lambda a: a[2]),
@@ -64,25 +64,25 @@ _BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
 
 
 class ProfileError(RuntimeError):
-    """A kernel cannot be run alone; the message is one sentence and names it."""
+    """Raised if a kernel or step cannot be profiled; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of one program on one device.
+    """Measurements of one program on one device.
 
     Attributes:
-        program: its name.
-        fingerprint: of the program without durations, workspaces and variants (``shape_of``).
-        machine: name of the machine that it is for, as in ``configs/machine``.
-        device: in words.
-        torch: its version.
-        durations_ns: per kernel.
-        workspaces: per kernel, bytes; None where the device does not tell.
-        cache: what the kernels found in the cache (``measure``).
-        event_ns: what events around a kernel add to it; it is not in the durations.
-        step_ns: what all kernels of a step took together, without events between them, which ``durations_ns`` add up to
-            at most; 0 where that was not measured (on the CPU, or each kernel alone).
+        program: Name of the program.
+        fingerprint: Fingerprint of the program without durations, workspaces and variants (``shape_of``).
+        machine: Name of the machine, as in ``configs/machine``.
+        device: Description of the device.
+        torch: PyTorch version.
+        durations_ns: Duration of each kernel in ns.
+        workspaces: Workspace of each kernel in bytes; None if the device does not report it.
+        cache: State of the cache before each kernel (``measure``).
+        event_ns: Overhead of the events around a kernel in ns, already subtracted from the durations.
+        step_ns: Duration in ns of all kernels of a step without events in between, an upper bound of the sum of
+            ``durations_ns``; 0 if not measured (on the CPU, or with each kernel alone).
     """
 
     program: str
@@ -97,8 +97,10 @@ class Profile:
     step_ns: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``profile/1`` dictionary; ``workspaces`` stand in it where there are any. (Older ones have neither
-        ``cache``, which was hot, nor ``event_ns`` and ``step_ns``.)"""
+        """Returns the ``profile/1`` dictionary; the key ``workspaces`` is optional.
+
+        Older files lack ``cache`` (it was "hot"), ``event_ns`` and ``step_ns``.
+        """
         out = {"format": FORMAT, "program": self.program, "fingerprint": self.fingerprint, "machine": self.machine,
                "device": self.device, "torch": self.torch, "cache": self.cache, "event_ns": self.event_ns,
                "step_ns": self.step_ns, "durations_ns": list(self.durations_ns)}  # fmt: skip
@@ -109,7 +111,7 @@ class Profile:
         """Reads a ``profile/1`` dictionary.
 
         Raises:
-            FormatError: naming the first malformed entry.
+            FormatError: If an entry is malformed; the message names the first one.
         """
         words = ("format", "program", "fingerprint", "machine", "device", "torch")
         optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
@@ -136,29 +138,29 @@ class Profile:
         """Reads ``profile/1`` JSON.
 
         Raises:
-            FormatError: naming the file and its first malformed entry.
+            FormatError: If an entry is malformed; the message names the file and the entry.
         """
         return load_json(path, cls.from_dict)
 
 
 def path_of(profile: Profile) -> Path:
-    """``configs/profiles/<program>-<machine>.json``; what cannot stand in a file name becomes ``_``."""
+    """Returns ``configs/profiles/<program>-<machine>.json``, with ``_`` for characters unsafe in file names."""
     return PROFILES / (re.sub(r"[^\w.+-]", "_", f"{profile.program}-{profile.machine}") + ".json")
 
 
 def shape_of(program: Program) -> Program:
-    """The program without what a profile says about it, so that its fingerprint is the same on every machine."""
+    """Returns the program without durations, workspaces and variants: its fingerprint is equal on every machine."""
     kernels = tuple(replace(k, duration_ns=0, workspace=0, variants=()) for k in program.kernels)
     return Program(program.name, program.tensors, kernels)
 
 
 def with_profile(program: Program, profile: Profile) -> Program:
-    """The program with measured durations and, where the profile has them, workspaces.
+    """Returns the program with the profile's durations and, if the profile has them, workspaces.
 
-    Variants go: their durations are of another scale.
+    Variants are dropped, because their durations are modeled rather than measured.
 
     Raises:
-        FormatError: the profile is of another program.
+        FormatError: If the profile belongs to another program.
     """
     shape = shape_of(program)
     if profile.fingerprint != shape.fingerprint or len(profile.durations_ns) != len(program.kernels):
@@ -179,16 +181,16 @@ def measure(
     """Measures every kernel of a captured program.
 
     Args:
-        device: where; "cuda" or "cpu".
-        machine: name of the machine that the profile is for.
-        repeats: measured runs of each kernel, at least 1.
-        seconds: when they are over, no kernel is begun.
-        cache: "cold", twice the cache is read before each run; "hot", runs follow each other on the same inputs;
-            "step", kernels run in order in a step, and find what those before them left.
+        device: "cuda" or "cpu".
+        machine: Name of the machine to record in the profile.
+        repeats: Measured runs of each kernel, at least 1.
+        seconds: Time budget after which no further kernel is started.
+        cache: "cold" reads twice the cache size before each run. "hot" repeats runs on the same inputs. "step" runs
+            the kernels in order, each with the cache that its predecessors left.
 
     Raises:
-        ProfileError: a kernel cannot be run alone, the step does not fit the device ("step"), the time is over, or
-            there is no such device.
+        ProfileError: If a kernel cannot run alone, the step does not fit the device ("step"), the time budget is
+            exhausted, or the device does not exist.
     """
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
@@ -203,7 +205,7 @@ def measure(
     run = _Runner(captured, where, repeats, until, cache)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
     with torch.random.fork_rng([cuda_index(where)] if where.type == "cuda" else []), torch.enable_grad():
-        # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
+        # oneDNN's LSTM saves values for its backward pass only in grad mode; no input requires a gradient.
         figures = run.in_step() if cache == "step" else [run.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)
     return Profile(
@@ -213,17 +215,17 @@ def measure(
 
 
 class _Runner:
-    """Runs kernels one by one.
+    """Runs and times kernels.
 
     Attributes:
-        event_ns, step_ns: see ``Profile``.
+        event_ns, step_ns: See ``Profile``.
     """
 
     def __init__(
         self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf, cache: Cache = "hot"
     ):
         self.captured, self.device, self.repeats, self.until = captured, device, repeats, until
-        self.other: Tensor | None = None  # what is read, so that the cache has nothing else, nothing to write back
+        self.other: Tensor | None = None  # read to fill the cache with clean lines
         if cache == "cold":
             self.other = torch.zeros(cache_bytes(device) // 2, device=device)
         self.event_ns = _events_ns(device) if device.type == "cuda" and cache != "hot" else 0
@@ -235,7 +237,7 @@ class _Runner:
         self.devices = self._devices()
 
     def kernel(self, k: int) -> tuple[int, int]:
-        """(ns, workspace in bytes) of one kernel."""
+        """Returns (ns, workspace in bytes) of one kernel."""
         nodes = self.captured.nodes[k]
         if not nodes:
             return 0, 0
@@ -253,7 +255,7 @@ class _Runner:
         return self.known[key]
 
     def in_step(self) -> list[tuple[int, int]]:
-        """(ns, workspace in bytes) of all kernels, in a step."""
+        """Returns (ns, workspace in bytes) of all kernels, timed within a step."""
         try:
             runner = StepRunner(self.captured, self.device, self.devices, _fresh, self.moved)
             durations, workspaces, segments = runner.measure(self.repeats, self.until)
@@ -272,7 +274,7 @@ class _Runner:
         return list(zip(times, workspaces, strict=True))
 
     def _flush(self) -> None:
-        """The cache holds nothing of the kernel's, if it is to be cold."""
+        """Evicts the kernel's data from the cache if ``cache`` is "cold"."""
         if self.other is not None:
             self.other.sum()
 
@@ -295,7 +297,7 @@ class _Runner:
                 torch.cuda.synchronize()
             ns = begin.elapsed_time(end) * 1e6
             runs, row = min(3, self.repeats) if ns >= SLOW_NS else self.repeats, ROW if ns < SHORT_NS else 1
-            row = 1 if self.other is not None else row  # the second of a row would find what the first left
+            row = 1 if self.other is not None else row  # the second run of a row would find a warm cache
             out, nbytes = workspace(call, self.device)
             torch.cuda.synchronize()
             del out
@@ -314,7 +316,7 @@ class _Runner:
     # ------------------------------------------------------------------------------------ inputs
 
     def _devices(self) -> dict[fx.Node, torch.device]:
-        """Where each node's value is: what an operator names, else where its tensors are (a GPU before the host)."""
+        """Returns each node's device: the one its operator names, else that of its inputs (a GPU before the host)."""
         given = dict(zip(self.captured.placeholders, self.captured.devices, strict=True))
         out: dict[fx.Node, torch.device] = {}
         for node in self.captured.graph.graph.nodes:
@@ -332,7 +334,7 @@ class _Runner:
         return out
 
     def _inputs(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
-        """Fresh arguments of a kernel, each node one value."""
+        """Returns fresh arguments for a kernel, one value per node."""
         values: dict[fx.Node, Any] = {}
         drawn = set[Any]()
         if isinstance(node.target, OpOverload):
@@ -363,8 +365,8 @@ class _Runner:
         return args, kwargs
 
     def _key(self, node: fx.Node) -> str:
-        """Equal for kernels that are measured alike."""
-        order: dict[fx.Node, int] = {}  # the same tensor twice is another call than two
+        """Returns a key that is equal for kernels with the same measurement."""
+        order: dict[fx.Node, int] = {}  # one tensor passed twice differs from two tensors
 
         def describe(a: fx.Node) -> str:
             meta = a.meta.get("tensor_meta")
@@ -375,12 +377,12 @@ class _Runner:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of a GPU's L2, which all kernels share; of a processor, what a core has for itself."""
+    """Returns the bytes of a GPU's L2 cache, or ``CORE_BYTES`` for a CPU."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else CORE_BYTES
 
 
 def _awake(device: torch.device) -> None:
-    """The GPU works until its clocks are those of one that does."""
+    """Keeps the GPU busy until its clocks have ramped up."""
     with torch.cuda.device(device):
         a, until = torch.ones(1024, 1024, device=device), time.monotonic() + AWAKE
         while time.monotonic() < until:
@@ -389,7 +391,7 @@ def _awake(device: torch.device) -> None:
 
 
 def _events_ns(device: torch.device) -> int:
-    """What events around a kernel add to it: empty kernels, each between two events, less as many in a row."""
+    """Returns the event overhead per kernel in ns: empty kernels timed one by one minus the same in a row."""
     with torch.cuda.device(device):
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(EMPTY + 1)]
         torch.cuda._sleep(round(CYCLES_PER_NS * 5_000_000))
@@ -404,8 +406,10 @@ def _events_ns(device: torch.device) -> int:
 
 
 def together(times: Sequence[int], whole: int) -> list[int]:
-    """Kernels that were timed one by one, and all of them in a row (ns): where they were longer one by one, each was so
-    by the same time, or half of its own; what then is left is taken off in proportion."""
+    """Returns kernel times (ns) corrected so that their sum is at most ``whole``, their duration in a row.
+
+    The excess is subtracted in equal parts, at most half of each time; any rest is removed proportionally.
+    """
     excess = (sum(times) - whole) / max(1, sum(ns > 0 for ns in times))
     if excess <= 0:
         return list(times)
@@ -415,7 +419,7 @@ def together(times: Sequence[int], whole: int) -> list[int]:
 
 
 def _fresh(meta: Any, device: torch.device) -> Tensor:
-    """A tensor of such a shape, stride and type, with content as the module says."""
+    """Returns a tensor of this shape, stride and dtype: random floats and booleans, zeros otherwise."""
     reach = 1 + sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) if meta.shape.numel() else 0
     flat = torch.empty(reach, dtype=meta.dtype, device=device)
     if meta.dtype == torch.bool:
@@ -428,14 +432,14 @@ def _fresh(meta: Any, device: torch.device) -> Tensor:
 
 
 def _maker(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The kernel of several results that a value is one of, and which."""
+    """Returns the multi-output kernel that produces a value, and the output's index."""
     while node.target in (aten.detach.default, aten.alias.default):
         node = node.args[0]  # type: ignore[assignment]
     return (node.args[0], node.args[1]) if node.target is operator.getitem else None  # type: ignore[return-value]
 
 
 def _number(node: fx.Node) -> Any:
-    """A number of the graph; what is read from a tensor is 1. A constant that is no tensor stays what it is."""
+    """Returns the value of a non-tensor node; a number read from a tensor is 1."""
     if node.op == "get_attr":
         return getattr(node.graph.owning_module, str(node.target))
     if node.target is aten._local_scalar_dense.default:

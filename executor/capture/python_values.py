@@ -1,8 +1,8 @@
-"""Objects that a step can reach and write: what they hold, what has changed since, and which values are constants.
+"""Mutable Python objects that a step can reach: their content, their changes, and the constants of the graph.
 
-A number, string, type or tuple of these is a constant of the graph where the code that the step may run names it:
-attributes of modules, of a loss and of what these hold, closures, defaults and globals of functions. What is reached
-otherwise (a file, an environment variable, an attribute whose name is made at run time) is not seen.
+A number, string, type or tuple of these becomes a constant of the graph if code that the step may execute names it:
+attributes of modules, losses and the objects they hold, closures, defaults and globals of functions. Values read in
+other ways (files, environment variables, attribute names computed at run time) are not tracked.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import torch
 from executor.capture.source_locations import users
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-MOST = 64  # entries of a list that is looked at
+MOST = 64  # longest list whose entries are watched
 
 
 def is_scalar(value: Any) -> bool:
-    """A value that can be compared at each step, and does not change in its place."""
+    """Whether a value is immutable and can be compared at each step."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_scalar, value))
     return isinstance(value, SCALARS)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Are two of Python's values equal? False where they cannot be compared."""
+    """Whether two Python values are equal; False if they cannot be compared."""
     try:
         return a is b or bool(a == b)
-    except Exception:  # of a tensor, for example
+    except Exception:  # tensors, for example
         return False
 
 
 class Slots(MutableMapping[str, Any]):
-    """Attributes of an object that are in no dictionary, as one: those of its ``__slots__``, or ``names``."""
+    """Mapping view of the attributes in an object's ``__slots__``, or of the attributes ``names``."""
 
     def __init__(self, owner: Any, names: Iterable[str] = ()) -> None:
         self.owner = owner
@@ -72,7 +72,7 @@ class Slots(MutableMapping[str, Any]):
 
 
 def put(container: Any, key: Any, value: Any) -> None:
-    """Writes an entry of a table or a list, or a closure cell (whose key is None)."""
+    """Writes an entry of a dictionary or list, or a closure cell (key None)."""
     if isinstance(container, types.CellType):
         container.cell_contents = value
     else:
@@ -80,16 +80,16 @@ def put(container: Any, key: Any, value: Any) -> None:
 
 
 def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    """Have two tables the same objects as keys and values, in the same order?"""
+    """Whether two dictionaries hold the same objects as keys and values, in the same order."""
     return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
 
 
 class Owner(NamedTuple):
-    """An object that can be written: a table, a list, a deque, a set or a closure cell.
+    """A mutable object: a dictionary, list, deque, set or closure cell.
 
     Attributes:
-        keys: the entries that count; None if all do.
-        constant: whether the graph has numbers, strings and types in it as constants.
+        keys: Relevant entries; None for all.
+        constant: Whether numbers, strings and types in it are constants of the graph.
     """
 
     container: Any
@@ -98,7 +98,7 @@ class Owner(NamedTuple):
     constant: bool = False
 
     def content(self) -> dict[Any, Any]:
-        """What it holds now, by key or position; a cell's content has the key None."""
+        """Returns the current content by key or position; a cell's content has the key None."""
         container = self.container
         if isinstance(container, types.CellType):
             try:
@@ -112,13 +112,13 @@ class Owner(NamedTuple):
         return {k: container[k] for k in (container if self.keys is None else self.keys) if k in container}
 
     def name(self, key: Any) -> str:
-        """The path of an entry."""
+        """Returns the path of an entry."""
         if key is None:
             return self.path
         return f"{self.path}.{key if isinstance(key, (str, int)) else type(key).__name__}".lstrip(".")
 
     def restore(self, before: dict[Any, Any]) -> None:
-        """Makes the content what it was."""
+        """Restores the content to ``before``."""
         now, container = self.content(), self.container
         if identical(now, before):
             return
@@ -142,7 +142,7 @@ class Owner(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A value that is not what it was at the capture; None where there was none, or is none any more."""
+    """A value that differs from its value at capture time; None stands for a missing value."""
 
     name: str
     was: Any
@@ -153,8 +153,8 @@ class Watched(NamedTuple):
     """Constants in one object.
 
     Attributes:
-        before: what they were, by key.
-        get, values: what gives them at once, and gave at the capture.
+        before: Values at capture time, by key.
+        get, values: Function that reads all values at once, and its result at capture time.
     """
 
     owner: Owner
@@ -163,11 +163,11 @@ class Watched(NamedTuple):
     values: Any
 
     def restore(self) -> None:
-        """Makes the values what they were."""
+        """Restores the values of capture time."""
         self.owner.restore(self.before)
 
     def changes(self) -> dict[Any, Change]:
-        """Returns what differs, by key; a list differs as a whole."""
+        """Returns the changed values by key; a list counts as one value."""
         now, was = self.owner.content(), self.before
         if isinstance(self.owner.container, list):
             now, was = {None: tuple(now.values())}, {None: tuple(was.values())}
@@ -179,10 +179,10 @@ class Watched(NamedTuple):
 
 
 def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
-    """Returns the constants in an object, if it has any: of a list all entries or none.
+    """Returns the constants in an object, if any; all entries of a list or none.
 
     Args:
-        names: of attributes and keys in the step's code, if it does not name the owner's ``keys`` anyway.
+        names: Names of attributes and keys in the step's code; None if the code names all of the owner's ``keys``.
     """
     content = owner.content()
     if isinstance(owner.container, list):
@@ -196,18 +196,20 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
     if isinstance(owner.container, types.CellType):
         return [Watched(owner, found, attrgetter("cell_contents"), found[None])]
     of_slots = isinstance(owner.container, Slots)
-    get = attrgetter(*(f"owner.{name}" for name in found)) if of_slots else itemgetter(*found)  # in C: at each step
+    get = (
+        attrgetter(*(f"owner.{name}" for name in found)) if of_slots else itemgetter(*found)
+    )  # in C: called at each step
     return [Watched(owner._replace(keys=tuple(found)), found, get, get(owner.container))]
 
 
 @dataclass(frozen=True, eq=False)
 class PythonValues:
-    """What a capture took for constant.
+    """Python values that a capture treats as constants.
 
     Attributes:
-        watched: values that are compared at each step.
-        undone: a sentence naming what the step's Python did at the capture that no run of the graph does; "": nothing.
-        once: values that the step's first run sets, and no later one (``config.problem_type`` of transformers).
+        watched: Values that are compared at each step.
+        undone: Sentence about a Python side effect of the step that the graph cannot repeat, or "".
+        once: Values that only the step's first run sets (``config.problem_type`` of transformers).
     """
 
     watched: tuple[Watched, ...] = ()
@@ -215,9 +217,9 @@ class PythonValues:
     once: tuple[Watched, ...] = ()
 
     def change(self) -> Change | None:
-        """The first value that has changed; None where all are as they were."""
+        """Returns the first value that has changed, or None."""
         for one in self.watched:
-            try:  # at each step: without a call
+            try:  # inlined, since it is executed at each step
                 if one.get(one.owner.container) == one.values:
                     continue
             except Exception:  # a key is gone, a cell is empty, or values cannot be compared
@@ -228,12 +230,12 @@ class PythonValues:
 
 
 class Changes(NamedTuple):
-    """What the step's Python has made of watched values.
+    """Changes of watched values by the step's Python code.
 
     Attributes:
-        kept: those to watch from now on, without those that the step itself replaces (a tensor kept as an attribute).
-        first: the first value that is another constant now, or None.
-        now: all values that are other constants now, as they are.
+        kept: Values to watch from now on, without those that the step replaces by non-constants (such as tensors).
+        first: First value that is now a different constant, or None.
+        now: All values that are now different constants, with their current values.
     """
 
     kept: tuple[Watched, ...]
@@ -242,7 +244,7 @@ class Changes(NamedTuple):
 
 
 def changed(watched: Iterable[Watched]) -> Changes:
-    """Compares watched values with what they are now."""
+    """Compares watched values with their current values."""
     kept: list[Watched] = []
     others: list[Watched] = []
     first: Change | None = None
@@ -261,20 +263,20 @@ def changed(watched: Iterable[Watched]) -> Changes:
 
 
 class Code:
-    """The code that a step may run: collects the names of attributes and keys in it.
+    """Code that a step may execute, and the names of attributes and keys in it.
 
     Attributes:
-        names: of attributes and keys.
+        names: Names of attributes and keys.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._codes: set[types.CodeType] = set()
-        self._classes: dict[type, set[str]] = {}  # and the methods that are known
+        self._classes: dict[type, set[str]] = {}  # with their known methods
         self._new: list[types.FunctionType] = []
 
     def runs(self, function: Any) -> None:
-        """Records a function that the step may run."""
+        """Records a function that the step may execute."""
         for one in (function, inspect.unwrap(function) if callable(function) else function):
             code = getattr(one, "__code__", None)
             if isinstance(code, types.CodeType) and code not in self._codes:
@@ -286,11 +288,11 @@ class Code:
                     self._new.append(one)
 
     def methods_of(self, cls: type) -> None:
-        """Records a class whose methods the step may run, if its code names them."""
+        """Records a class whose methods the step may execute if its code names them."""
         self._classes.setdefault(cls, set())
 
     def new_functions(self) -> list[types.FunctionType]:
-        """Returns the functions that the step may run and that were not returned before."""
+        """Returns functions that the step may execute and that no earlier call returned."""
         for cls, known in self._classes.items():
             for name in (self.names & set(dir(cls))) - known:
                 known.add(name)
@@ -320,14 +322,16 @@ _GLOBAL = "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"
 
 
 def names_of(code: types.CodeType) -> set[str]:
-    """Every global or attribute name in ``code`` and the functions nested in it."""
+    """Returns every global or attribute name in ``code`` and the functions nested in it."""
     return {name for part in nested(code) for name in part.co_names}
 
 
 @contextmanager
 def untouched() -> Iterator[Callable[[], str]]:
-    """Random states as they were: the step may draw on the host (stochastic depth). Yields what says from which of
-    Python's and NumPy's generators was drawn since, "": from neither."""
+    """Restores the host's random states on exit, since the step may draw on the host (stochastic depth).
+
+    Yields a function that names the generator (Python's or NumPy's) from which the step has drawn, or "".
+    """
     saved = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is meant)
 
     def drawn() -> str:

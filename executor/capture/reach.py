@@ -1,9 +1,9 @@
 """Walks the Python objects that a training step can reach, and restores what they held.
 
 ``Reach`` follows attributes, containers, closure cells, bound methods and the globals that the step's functions load.
-It gives every tensor a path ("model.memory.hidden") and records every object that can be written (``Owner``).
-``Snapshot`` keeps what these hold. The capture (state.py) puts fake tensors in and the snapshot takes them out again;
-the differential check (training/check.py) compares what two runs of a step leave.
+It gives every tensor a path ("model.memory.hidden") and records every mutable object (``Owner``). ``Snapshot`` saves
+and restores their content. The capture (state.py) uses it to remove its fake tensors, and the differential check
+(training/check.py) to compare the effects of two runs of a step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from executor.capture.python_values import Code, Owner, Slots, Watched, globals_
 from executor.capture.source_locations import users
 from simulator.program import TensorKind
 
-MOST_DEEP = 40  # objects within objects
+MOST_DEEP = 40  # deepest nesting of objects that is followed
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
            logging.Logger, torch.UntypedStorage, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)  # fmt: skip
 
 
 class CaptureError(ValueError):
-    """A step cannot be captured; the message is one sentence naming the cause."""
+    """Raised if a step cannot be captured; the message is one sentence naming the cause."""
 
 
 # Wrappers of modules that communicate with other GPUs or processes, which a capture does not see.
@@ -49,7 +49,7 @@ REFUSED = {
 
 
 class Taken(NamedTuple):
-    """An iterator of Python's, from which the step may take values."""
+    """A Python iterator from which the step may take values."""
 
     owner: Owner
     key: Any
@@ -57,14 +57,14 @@ class Taken(NamedTuple):
     path: str
 
     def position(self) -> Any:
-        """Something that changes when a value is taken."""
+        """Returns a value that changes when an element is taken."""
         if isinstance(self.iterator, types.GeneratorType):
             frame = self.iterator.gi_frame
             return None if frame is None else (frame.f_lasti, frame.f_lineno)
         return repr(self.iterator.__reduce__()) if hasattr(self.iterator, "__setstate__") else None
 
     def put_copy(self) -> Taken:
-        """Puts a copy in its place, where it can be copied, so that the user's own yields what it would."""
+        """Replaces the iterator by a copy, if it can be copied, so that the user's iterator does not advance."""
         if isinstance(self.iterator, types.GeneratorType) or not hasattr(self.iterator, "__setstate__"):
             return self
         other = copy.copy(self.iterator)
@@ -73,17 +73,17 @@ class Taken(NamedTuple):
 
 
 class Snapshot:
-    """What the reached objects hold, and the states of generators."""
+    """Content of all reached objects and states of random generators."""
 
     def __init__(self, reach: Reach) -> None:
         self.held = [(owner, owner.content()) for owner in reach.owners.values()]
         self._generators = [(generator.set_state, generator.get_state()) for generator in reach.generators]
 
     def restore(self) -> None:
-        """Restores every object; one that fails does not keep the others from it.
+        """Restores every object, even if some fail.
 
         Raises:
-            ExceptionGroup: some failed.
+            ExceptionGroup: If some objects could not be restored.
         """
         failed: list[Exception] = []
         for restore, before in [*((one.restore, was) for one, was in reversed(self.held)), *self._generators]:
@@ -96,13 +96,13 @@ class Snapshot:
 
 
 class Reach:
-    """Everything that is reachable from what is added.
+    """All objects that are reachable from the added ones.
 
     Attributes:
-        modules, optimizers, scalers, generators, iterators: as found, each once.
-        paths: id of a module -> its path.
-        owners: id -> the objects that can be written.
-        code: that the step may run.
+        modules, optimizers, scalers, generators, iterators: Objects in discovery order, each once.
+        paths: Path of each module, by id.
+        owners: Mutable objects, by id.
+        code: Code that the step may execute.
     """
 
     def __init__(self) -> None:
@@ -119,20 +119,20 @@ class Reach:
         self._keep: list[Any] = []  # an id stays unique while its object lives
 
     def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """A tensor is at ``container[key]``."""
+        """Handles a tensor at ``container[key]``; subclasses override it."""
 
     def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """A tuple of tensors, as an LSTM's state, is at ``container[key]``."""
+        """Handles a tuple of tensors (such as an LSTM's state) at ``container[key]``; subclasses override it."""
 
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
         """Walks ``value``; tensors that are not parameters are of ``kind``."""
         self._walk(value, name, kind, 0)
-        while functions := self.code.new_functions():  # methods that the step may call, by name
+        while functions := self.code.new_functions():  # methods that the step may call by name
             for function in functions:
                 self._walk(function, "", kind, 1)
 
     def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> None:
-        """Lists an object that can be written."""
+        """Records a mutable object."""
         at = id(container.owner) if isinstance(container, Slots) else id(container)
         known = self.owners.get(at)
         if known is not None:
@@ -143,7 +143,7 @@ class Reach:
             self._keep.append(container)
 
     def constants(self) -> tuple[Watched, ...]:
-        """Returns Python's values that the step reads, as they are now."""
+        """Returns the Python constants that the step may read, with their current values."""
         owners = [owner for owner in self.owners.values() if owner.constant]
         return tuple(one for owner in (*owners, *self._defaults) for one in watch(owner, self.code.names))
 
@@ -159,7 +159,7 @@ class Reach:
         elif isinstance(value, Optimizer):
             self._optimizer(value, name, depth)
         elif isinstance(value, GradScaler):
-            if value.is_enabled() and value._scale is None:  # its first use would make them
+            if value.is_enabled() and value._scale is None:  # its first use would create them
                 value._lazy_init_scale_growth_tracker(torch.device(value._device))
             self.scalers.append(value)
             self.own(vars(value), name)
@@ -191,7 +191,7 @@ class Reach:
             self._object(value, name, kind, depth)
 
     def _object(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
-        if type(value).__module__.startswith("executor."):  # the package's own, whose private attributes are no state
+        if type(value).__module__.startswith("executor."):  # private attributes of this package are not state
             self._items(vars(value), [k for k in vars(value) if not k.startswith("_")], name, kind, depth)
             return
         if callable(value):
@@ -206,7 +206,7 @@ class Reach:
         self._class(type(value), kind, depth)
 
     def _class(self, cls: type, kind: TensorKind, depth: int) -> None:
-        """Lists and tables that are attributes of a class of the user's."""
+        """Walks lists and dictionaries that are attributes of a user's class."""
         for base in cls.__mro__:
             if id(base) not in self._visited and users(_file(base)):
                 self._visited.add(id(base))
@@ -234,9 +234,9 @@ class Reach:
             self._walk(value, path, kind, depth + 1)
 
     def _optimizer(self, optimizer: Optimizer, name: str, depth: int) -> None:
-        """The optimizers and tensors that one holds, and then itself."""
+        """Walks the optimizers and tensors that an optimizer holds, then records the optimizer itself."""
         own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
-        if "param_groups" not in vars(optimizer):  # Accelerate's, around another
+        if "param_groups" not in vars(optimizer):  # Accelerate's wrapper of another optimizer
             inner = [part for part in own.values() if isinstance(part, (Optimizer, GradScaler))]
             if depth == 0 and not any(isinstance(part, Optimizer) for part in inner):
                 raise CaptureError(
@@ -248,8 +248,8 @@ class Reach:
         closure = signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             raise CaptureError(
-                f"{name} ({type(optimizer).__name__}) calls the model as often as its values ask, which no capture "
-                "can: train with it without a plan, or take another optimizer"
+                f"{name} ({type(optimizer).__name__}) calls the model a data-dependent number of times, which cannot "
+                "be captured: train with it without a plan, or use another optimizer"
             )
         self._items(vars(optimizer), [k for k, v in own.items() if not is_scalar(v)], name, "optimizer_state", depth)
         self.code.methods_of(type(optimizer))
@@ -262,7 +262,7 @@ class Reach:
             path = f"{name}.state.{i}"
             if isinstance(table, dict):
                 self.own(table, path)
-                for key, value in table.items():  # lists and tables of tensors are the optimizer's own (state.py)
+                for key, value in table.items():  # state.py handles lists and tables of tensors
                     if isinstance(value, (dict, list)):
                         self.own(value, f"{path}.{key}")
                     else:
@@ -280,7 +280,7 @@ class Reach:
             raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             way = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
-            what = f"{name or 'the model'} is compiled (torch.compile), and only what is not can be captured"
+            what = f"{name or 'the model'} is compiled (torch.compile), which cannot be captured"
             raise CaptureError(f"{what}: {way}")
         self._visited.add(id(module))
         self._keep.append(module)
@@ -298,7 +298,7 @@ class Reach:
             if "_hooks" in key and isinstance(hooks, (dict, OrderedDict)):
                 self.own(hooks, f"{name}.{key}".lstrip("."))
                 self._items(hooks, list(hooks), f"{name}.{key}", "buffer", depth)
-        ours = type(module).__module__.startswith("executor.")  # a wrapper, whose private attributes are no state
+        ours = type(module).__module__.startswith("executor.")  # a wrapper: its private attributes are not state
         attributes = [k for k in own if k not in _OF_MODULES and not (ours and k.startswith("_"))]
         self._items(own, attributes, name, "buffer", depth)
         self._class(type(module), "buffer", depth)
@@ -333,7 +333,7 @@ class Reach:
 
 
 def is_table(value: Any) -> bool:
-    """Is it a dictionary that looks its entries up as such (and imports none when it is asked, as transformers' do)?"""
+    """Whether the value is a dictionary with plain lookups (transformers' lazy dictionaries import on lookup)."""
     kind = type(value)
     plain = isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
     ours = kind.__module__.startswith("executor.") and isinstance(value, dict)
@@ -341,17 +341,17 @@ def is_table(value: Any) -> bool:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raises CaptureError for a sparse, nested or quantized tensor."""
+    """Raises CaptureError if the tensor is sparse, nested or quantized."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
         raise CaptureError(
-            f"{name} is a {what} tensor, whose memory no plan knows: pass its indices and values as dense tensors "
+            f"{name} is a {what} tensor, whose size a plan cannot know: pass its indices and values as dense tensors "
             "(index_add, scatter, edge_index), or to_dense()"
         )
 
 
 def uses_cudnn(module: nn.RNNBase) -> bool:
-    """Does cuDNN run this module?"""
+    """Whether cuDNN executes this module."""
     return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
 
 

@@ -1,6 +1,7 @@
-"""The recorder of a trace: sits above the tracer, sees every operator, numbers storages, and sees them die.
+"""Records the operators of a trace and the lifetimes of storages, and builds the program from them.
 
-From what it saw it builds the program. Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md).
+The recorder is a dispatch mode above the tracer. Lifetimes are those of eager PyTorch, not those of the graph
+(executor/capture/README.md).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ T = TypeVar("T")
 
 
 def noted(result: T) -> T:
-    """Tells the recorder that is at work what a model has returned; it is not held."""
+    """Reports a model's result to the active recorder, without keeping it alive, and returns it."""
     for mode in _python_dispatch._get_current_dispatch_mode_stack():
         if isinstance(mode, Recorder):
             mode.note_outputs(tensors_in(result))
@@ -63,7 +64,7 @@ def noted(result: T) -> T:
 
 @dataclass(slots=True)
 class _Op:
-    """One operator as dispatched; storages by number."""
+    """One operator as dispatched, with storages by number."""
 
     func: OpOverload
     phase: Phase
@@ -74,7 +75,7 @@ class _Op:
     flops: int
     bytes: int
     sums: tuple[int, int] | None  # storages of two gradients that autograd adds
-    optional: bool  # of an update that a GradScaler may skip
+    optional: bool  # part of an update that a GradScaler may skip
     launches: bool  # False: a view or a no-op
 
 
@@ -82,36 +83,42 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder(TorchDispatchMode):
-    """The mode; executor/capture/README.md has the reasons."""
+    """Dispatch mode that records a trace; executor/capture/README.md explains the design."""
 
     def __init__(self, numbers: Numbers, as_cuda: bool = False) -> None:
         super().__init__()
         self.numbers = numbers
         self.as_cuda = as_cuda
-        self._widened: set[int] = set()  # storages of float32, whose fakes are half
+        self._widened: set[int] = set()  # storages in float32 whose fakes are in half precision
         self.ops: list[_Op] = []
         self.values: dict[fx.Node, int] = {}
         self.nbytes: list[int] = []
         self.death: dict[int, int] = {}  # storage -> operators dispatched before it was found dead
         self.persistent: set[int] = set()
-        self.constants: dict[int, str] = {}  # real tensors that no placeholder stands for
-        self.gradients: dict[int, int] = {}  # storage -> that of the parameter whose gradient it is
+        self.constants: dict[int, str] = {}  # real tensors without a placeholder
+        self.gradients: dict[int, int] = {}  # storage of a gradient -> storage of its parameter
         self.stepping = False  # an optimizer's step is running
         self.asked: set[fx.Node] = set()
-        self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
-        self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
+        self.drawn = self.drawing = -1  # operator that drew last; operator after whose draws the state is now
+        self.draws: dict[int, int] = {}  # operator -> operator after whose draws it starts, if not the last one
         self.reads: list[HostRead] = []
         self.batch: dict[fx.Node, Tensor] = {}  # placeholders of the step's arguments -> the example's tensors
-        self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches, by operators (MicroBatch)
+        self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches (MicroBatch)
         self.outputs: tuple[int, list[int]] = (0, [])  # operators when the model returned, storages of its result
-        self.zeroed = -1  # operators when zero_grad was called last; -1: it was not
+        self.zeroed = -1  # number of operators at the last zero_grad call; -1 if none
         self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
         self._backward_seen = False
 
     def begin(self, placeholders: tuple[Tensor, ...], places: Places, batch: Mapping[int, Tensor]) -> None:
-        """The trace begins: its inputs, where the user's code keeps them, and which are the example's tensors."""
+        """Starts a trace.
+
+        Args:
+            placeholders: Fake tensors of the graph's placeholders.
+            places: Source locations of operators.
+            batch: id of a fake input -> the example batch's tensor.
+        """
         self.places = places
         mode = get_proxy_mode()
         assert mode is not None
@@ -124,8 +131,8 @@ class Recorder(TorchDispatchMode):
         self._live.clear()
 
     def reap(self) -> None:
-        """Notes the storages that died since the last operator."""
-        expired = torch.UntypedStorage._expired  # StorageWeakRef.expired, which is asked very often
+        """Records the storages that died since the last operator."""
+        expired = torch.UntypedStorage._expired  # StorageWeakRef.expired without its overhead
         for s in [s for s, reference in self._live.items() if expired(reference.cdata)]:
             self.death[s] = len(self.ops)
             del self._live[s]
@@ -149,7 +156,7 @@ class Recorder(TorchDispatchMode):
         return s
 
     def _touched(self, tensor: Tensor) -> int:
-        """``touched_bytes``, of the tensor that the fake one stands for."""
+        """Returns ``touched_bytes`` of the real tensor that a fake tensor represents."""
         return touched_bytes(tensor) << (self._storage(tensor) in self._widened)
 
     def _phase(self, func: OpOverload) -> Phase:
@@ -166,7 +173,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if autograd_would_have_decomposed(func, tree_leaves((args, kwargs))):
-            with self:  # what the tracer would do below, where its operators could not be seen
+            with self:  # decompose here: below this mode the tracer's operators would be invisible
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -180,7 +187,7 @@ class Recorder(TorchDispatchMode):
         self.reap()
         phase = self._phase(func)
         place = self.places.of(phase)
-        # A constant that the host makes is not on the device until it is copied there.
+        # A host constant is not on the device until it is copied there.
         hosted = func._overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
         tensors = [] if hosted else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         reads = [self._read(x) for x in tensors]
@@ -217,7 +224,7 @@ class Recorder(TorchDispatchMode):
                 self.draws[len(self.ops)] = self.drawing
             self.drawn = self.drawing = len(self.ops)
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
-        # What an update in place writes is among its results, but where it has none (foreach, fused).
+        # An in-place update returns the tensors that it writes, except foreach and fused updates.
         updated = [] if outs else mutated(func, args, kwargs)
         touched = [] if func._overloadpacket in ALLOCATIONS else tensors + outs + updated
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
@@ -229,15 +236,15 @@ class Recorder(TorchDispatchMode):
         return out
 
     def used(self, tensor: Tensor) -> bool:
-        """Has an operator read or written it?"""
+        """Whether an operator has read or written the tensor."""
         s = self._storage(tensor)
         return any(s in op.reads or s in op.writes for op in self.ops)
 
     def leaked(self) -> str:
-        """Takes the trace's tensors out of lists and tables that nothing of the step names.
+        """Removes the trace's tensors from containers that are not reachable from the step.
 
         Returns:
-            A sentence that says what held one; "" if nothing did.
+            A sentence that names such a container, or "".
         """
         self.reap()
         if self._live:
@@ -247,7 +254,11 @@ class Recorder(TorchDispatchMode):
         return remove_fakes(kept) if kept else ""
 
     def _read_number(self, tensor: Tensor) -> Any:
-        """The number that the step's Python reads; DataDependentOutputException unless the batch alone gives it."""
+        """Returns the number that the step's Python code reads, computed from the example batch.
+
+        Raises:
+            DataDependentOutputException: If the number depends on anything but the batch and constants.
+        """
         mode = get_proxy_mode()
         assert mode is not None
         needed, made = {self._storage(tensor)}, list[_Op]()
@@ -277,23 +288,23 @@ class Recorder(TorchDispatchMode):
         return value
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients that these have now are theirs, wherever they were computed."""
+        """Records the current gradients of these parameters."""
         for p in parameters:
             storage = None if p.grad is None else self._index.get(StorageWeakRef(p.grad.untyped_storage()))
             if storage is not None:
                 self.gradients[storage] = self._storage(p)
 
     def note_outputs(self, outputs: Iterable[Tensor]) -> None:
-        """The model has returned these."""
+        """Records the tensors of the model's result."""
         self.outputs = len(self.ops), [self._storage(x) for x in outputs]
 
     def user_holds(self, values: dict[fx.Node, int], program: Program) -> UserHolds:
-        """What a loop that calls the step keeps from one step to the next."""
+        """Returns the tensors that a training loop keeps alive from one step to the next."""
         index = {s: values[node] for node, s in self.values.items() if node in values}
         kernels = [k for k, kernel in enumerate(program.kernels) if kernel.name != "marker"]
 
         def kernel(done: int) -> int:
-            """The first after so many operators."""
+            """Returns the first kernel after ``done`` operators."""
             launched = sum(op.launches for op in self.ops[:done])
             return kernels[launched] if launched < len(kernels) else len(program.kernels)
 
@@ -308,10 +319,10 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:
-        """What is done here is left out where the number in ``skipped`` is not 0 when the graph runs.
+        """Marks operators in this context as skipped if ``skipped`` is nonzero when the graph executes.
 
         Raises:
-            CaptureError: several steps of optimizers have one.
+            CaptureError: If several optimizer steps of the step use a GradScaler.
         """
         if self.asked:
             raise CaptureError(
@@ -327,7 +338,7 @@ class Recorder(TorchDispatchMode):
             self._optional = False
 
     def end_micro_batch(self, loss: Tensor) -> None:
-        """A micro-batch is over; ``loss`` is what it adds to the step's."""
+        """Records the end of a micro-batch and its contribution ``loss`` to the step's loss."""
         s = self._storage(loss)
         node = next(node for node, found in reversed(self.values.items()) if found == s)
         self.micro.append((len(self.ops), node, self.drawing, self.drawing != self.drawn))
@@ -339,7 +350,7 @@ class Recorder(TorchDispatchMode):
     def build(
         self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
     ) -> Captured:
-        """The program of what was recorded."""
+        """Builds the program and the rest of the capture from the recorded operators."""
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]
         last: dict[int, int] = {}  # storage -> its last kernel, markers not counted
@@ -363,7 +374,7 @@ class Recorder(TorchDispatchMode):
         numbers: list[int] = []  # of the operators' kernels
         left_out: set[int] = set()
         for k in range(len(ops) + 1):
-            # What no kernel has written is empty.
+            # Storages that no kernel has written are empty.
             if k in held and (read := tuple(sorted(index[s] for s in held[k] if s in index))):
                 phase = ops[k - 1].phase
                 kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
@@ -403,7 +414,7 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
 
     def _add_in_place(self) -> None:
-        """Autograd's sums, done in the operand that dies with the sum, as eager does them."""
+        """Turns autograd's gradient sums into in-place adds if the operand dies with the sum, as in eager mode."""
         alias: dict[int, int] = {}
 
         def root(s: int) -> int:
@@ -419,7 +430,7 @@ class Recorder(TorchDispatchMode):
                 continue  # something else holds it
             op.nodes[0].target = op.func = torch.ops.aten.add_.Tensor
             alias[total] = reused
-        for total in alias:  # the storage lives as long as its last sum; no entry: to the end
+        for total in alias:  # the storage lives as long as its last sum (to the end if that has no death)
             if total not in self.death:
                 self.death.pop(root(total), None)
             elif root(total) in self.death:
@@ -433,11 +444,11 @@ class Recorder(TorchDispatchMode):
     def _tensors(
         self, ops: list[_Op], last: dict[int, int], entries: list[Entry]
     ) -> tuple[list[Storage], dict[int, int]]:
-        """The program's tensors and storage -> position: persistent ones first, the others by birth."""
+        """Returns the program's tensors (persistent first, then by birth) and their index by storage."""
         tensors: list[Storage] = []
         index: dict[int, int] = {}
         for entry, s in zip(entries, self.values.values(), strict=False):
-            # State of a parameter that gets no gradient, and tensors that the step could reach and does not use.
+            # State of a parameter without a gradient, or a reachable tensor that the step does not use.
             unused = (entry.real is None or not entry.registered) and s not in last
             if s not in index and not unused:
                 index[s] = len(tensors)
@@ -458,7 +469,7 @@ class Recorder(TorchDispatchMode):
         return tensors, index
 
     def _owners(self, ops: list[_Op], index: dict[int, int], entries: list[Entry]) -> tuple[str, ...]:
-        """Per tensor of the program: the module that it belongs to."""
+        """Returns the module of each of the program's tensors."""
         found: dict[int, str] = {}
         for entry, s in zip(entries, self.values.values(), strict=False):
             found.setdefault(s, entry.owner)

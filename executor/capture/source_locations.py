@@ -1,9 +1,9 @@
-"""Places: the module of the user's model in which a kernel of a step runs, and the line of the user's code.
+"""Locates kernels in the user's code: the module of the model and the source line.
 
-Both are read off Python's stack while an operator is traced: the innermost module that has a name, and the innermost
-frame that is of neither PyTorch, nor Python's library, nor this package. The engine that runs a backward pass has no
-such frames. There, the node that runs has the number that autograd gave it when the forward operator was traced, and
-with it that operator's place. Checkpoints run forward code within a backward pass: its frames say where.
+Both are read from Python's stack while an operator is traced: the innermost named module, and the innermost frame
+outside PyTorch, Python's library and this package. The autograd engine has no such frames. In a backward pass the
+sequence number of the executing autograd node identifies the forward operator, whose place is used. Checkpoints execute
+forward code within a backward pass, where the frames give the place.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from simulator.report import Place
 
 
 class Places:
-    """Places of operators, asked for as each is dispatched.
+    """Determines the place of each operator when it is dispatched.
 
     Args:
-        modules: id of a module -> its path.
-        parameters: id of a parameter -> the path of its module.
-        outside: the name for what runs in no module.
+        modules: Path of each module, by id.
+        parameters: Path of each parameter's module, by id.
+        outside: Name for operators outside any module.
     """
 
     def __init__(self, modules: Mapping[int, str], parameters: Mapping[int, str], outside: str) -> None:
         self.modules, self.parameters, self.outside = modules, parameters, outside
-        self._task = -1  # the backward pass that the last operator was in; -1: none
-        self._parent: dict[int, int] = {}  # backward pass -> that in which its nodes were made
-        self._made: dict[int, dict[int, Place]] = {-1: {}}  # by backward pass: number of a node -> where it was made
-        self._next = 0  # the number of the node that is made next
+        self._task = -1  # backward pass of the last operator; -1 if none
+        self._parent: dict[int, int] = {}  # backward pass -> backward pass in which its nodes were created
+        self._made: dict[int, dict[int, Place]] = {-1: {}}  # per backward pass: sequence number -> place of creation
+        self._next = 0  # sequence number of the next node
         self._last = Place(outside, "")
 
     def of(self, phase: Phase) -> Place:
-        """The place of the operator that the caller's caller dispatches; to be called once for each, in order."""
+        """Returns the place of the operator being dispatched; must be called once per operator, in order."""
         before, self._task = self._task, torch._C._current_graph_task_id()
         task = self._task
         if task != -1:
@@ -54,7 +54,7 @@ class Places:
             place = self._of_node(task)
             if module is not None:  # of a checkpoint
                 place = Place(module, line or place.line)
-        # The engine's threads for GPUs count on their own: what has a place keeps it.
+        # The engine's GPU threads have their own counters, so existing entries are kept.
         made, now = self._made.setdefault(task, {}), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         for number in range(self._next if self._next <= now else now - 1, now):
             made.setdefault(number, place)
@@ -62,7 +62,7 @@ class Places:
         return place
 
     def _stack(self, backward: bool) -> tuple[str | None, str]:
-        """The innermost module's path (None: in none) and the user's line ("": none), within the present engine."""
+        """Returns the innermost module's path (or None) and the user's line (or ""), within the current engine."""
         module, line = None, ""
         frame = sys._getframe(3)
         while frame is not None and (module is None or not line):
@@ -71,7 +71,7 @@ class Places:
             if owner == "user":
                 line = line or f"{_named(frame)}:{frame.f_lineno}"
             elif owner == "capture":
-                break  # all outside of it called the capture
+                break  # outer frames belong to the caller of the capture
             elif code is _CALL and module is None:
                 module = self.modules.get(id(frame.f_locals["self"]))
             elif code is _ENGINE and backward:
@@ -80,11 +80,11 @@ class Places:
         return module, line
 
     def _of_node(self, task: int) -> Place:
-        """Of the node of autograd that runs; between two, where gradients meet, that of the last."""
+        """Returns the place of the executing autograd node; between nodes (gradient sums) that of the last one."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._last
-        if (variable := getattr(node, "variable", None)) is not None:  # its gradient is taken in
+        if (variable := getattr(node, "variable", None)) is not None:  # it accumulates a leaf's gradient
             return Place(self.parameters.get(id(variable), self.outside), "")
         number = node._sequence_nr()
         for made in (self._made.get(self._parent[task], {}), *self._made.values()):
@@ -94,14 +94,14 @@ class Places:
 
 
 def _named(frame: FrameType) -> str:
-    """A frame's file below its package's folder: "transformers/models/t5/modeling_t5.py"; a script's own name."""
+    """Returns a frame's file relative to its package's parent ("transformers/models/…"), or a script's name."""
     file = frame.f_code.co_filename.rpartition("/")[2]
     packages = str(frame.f_globals.get("__package__") or "").split(".")
     return "/".join([*filter(None, packages), file])
 
 
 def users(file: str) -> bool:
-    """Whether a frame of this file is of the user's own code."""
+    """Whether this file is the user's own code."""
     return _owner(file) == "user"
 
 

@@ -1,8 +1,7 @@
-"""The state a training step touches, found and replaced by fake tensors for the length of a capture.
+"""Finds the tensors that a training step can reach and replaces them with fake tensors during a capture.
 
 Parameters, buffers, optimizer state and any other tensor reachable from the step's Python objects become inputs of the
-captured graph. Afterwards the user's objects are exactly as before: every dictionary, list or cell that was written is
-restored.
+captured graph. After the capture every dictionary, list and closure cell that was written is restored.
 """
 
 from __future__ import annotations
@@ -41,12 +40,15 @@ from simulator.program import TensorKind
 
 
 class Home(NamedTuple):
-    """Where the step finds a tensor: a slot of a table, a list or a closure cell. Of an optimizer ``key`` is (number of
-    a parameter group, option), or (parameter, name of its state), then the path in a list or table."""
+    """Slot that binds a tensor: an entry of a dictionary or list, or a closure cell.
+
+    For an optimizer, ``key`` is (index of a parameter group, option), or (parameter, name of its state, …) followed by
+    the path inside a list or dictionary.
+    """
 
     container: Any
     key: Any
-    part: int | None = None  # of a tuple
+    part: int | None = None  # position in a tuple
 
     def get(self) -> Any:
         """Returns the tensor currently bound to this slot, or None."""
@@ -65,7 +67,7 @@ class Home(NamedTuple):
             return None
 
     def set(self, value: Tensor) -> None:
-        """Puts a tensor there."""
+        """Binds a tensor to this slot."""
         if self.part is not None:
             whole = self._replace(part=None).get()
             parts = [value if i == self.part else x for i, x in enumerate(whole)]
@@ -78,18 +80,18 @@ class Home(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One persistent tensor: a placeholder of the captured graph."""
+    """One persistent tensor, a placeholder of the captured graph."""
 
     name: str
     kind: TensorKind
     fake: Tensor
     real: Tensor | None  # the user's tensor; None for optimizer state that does not exist yet
-    home: Home | None = None  # None: the step's arguments, or a parameter that only an optimizer knows
-    registered: bool = True  # of a module, an optimizer or the arguments: in memory whether the step uses it or not
+    home: Home | None = None  # None: argument of the step, or parameter that only an optimizer holds
+    registered: bool = True  # held by a module, an optimizer or the arguments: in memory even if the step ignores it
 
     @property
     def owner(self) -> str:
-        """The path of the module that it belongs to, of state that of its parameter; "inputs" for arguments."""
+        """Path of its module (for optimizer state, the module of its parameter); "inputs" for arguments."""
         name = self.name
         if (
             self.home is not None
@@ -101,34 +103,34 @@ class Entry(NamedTuple):
 
 
 class StepState(Reach):
-    """Everything persistent that is reachable from what is added, and the fake tensors that stand in for it.
+    """Persistent tensors that are reachable from the added objects, and the fake tensors that replace them.
 
-    Equal tensors (tied weights) are one entry; tensors that share a storage share it as fakes.
+    A tensor that is bound twice (tied weights) is one entry. Tensors that share a storage share it as fakes.
     """
 
     def __init__(self, mode: FakeTensorMode, as_capturable: bool = False, as_cuda: bool = False) -> None:
         super().__init__()
         self.mode = mode
-        self.as_capturable = as_capturable  # optimizers take their ``capturable`` form
-        self.as_cuda = as_cuda  # optimizers take the form that they have on a GPU
+        self.as_capturable = as_capturable  # use the ``capturable`` form of optimizers
+        self.as_cuda = as_cuda  # use the form that optimizers have on a GPU
         self.entries: list[Entry] = []
-        self._slots: list[tuple[Any, Any, Any]] = []  # container, key, fake or a tuple with some
+        self._slots: list[tuple[Any, Any, Any]] = []  # container, key, fake tensor or tuple of them
         self._placed: set[tuple[int, Any]] = set()
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
-        self.watched: tuple[Watched, ...] = ()  # values as they are when fakes are put in
-        self.written: Change | None = None  # the first of them that the step's Python changes each time
-        self.once: tuple[Watched, ...] = ()  # those that it changed in its first run only, with their new values
+        self.watched: tuple[Watched, ...] = ()  # Python constants when the fakes are installed
+        self.written: Change | None = None  # first constant that the step changes in every run
+        self.once: tuple[Watched, ...] = ()  # constants that only its first run changes, with their new values
         self.silent: list[str] = []  # hooks that ran no operator
-        self.undone: list[str] = []  # sentences: what optimizers' Python has changed
-        self.ran: Callable[[], int] = int  # how many operators have run
+        self.undone: list[str] = []  # sentences about side effects that the graph cannot repeat
+        self.ran: Callable[[], int] = int  # returns the number of operators so far
         self._owners: list[Owner] = []
-        self._fake_owners: list[Owner] = []  # the fake copies of optimizers' state
+        self._fake_owners: list[Owner] = []  # fake copies of optimizers' state
         self._before: list[tuple[Owner, dict[Any, Any]]] = []  # with fakes in place
         self._storages: list[StorageWeakRef] = []
 
     def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """A tensor that the step finds at ``container[key]`` becomes an entry."""
+        """Adds an entry for the tensor at ``container[key]``."""
         tables = [t for m in self.modules[-1:] for t in (m._parameters, m._buffers)]
         registered = kind != "buffer" or isinstance(tensor, nn.Parameter) or any(container is t for t in tables)
         fake = self.fake(tensor, name, kind, Home(container, key), registered)
@@ -138,14 +140,14 @@ class StepState(Reach):
             self._slots.append((container, key, fake))
 
     def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """The tensors in a tuple become entries."""
+        """Adds entries for the tensors in a tuple at ``container[key]``."""
         parts = [self.fake(x, f"{name}.{i}", kind, Home(container, key, i), False) if isinstance(x, Tensor) else x
                  for i, x in enumerate(value)]  # fmt: skip
         self._slots.append((container, key, type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)))
 
     def fake(self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None,
              registered: bool = True) -> Tensor:  # fmt: skip
-        """The fake tensor that stands in for ``tensor``, made and listed on first sight."""
+        """Returns the fake tensor that replaces ``tensor``; creates it and its entry on first use."""
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
         if type(tensor).__name__ == "DTensor":
@@ -170,7 +172,7 @@ class StepState(Reach):
         return fake
 
     def _hooks(self, tensor: Tensor, fake: Tensor, name: str) -> None:
-        """Hooks of a leaf are those of its fake, and so captured as what they do."""
+        """Registers a leaf tensor's hooks on its fake, so that their operators are captured."""
         if not (tensor.is_leaf and tensor.requires_grad):
             return
         for which, register in zip(
@@ -182,7 +184,7 @@ class StepState(Reach):
                 register(self.heard(hook, f"a hook of {name}"))
 
     def heard(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A hook, that is listed where it runs no operator: a graph cannot do again what it does instead."""
+        """Wraps a hook and records it in ``silent`` if it runs no operator, since a graph cannot repeat its effect."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = self.ran()
@@ -195,12 +197,12 @@ class StepState(Reach):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Fakes in place of the user's tensors; on leaving, every object is as it was."""
+        """Installs fakes in place of the user's tensors and restores every object on exit."""
         snapshot = Snapshot(self)
         self.watched = self.constants()
         try:
-            states = {id(optimizer.state) for optimizer in self.optimizers}  # which fake ones replace
-            for owner in self.owners.values():  # the fake of a tensor that is a key stands for it
+            states = {id(optimizer.state) for optimizer in self.optimizers}  # replaced as a whole below
+            for owner in self.owners.values():  # fakes also replace tensors that are dictionary keys
                 keyed = isinstance(owner.container, dict) and id(owner.container) not in states
                 if keyed and any(id(key) in self._fakes for key in owner.container):
                     items = [(self._fakes.get(id(key), key), value) for key, value in owner.container.items()]
@@ -223,13 +225,13 @@ class StepState(Reach):
             for optimizer, was in zip(self.optimizers, before, strict=True):
                 if (key := moved(was, optimizer)) is not None:
                     self.undone.append(
-                        f"the step changes {key[-1]} of {type(optimizer).__name__}, which would not be done again: "
+                        f"the step changes {key[-1]} of {type(optimizer).__name__}, which the graph cannot repeat: "
                         "call schedules after the step"
                     )
             self.watched = changed(self.watched).kept
             self.undone += [
-                f"the step takes a value from the iterator {taken.path}, which would not be done again: pass what it "
-                "yields as an argument"
+                f"the step takes a value from the iterator {taken.path}, which the graph cannot repeat: pass the value "
+                "as an argument"
                 for taken, before_it in iterators if taken.position() != before_it
             ]  # fmt: skip
         finally:
@@ -240,14 +242,18 @@ class StepState(Reach):
             snapshot.restore()
 
     def begin(self) -> None:
-        """The step's Python is about to run, for ``effects`` to compare with."""
-        for entry in self.entries:  # a count of 1 after an earlier step, or a number read in it, is no constant
+        """Records the objects' content before the step's Python code runs, for ``effects`` to compare with."""
+        for entry in self.entries:  # values memoized in an earlier step are not constants
             entry.fake.grad = entry.fake.constant = entry.fake.item_memo = None  # type: ignore[attr-defined]
         self._before = [(owner, owner.content()) for owner in (*self._owners, *self._fake_owners)]
         self._storages = [StorageWeakRef(entry.fake.untyped_storage()) for entry in self.entries]
 
     def effects(self, used: Callable[[Tensor], bool]) -> Effects:
-        """What the step's Python has left in the user's objects; raises CaptureError for a tensor of other memory."""
+        """Returns the effects of the step's Python code on the user's objects.
+
+        Raises:
+            CaptureError: If the step gives a persistent tensor other memory.
+        """
         found = Effects({id(entry.fake): entry.real for entry in self.entries}, used)
         for owner, before in self._before:
             found.compare(owner, before)
@@ -257,15 +263,14 @@ class StepState(Reach):
             if id(effect.owner.container) in fake:
                 name = names.get(id(effect.key), effect.key)
                 found.refused.append(
-                    f"the step makes state of {effect.owner.path} for {name}: make one step without a plan first"
+                    f"the step creates state of {effect.owner.path} for {name}: run one step without a plan first"
                 )
         slots = Counter(id(fake) for _, _, fake in self._slots)
         memory = Counter(StorageWeakRef(e.fake.untyped_storage()) for e in self.entries)
         for name, was, _ in found.rebound:
             if slots[id(was)] > 1 or memory[StorageWeakRef(was.untyped_storage())] > 1:
                 found.refused.append(
-                    f"the step binds {name} anew, and another name has the same memory: write into it (copy_), or "
-                    "clone it"
+                    f"the step rebinds {name}, and another name shares its memory: write into it (copy_), or clone it"
                 )
         for entry, storage in zip(self.entries, self._storages, strict=True):
             if StorageWeakRef(entry.fake.untyped_storage()) != storage:
@@ -275,7 +280,7 @@ class StepState(Reach):
         return found
 
     def _swap_optimizers(self, names: list[str]) -> None:
-        """Puts fake parameters and state into all optimizers; those that share groups or state go on sharing them."""
+        """Installs fake parameters and state in all optimizers; shared groups and state stay shared."""
         replaced: dict[int, Any] = {}
         for optimizer, prefix in zip(self.optimizers, names, strict=True):
             for which, make in (("param_groups", self._fake_groups), ("state", self._fake_state)):
@@ -285,7 +290,7 @@ class StepState(Reach):
                 setattr(optimizer, which, replaced[id(own)])
 
     def _fake_tables(self, names: list[str]) -> list[Owner]:
-        """The fake copies of optimizers' state."""
+        """Returns the fake copies of optimizers' state."""
         label = {id(e.fake): e.name for e in self.entries}
         found: dict[int, Owner] = {}
 
@@ -300,13 +305,13 @@ class StepState(Reach):
         return list(found.values())
 
     def _fake_groups(self, optimizer: Optimizer, prefix: str) -> list[dict[str, Any]]:
-        """Updates take the form (``foreach``, ``fused`` or one by one) that the real parameters would give them."""
+        """Returns fake parameter groups whose ``foreach`` option is the one chosen for the real parameters."""
         groups = []
         options = {"capturable": True} if self.as_capturable else {}
         for g, group in enumerate(optimizer.param_groups):
             swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
             swapped.update({k: v for k, v in options.items() if k in swapped})
-            if swapped.get("foreach", 0) is None and not swapped.get("fused"):  # what fakes would not choose
+            if swapped.get("foreach", 0) is None and not swapped.get("fused"):  # PyTorch decides otherwise for fakes
                 swapped["foreach"] = chooses_foreach(group, self.as_cuda)
             for option, value in group.items():  # a learning rate that is a tensor
                 if isinstance(value, Tensor):
@@ -337,10 +342,10 @@ class StepState(Reach):
         return state
 
     def _make_state(self, optimizer: Optimizer, prefix: str) -> None:
-        """Creates the state that an optimizer's first step would create, by an untraced step.
+        """Creates the state of an optimizer's first step by running one untraced step.
 
-        The step count of Adam and its kin is read as a number that is not known (a SymFloat), so that the arithmetic of
-        the bias correction becomes part of the graph, as eager PyTorch does it on the host.
+        The step count of Adam-like optimizers is read as an unknown number (a SymFloat), so that the bias correction,
+        which eager PyTorch computes on the host, becomes part of the graph.
         """
         names = {id(e.fake): e.name for e in self.entries}
         reals = {id(entry.fake): entry.real for entry in self.entries}
@@ -348,7 +353,7 @@ class StepState(Reach):
         known = {id(x) for table in state.values() for x in tensors_in(table)}
         fresh = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         assert self.mode.shape_env is not None
-        # A count that is made now is a constant, others are not known: a foreach update cannot have both.
+        # New step counts are constants and existing ones unknown; a foreach update cannot mix both.
         stateless = {id(p) for p in fresh if not state.get(p)}
         wraps = any(isinstance(part, Optimizer) for part in vars(optimizer).values())
         with self.mode, self.mode.shape_env.ignore_fresh_unbacked_symbols():
@@ -361,7 +366,7 @@ class StepState(Reach):
                 try:
                     with capturable(takes_capturable(optimizer)), without_hooks(optimizer), symbolic_extremes():
                         type(optimizer).step(optimizer)
-                except Exception:  # one around another may have no plain step (SAM), or need all gradients
+                except Exception:  # a wrapper may have no plain step (SAM) or need all gradients
                     if not wraps and none_yet and chosen:
                         raise
         for which in STEP_HOOKS:
@@ -369,7 +374,7 @@ class StepState(Reach):
                 k: self.heard(hook, f"a step hook of the {prefix}") for k, hook in getattr(optimizer, which).items()
             }
             setattr(optimizer, which, OrderedDict(hooks))
-        # Should the setting above be lost: a context that an interrupted capture left open may end at any time.
+        # An interrupted capture may leave a context open whose exit resets the setting above.
         self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
         def enter(table: Any, label: str, first: Any) -> None:
@@ -390,7 +395,7 @@ class StepState(Reach):
 
 
 def _path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keys and positions of a pytree's path."""
+    """Returns the keys and positions of a pytree path."""
     return tuple(key.key if isinstance(key, MappingKey) else key.idx for key in keys)
 
 
@@ -399,16 +404,18 @@ def _joined(*names: Any) -> str:
 
 
 def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:
-    """A tensor over ``memory``, of ``device`` (a fake one's own is meta), with the dtype, offset, shape and strides of
-    another."""
+    """Returns a tensor over ``memory`` with the dtype, offset, shape and strides of ``like``.
+
+    ``device`` is explicit because the storage of a fake tensor is on the meta device.
+    """
     empty = torch.empty(0, dtype=like.dtype, device=device)
     return empty.set_(memory, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload,no-any-return]
 
 
 def copied(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-    """Returns a copy of a batch, whose tensors share memory where those of the batch do, and (copy, tensor) of each."""
+    """Returns a copy of a batch that keeps memory sharing among its tensors, and the pairs (copy, tensor)."""
     memory: dict[int, torch.UntypedStorage] = {}
-    made: dict[int, Tensor] = {}  # a tensor that stands in it twice is one
+    made: dict[int, Tensor] = {}  # one copy per tensor
     leaves, spec = flatten(batch)
     tensors = {id(value): value for value in leaves if isinstance(value, Tensor)}
     for at, value in tensors.items():

@@ -1,8 +1,8 @@
-"""Kernels timed where they run: a captured step, done again and again in order, with a clock around each kernel.
+"""Times each kernel within repeated executions of a captured step.
 
-Caches, clock rates and power are then those of a step, but all of the step must fit the device. The tensors are copies:
-nothing of the user's is changed. On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that its own
-time is not in any of theirs; each segment is also timed as a whole, since events between kernels take time, too.
+Caches, clock rates and power are those of a real step, but the whole step must fit the device. The step uses copies of
+the user's tensors. On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that host time is not
+measured. Each segment is also timed as a whole, because events between kernels take time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from executor.capture.capture import Captured
 from executor.capture.operators import for_profiler
 from executor.capture.state import over
 
-WARMUP = 2  # steps; the last of them tells the workspaces and how long the host takes to issue
-SEGMENT = 250  # kernels; with two events each they fit a stream's queue, of about a thousand
-CYCLES_PER_NS = 2.0  # of a GPU's clock, at most: how long the stream is kept busy
+WARMUP = 2  # steps; the last one measures workspaces and the host's issue times
+SEGMENT = 250  # kernels; with two events each they fit a stream's queue of about a thousand entries
+CYCLES_PER_NS = 2.0  # upper bound of a GPU's clock rate, to convert ns into cycles of ``_sleep``
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One node of the graph: its kernel where it is one's operator, else -1; values that nobody reads after it."""
+    """One graph node: its kernel (-1 if it is not a kernel's operator), and the values that die after it."""
 
     node: fx.Node
     kernel: int
@@ -36,12 +36,12 @@ class _Work:
 
 
 class StepRunner:
-    """The step of a capture on a device.
+    """Executes the step of a capture on a device.
 
     Args:
-        place: of every node's value.
-        fresh: a tensor for a placeholder that has none yet.
-        moved: the device is not the one of the capture.
+        place: Device of each node's value.
+        fresh: Creates a tensor for a placeholder without one.
+        moved: Whether the device differs from the one of the capture.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepRunner:
         self.graph = captured.graph
         self.work = _work(captured)
         self.start: dict[fx.Node, Any] = {}
-        memory: dict[int, torch.UntypedStorage] = {}  # tensors that share their memory share it here, too
+        memory: dict[int, torch.UntypedStorage] = {}  # preserves memory sharing among the tensors
         for node, source in zip(captured.placeholders, captured.sources, strict=True):
             where = torch.device("cpu") if moved and not node.meta["tensor_meta"].shape else place[node]
             if source is None or source.device.type == "meta":
@@ -63,17 +63,20 @@ class StepRunner:
                 copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)  # type: ignore[call-overload]
                 memory[storage.data_ptr()] = copy.to(where, copy=True).untyped_storage()
             self.start[node] = over(memory[storage.data_ptr()], source, where)
-        for w in self.work:  # constants, once: a copy from the host would wait for the stream in the middle of a step
+        for w in self.work:  # once: a host copy in mid-step would wait for the stream
             if w.node.op == "get_attr":
                 value = getattr(self.graph, str(w.node.target))
                 self.start[w.node] = value.to(device) if moved and isinstance(value, Tensor) else value
 
     def measure(self, repeats: int, until: float) -> tuple[list[int], list[int], list[tuple[list[int], int]]]:
-        """Median ns of each kernel over ``repeats`` steps, events' own time included; bytes of its workspace; and on
-        CUDA, of each segment, its kernels and the median ns of all of them in a row.
+        """Measures ``repeats`` steps.
+
+        Returns:
+            Median ns of each kernel including event overhead, workspace bytes of each kernel, and on CUDA for each
+            segment its kernels and their median ns in a row.
 
         Raises:
-            TimeoutError: not one step was measured ``until`` then, of ``time.monotonic``.
+            TimeoutError: If no step was measured before ``until`` (of ``time.monotonic``).
         """
         cuda, kernels = self.device.type == "cuda", [w.kernel for w in self.work if w.kernel >= 0]
         workspaces, issue_ns = [0] * self.count, 0
@@ -100,7 +103,7 @@ class StepRunner:
         return [round(median(each)) for each in zip(*times, strict=True)], workspaces, segments
 
     def _run(self, around: Callable[[int, Callable[[], Any]], Any]) -> None:
-        """One step; ``around`` is given each kernel with its call."""
+        """Executes one step and passes each kernel with its call to ``around``."""
         values = dict(self.start)
         for w in self.work:
             node = w.node
@@ -118,7 +121,7 @@ class StepRunner:
                 del values[dead]
 
     def _each(self, measured: Callable[[Callable[[], Any]], tuple[Any, int]]) -> list[int]:
-        """A step; what ``measured`` finds of each kernel."""
+        """Executes one step and returns the number that ``measured`` reports for each kernel."""
         found = [0] * self.count
 
         def around(k: int, call: Callable[[], Any]) -> Any:
@@ -129,8 +132,10 @@ class StepRunner:
         return found
 
     def _between(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
-        """A step on CUDA with events around each row of so many ``kernels``: each row's last kernel, and its ns. The
-        stream is kept busy for ``issue_ns`` before each segment is issued."""
+        """Executes one step on CUDA with events around each row of ``kernels`` kernels.
+
+        The stream is kept busy for ``issue_ns`` before each segment is issued. Returns each row's last kernel and ns.
+        """
         marks: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         count = 0
 
@@ -156,15 +161,17 @@ class StepRunner:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Returns what a call returns, and the host's ns for it."""
+    """Returns the result of a call and its host time in ns."""
     begin = time.perf_counter_ns()
     out = call()
     return out, time.perf_counter_ns() - begin
 
 
 def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
-    """Returns what a call returns, and the peak of CUDA's caching allocator less what stands before it or after; 0 on
-    other devices."""
+    """Returns the result of a call and its workspace in bytes (0 on devices other than CUDA).
+
+    The workspace is the peak of CUDA's caching allocator minus the bytes in use before or after the call.
+    """
     if device.type != "cuda":
         return call(), 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -174,7 +181,7 @@ def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _work(captured: Captured) -> list[_Work]:
-    """The nodes in order."""
+    """Returns the graph's nodes in order, with the values that die after each."""
     operators = {nodes[0]: k for k, nodes in enumerate(captured.nodes) if nodes}
     nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not for_profiler(n)]
     last: dict[fx.Node, fx.Node] = {}

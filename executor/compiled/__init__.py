@@ -1,4 +1,4 @@
-"""Plans for ``torch.compile``: which kernels of the forward run again in the backward, and where."""
+"""Memory plans for ``torch.compile``: which forward kernels the backward recomputes, and where."""
 
 from executor.compiled.backend import CompiledReport, CompileError, Partitioner, compile, report
 from executor.compiled.measure import allocated_peak

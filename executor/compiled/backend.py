@@ -1,13 +1,13 @@
-"""``torch.compile`` within so much memory: Inductor's own graphs, partitioned by a plan.
+"""``torch.compile`` under a memory limit: Inductor's own graphs, partitioned according to a plan.
 
     model = compile(model, memory=0.6)     # forward, backward, optimizer, loop: as with torch.compile
     loss = loss_fn(model(x), y)
     loss.backward()
     print(report(model))
 
-Each graph that Dynamo makes is partitioned as PyTorch would, looked at as Inductor would schedule it, and, where that
-needs more than the memory, partitioned anew by a plan of which kernels of the forward run again, and where. The result
-is looked at, too: what it takes is known before any code is generated.
+Each Dynamo graph is first partitioned by PyTorch and scheduled by Inductor, which gives its peak memory. If the peak
+exceeds the limit, a plan decides which forward kernels are recomputed and where, and the graph is partitioned
+accordingly. The new graphs are scheduled as well, so the peak is known before any code is generated.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from simulator.report import size
 from simulator.schedule import lower
 from simulator.timeline import Timeline
 
-PLANS, LOOKS = 6, 4  # for one graph at most; the limit is moved by what the plan before needs, or is expected to need
-SLACK = 0.05  # of the limit: a plan that leaves no more of it is taken as it is
-ABOUT = 0.01  # of the limit: what is expected to need so much more may fit
-LIBRARIES = 0.01  # of the limit: left to what convolutions take besides (oneDNN's scratch, which no graph shows)
-# Which kernels run again on a CPU is decided by how many FLOPs take as long as a byte: assumed, of a core of a server.
+PLANS, LOOKS = 6, 4  # most plans and most Inductor schedules per graph
+SLACK = 0.05  # fraction of the limit: the search stops at a plan that leaves less unused
+ABOUT = 0.01  # fraction of the limit: a plan whose estimate exceeds the limit by less may still fit
+LIBRARIES = 0.01  # fraction of the limit reserved for scratch memory of convolutions (oneDNN), which no graph shows
+# Assumed FLOP rate and bandwidth of a server core: their ratio decides which kernels are recomputed on a CPU.
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
 COPY = torch.ops.aten.copy_.default
 Planner = str | Callable[[Program, Machine, int], Plan]
 
 
 class CompileError(ShortenTraceback):
-    """The model cannot be compiled within the memory; the message is one sentence."""
+    """Raised if a model cannot be compiled within the memory limit; the message is one sentence."""
 
     def __init__(self, message: str, *, first_useful_frame: Any = None) -> None:
         super().__init__(message, first_useful_frame=first_useful_frame)
@@ -64,18 +64,18 @@ class CompileError(ShortenTraceback):
 
 @dataclass(frozen=True)
 class Graph:
-    """What became of one graph.
+    """Result of planning one graph.
 
     Attributes:
-        name: Dynamo's of the compilation ("0/1": the second one of the first graph).
-        limit: bytes, of what forward and backward allocate.
-        without_bytes: the peak of PyTorch's own partition, as Inductor schedules it.
-        peak_bytes: of the graphs that are compiled.
-        left: why the graph is PyTorch's own where it could not be planned; "": it was, or needs no plan.
-        program, plan, machine: None where there is no plan.
-        iteration_ns, ideal_ns, floor_ns: simulated; the floor is None where the planner has none.
-        seconds: of CPU time, for planning and partitioning.
-        looking_s: of CPU time, for Inductor's launches of the graphs that were tried.
+        name: Dynamo's compilation id ("0/1" is the second compilation of the first graph).
+        limit: Limit in bytes for the allocations of forward and backward.
+        without_bytes: Peak of PyTorch's own partition, as Inductor schedules it.
+        peak_bytes: Peak of the compiled graphs.
+        left: Reason why the graph was left to PyTorch's partitioner; "" if it was planned or needs no plan.
+        program, plan, machine: None or "" without a plan.
+        iteration_ns, ideal_ns, floor_ns: Simulated times; the floor is None if the planner does not compute one.
+        seconds: CPU time of planning and partitioning.
+        looking_s: CPU time of Inductor's scheduling of candidate graphs.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Graph:
         swapped = f"; {len(away)} swaps, {size(sum(away))} each way" if away else ""
         lines = [
             f"{line} ({size(self.without_bytes)} without a plan)",
-            f"  plan of {self.plan.planner}: {len(again)} kernels run again, {took / 1e6:.2f} ms on {self.machine}"
+            f"  plan of {self.plan.planner}: {len(again)} kernels recomputed, {took / 1e6:.2f} ms on {self.machine}"
             f"{swapped}",
             f"  predicted: {self.iteration_ns / 1e6:.2f} ms, "
             f"{self.iteration_ns / self.ideal_ns - 1:.2%} over the ideal",
@@ -116,13 +116,13 @@ class Graph:
 
 @dataclass(frozen=True)
 class CompiledReport:
-    """The graphs of a compiled model, in the order in which they were compiled; ``str`` of it is a page."""
+    """Graphs of a compiled model in compilation order; ``str`` formats them as text."""
 
     graphs: tuple[Graph, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """The largest of the planned graphs' peaks."""
+        """Largest peak among the graphs."""
         return max((graph.peak_bytes for graph in self.graphs), default=0)
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class CompiledReport:
 
 
 class _Draft(NamedTuple):
-    """A plan that was not looked at yet."""
+    """A plan whose graphs Inductor has not scheduled yet."""
 
     plan: Plan
     floor_ns: int | None
@@ -140,7 +140,7 @@ class _Draft(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """A plan whose graphs were looked at, and what these need."""
+    """A plan whose graphs Inductor has scheduled, with their peak in bytes."""
 
     draft: _Draft
     joint: Joint
@@ -150,18 +150,20 @@ class _Tried(NamedTuple):
 def search(
     draft: Callable[[int], _Draft], look: Callable[[_Draft], Joint], aim: int, most: int
 ) -> tuple[_Tried | None, str]:
-    """Plans for other and other limits, until the graphs of one are seen to leave little of ``aim``.
+    """Re-plans with successively adjusted limits until the scheduled peak is close to ``aim``.
 
     Args:
-        draft: a plan for a limit; raises FitError. ``look``: its graphs.
-        most: of the Program: a limit at which nothing is to be saved.
+        draft: Returns a plan for a limit in bytes; raises FitError.
+        look: Partitions a plan's graphs and schedules them with Inductor.
+        aim: Largest peak that fits, in bytes.
+        most: Limit in bytes from which the program needs no plan.
 
     Returns:
-        The fastest that fits and "", or None and why there is none.
+        The fastest plan that fits and "", or None and the reason.
     """
     tried: list[_Tried] = []
-    waiting: list[_Draft] = []  # not looked at
-    limit, planned, off, why = aim, 0, 0, ""  # planned: the last limit with a plan; off: what Inductor took beyond it
+    waiting: list[_Draft] = []  # not scheduled yet
+    limit, planned, off, why = aim, 0, 0, ""  # planned: last feasible limit; off: Inductor's peak minus the estimate
 
     def seen(made: _Draft) -> _Tried:
         joint = look(made)
@@ -177,7 +179,7 @@ def search(
             why = str(error)
             if not planned or fitting() or abs(planned - limit) < ABOUT * limit:
                 break
-            limit = (limit + planned) // 2  # what Inductor takes may be less than what is expected
+            limit = (limit + planned) // 2  # Inductor's peak may be below the estimate
             continue
         planned, needs = limit, made.nbytes + off
         if limit >= most or -ABOUT * aim <= aim - needs < SLACK * aim:
@@ -188,7 +190,7 @@ def search(
                 break
         else:
             waiting.append(made)
-        # One that is over by little needs another plan, not the same again.
+        # Lower the limit by at least 1 %, or the planner may return the same plan.
         limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
     for made in sorted(waiting, key=lambda one: one.nbytes)[: LOOKS - len(tried)]:
         if fitting():
@@ -202,26 +204,27 @@ def search(
 
 
 class Partitioner(CustomPartitionerFn):
-    """PyTorch's partition where it fits, else a plan's; an own one may be given to ``config.custom_partitioner_fn``.
+    """Partitioner for ``config.custom_partitioner_fn``: PyTorch's partition if it fits the limit, else a plan's.
 
     Args:
-        memory: bytes, a size ("24GiB"), or a part (0.6) of what the graph needs as PyTorch partitions it. Of what
-            forward and backward allocate: saved and temporary tensors, the model's outputs, their gradients, and the
-            gradients of parameters; not what the caller has anyway.
-        machine: a preset's name, a YAML file or a Machine, whose roofline says how long kernels take; by default the
-            GPU's preset, or ``CPU``.
-        planner: a name (``agents.PLANNERS``), or what makes a plan of the mode.
-        seconds: of planning, about, for each plan.
-        mode: "recompute", "swap" or "joint". Copies are on one stream; on the CPU they go to a second pool.
+        memory: Bytes, a size ("24GiB"), or a fraction (0.6) of the graph's peak as PyTorch partitions it. It limits
+            what forward and backward allocate: saved and temporary tensors, the model's outputs, their gradients, and
+            the gradients of parameters. Tensors that the caller holds anyway do not count.
+        machine: A preset's name, a YAML file or a Machine, whose roofline gives kernel durations (default: the GPU's
+            preset, or ``CPU``).
+        planner: A name (``agents.PLANNERS``), or a function that returns a plan of the mode.
+        seconds: Approximate planning time for each plan.
+        mode: "recompute", "swap" or "joint". Copies use one stream; on the CPU they go to a second pool.
 
     Attributes:
-        in_order: who compiles the graphs keeps copies where they are (``launches.in_order``), as ``compile`` does.
+        in_order: Whether the graphs are compiled within ``launches.in_order``, which keeps copies in place, as
+            ``compile`` does.
 
     Raises:
-        FormatError: memory or machine is none.
-        ValueError: there is no such mode.
-        CompileError: the mode has copies, and this PyTorch no operators for them; (called) they are not kept
-            ``in_order``; no plan fits.
+        FormatError: If memory or machine is invalid.
+        ValueError: If the mode is unknown.
+        CompileError: If the mode copies and this PyTorch lacks the operators. When called: if copies are not kept
+            ``in_order``, or no plan fits.
     """
 
     in_order = False
@@ -241,7 +244,7 @@ class Partitioner(CustomPartitionerFn):
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
     def uuid(self) -> str:
-        """What the partition depends on beside the graph: this code, memory, machine, planner, mode."""
+        """Returns a hash of everything but the graph that affects the partition: this code and the arguments."""
         digest = hashlib.sha256()
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
@@ -255,8 +258,8 @@ class Partitioner(CustomPartitionerFn):
 
         if self.mode != "recompute" and not self.in_order:
             raise CompileError(
-                f"mode: {self.mode!r} is for executor.compiled.compile, or who compiles within launches.in_order: "
-                "by itself Inductor waits for each copy at once"
+                f"mode: {self.mode!r} is for executor.compiled.compile, or for compiling within launches.in_order: "
+                "otherwise Inductor waits for each copy immediately"
             )
         name = str(torch._guards.CompileContext.current_compile_id() or len(self.graphs))
         left = cannot_be_planned(gm)
@@ -275,14 +278,14 @@ class Partitioner(CustomPartitionerFn):
         limit = int(without * _part(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
         graph = Graph(name, limit, without, without)
         aim = int(limit * (1 - LIBRARIES)) if joint.convolves else limit
-        if without > (limit if is_fraction(self.memory) else aim):  # all of what it needs asks for nothing
+        if without > (limit if is_fraction(self.memory) else aim):  # memory=1.0 needs no plan despite LIBRARIES
             joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
         seconds = time.process_time() - begin - self._looking_s
         self.graphs.append(replace(graph, seconds=seconds, looking_s=self._looking_s))
         return joint.forward, joint.backward
 
     def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
-        """A plan whose graphs fit into ``aim`` as Inductor schedules them."""
+        """Returns graphs of a plan whose peak, as Inductor schedules them, is at most ``aim`` bytes."""
         machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
         swaps = self.mode != "recompute"
         if swaps:
@@ -304,7 +307,7 @@ class Partitioner(CustomPartitionerFn):
         )  # fmt: skip
 
     def _draft(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Draft:
-        """A plan, what it issues, and the bytes that this is expected to need; raises FitError."""
+        """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
         plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
         done = (d for d in plan.decisions
                 if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)  # fmt: skip
@@ -326,13 +329,13 @@ class Partitioner(CustomPartitionerFn):
         return joint
 
     def _check_several(self, name: str) -> None:
-        """Bytes can be given to one graph only: what the others need is not known when the first one is compiled."""
+        """Raises CompileError if ``memory`` is in bytes and the model has a second graph, whose peak is unknown."""
         frames = {graph.name.split("/")[0] for graph in self.graphs if not graph.left}
         again = name.split("/")[0] not in frames or any(graph.name == name for graph in self.graphs)
         if frames and again and not is_fraction(self.memory):
             raise CompileError(
-                f"memory: {self.memory} are for a model of one graph, and this one has a second ({name}): give a part, "
-                "such as 0.6, of which each has its own, or see where it breaks by torch.compile(fullgraph=True)"
+                f"memory: {self.memory} are for a model of one graph, and this one has a second ({name}): give a "
+                "fraction such as 0.6 of each graph's peak, or find the graph break with torch.compile(fullgraph=True)"
             )
 
     def _leave(self, name: str, why: str) -> None:
@@ -342,16 +345,16 @@ class Partitioner(CustomPartitionerFn):
 
 
 def read_after_write(forward: fx.GraphModule, backward: fx.GraphModule) -> set[str]:
-    """Returns the inputs that the forward overwrites (buffers) and the backward reads.
+    """Returns the inputs (buffers) that the forward overwrites and the backward reads.
 
-    torch.compile of PyTorch 2.13 gives such a backward the new values, and gradients are wrong without a warning.
+    torch.compile of PyTorch 2.13 passes the new values to the backward, which silently gives wrong gradients.
     """
     written = {str(node.args[0]) for node in forward.graph.find_nodes(op="call_function", target=COPY)}
     return written & {node.name for node in backward.graph.find_nodes(op="placeholder")}
 
 
 def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
-    """Lets a joint graph read copies of these inputs, which the partitioner saves for the backward."""
+    """Makes a joint graph read copies of these inputs, which the partitioner saves for the backward."""
     inputs = gm.graph.find_nodes(op="placeholder")
     for node in inputs:
         if node.name in names:
@@ -363,7 +366,7 @@ def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
 
 
 def cannot_be_planned(gm: fx.GraphModule) -> str:
-    """Why a joint graph is left to PyTorch's partitioner; "": it is not."""
+    """Returns the reason why a joint graph is left to PyTorch's partitioner, or ""."""
     from torch._functorch.partitioners import has_recomputable_ops, is_sym_node
 
     if has_recomputable_ops(gm):
@@ -381,21 +384,21 @@ def compile(
     seconds: float | None = 3.0, mode: str = "recompute", fullgraph: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """``torch.compile(model)`` whose forward and backward fit into ``memory``; all else is the user's, as ever.
+    """Returns ``torch.compile(model)`` whose forward and backward allocate at most ``memory``.
 
-    Shapes are fixed (``dynamic=False``): a new one is compiled, and planned, when it is first seen. A part of the
-    memory is one of what each graph needs itself. What the plan is, ``report`` tells.
+    Loss, optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and
+    planned when it first occurs. A fraction applies to each graph's own peak. ``report`` returns the plans.
 
     Args:
-        model: a module or a function.
-        memory, machine, planner, seconds, mode: as ``Partitioner`` has them.
-        fullgraph, options: as torch.compile's.
+        model: A module or a function.
+        memory, machine, planner, seconds, mode: As in ``Partitioner``.
+        fullgraph, options: As in torch.compile.
 
     Raises:
-        CompileError: the mode has copies, and this PyTorch no operators for them; by the first call with gradients:
-            there is no C++ compiler (on the CPU), no plan fits.
-        FormatError: memory or machine is none.
-        ValueError: there is no such mode.
+        CompileError: If the mode copies and this PyTorch lacks the operators. At the first call with gradients: if no
+            C++ compiler is found (on the CPU), or no plan fits.
+        FormatError: If memory or machine is invalid.
+        ValueError: If the mode is unknown.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
     partitioner.in_order = True
@@ -404,15 +407,15 @@ def compile(
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.virtualized import V
 
-        def inner(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:  # the backward's: at the first backward
+        def inner(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:  # the backward is compiled at its first call
             with V.set_choices_handler(choices()), in_order(gm):
                 return compile_fx_inner(gm, *args, **kwargs)
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             needs_compiler()
-        # Memory that is kept for a later tensor of the same size is memory that nobody can plan with.
+        # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
-        # A cached joint graph has no report, and the plan of another process's machine.
+        # A cached joint graph has no report, and its plan may be for another machine.
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
 
@@ -425,18 +428,18 @@ _PARTITIONERS: weakref.WeakKeyDictionary[Any, Partitioner] = weakref.WeakKeyDict
 
 
 def report(compiled: Any) -> CompiledReport:
-    """What became of the graphs of a model that ``compile`` returned.
+    """Returns the report on the graphs of a model that ``compile`` returned.
 
     Raises:
-        ValueError: it was not.
+        ValueError: If ``compile`` did not return the model.
     """
     if compiled not in _PARTITIONERS:
-        raise ValueError("compiled: expected what executor.compiled.compile returned")
+        raise ValueError("compiled: expected a model that executor.compiled.compile returned")
     return CompiledReport(tuple(_PARTITIONERS[compiled].graphs))
 
 
 def needs_operators(mode: str) -> None:
-    """Raises CompileError where PyTorch cannot copy within a graph, or not to a layout that is asked for."""
+    """Raises CompileError if PyTorch cannot copy within a graph or cannot restore a tensor's layout."""
     try:
         there = "original_stride" in reload_schema()
     except ImportError:
@@ -449,20 +452,20 @@ def needs_operators(mode: str) -> None:
 
 
 def reload_schema() -> str:
-    """That of PyTorch's operator; raises ImportError where there is none."""
+    """Returns the schema of PyTorch's ``ao::reload``; raises ImportError if this PyTorch lacks it."""
     from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
 
     return str(torch.ops.ao.reload.default._schema)
 
 
 def needs_compiler() -> None:
-    """Raises CompileError where Inductor would find no C++ compiler."""
+    """Raises CompileError if Inductor would find no C++ compiler."""
     from torch._inductor import config
 
     names = [name for name in config.cpp.cxx if name]
     if not any(shutil.which(name) for name in names):
         raise CompileError(
-            f"torch.compile needs a C++ compiler on the CPU, and there is none of {', '.join(names)}: install g++"
+            f"torch.compile needs a C++ compiler on the CPU, and none of {', '.join(names)} was found: install g++"
         )
 
 

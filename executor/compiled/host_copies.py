@@ -1,8 +1,8 @@
 """PyTorch's ``ao::offload``, ``ao::reload`` and ``ao::wait_tensor`` between CPU memory and a second pool of it.
 
-A plan that swaps can so be compiled, run and looked at without a GPU. A copy is made at the last moment, when it is
-waited for, and what is on its way back is filled with NaN (or ones) until then: a wait that is missing, or memory that
-is given back before its wait, shows in the bits. The second pool is NumPy's, which PyTorch's count leaves out.
+They let a plan with swaps be compiled, executed and checked without a GPU. A copy is made only when it is waited for,
+and a tensor that is being swapped in holds NaN (or ones) until then. A missing wait, or memory freed before its wait,
+therefore changes the results. The second pool is allocated by NumPy, so PyTorch's allocation count leaves it out.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 class HostPool:
-    """Bytes of the second pool, now and at most, and copies since ``reset``."""
+    """Bytes in use in the second pool, their peak, and the number of copies since ``reset``."""
 
     def __init__(self) -> None:
         self.under_way: dict[int, Tensor] = {}  # address of the result -> its source
         self.held = self.peak = self.copies = 0
 
     def reset(self) -> None:
-        """Counts anew; what is held stays."""
+        """Resets the counters and keeps the allocations."""
         self.peak, self.copies = self.held, 0
 
     def take(self, like: Tensor) -> Tensor:
-        """Memory of the pool for as many elements; it goes back with the last tensor over it."""
+        """Returns pool memory of the same size, freed with the last tensor that uses it."""
         memory = np.empty(max(like.nbytes, 1), np.uint8)
         weakref.finalize(memory, self._give, like.nbytes)
         self.held += like.nbytes
@@ -35,19 +35,19 @@ class HostPool:
         return torch.from_numpy(memory)[: like.nbytes].view(like.dtype).view(like.shape)
 
     def start(self, result: Tensor, source: Tensor) -> Tensor:
-        """A copy to ``result``, which is nothing yet."""
+        """Registers a copy to ``result``, which is performed by ``finish``."""
         result.fill_(float("nan") if result.is_floating_point() else 1)
         self.under_way[result.data_ptr()] = source
-        # What a forward began, whose backward never came.
+        # Drop copies of a forward whose backward never ran.
         weakref.finalize(result.untyped_storage(), self.under_way.pop, result.data_ptr(), None)
         self.copies += 1
         return result
 
     def finish(self, result: Tensor) -> bool:
-        """Copies; False: nothing is on its way there."""
+        """Performs the copy to ``result``; returns False if none is pending."""
         source = self.under_way.pop(result.data_ptr(), None)
         if source is not None:
-            result.data.copy_(source)  # what is saved for the backward keeps its version
+            result.data.copy_(source)  # .data: tensors saved for the backward keep their version
         return source is not None
 
     def _give(self, nbytes: int) -> None:
@@ -59,7 +59,7 @@ POOL = HostPool()
 
 @cache
 def on_the_cpu() -> torch.library.Library:
-    """Has the operators copy between the CPU's memory and the pool; what goes to or from a GPU is PyTorch's own."""
+    """Registers CPU versions of the operators that copy to and from the pool; GPU copies stay PyTorch's own."""
     from torch._functorch._activation_offloading import offload_ops as theirs
 
     library = torch.library.Library("ao", "IMPL")
@@ -81,7 +81,7 @@ def on_the_cpu() -> torch.library.Library:
     def wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, last: Tensor | None = None) -> Tensor:
         if POOL.finish(tensor):
             return tensor
-        event, device = theirs._pop_wait(tensor)  # of a GPU's; what is kept alive goes with its last reader
+        event, device = theirs._pop_wait(tensor)  # a GPU copy; ``keepalive`` tensors die with their last reader
         torch.accelerator.current_stream(device).wait_event(event)
         return tensor
 

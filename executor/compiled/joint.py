@@ -1,13 +1,13 @@
-"""The forward and backward of a compiled model as one Program, and the bytes that they take as Inductor allocates them.
+"""The forward and backward of a compiled model as one Program, and their peak memory as Inductor allocates it.
 
-Kernels are Inductor's launches, in its order; tensors are the storages that these write. What the caller holds is left
-out: parameters, buffers, the batch, optimizer state. The gradients that the backward returns are counted until it ends,
-and so are the model's outputs and the gradients of these, which are born between the two.
+Kernels are Inductor's launches in order. Tensors are the storages that they write. Tensors that the caller holds
+(parameters, buffers, batch, optimizer state) are left out. Gradients that the backward returns, the model's outputs and
+the gradients of these outputs count until the backward ends. The latter are born between forward and backward.
 
     forward launches … | between: reads outputs, writes their gradients | backward launches … | end: reads all of these
 
-A launch of the backward that writes over an input that dies with it is two kernels: one finds all inputs there and
-gives up that one, the next writes.
+A backward launch that overwrites a dying input is two kernels: the first requires all inputs and frees the dying one,
+the second writes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FORWARD, BACKWARD = "forward:", "backward:"
 
 @dataclass(frozen=True)
 class Joint:
-    """Both graphs of a partition, and what Inductor makes of them.
+    """Both graphs of a partition with their Inductor launches.
 
     Attributes:
-        outputs: how many of the forward's outputs are the model's.
+        outputs: Number of the forward's outputs that are the model's.
     """
 
     forward: fx.GraphModule
@@ -46,14 +46,14 @@ class Joint:
 
     @cached_property
     def tangents(self) -> tuple[str, ...]:
-        """The gradients of the model's outputs: storages of the backward."""
+        """Storages of the backward that hold the gradients of the model's outputs."""
         saved = {node.name for node in _returned(self.forward)}
         inputs = [node.name for node in self.backward.graph.find_nodes(op="placeholder")]
         return tuple(name for name in inputs if name not in saved and self.second.nbytes.get(name, 0))
 
     @cached_property
     def storages(self) -> dict[str, int]:
-        """Those that are planned, by name, in bytes: the forward's, tangents, the backward's."""
+        """Sizes in bytes of the planned storages by name: of the forward, tangents, of the backward."""
         found = {**self._of_forward}
         found |= {BACKWARD + s: self.second.nbytes[s] for s in self.tangents}
         written = (s for launch in self.second.launches for s in launch.writes)
@@ -68,17 +68,17 @@ class Joint:
 
     @cached_property
     def _saved(self) -> dict[str, str | None]:
-        """Placeholders of the backward -> storages of the forward."""
+        """Storage of the forward by placeholder of the backward."""
         names = [node.name for node in _returned(self.forward)]
         return dict(zip(names, self.first.outputs, strict=True))
 
     def of_forward(self, storage: str) -> str | None:
-        """Its name in ``storages``; None: the caller's."""
+        """Returns the name in ``storages`` of a storage of the forward; None if the caller holds it."""
         name = FORWARD + storage
         return name if name in self.storages else None
 
     def of_backward(self, storage: str) -> str | None:
-        """As ``of_forward``; what was saved is a storage of the forward."""
+        """Returns the name in ``storages`` of a storage of the backward; saved tensors are storages of the forward."""
         if storage in self._saved:
             saved = self._saved[storage]
             return None if saved is None or FORWARD + saved not in self._of_forward else FORWARD + saved
@@ -91,13 +91,13 @@ class Joint:
 
     @cached_property
     def returned(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The storages of the model's outputs, and of the gradients that the backward returns."""
+        """Storages of the model's outputs and of the gradients that the backward returns."""
         outs = [self.of_forward(s) for s in self.first.outputs[: self.outputs] if s is not None]
         grads = [self.of_backward(s) for s in self.second.outputs if s is not None]
         return tuple(dict.fromkeys(s for s in outs if s)), tuple(dict.fromkeys(s for s in grads if s))
 
     def calls(self) -> Iterator[tuple[Launch | None, tuple[str, ...], tuple[str, ...]]]:
-        """What happens, with the planned storages that it reads and writes; None: no launch."""
+        """Yields each launch (None: the gap between the graphs, or the end) with the storages it reads and writes."""
         outs, grads = self.returned
         for launch in self.first.launches:
             yield launch, _named(map(self.of_forward, launch.reads)), _named(map(self.of_forward, launch.writes))
@@ -113,13 +113,12 @@ class Joint:
 
     @property
     def between(self) -> int:
-        """The kernel between forward and backward."""
+        """Index of the kernel between forward and backward."""
         return len(self.first.launches)
 
     @cached_property
     def kernels(self) -> tuple[tuple[int, bool, frozenset[str]], ...]:
-        """For each kernel of the Program which of ``calls`` it is, whether it only finds the inputs there, and which of
-        these are given up to be written over."""
+        """Per kernel of the Program: its index in ``calls``, whether it only reads the inputs, overwritten inputs."""
         found: list[tuple[int, bool, frozenset[str]]] = []
         held: set[str] = set()
         for k, (launch, _, writes) in enumerate(self.calls()):
@@ -131,11 +130,11 @@ class Joint:
 
     @cached_property
     def _last(self) -> dict[str, int]:
-        """Storage -> the last of ``calls`` that has to do with it."""
+        """Index of the last of ``calls`` that uses each storage."""
         return {s: k for k, (_, reads, writes) in enumerate(self.calls()) for s in (*reads, *writes)}
 
     def _takes(self, k: int, launch: Launch | None) -> Iterator[tuple[str, str]]:
-        """What a launch writes over which of its inputs, if that dies with it."""
+        """Yields the pairs (written storage, input whose memory it may reuse if that dies) of a launch."""
         name = self.of_forward if k < self.between else self.of_backward
         for written, read in launch.takes if launch else ():
             target, source = name(written), name(read)
@@ -143,13 +142,15 @@ class Joint:
                 yield target, source
 
     def _over(self, k: int, launch: Launch | None, held: Container[str]) -> dict[str, str]:
-        """``_takes`` of what dies, to what is not there yet."""
+        """Returns the pairs of ``_takes`` whose input dies here and whose result does not exist yet."""
         return {to: of for to, of in self._takes(k, launch) if self._last[of] == k and to not in held}
 
     @cached_property
     def movable(self) -> frozenset[str]:
-        """The storages that can be copied to the host and back: those of one value, which fills them, and is not the
-        caller's in another layout."""
+        """Storages that can be copied to the host and back.
+
+        Each holds one value, which fills it completely and is not a caller's tensor in another layout.
+        """
         values: dict[str, list[Any]] = {}
         for prefix, graph, module in ((FORWARD, self.first, self.forward), (BACKWARD, self.second, self.backward)):
             made = {node.name: node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"}
@@ -161,10 +162,11 @@ class Joint:
         return frozenset(s for s, x in alone.items() if x.nbytes == self.storages.get(s))
 
     def program(self, machine: Machine, name: str = "compiled", swaps: bool = False) -> Program:
-        """The Program; only the forward's kernels may run again. Durations are the machine's roofline's.
+        """Returns the Program, with roofline durations; only forward kernels can be recomputed.
 
         Args:
-            swaps: what the caller has, too, is read by all that runs then, so that no plan takes it away.
+            swaps: Whether tensors that the caller still references count as live throughout, so that no plan swaps
+                them out.
         """
         index = {storage: i for i, storage in enumerate(self.storages)}
         grads = {*self.returned[1], *(BACKWARD + s for s in self.tangents)}
@@ -175,7 +177,7 @@ class Joint:
         calls = list(self.calls())
         for k, finds, given in self.kernels:
             launch, reads, writes = calls[k]
-            # A launch that writes parts of what others write, too, may find nothing to read there yet.
+            # A launch that writes part of a shared storage may be its first writer and then reads nothing from it.
             inputs = tuple(index[s] for s in reads if s in born or s not in writes)
             born |= set() if finds else set(writes)
             phase = "forward" if k < self.between else "backward"
@@ -202,8 +204,7 @@ class Joint:
         return Program(name, tuple(tensors), tuple(kernels))
 
     def _again(self, launch: Launch) -> bool:
-        """Whether the values of a forward launch can be made a second time: nothing is drawn or written on the way, and
-        what is read of the caller's is as it was."""
+        """Whether a forward launch can be recomputed: no random draws, no side effects, and unmodified inputs."""
         planned = {s for s in launch.writes if FORWARD + s in self.storages}
         nodes = {node.name: node for node in self.forward.graph.nodes}
         roots = [nodes[v] for v in launch.values if self.first.stored[v] in planned and v in nodes]
@@ -216,7 +217,7 @@ class Joint:
                 continue
             seen.add(node)
             storage = self.first.stored.get(node.name)
-            part = storage in launch.writes  # of what is put together
+            part = storage in launch.writes  # of a concatenation
             inside = node.name in own or part or storage not in self._in_memory or is_view(node)
             if node.name in self._mutated or (inside and not repeatable(node)):
                 return False
@@ -225,21 +226,21 @@ class Joint:
 
     @cached_property
     def _in_memory(self) -> frozenset[str]:
-        """Storages that the forward is given or writes; others are inlined where they are read."""
+        """Storages that the forward receives or writes; other values are inlined into their readers."""
         given = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
         return frozenset(given.union(*(launch.writes for launch in self.first.launches)))
 
     @cached_property
     def _mutated(self) -> frozenset[str]:
-        """What of the caller's the forward writes: statistics of batch norm."""
+        """Storages of the caller that the forward writes, such as batch-norm statistics."""
         written = {s for launch in self.first.launches for s in launch.writes}
         return frozenset(s for s in written if FORWARD + s not in self.storages)
 
     def peak_bytes(self) -> int:
-        """The bytes at the peak as Inductor's code allocates them: its Program's, less what is written in place.
+        """Returns the peak in bytes of Inductor's code, which is the Program's peak without in-place results.
 
-        What a launch writes over an input that dies with it (``Launch.takes``) takes no memory of its own. What dies in
-        a kernel that is ``Launch.joined`` is given back after the last of those in a row.
+        A result that overwrites a dying input (``Launch.takes``) allocates nothing. Storages that die in a
+        ``Launch.joined`` kernel are freed after the last of consecutive joined kernels.
         """
         held: dict[str, int] = {}
         ledger = _Ledger()
@@ -254,12 +255,14 @@ class Joint:
         return ledger.peak
 
     def planned_bytes(self, schedule: Schedule, items: Iterable[Item]) -> int:
-        """About what ``peak_bytes`` will say of a plan's graphs: what runs again is fused, and writes in place, as it
-        does the first time."""
+        """Estimates ``peak_bytes`` of a plan's graphs.
+
+        The estimate assumes that recomputed launches are fused and write in place as they did the first time.
+        """
         names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
         launches = [launch for launch, _, _ in self.calls()]
         ledger = _Ledger()
-        given: dict[str, int] = {}  # what is given up to be written over
+        given: dict[str, int] = {}  # inputs that the next launch overwrites
         for item in items:
             step, (k, finds, _) = item.step, self.kernels[item.step.kernel]
             ledger.move(item.before, size)
@@ -269,7 +272,7 @@ class Joint:
                 given = gone
             else:
                 dead = gone if step.again else gone | given
-                given = given if step.again else {}  # what runs again may come between
+                given = given if step.again else {}  # recomputation may come in between
                 takes = self._takes(k, launches[k])
                 over = {blocks[to]: dead[of] for to, of in takes if blocks.get(to) in step.allocates and of in dead}
                 taken = sum(size[b] for b in step.allocates if b not in over)
@@ -280,13 +283,13 @@ class Joint:
 
 
 class _Ledger:
-    """Bytes in use, and at the peak; ``late`` are those that the C++ call under way gives back at its end."""
+    """Tracks bytes in use and their peak; ``late`` bytes are freed when the current C++ call ends."""
 
     def __init__(self) -> None:
         self.now = self.peak = self.late = 0
 
     def run(self, launch: Launch | None, taken: int, given: int) -> None:
-        """A launch that takes and gives back so many bytes, beside its workspace."""
+        """Accounts for a launch that allocates ``taken`` and frees ``given`` bytes besides its workspace."""
         joined, workspace = (launch.joined, launch.workspace) if launch else (False, 0)
         if not joined:
             self._end()
@@ -297,7 +300,7 @@ class _Ledger:
             self._end()
 
     def move(self, moves: Sequence[Move], size: list[int]) -> None:
-        """Ends of copies, which no C++ call goes on over."""
+        """Accounts for starts and ends of copies, at which a joined C++ call ends."""
         if moves:
             self._end()
         self.now += sum(size[block] for kind, block in moves if kind == "in")
@@ -308,7 +311,7 @@ class _Ledger:
 
 
 def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:
-    """What is saved and no input, output or gradient, by name (AOTAutograd's donated buffers)."""
+    """Returns names of saved values that are not inputs, outputs or gradients (AOTAutograd's donated buffers)."""
 
     def memory(nodes: Iterable[fx.Node]) -> dict[str, StorageWeakRef]:
         values = {n.name: n.meta.get("val") for n in nodes}

@@ -1,8 +1,8 @@
-"""What Inductor makes of a graph: which kernels it launches, in which order, and the memory that each reads and writes.
+"""Extracts Inductor's kernel launches from a graph: their order and the storages that each reads and writes.
 
-A graph is lowered and scheduled as ``compile_fx`` would (fused, reordered for its peak), and then thrown away: no code
-is generated, no compiler runs. So the fusion is Inductor's own, not a model of it. What is private of PyTorch and used
-here was read in the sources of 2.13.
+A graph is lowered and scheduled as in ``compile_fx`` (fused, reordered for its peak) and then discarded, without
+generating code or running a compiler. The fusion is therefore Inductor's own, not a model of it. The private PyTorch
+interfaces used here are those of version 2.13.
 """
 
 from __future__ import annotations
@@ -23,35 +23,34 @@ from executor.capture.operators import flops_of, kind_of, named
 from simulator.machine import Machine
 from simulator.program import KernelKind
 
-STEP = "headroom_step"  # in a node's meta: when it runs, by the plan
-APART = 1  # steps of a plan that may be fused
+STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
+APART = 1  # largest distance of plan steps that may be fused
 
 
 class Launch(NamedTuple):
-    """One kernel of Inductor's: a fused one, or a call of an operator."""
+    """One kernel that Inductor launches: a fused kernel or an operator call."""
 
     name: str
     kind: KernelKind
     reads: tuple[str, ...]  # storages
-    writes: tuple[str, ...]  # storages; what only this kernel uses is in none
-    values: tuple[str, ...]  # names of the nodes of the graph whose values it writes, in their order
+    writes: tuple[str, ...]  # storages, without those that only this kernel uses
+    values: tuple[str, ...]  # names of the graph nodes whose values it writes, in order
     flops: int
-    dtype: str  # of the products that the flops belong to
-    takes: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may take over where that dies)
-    workspace: int = 0  # bytes of sums that only this kernel uses: they have memory of their own
-    joined: bool = False  # C++: such kernels in a row are one call, after which their memory is given back
+    dtype: str  # dtype of the matrix products that account for the flops
+    takes: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may reuse if that dies)
+    workspace: int = 0  # bytes of reductions that only this kernel uses
+    joined: bool = False  # C++: consecutive joined kernels are one call, which frees memory at its end
 
 
 @dataclass(frozen=True)
 class Launches:
-    """A graph as Inductor runs it. Storages have names: buffers of Inductor's, or inputs of the graph.
+    """A graph as Inductor executes it. Storages are named after Inductor's buffers or the graph's inputs.
 
     Attributes:
-        nbytes: per storage.
-        stored: name of a node of the graph -> the storage that its value lies in; a node that is not there is never in
-            memory by itself.
-        outputs: the storage of each output; None of what is no tensor.
-        strides: of each output; None where they are as the graph says.
+        nbytes: Size of each storage.
+        stored: Name of a graph node -> the storage of its value. Missing nodes are inlined and never in memory.
+        outputs: Storage of each output; None if it is not a tensor.
+        strides: Strides of each output; None if the output is not a tensor.
     """
 
     launches: tuple[Launch, ...]
@@ -63,9 +62,10 @@ class Launches:
 
 @cache
 def choices() -> Any:
-    """Inductor's choices, but what a plan has far apart is not fused: kernels would run when the first of them does.
+    """Returns Inductor's choices handler that does not fuse kernels which the plan schedules far apart.
 
-    It is for both: what is looked at, and what is compiled (``V.set_choices_handler``).
+    A fused kernel would execute them all at the earliest step. The handler applies both when graphs are analyzed and
+    when they are compiled (``V.set_choices_handler``).
     """
     from torch._inductor.choices import InductorChoices
 
@@ -85,7 +85,7 @@ def choices() -> Any:
 
 
 def in_order(gm: fx.GraphModule) -> AbstractContextManager[object]:
-    """Inductor keeps to the order of a graph with copies to the host: for its peak it has each waited for at once."""
+    """Keeps Inductor from reordering a graph with host copies, since it would wait for each copy immediately."""
     copies = any(str(node.target).startswith("ao.") for node in gm.graph.nodes)
     patch: AbstractContextManager[object] = torch._inductor.config.patch(reorder_for_peak_memory=False)
     return patch if copies else nullcontext()
@@ -95,11 +95,11 @@ def launches_of(
     graph: fx.GraphModule, backward: bool, donated: Collection[str] = (),
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Launches:  # fmt: skip
-    """The launches of a forward or backward graph as a partitioner returns it, which stays as it is.
+    """Returns the launches of a forward or backward graph, which is not modified.
 
     Args:
-        donated: inputs of the backward that nobody else holds, so that a result may be written over them.
-        strides: of inputs of the backward, as the forward really leaves them.
+        donated: Inputs of the backward with no other reference, over which results may be written.
+        strides: Actual strides of inputs of the backward, as the forward produces them.
     """
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
@@ -123,7 +123,7 @@ def launches_of(
         lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=backward)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         lowering.bw_donated_idxs = [i for i, name in enumerate(names) if name in donated]
-        lowering.garbage_collect_values = False  # ``env`` says what became of each node
+        lowering.garbage_collect_values = False  # ``env`` is read after the run
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_choices_handler(choices()):
             lowering.run(*inputs)
             lowering.init_wrapper_code()
@@ -148,7 +148,7 @@ class _Reader:
             part_of = None
             if isinstance(node.node, ir.MultiOutput):  # one result of a call that has several
                 part_of = group_of.get(node.node.inputs[0].get_name())
-            elif isinstance(node.node, ir.ConcatKernel):  # nothing to launch, where one launch writes all parts
+            elif isinstance(node.node, ir.ConcatKernel):  # launches nothing if one launch writes all parts
                 makers = {id(g): g for x in node.node.inputs if (g := group_of.get(x.get_name())) is not None}
                 part_of = next(iter(makers.values())) if len(makers) == 1 else None
             group = part_of if part_of is not None else []
@@ -157,7 +157,7 @@ class _Reader:
             group.append(node)
             for output in node.get_outputs():
                 group_of[output.get_name()] = group
-        writers: dict[tuple[fx.Node, str], list[Any]] = {}  # (node, storage that a kernel of it writes in place)
+        writers: dict[tuple[fx.Node, str], list[Any]] = {}  # (node, storage that its kernel writes in place)
         for group in groups:
             for node in group:
                 for name in node.get_buffer_names() & self.scheduler.mutation_real_name.keys():
@@ -172,7 +172,7 @@ class _Reader:
             storage = self._real(raw)
             alias = is_view(fx_node) and storage in stored.values()
             stored[fx_node.name] = storage
-            made_by = writers.get((fx_node, storage), group_of.get(raw))  # not by what only fills it with zeros
+            made_by = writers.get((fx_node, storage), group_of.get(raw))  # not the kernel that only zero-fills it
             if made_by is not None and not alias:
                 values[id(made_by)].append(fx_node.name)
         launches = tuple(self._launch(group, self._whole(values[id(group)], stored)) for group in groups)
@@ -182,7 +182,7 @@ class _Reader:
         return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
 
     def _whole(self, values: list[str], stored: dict[str, str]) -> tuple[str, ...]:
-        """Without the parts that nothing reads but a ``cat``, which is there, too."""
+        """Returns ``values`` without parts that are read only by a ``cat`` among them."""
         nodes = {node.name: node for node in self.gm.graph.nodes}
         cats = {nodes[v] for v in values if nodes[v].target is torch.ops.aten.cat.default}
         parts = {v for v in values if len(u := nodes[v].users) == 1 and cats.issuperset(u)}
@@ -234,7 +234,7 @@ class _Reader:
         )  # fmt: skip
 
     def _over(self) -> dict[str, str]:
-        """Result -> the buffer whose memory it takes over, as ``SchedulerNode.decide_inplace_update`` will say."""
+        """Returns result -> buffer whose memory it reuses, mirroring ``SchedulerNode.decide_inplace_update``."""
         from torch._inductor import config, ir
         from torch._inductor.codegen.wrapper import can_match_buffer_size
         from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
@@ -298,7 +298,7 @@ class _Reader:
                 yield self._real(name), self._real(source)
 
     def _buffer(self, value: Any) -> str | None:
-        """The buffer that a value of the lowering lies in; None: in none."""
+        """Returns the name of the buffer that holds a lowered value, or None."""
         from torch._inductor import ir
 
         while isinstance(value, (ir.MutableBox, ir.BaseView)):
@@ -306,8 +306,10 @@ class _Reader:
         return value.get_name() if isinstance(value, ir.Buffer) and not isinstance(value, ir.ConstantBuffer) else None
 
     def _real(self, name: str) -> str:
-        """The buffer whose memory it is: writes in place, parts of what is put together, and what a call returns of its
-        arguments, are another's."""
+        """Returns the buffer that owns the memory.
+
+        In-place writes, parts of a concatenation and returned arguments of a call live in another buffer.
+        """
         from torch._inductor import ir
 
         while True:
@@ -353,7 +355,7 @@ def _stride(output: Any) -> tuple[int, ...] | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether its value is another's memory, by its schema."""
+    """Whether the node's value aliases another tensor's memory, according to its schema."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -364,14 +366,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def repeatable(node: fx.Node) -> bool:
-    """Whether a call does the same a second time, and nothing else."""
+    """Whether a call can be repeated with the same result and without side effects."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator)
     if node.target._schema.is_mutable or node.target.namespace == "_c10d_functional":
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return True
-    return named(node.target, node.args, node.kwargs).get("dropout_p") == 0.0  # attention that draws nothing
+    return named(node.target, node.args, node.kwargs).get("dropout_p") == 0.0  # attention without dropout
 
 
 def _origins(nodes: list[Any]) -> list[fx.Node]:
@@ -380,7 +382,7 @@ def _origins(nodes: list[Any]) -> list[fx.Node]:
 
 
 def operator_ns(node: fx.Node, machine: Machine) -> int:
-    """Returns the time of an operator by itself, by the machine's roofline; 0 for what is no operator."""
+    """Returns the roofline duration of a single operator in ns; 0 for nodes that are not operators."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     values = [x for y in (node, *node.all_input_nodes) for x in torch.utils._pytree.tree_leaves(y.meta.get("val"))]
@@ -391,12 +393,12 @@ def operator_ns(node: fx.Node, machine: Machine) -> int:
 
 
 def roofline_ns(machine: Machine, kind: KernelKind, flops: int, nbytes: int, dtype: str) -> int:
-    """As float32 where the machine has no figure for the type."""
+    """Returns the roofline duration of a kernel in ns, as float32 if the machine has no rate for the dtype."""
     return machine.kernel_ns(kind, flops, nbytes, dtype if dtype in machine.flops_per_s else "float32")
 
 
 def _flops(node: fx.Node) -> int:
-    """The FLOPs of a call; 0 where they are not known."""
+    """Returns the FLOPs of a call; 0 if unknown."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))

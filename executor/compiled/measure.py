@@ -1,4 +1,4 @@
-"""The bytes that a step really allocates, as the allocator of its device counts them."""
+"""Measures the bytes that a step allocates, as the device's allocator counts them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
-    """The most bytes that ``step()`` has beside what was there before it.
+    """Returns the peak of bytes that ``step()`` allocates in addition to those in use before it.
 
-    On the CPU these are all tensors' (the profiler's record of every allocation and release, kernels of Inductor's
-    included); what a library takes by itself is not PyTorch's. On a GPU it is ``max_memory_allocated``.
+    On the CPU the profiler records every tensor allocation and release, including those of Inductor's kernels, but not
+    a library's own scratch memory. On a GPU the peak is ``max_memory_allocated``.
     """
     if device != "cpu":
         torch.cuda.synchronize()

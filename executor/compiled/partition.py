@@ -1,10 +1,10 @@
-"""A plan becomes a forward and a backward graph: what it keeps is saved, what runs again stands where it says.
+"""Turns a plan into a forward and a backward graph.
 
-The schedule's steps are written down one after the other, each as the nodes whose values its launch writes; the first
-``Joint.between`` steps and what runs again before them are the forward. A launch reads the copies of its tensors
-that the schedule names (``Step.uses``). Values that are never in memory are written for each launch that uses them, as
-Inductor inlines them. Copies to the host and back are PyTorch's ``ao::offload`` and ``ao::reload``, each with the
-``ao::wait_tensor`` after which memory is free, or data there. Nothing is left for a later pass to decide.
+The schedule's steps are emitted in order, each as the nodes whose values its launch writes. The first
+``Joint.between`` steps, and recomputations before them, are the forward. A launch reads the copies of its tensors
+that the schedule names (``Step.uses``). Values that are never in memory are emitted for each launch that uses them, as
+Inductor inlines them. Host copies are PyTorch's ``ao::offload`` and ``ao::reload``, each with an ``ao::wait_tensor``
+after which the memory is free or the data has arrived. Later passes make no decisions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from simulator.schedule import Step
 
 
 def partition(joint: Joint, program: Program, items: Iterable[Item]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward of a plan for ``joint.program``, as PyTorch's partitioners return them.
+    """Returns the forward and backward graphs of a plan for ``joint.program``, as PyTorch's partitioners do.
 
     Args:
-        items: the steps of the plan, with the copies that are started and waited for around each.
+        items: The plan's steps, with the copies that start and end around each.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules, is_sym_node
 
@@ -59,16 +59,16 @@ class _Writer:
         self.forward = {node.name: node for node in forward.nodes}
         self.backward = {node.name: node for node in backward.nodes}
         self.order = {node: i for i, node in enumerate((*forward.nodes, *backward.nodes))}
-        self.held: dict[int, dict[fx.Node, fx.Node]] = {}  # block -> the values in it
-        self.on_host: dict[int, fx.Node] = {}  # block -> its copy there
-        self.coming: dict[int, fx.Node] = {}  # block -> what it is copied back to
+        self.held: dict[int, dict[fx.Node, fx.Node]] = {}  # block -> values stored in it
+        self.on_host: dict[int, fx.Node] = {}  # block -> its host copy
+        self.coming: dict[int, fx.Node] = {}  # block -> target of its pending swap-in
         self.root: dict[int, fx.Node] = {}  # block -> the value that is copied
-        self.always: dict[fx.Node, fx.Node] = {}  # inputs, sizes, what happens once
-        self.second: set[fx.Node] = set()  # what the backward does
+        self.always: dict[fx.Node, fx.Node] = {}  # inputs, sizes, and nodes emitted only once
+        self.second: set[fx.Node] = set()  # nodes of the backward
         self.results: list[fx.Node | None] = []
         self.grads: list[fx.Node | None] = []
         self.in_second = False
-        self.given: dict[fx.Node, fx.Node] = {}  # values that the next launch writes over
+        self.given: dict[fx.Node, fx.Node] = {}  # values that the next launch overwrites
         self.now = 0
         for node in forward.find_nodes(op="placeholder"):
             self.always[node] = self.graph.node_copy(node)
@@ -78,7 +78,7 @@ class _Writer:
             self.always[self.backward[name]] = self.graph.node_copy(self.backward[name])
 
     def step(self, step: Step) -> None:
-        """One launch, or what stands between the graphs and at their end."""
+        """Emits one launch, or the marker between the graphs or at the end."""
         between, (k, finds, _) = self.joint.between, self.joint.kernels[step.kernel]
         if finds:
             for block in step.frees:
@@ -107,22 +107,22 @@ class _Writer:
             for root in roots:
                 env.pop(root, None)
             for root in roots:
-                if root in self.always:  # it has happened
+                if root in self.always:  # already emitted
                     env[root] = self.always[root]
                 self._write(root, env)
                 block = blocks.get(prefix + graph.stored[root.name])
                 if block is not None:
                     self.held.setdefault(block, {})[root] = env[root]
             self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
-        if not step.again:  # what runs again may come between
+        if not step.again:  # recomputation may come in between
             self.given = {}
         for block in step.frees:
             self.held.pop(block, None)
 
     def move(self, move: Move) -> None:
-        """One end of a copy. Memory is given back as its last reader is over: that of a copy is the wait for it.
+        """Emits the start or the end of a copy; its wait is the last reader of the memory that it frees.
 
-        ``keepalive`` would empty the storage at once, and with it what a view, or a second backward, still reads.
+        ``keepalive`` is not used: it would empty the storage while a view or a second backward still reads it.
         """
         kind, block = move
         ao = torch.ops.ao
@@ -149,15 +149,14 @@ class _Writer:
         given = fx.map_arg(args, lambda x: x.meta["val"])
         with detect_fake_mode(given):
             node.meta |= {"val": target(*given), STEP: self.now}
-        # What has a side effect would else be in both.
+        # Nodes with side effects would otherwise be in both graphs.
         node.meta["partitioner_tag"] = "must_be_in_backward" if self.in_second else "must_be_in_forward"
         if self.in_second:
             self.second.add(node)
         return node
 
     def _carry(self, launch: Launch, prefix: str, blocks: dict[str, int], known: set[str]) -> None:
-        """A storage that is no value of the graph (a copy in another layout, a part of what is put together): who reads
-        it makes it again from what it was made of."""
+        """Lets readers recompute a storage that is no graph value (another layout, a part of a concatenation)."""
         unknown = [blocks[prefix + s] for s in launch.writes if s not in known and prefix + s in blocks]
         for block in unknown:
             own = self.held.setdefault(block, {})
@@ -166,7 +165,7 @@ class _Writer:
                 own.update(self.held.get(other, {}))
 
     def _once(self, nodes: Iterable[fx.Node]) -> None:
-        """What writes the caller's memory, or draws, and belongs to no launch."""
+        """Emits nodes outside any launch that write the caller's memory or draw random numbers."""
         for node in list(nodes):
             if node.op == "call_function" and node.is_impure() and not repeatable(node) and node not in self.always:
                 self._write(node, dict(self.always))
@@ -175,7 +174,7 @@ class _Writer:
         return [None if node is None else self._write(node, env) for node in nodes]
 
     def _write(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The value of a node in the new graph, with what it needs that is not in ``env``."""
+        """Returns the value of a node in the new graph and emits missing inputs that are not in ``env``."""
         wanted: set[fx.Node] = set()
         stack = [self._source(node)]
         while stack:
@@ -194,13 +193,13 @@ class _Writer:
         return env[self._source(node)]
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """What the backward takes from the forward is a node there."""
+        """Returns the node of the forward that provides an input of the backward."""
         if node.op == "placeholder" and node.graph is self.joint.backward.graph and node.name not in self.tangents:
             return self.forward[node.name]
         return node
 
     def module(self) -> fx.GraphModule:
-        """Both graphs as one, as a partitioner is given it."""
+        """Returns both graphs as one joint graph, the input of a partitioner."""
         self.graph.output((*self.results, *self.grads))
         first = self.joint.forward.graph.output_node().meta.get("desc", ())
         second = self.joint.backward.graph.output_node().meta.get("desc", ())

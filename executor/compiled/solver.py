@@ -1,12 +1,12 @@
-"""A solver for PyTorch's own ``activation_memory_budget``, for who wants only that.
+"""A knapsack solver for PyTorch's own ``activation_memory_budget``.
 
     torch._functorch.config.activation_memory_budget = 0.4
     torch._functorch.config.activation_memory_budget_solver = ChainSolver()
 
-PyTorch's solvers see a knapsack: each value has its size, and the FLOPs of the one operator that makes it. This one
-sees chains: what is not saved is made of its inputs, which are made of theirs until one is saved, and a chain that two
-values share runs once. It is a 0/1 program (Checkmate's without an order: Jain et al., 2020, section 4), with the
-roofline's time of each operator. What the budget means, and what is fused, stays PyTorch's: no peak is planned.
+PyTorch's solvers see a knapsack: each value has a size and the FLOPs of the one operator that computes it. This solver
+sees chains: a value that is not saved is recomputed from its inputs, recursively up to saved ones, and a chain that two
+values share is recomputed once. It solves a 0/1 program (Checkmate's without an order: Jain et al., 2020, section 4)
+with roofline times of the operators. The meaning of the budget and the fusion stay PyTorch's; no peak is planned.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 from executor.compiled.launches import is_view, operator_ns
 from simulator.machine import Machine
 
-SECONDS = 5.0  # of the 0/1 program; then the best that was found
+SECONDS = 5.0  # time limit of the 0/1 program, after which the incumbent is used
 
 
 class ChainSolver(CustomKnapsackSolver):
-    """Which values to save so that the others are made again in the least time.
+    """Selects the values to save so that recomputing the others takes the least time.
 
     Args:
-        machine: a preset's name, a YAML file or a Machine, whose roofline says how long operators take; None: ``CPU``.
+        machine: A preset's name, a YAML file or a Machine, whose roofline gives operator durations; None is ``CPU``.
 
     Raises:
-        FormatError: machine is none.
+        FormatError: If machine is invalid.
     """
 
     def __init__(self, machine: Machine | str | None = None) -> None:
@@ -41,29 +41,29 @@ class ChainSolver(CustomKnapsackSolver):
         self.machine = Machine.load(machine) if isinstance(machine, str) else machine or CPU
 
     def uuid(self) -> str:
-        """This code and the machine."""
+        """Returns a hash of this code and the machine."""
         return hashlib.sha256(Path(__file__).read_bytes() + repr(self.machine).encode()).hexdigest()
 
     def __call__(
         self, memory: list[float], joint_graph: fx.Graph, max_memory: float, node_info: Any,
         all_recomputable_banned_nodes: list[fx.Node],
     ) -> tuple[list[int], list[int]]:  # fmt: skip
-        """Indices of the values to save, and of those to make again; sizes are in the unit of ``max_memory``."""
+        """Returns indices of the values to save and to recompute; sizes are in the unit of ``max_memory``."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 
         values = all_recomputable_banned_nodes
         saved = {node: i for i, node in enumerate(values)}
         nodes = [n for n in node_info.required_fw_nodes if n.op == "call_function"]
-        again = {node: len(values) + i for i, node in enumerate(nodes)}  # columns: saved, then made again
+        again = {node: len(values) + i for i, node in enumerate(nodes)}  # columns: saved, then recomputed
         rows: list[tuple[int, int, float]] = [(0, i, m) for i, m in enumerate(memory)]
         lower, upper = [-np.inf], [max(max_memory, 0.0)]
-        for value in values:  # saved, or made again
+        for value in values:  # saved or recomputed
             if value in again:
                 rows += [(len(lower), saved[value], 1.0), (len(lower), again[value], 1.0)]
                 lower.append(1.0)
                 upper.append(np.inf)
-        for node in nodes:  # made again: its inputs are, too, or they are saved
+        for node in nodes:  # recomputing needs inputs that are saved or recomputed
             for x in node.all_input_nodes:
                 if x in again:
                     rows += [(len(lower), again[x], 1.0), (len(lower), again[node], -1.0)]
@@ -73,7 +73,7 @@ class ChainSolver(CustomKnapsackSolver):
         at, columns, factors = zip(*rows, strict=True)
         shape = (len(lower), len(values) + len(nodes))
         cost = np.array([0.0] * len(values) + [float(self._ns(node)) for node in nodes])
-        integral = np.array([1] * len(values) + [0] * len(nodes))  # what is made again follows
+        integral = np.array([1] * len(values) + [0] * len(nodes))  # recomputed ones follow
         found = milp(
             cost, integrality=integral, bounds=Bounds(0, 1), options={"time_limit": SECONDS},
             constraints=LinearConstraint(coo_array((factors, (at, columns)), shape).tocsr(), lower, upper),
@@ -82,5 +82,5 @@ class ChainSolver(CustomKnapsackSolver):
         return sorted(kept), [i for i in range(len(values)) if i not in kept]
 
     def _ns(self, node: fx.Node) -> int:
-        """The roofline's time of an operator; views take none."""
+        """Returns the roofline duration of an operator in ns; 0 for views."""
         return 0 if is_view(node) else operator_ns(node, self.machine)

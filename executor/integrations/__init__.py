@@ -1,4 +1,4 @@
-"""Steps under a plan in trainers of other libraries; each class imports its library when it is first used.
+"""Planned steps in trainers of other libraries; each class imports its library when first used.
 
 from executor.integrations import PlannedTrainer      # transformers.Trainer: pip install 'headroom[hf]'
 """

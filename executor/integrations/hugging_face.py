@@ -1,11 +1,11 @@
-"""The Trainer of Hugging Face under a memory limit: its data, schedule, logs, checkpoints and callbacks, our steps.
+"""Hugging Face's Trainer under a memory limit: its data, schedule, logs, checkpoints and callbacks, with planned steps.
 
     from executor.integrations import PlannedTrainer          # for: from transformers import Trainer
     trainer = PlannedTrainer(model, arguments, train_dataset=…, memory="24GiB")
 
-``training_step`` does all of a step: forward, loss, backward and, after the last micro-batch, the gradients' norm,
-clipping and the update. When the loop comes to its own update, that has been done: its optimizer only says so. The rest
-is the Trainer's own. Each combination of shapes in a step is planned when it is first seen: pad to few lengths.
+``training_step`` performs the whole step: forward, loss, backward and, after the last micro-batch, gradient norm,
+clipping and update. The loop's own ``optimizer.step()`` then does nothing. All else is the Trainer's own code. Each
+combination of shapes in a step is planned when it first occurs, so pad to few lengths.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from executor.capture.reach import CaptureError
 from executor.fit import FittedSteps, fit
 from executor.training.bindings import StepError
 
-# What a Trainer has for its loop: no part of a loss.
+# Attributes that a Trainer's loop uses and a loss does not.
 LOOPS = {"accelerator", "args", "model", "model_wrapped", "optimizer", "lr_scheduler", "state", "control", "planned",
          "callback_handler", "train_dataset", "eval_dataset", "data_collator", "processing_class"}  # fmt: skip
 
 
 class Updated:
-    """An optimizer whose update has been done when it is asked for; all else is the optimizer's own."""
+    """Wrapper whose ``step`` does nothing, because the update is done; other attributes are the optimizer's own."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def step(self, closure: Any = None) -> None:
-        vars(self._optimizer)["_opt_called"] = True  # for PyTorch's schedules, which look whether there was an update
+        vars(self._optimizer)["_opt_called"] = True  # PyTorch's schedulers check for an update
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
 
 class TrainersLoss(nn.Module):
-    """The Trainer's loss of a batch as a module, with what its ``compute_loss`` reads. (What begins with an underscore
-    is no part of a step's state.)"""
+    """Module that computes the Trainer's loss of a batch, with the attributes that ``compute_loss`` reads.
+
+    Attributes whose names begin with an underscore are not part of a step's state.
+    """
 
     norm: Tensor
 
@@ -71,7 +73,7 @@ class TrainersLoss(nn.Module):
         return loss
 
     def before_update(self, *_: Any) -> None:
-        """A hook of the optimizer: what the Trainer does with gradients."""
+        """Computes the gradient norm and clips gradients as the Trainer does; a hook of the optimizer."""
         most = self._trainer[0].args.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf)
         self._norm_dtype = norm.dtype
@@ -79,13 +81,15 @@ class TrainersLoss(nn.Module):
             self.norm.copy_(norm)
 
     def last_norm(self) -> Tensor:
-        """The norm of the gradients in the last step, before they were clipped."""
+        """Returns the norm of the last step's gradients before clipping."""
         return self.norm.to(self._norm_dtype)
 
 
 class Named(dict[str, Any]):
-    """The entries of a table that some code names, as a table: a capture finds the tensors, modules and numbers there
-    that the code reads, and nothing else of an object that holds everything."""
+    """Subset of a dictionary with the entries that some code names.
+
+    A capture thus finds the tensors, modules and numbers that the code reads, and nothing else of a large object.
+    """
 
     def __init__(self, table: dict[str, Any], names: set[str]) -> None:
         super().__init__({name: table[name] for name in table.keys() & names})
@@ -104,8 +108,10 @@ class Named(dict[str, Any]):
 
 
 def reached(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
-    """Returns the functions that a method of a user's class runs, itself and those that it names, without those of
-    transformers; and all attribute names in their code."""
+    """Returns the functions that a user's method reaches by name, and all attribute names in their code.
+
+    Functions of transformers are left out.
+    """
     functions: list[FunctionType] = []
     names, ahead = set[str](), [start]
     while ahead:
@@ -123,13 +129,13 @@ def reached(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
 
 
 class PlannedTrainer(Trainer):
-    """A Trainer whose steps fit into ``memory``; ``options`` as in ``fit``.
+    """Trainer whose steps fit into ``memory``; ``options`` as in ``fit``.
 
     Attributes:
-        planned: the steps; None before the first one.
+        planned: The planned steps; None before the first one.
 
     Raises:
-        FitError, CaptureError, StepError: as ``fit`` and its steps; in ``train``, too.
+        FitError, CaptureError, StepError: As in ``fit`` and its steps, also from ``train``.
     """
 
     def __init__(self, *args: Any, memory: int | float | str, options: dict[str, Any] | None = None, **kwargs: Any):
@@ -137,12 +143,12 @@ class PlannedTrainer(Trainer):
         self.memory, self.options = memory, options or {}
         self.planned: FittedSteps | None = None
         self._loss: TrainersLoss | None = None
-        self._problem_type: str | None = None  # as the model has it in a capture
-        self._undo: list[Callable[[], None]] = []  # what training changed of the optimizer
-        self._next: list[tuple[dict[str, Any], None]] = []  # micro-batches of a step that has not begun
+        self._problem_type: str | None = None  # the model's value in the capture
+        self._undo: list[Callable[[], None]] = []  # restore the optimizer after training
+        self._next: list[tuple[dict[str, Any], None]] = []  # micro-batches of the next step
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
-        """All micro-batches of a step: at the end of an epoch there may be fewer, and each has a shape of its own."""
+        """Returns all micro-batches of a step; the last step of an epoch may have fewer, and shapes may differ."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         self._next = [self._pair(inputs, count) for inputs in samples]
         return samples, count
@@ -150,7 +156,7 @@ class PlannedTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """The next micro-batch of a planned step; with the last one the update is done."""
+        """Executes the next micro-batch of a planned step; the last one includes the update."""
         model.train()
         if self._next:
             if self.planned is None:
@@ -171,7 +177,7 @@ class PlannedTrainer(Trainer):
     def _fit(self, model: nn.Module, counted: bool) -> FittedSteps:
         self._refuse()
         k = self.args.gradient_accumulation_steps
-        # As the Trainer has it: a loss that was divided by the items of all micro-batches is not by their number.
+        # As in the Trainer: a loss already divided by the items of all micro-batches is not divided by their number.
         scaled = (self.model_accepts_loss_kwargs and counted) or self.compute_loss_func is not None
         if (told := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             scaled = told
@@ -194,14 +200,14 @@ class PlannedTrainer(Trainer):
         )  # fmt: skip
         try:
             return made()
-        except StepError:  # a classifier whose first step notes of which kind its labels are
+        except StepError:  # a classifier whose first step sets its problem type
             if self._problem_type is None or getattr(self.model.config, "problem_type", None) is not None:
                 raise
             self.model.config.problem_type = self._problem_type
             return made()
 
     def _refuse(self) -> None:
-        """Raises CaptureError where this Trainer's steps are done by something else."""
+        """Raises CaptureError if this Trainer's configuration is not supported."""
         args = self.args
         for what, is_so in (
             ("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled),
@@ -214,7 +220,7 @@ class PlannedTrainer(Trainer):
                 )
 
     def _clip_grad_norm(self, *_: Any) -> Tensor:
-        """The step has clipped; the gradients are gone when the Trainer asks for their norm."""
+        """Returns the norm from the planned step, which has already clipped and released the gradients."""
         assert self._loss is not None
         return self._loss.last_norm()
 
@@ -222,27 +228,27 @@ class PlannedTrainer(Trainer):
         return self._clip_grad_norm()
 
     def finish(self) -> None:
-        """All parameters are on the device: to evaluate, save or change the model. Training may go on."""
+        """Brings all parameters to the device to evaluate, save or change the model; training may continue."""
         if self.planned is not None:
             self.planned.finish()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Runs the Trainer's evaluation loop after ``finish``."""
         self.finish()
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; so begins every checkpoint."""
+        """Saves the model as the Trainer does, after ``finish``; every checkpoint starts here."""
         self.finish()
         super().save_model(*args, **kwargs)
-        if self.planned is not None:  # saving notes a type in the model's configuration: no change of the step
+        if self.planned is not None:  # saving writes a dtype to the model's configuration: the step does not change
             for step in self.planned.steps.values():
                 for value in step.captured.python.watched:
                     value.restore()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
-        self.planned = None  # of another call: the optimizer may be new
+        """Trains as the Trainer does, with newly planned steps."""
+        self.planned = None  # the optimizer may be new
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of the executor share: three tiny networks, each captured, planned and simulated once."""
+"""Shared fixtures of the executor tests: three tiny networks, each captured, planned and simulated once."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ Parts = tuple[nn.Module, nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]
 class Tiny:
     """A tiny network with its capture, a plan for less memory than it needs, and the timeline of that plan.
 
-    ``captured`` refers to tensors that no test may change. A test that trains takes ``parts()`` and captures these.
+    Tests must not modify the tensors of ``captured``. A test that trains captures ``parts()`` instead.
     """
 
     captured: Captured
@@ -77,7 +77,7 @@ def tiny_mlp() -> Tiny:
 
 @pytest.fixture(scope="session")
 def tiny_conv() -> Tiny:
-    """A residual block (convolution, batch normalisation, dropout), SGD with momentum, images of 16 x 16."""
+    """A residual block (convolution, batch normalization, dropout), SGD with momentum, images of 16 x 16."""
     return make_tiny(small, sgd, images(16))
 
 
@@ -98,7 +98,7 @@ def gpu_backend(machine: Machine) -> Backend:
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphDouble]:
-    """A double of CUDA that captures graphs, checked at the end."""
+    """A test double of CUDA that captures graphs, verified at the end."""
     made = GraphDouble()
     made.install(monkeypatch)
     with made:

@@ -1,4 +1,4 @@
-"""Small forms of the networks that training under a plan is tested on: the layers of the real ones, few channels."""
+"""Small versions of the networks used to test planned training: the original layers with few channels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Residual blocks (He et al., 2016), the last of each stage at half the size; dropout before the last layer."""
+    """Residual blocks (He et al., 2016), the last of each stage at half resolution; dropout before the last layer."""
 
     def __init__(self, width: int = 4, blocks: int = 2) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class ResNet(nn.Module):
 
 
 def small() -> nn.Module:
-    """One block."""
+    """A single block."""
     return ResNet(blocks=1)
 
 
 class UNet(nn.Module):
-    """Down, up, and skips that are concatenated (Ronneberger et al., 2015)."""
+    """U-Net with concatenated skip connections (Ronneberger et al., 2015)."""
 
     def __init__(self, width: int = 4, depth: int = 3) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 (Radford et al., 2019): pre-norm layers, dropout, the output weights are those of the embedding."""
+    """GPT-2 (Radford et al., 2019): pre-norm layers, dropout, output weights tied to the embedding."""
 
     def __init__(self, width: int = 16, layers: int = 1, heads: int = 2, words: int = 40, length: int = 12) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class GPT2(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Two layers with dropout between them, over embedded words; the class of the sequence."""
+    """Two recurrent layers with dropout between them over embedded words, which classify the sequence."""
 
     def __init__(self, width: int = 16, words: int = 40) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def test_the_figures_are_found_back(tmp_path):
 
 
 def test_events_are_pending_when_waits_for_them_are_issued(monkeypatch):
-    """Waits cost time only for pending events, as on a GPU."""
+    """A wait takes time only for pending events, as on a GPU."""
 
     class Gpu(HostBackend):
         def wait(self, stream, event):

@@ -1,4 +1,4 @@
-"""The card's peak: mallocs and frees of a loop by hand, its parts, updates as CUDA does them, and verdicts."""
+"""Tests of device-memory peaks: a loop's mallocs and frees by hand, their parts, CUDA's updates, and verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 2**20
 
 @cache
 def linear(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, width: int = 1024) -> Captured:
-    """Two linear layers of 4 MiB; the model's result is of 4 MiB, too."""
+    """Two linear layers of 4 MiB and a result of 4 MiB."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, width, bias=False))
         x = torch.empty(width, width)
@@ -51,7 +51,7 @@ def test_the_models_result_lives_until_the_next() -> None:
 
 @pytest.mark.parametrize(("zero_grad", "more"), [("start", 0), ("end", 0), ("backward", 8), ("never", 8)])
 def test_gradients_that_live_into_the_next_forward_pass(zero_grad: str, more: int) -> None:
-    """Before the backward pass there are 8 MiB of gradients more, where zero_grad has not been yet."""
+    """Without an earlier zero_grad, 8 MiB of gradients are still alive before the backward pass."""
 
     def held(loop: Loop) -> int:
         captured = linear()

@@ -1,4 +1,4 @@
-"""``fit``: the step that comes out of one call trains as eager PyTorch does, and reports its plan; every refusal."""
+"""Tests of ``fit``: its step trains as in eager PyTorch and reports its plan; all refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows(count: int) -> Batch:
 
 
 def decaying(parts: Callable[[], Parts], batch: Callable[[int], Batch]) -> Loop:
-    """A loop whose learning rate goes down; gradients are clipped."""
+    """A loop with a decreasing learning rate and gradient clipping."""
     model, loss_fn, optimizer, _ = parts()
     rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     loop = standard(model, loss_fn, optimizer, batch, clip_norm=0.05)
@@ -65,7 +65,7 @@ class Fitted(Twins):
         self.step = fit(*self.ours.given, parts()[3], memory, clip_norm=0.05, **options)
 
     def train_on(self, *counts: int) -> None:
-        """Trains both for a step of micro-batches of ``counts`` samples, and compares them to the bit."""
+        """Trains both for a step of micro-batches of ``counts`` samples and checks that they are bit-identical."""
         self.eager.options["accumulate"] = len(counts)
         batches = [self.ours.batch(count) for count in counts]
         self.step.begin(*batches)
@@ -189,7 +189,7 @@ def test_wrong_arguments_are_refused_before_the_capture(
 
 
 def test_batches_of_every_shape(tiny_mlp: Tiny) -> None:
-    """Each shape is planned once, within the bytes of the first, and planning draws no random numbers."""
+    """Each shape is planned once with the first shape's limit, and planning draws no random numbers."""
     both = Fitted(tiny_mlp.parts, 0.7, rows, planner="capuchin")
     step = both.step
     limit, first = step.limit, step.plan
@@ -243,7 +243,7 @@ def test_a_gpu_has_the_preset_of_its_name_or_asks_for_a_machine(device: str, nam
 
 
 def test_on_a_card_what_the_loop_has_of_the_last_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory in bytes is the card's: a tensor returned beside the loss is alive until the next step returns one."""
+    """Memory in bytes is device memory: an extra result is alive until the next step returns one."""
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(MODULE, "measure", lambda c, device, name: measure(c, "cpu", name))
     model = nn.Sequential(nn.Linear(4, 512), nn.ReLU())
@@ -265,7 +265,7 @@ def test_on_a_card_what_the_loop_has_of_the_last_step_counts(monkeypatch: pytest
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
-    """By default; the rest is as on the CPU, on which this runs."""
+    """``fit`` profiles a GPU by default; everything else in this test runs on the CPU."""
     asked: list[Any] = []
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

@@ -1,4 +1,4 @@
-"""What the executor refuses: the type of the error, and the entry that its one sentence names."""
+"""Tests of the executor's refusals: the type of the error, and the entry that its message names."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attention(q: Tensor) -> Tensor:
 
 LBFGS = torch.optim.LBFGS
 OTHER = Program("two", PROGRAM.tensors[:1] * 2, PROGRAM.kernels)
-# The error, what its message names, and what is refused.
+# Error type, pattern of its message, and the refused call.
 ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (CaptureError, "Python depends on the values of a tensor", lambda: capture_step(Branching(), X)),
     (CaptureError, "shape of a result depends on the values", lambda: capture_step(lambda x: x[x > 0], X)),
@@ -89,7 +89,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (CaptureError, "pair", lambda: captured(batch=(torch.randn(2, 3, 16, 16),))),
     (CaptureError, "loss is a tensor of shape", lambda: captured(lambda out, y: out)),
     (CaptureError, "loss is float", lambda: captured(lambda out, y: 0.0)),
-    (CaptureError, "as often as its values ask", lambda: captured(optimizer=lambda m: LBFGS(m.parameters()))),
+    (CaptureError, "a data-dependent number of times", lambda: captured(optimizer=lambda m: LBFGS(m.parameters()))),
     (CaptureError, r"machine\.capability",
      lambda: capture_step(attention, X[None, None], machine=replace(H200, capability=""), as_cuda=True)),
     (FormatError, r"machine\.flops_per_s", lambda: linear(torch.optim.SGD, machine=replace(ROUND, flops_per_s={}))),

@@ -1,4 +1,4 @@
-"""Reports: what is in memory at the peak adds up to it, by kind and by module, and the page says what the plan does."""
+"""Tests of reports: tensors at the peak add up to it by kind and by module, and the page describes the plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_peaks_are_the_simulators_and_their_parts_add_up(data: st.DataObject
 
 
 def test_by_hand() -> None:
-    """tests/tiny.py has both peaks: b4 without a plan, b3 under it."""
+    """The peak of tests/tiny.py is at b4 without a plan and at b3 with one."""
     found = report(PROGRAM, MACHINE, LIMIT, SWAP_PLAN, floor_ns=125)
     assert (found.without.kernel, found.without.name, found.without.phase) == (4, "b4", "backward")
     assert found.without.kinds == {"parameter": 10, "activation": 160, "gradient": 10}
@@ -70,7 +70,7 @@ def test_modules_add_up_to_the_peak_with_workspaces() -> None:
 
 
 def test_parameters_their_gradients_and_state_are_in_their_modules() -> None:
-    """Of a step in which nothing is an activation for long, the last layers: four times their parameters."""
+    """At a peak with few activations, a layer's module holds four times its parameters."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 2, bias=False))
     _, batch = NETWORKS["lstm"]
     x = batch()[0].new_zeros(1, 64).float()

@@ -1,4 +1,4 @@
-"""Some models of the zoo, and its command: peaks are MemTracker's, three steps are eager's to the bit."""
+"""Tests of zoo models and of the zoo command: peaks equal MemTracker's, three steps are bit-identical to eager mode."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def test_a_model_of_the_zoo(name: str) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert zoo.main(["GraphSAGE (torch_geometric)", "GCN (torch_geometric)"]) == 0
     printed = capsys.readouterr().out
-    assert "1 of 2 as eager, 1 refused in a sentence, 0 wrong" in printed
+    assert "1 of 2 equal eager mode, 1 refused, 0 wrong" in printed
     assert "| the same |" in printed and "the shape of a result depends on the values" in printed
     assert zoo.main(["no such"]) == 2
 

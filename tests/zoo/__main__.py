@@ -1,7 +1,7 @@
-"""``fit`` over the models of models.py: peaks beside PyTorch's MemTracker, three steps under a plan beside eager ones.
+"""Runs ``fit`` on the models of models.py and compares peaks with MemTracker and three planned steps with eager mode.
 
-python -m tests.zoo                           # all of them, a table; status 1 where one does not do as eager
-python -m tests.zoo GPT-2 ViT                 # these
+python -m tests.zoo                           # all models as a table; status 1 if one differs from eager mode
+python -m tests.zoo GPT-2 ViT                 # selected models
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from executor import CaptureError, FitError, StepError, fit
 from tests.zoo.models import MODELS, Parts
 
 STEPS, PART = 3, 0.7
-# Bytes that MemTracker counts more than the program, and why.
+# Bytes that MemTracker counts in excess of the program, and the reason.
 KNOWN = {
-    "Mamba": (253_952, "under MemTracker, a mode of dispatch, autograd adds gradients into new tensors, else in place"),
+    "Mamba": (
+        253_952,
+        "under MemTracker, a dispatch mode, autograd sums gradients into new tensors instead of in place",
+    ),
     "Swin": (
         -32_768,
-        "PyTorch's trace of a layer norm's gradient has other strides than the operator, and copies once",
+        "the trace of a layer norm's gradient has other strides than the operator and makes one copy",
     ),
 }
 
 
 class Row(NamedTuple):
-    """What was found; sizes in bytes. ``refused``: the sentence instead of all else."""
+    """Result of one model, sizes in bytes; ``refused`` is the error message if ``fit`` refused it."""
 
     name: str
     parameters: int = 0
@@ -49,7 +52,7 @@ class Row(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Of the peaks."""
+        """Whether the program's peak equals MemTracker's, up to a known difference."""
         return self.tracked - self.peak in (0, KNOWN.get(self.name, (0,))[0])
 
     @property
@@ -57,27 +60,27 @@ class Row(NamedTuple):
         return not self.wrong and (bool(self.refused) or (self.same and self.agrees))
 
     def line(self) -> str:
-        """Of the table."""
+        """Returns this result as a table row."""
         if self.refused or self.wrong:
             return f"| {self.name} | | | | | | {self.refused or 'WRONG: ' + self.wrong} |"
         more = self.tracked - self.peak
         tracked = f"{more:+,}" if more else "the same"
         tracked += f": {KNOWN[self.name][1]}" if more and self.name in KNOWN else ""
         tracked += "" if self.agrees else " DIFFERENT"
-        moves = f"{self.moved / 2**20:.2f} MiB, {self.again} again"
+        moves = f"{self.moved / 2**20:.2f} MiB, {self.again} kernels"
         same = "the same" if self.same else "DIFFERENT"
         return (
             f"| {self.name} | {self.parameters:,} | {self.kernels:,} | {self.peak:,} | {tracked} | {moves} | {same} |"
         )
 
 
-HEAD = """| model | parameters | kernels | peak, bytes | MemTracker | the plan moves, runs | losses, weights, state |
+HEAD = """| model | parameters | kernels | peak, bytes | MemTracker | swapped, recomputed | losses, weights, state |
 |---|--:|--:|--:|--:|--:|---|
 """
 
 
 def eager(parts: Parts, batch: Any) -> Tensor:
-    """The step as anybody writes it."""
+    """Runs the step as a plain training loop."""
     model, loss_fn, optimizer, _ = parts
     loss = loss_fn(model(batch[0]), batch[1])
     loss.backward()
@@ -87,7 +90,7 @@ def eager(parts: Parts, batch: Any) -> Tensor:
 
 
 def tracked(parts: Parts, batch: Any) -> tuple[Tensor, int]:
-    """A step's loss, and its peak by PyTorch's own count."""
+    """Returns a step's loss and its peak as MemTracker counts it."""
     tracker = MemTracker()
     model, _, optimizer, _ = parts
     tracker.track_external(model, optimizer, *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)))
@@ -97,9 +100,9 @@ def tracked(parts: Parts, batch: Any) -> tuple[Tensor, int]:
 
 
 def look(name: str, planner: str = "lp_round") -> Row:
-    """All of a model."""
+    """Runs all comparisons for one model."""
     started = time.perf_counter()
-    torch.set_num_threads(1)  # with several, eager sums of index_put are not equal to themselves
+    torch.set_num_threads(1)  # with several, eager sums of index_put are not deterministic
     torch.manual_seed(0)
     ours: Parts = MODELS[name]()
     own = copy.deepcopy(ours[:3])  # together: the optimizer's parameters are the model's
@@ -133,25 +136,25 @@ def look(name: str, planner: str = "lp_round") -> Row:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its status."""
+    """Runs the command and returns its exit status."""
     chosen = arguments or list(MODELS)
     if unknown := [name for name in chosen if name not in MODELS]:
-        print(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}", file=sys.stderr)
+        print(f"unknown model {unknown[0]!r}; choose from {', '.join(MODELS)}", file=sys.stderr)
         return 2
     rows = []
-    warnings.simplefilter("ignore")  # models' own, and what a library takes in the first step beside its operators
+    warnings.simplefilter("ignore")  # warnings of models, and of libraries' memory in the first step
     print(HEAD, end="")
     for name in chosen:
         try:
             row = look(name)
-        except Exception as error:  # what no user should see
+        except Exception as error:  # a bug: users should only see refusals
             row = Row(name, wrong=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         print(row.line(), flush=True)
         print(f"{name}: {row.seconds:.1f} s", file=sys.stderr)
         rows.append(row)
         gc.collect()
     good, refused = sum(row.good for row in rows), sum(bool(row.refused) for row in rows)
-    print(f"\n{good - refused} of {len(rows)} as eager, {refused} refused in a sentence, {len(rows) - good} wrong")
+    print(f"\n{good - refused} of {len(rows)} equal eager mode, {refused} refused, {len(rows) - good} wrong")
     return int(good < len(rows))
 
 

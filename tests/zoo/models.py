@@ -1,6 +1,6 @@
-"""Models of other libraries, small, with random weights.
+"""Small models of other libraries with random weights.
 
-An entry returns a model, its loss, its optimizer, and a function that makes batches ``(x, y)``.
+An entry returns a model, its loss, its optimizer, and a function that creates batches ``(x, y)``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def own_loss(out: Any, _: Any) -> Tensor:
 
 
 def hugging_face(architecture: str, batch: Callable[[], dict[str, Tensor]], **config: Any) -> Callable[[], Parts]:
-    """A model of ``transformers`` by its class, of a configuration; it returns its loss."""
+    """Creates a model of ``transformers`` from its class and configuration; it returns its loss."""
 
     def make() -> Parts:
         transformers = importlib.import_module("transformers")

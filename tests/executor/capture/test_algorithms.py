@@ -1,4 +1,4 @@
-"""The model of cuDNN's algorithms: workspaces by hand, and what it makes of captured programs."""
+"""Tests of the model of cuDNN's algorithms: workspaces by hand, and variants of captured programs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_front_gives_time_for_bytes(batch: int, channels: int, size: int, filt
 
 
 class Net(nn.Module):
-    """Two convolutions that have algorithms, one that is strided, one grouped, one transposed, one 1-D."""
+    """Two convolutions with algorithms, and a strided, a grouped, a transposed and a 1-D convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_variants_of_a_captured_step() -> None:
     first = Convolution(64, 64, (32, 32), 128, (3, 3), (1, 1))
     second = Convolution(64, 128, (32, 32), 32, (5, 5), (2, 2))
     strided = Convolution(64, 32, (32, 32), 32, (3, 3), (0, 0), (2, 2))
-    # The input of the step needs no gradient. Backward comes in the other order.
+    # The step's input needs no gradient. The backward pass has the reverse order.
     assert list(shapes.values()) == [
         (first, ("forward",)), (second, ("forward",)), (strided, ("forward",)),
         (strided, ("images", "filters")), (second, ("images", "filters")), (first, ("filters",)),

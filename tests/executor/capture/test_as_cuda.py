@@ -1,4 +1,4 @@
-"""Captures on the CPU of what a GPU runs: equal to programs that an H200 captured, and each choice on its own."""
+"""Tests of CPU captures with CUDA operators: equal to programs captured on an H200, and each dispatch rule alone."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NETWORKS = ["llama_bf16", "resnet50_imagenet_bf16", "gpt2_medium_bf16"]
 
 
 def one_now(network: str) -> pytest.MarkDecorator:
-    """Parameters: one of the networks in every run of the tests, the others in the nightly ones."""
+    """Returns parameters: one network in every test run, the others only in nightly runs."""
     marks = [pytest.param(n, marks=() if n == network else pytest.mark.nightly) for n in NETWORKS]
     return pytest.mark.parametrize("network", marks)
 
 
 def untimed(program: Program) -> dict[str, Any]:
-    """All of a program but durations and workspaces, which are measured on the GPU."""
+    """Returns a program without durations and workspaces, which are measured on the GPU."""
     data = program.to_dict()
     for kernel in data["kernels"]:
         del kernel["duration_ns"], kernel["workspace"]
@@ -60,7 +60,7 @@ def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
 
 @one_now("resnet50_imagenet_bf16")
 def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
-    """With one update per parameter, as the first profiles were made."""
+    """With one update per parameter, as in the oldest profiles."""
     profile = json.loads((ROOT / "tests" / "data" / "measured" / f"nvidia_h200-{network}.json").read_text())
     measured = [profile["operators"][k[0]]["name"] for k in profile["kernels"]]
     n = build(network, "meta")
@@ -143,7 +143,7 @@ def test_the_users_choice_of_a_kernel_counts() -> None:
 
 
 def captured(model: nn.Module, x: Tensor, machine: Machine = H200, as_cuda: bool = True) -> Captured:
-    """A step of SGD that makes the model's result small."""
+    """An SGD step that minimizes the model's result."""
     model = model.to("meta")
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     return capture(model, lambda out, _: out.float().sum(), made, (x, x), machine=machine, as_cuda=as_cuda)
@@ -225,7 +225,7 @@ def test_operators_have_the_choice_of_cuda(
 
 
 class Encoder(nn.Module):
-    """PyTorch's own layer, which calls dropout and attention from inside ``torch.nn.functional``."""
+    """PyTorch's own layer, which calls dropout and attention inside ``torch.nn.functional``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_statistics_of_layer_norm_are_float32() -> None:
 
 
 class Normed(nn.Module):
-    """A layer norm, a softmax and a power, which CUDA's autocast runs in float32, and padding, which the CPU's does."""
+    """Layer norm, softmax and power, which only CUDA's autocast runs in float32, and padding, which only the CPU's."""
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
     made = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def items(as_cuda: bool) -> dict[str, int]:
-        """Bytes of a number of each operator's first result."""
+        """Returns the itemsize of each operator's first result."""
         found = capture(
             model, lambda out, _: out.sum(), made, (x, x), machine=H200, as_cuda=as_cuda,
             autocast=None if device else torch.bfloat16,
@@ -298,13 +298,13 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
     of_cuda = items(True)
     assert of_cuda["addmm"] == 2 and of_cuda["reflection_pad1d"] == 2
     assert of_cuda["native_layer_norm"] == of_cuda["_softmax"] == of_cuda["pow"] == 4
-    if device != "cuda":  # which PyTorch turns off on the CPU
+    if device != "cuda":  # PyTorch disables it on the CPU
         of_cpu = items(False)
         assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
 
 
 def test_captures_for_the_cpu_are_what_they_were() -> None:
-    """The operators of PyTorch choose as before, after a capture and after one that failed."""
+    """PyTorch's operators dispatch as before after a successful and after a failed capture."""
     model, x = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1)), torch.empty(2, 8, 16)
     before = names(captured(model, x, as_cuda=False))
     captured(model, x)

@@ -1,4 +1,4 @@
-"""Capture against eager PyTorch: lifetimes, in-place updates, values, and nothing of the user's changed."""
+"""Tests of capture against eager PyTorch: lifetimes, in-place updates, values, and unchanged user objects."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 class Held(nn.Module):
-    """Values that nothing needs any more but that Python holds: an argument, a local, an attribute."""
+    """Dead values that Python still references: an argument, a local variable, an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Corrects its bias by Python numbers, which are nodes of the graph."""
+    """Optimizer whose bias correction uses Python numbers, which are nodes of the graph."""
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -104,7 +104,7 @@ def eager_step(model, loss_fn, optimizer, batch) -> Tensor:
 
 
 def resident(program: Program) -> list[int]:
-    """Bytes of non-persistent tensors alive before each kernel starts."""
+    """Returns the bytes of non-persistent tensors alive before each kernel."""
     spans = [(u[0], u[-1], t.nbytes) for t, u in zip(program.tensors, program.accesses, strict=True)
              if u and not t.persistent]  # fmt: skip
     return [sum(n for first, last, n in spans if first < k <= last) for k in range(len(program.kernels))]
@@ -117,7 +117,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer, batch) -> list[Ten
 
 @pytest.mark.parametrize(("model_type", "batch"), CASES)
 def test_lifetimes_equal_allocator(model_type, batch):
-    """The allocator's own record of an unobserved step (no mode, so gradients are summed in place)."""
+    """Records a step with the profiler, without a dispatch mode, so that gradients are summed in place."""
     parts = build(model_type, batch)
     program = capture(*parts, machine=GPU).program
     eager_step(*parts)
@@ -159,7 +159,7 @@ def run_graph(captured: Captured, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def values(captured: Captured) -> list[Tensor]:
-    """Copies of the user's tensors, zeros for state that does not exist yet."""
+    """Returns copies of the user's tensors, and zeros for state that does not exist yet."""
     return [
         torch.zeros(node.meta["tensor_meta"].shape) if source is None else source.detach().clone()
         for node, source in zip(captured.placeholders, captured.sources, strict=True)
@@ -327,7 +327,7 @@ def test_capture_step_finds_state_of_any_callable():
 
 
 def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):
-    """Also where PyTorch's setting that ignores them is lost in between."""
+    """Also if PyTorch's setting that ignores them is lost in between."""
     monkeypatch.setattr(ShapeEnv, "ignore_fresh_unbacked_symbols", lambda self: contextlib.nullcontext())
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""The model of kernel times: its rules by hand, on a machine of round numbers, and beside published traces."""
+"""Tests of the model of kernel times: its rules by hand on a machine with round numbers, and published traces."""
 
 from dataclasses import replace
 from math import exp
@@ -52,7 +52,7 @@ def meta(*shape, dtype=torch.float32, layout=FIRST):
 
 
 def durations(make, x, machine=GPU, backward=False, foreach=None, **options):
-    """Seconds of each operator in a step of the module or function that ``make`` returns."""
+    """Returns the seconds of each operator in a step of the module or function that ``make`` returns."""
     with torch.device("meta"):
         model = make()
         model = model if isinstance(model, nn.Module) else Calls(model, x.dtype)
@@ -69,7 +69,7 @@ def conv(size=3, stride=1, channels=64, filters=128):
 
 
 def moved(channels, filters, size, image=32, out=32, batch=16):
-    """Bytes of a convolution's images and outputs, and of all its tensors; FLOPs."""
+    """Returns the bytes of a convolution's images and outputs, the bytes of all its tensors, and its FLOPs."""
     x, y = batch * channels * image**2, batch * filters * out**2
     return 4 * (x + y), 4 * (x + y + channels * filters * size**2), 2 * y * channels * size**2
 
@@ -88,7 +88,7 @@ def rows_of(length):
 
 
 def cases():
-    """Yields name, model, input, options, and the expected seconds by operator."""
+    """Yields name, model, input, options, and expected seconds by operator."""
     images, everything, flops = moved(64, 128, 3)
     x = meta(16, 64, 32, 32)
     # In TF32 convolutions are converted to NHWC and back, but for 1x1 of stride 1; Winograd's in float32 is not.
@@ -262,7 +262,7 @@ def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name,
     assert vectorised or found > without
 
 
-# ------------------------------------------------------------------------- beside measurements
+# ------------------------------------------------------------------------- against measurements
 
 
 @pytest.fixture(scope="module")

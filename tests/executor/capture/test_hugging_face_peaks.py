@@ -1,4 +1,4 @@
-"""Captured steps of stock ``transformers`` models against eager PyTorch: the peak to the byte, results to the bit.
+"""Captured steps of stock ``transformers`` models against eager PyTorch: exact peaks, bit-identical results.
 
 The models are made from small configurations, without pretrained weights. Each runs with and without ``use_cache``,
 with three kinds of attention mask, at two input sizes, and with each kind of gradient checkpointing. The reference for
@@ -114,7 +114,7 @@ def keep_products(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 class Training:
-    """A model with its optimizer and its step, whose arguments are the model's of the names ``keys``."""
+    """A model with its optimizer and its step, which passes its arguments to the model under the names ``keys``."""
 
     def __init__(self, name: str, variant: Variant, keys: list[str]) -> None:
         architecture, _, options = MODELS[name]

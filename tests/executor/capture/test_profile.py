@@ -1,4 +1,4 @@
-"""Profiles: every kernel runs alone, indices stay in range, and a profile fits one program only."""
+"""Tests of profiles: every kernel runs alone, indices stay in range, and a profile fits only one program."""
 
 import functools
 from dataclasses import replace
@@ -35,13 +35,13 @@ PROFILE = Profile("two", shape_of(PROGRAM).fingerprint, "m", "some device", "2.0
 
 
 def captured(network="resnet", device="cpu"):
-    """Of networks.py; an LSTM keeps bytes of its own form for its backward pass."""
+    """Captures a network of networks.py; an LSTM saves opaque bytes for its backward pass."""
     make_model, make_batch = (small, images(16)) if network == "resnet" else NETWORKS[network]
     model, batch = make_model().to(device), tuple(t.to(device) for t in make_batch())
     return capture(model, nn.CrossEntropyLoss(), adamw(model), batch)
 
 
-shared = functools.cache(captured)  # for tests that change nothing of it
+shared = functools.cache(captured)  # for tests that do not modify it
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_every_kernel_of_a_step_is_measured(network, cache):
     assert all(torch.equal(a, b) for a, b in zip(before, [p for p in step.sources if p is not None], strict=True))
     program = with_profile(step.program, profile)
     assert program.ideal_ns == sum(profile.durations_ns)
-    assert with_profile(program, profile) == program  # a profile fits whatever the durations are
+    assert with_profile(program, profile) == program  # a profile fits regardless of the durations
 
 
 @pytest.mark.parametrize("cache", ["cold", "hot"])
 def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
-    """By reading twice the cache: what was written would have to leave the cache while the kernel runs."""
+    """Reading twice the cache size evicts dirty lines, which would be written back while the kernel runs."""
     run = _Runner(shared(), torch.device("cpu"), 4, cache=cache)
     assert (run.other is None) == (cache == "hot")
     if run.other is not None:
@@ -78,7 +78,7 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
-    """What the runner computes is the step: parameters of its own go where an eager step takes the user's."""
+    """The runner computes the step: its copies of the parameters end up equal to those of an eager step."""
     x, y = torch.randn(4, 6), torch.randint(3, (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -144,7 +144,7 @@ def test_what_cannot_be_run_is_named_and_the_time_may_be_over(cache, fails, ends
 
 
 def test_durations_and_workspaces_are_put_in():
-    # 30 + 40 in place of 5 + 6; variants of another scale go.
+    # 30 + 40 instead of 5 + 6; modeled variants are dropped.
     program = with_profile(PROGRAM, PROFILE)
     assert [(k.duration_ns, k.workspace, k.variants) for k in program.kernels] == [(30, 1, ()), (40, 2, ())]
     unknown = with_profile(PROGRAM, replace(PROFILE, workspaces=None))
@@ -159,7 +159,7 @@ def test_a_profile_is_data(tmp_path, profile):
 
 
 def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
-    """Which is on the host, where the kernel reads it: an address of the GPU would end the process."""
+    """The state is on the host, where the kernel reads it: a GPU address would crash the process."""
 
     class Attention(nn.Module):
         def __init__(self):
@@ -185,7 +185,7 @@ def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
 
 def test_kernels_in_a_row_take_no_longer_than_the_row():
     assert together([10_000, 10_000, 100_000], 114_000) == [8000, 8000, 98_000]  # each 2,000 less
-    assert together([5, 6], 20) == [5, 6]  # gaps are no kernel's
+    assert together([5, 6], 20) == [5, 6]  # gaps belong to no kernel
     # 667 less is more than half of the short ones: they are halved, and all three are scaled from 2,333 to 2,000.
     assert together([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
 
@@ -195,12 +195,12 @@ def test_kernels_in_a_row_take_no_longer_than_the_row():
 @pytest.mark.parametrize("cache", ["cold", "hot", "step"])
 @pytest.mark.parametrize("network", ["lstm", "resnet"])
 def test_on_a_gpu(network, cache, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", network != "lstm")  # an RNN's are not captured
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", network != "lstm")  # cuDNN's RNNs cannot be captured
     step = captured(network, "cuda")
     before = torch.cuda.memory_allocated()
     profile = measure(step, "cuda", cache=cache)
     assert (profile.event_ns > 0) == (cache != "hot")
-    assert torch.cuda.memory_allocated() - before < 2**26  # nothing but what libraries keep
+    assert torch.cuda.memory_allocated() - before < 2**26  # only what libraries keep
     assert all((ns > 0) == bool(nodes) for ns, nodes in zip(profile.durations_ns, step.nodes, strict=True))
     assert profile.workspaces is not None and len(profile.workspaces) == len(step.nodes)
     assert with_profile(step.program.with_durations(profile.durations_ns), profile).ideal_ns > 0

@@ -1,4 +1,4 @@
-"""Where the kernels of a capture come from: exactly, on small models; the same with checkpoints, autocast, any step."""
+"""Tests of kernels' source locations on small models, also with checkpoints, autocast and arbitrary steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOSS = f"{HERE}:{getsourcelines(loss_fn)[1] + 1}"
 
 
 def of(captured: Captured, phase: str) -> list[tuple[str, str, str]]:
-    """(operator, module, line) of a phase's kernels, without markers."""
+    """Returns (operator, module, line) of a phase's kernels, without markers."""
     pairs = zip(captured.program.kernels, captured.places, strict=True)
     return [(k.name.split(".")[1], *place) for k, place in pairs if k.phase == phase and k.name != "marker"]
 
@@ -87,7 +87,7 @@ def test_tensors_belong_to_modules() -> None:
 
 
 def test_the_gradient_of_a_parameter_belongs_to_its_module() -> None:
-    """Also where another module's forward uses it."""
+    """Also if another module's forward uses it."""
 
     class Borrowed(nn.Module):
         def __init__(self) -> None:
@@ -124,7 +124,7 @@ def test_autocast_and_micro_batches_change_no_place() -> None:
     captured = captured_net(autocast=torch.bfloat16, accumulate=2)
     wanted = [(module, line) for _, module, line in FORWARD]
     found = [(module, line) for _, module, line in of(captured, "forward")]
-    assert set(wanted) <= set(found) <= {*wanted, ("loss_fn", "")}  # and the loss is divided
+    assert set(wanted) <= set(found) <= {*wanted, ("loss_fn", "")}  # dividing the loss
     sums = [(place.module, place.line) for k, place in zip(captured.program.kernels, captured.places, strict=True)
             if k.phase == "backward" and k.name == "aten.add_.Tensor" and not place.line]  # fmt: skip
     assert sorted(set(sums)) == [("body.0", ""), ("head", ""), ("norm", ""), ("stem", "")]  # gradients add up

@@ -1,4 +1,4 @@
-"""Dynamo forgets what it has compiled before and after each test of compiled models."""
+"""Resets Dynamo before and after each test of compiled models."""
 
 from collections.abc import Iterator
 

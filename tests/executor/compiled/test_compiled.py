@@ -1,5 +1,8 @@
-"""Plans for torch.compile. One test compiles with Inductor, and needs a C++ compiler; the others run the same graphs by
-FX's interpreter, and look at what Inductor would launch."""
+"""Tests of plans for torch.compile.
+
+One test compiles with Inductor and needs a C++ compiler. The others execute the same graphs with FX's interpreter and
+inspect Inductor's launches.
+"""
 
 import copy
 import shutil
@@ -33,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Returns its loss, so that no gradient comes from outside; ``words``: as a language model's, all words being 0."""
+    """Model that returns its loss, so it has no tangents; ``words`` makes it a language model whose words are all 0."""
 
     def __init__(self, *parts: nn.Module, words: bool = False) -> None:
         super().__init__()
@@ -53,13 +56,13 @@ def blocks(n: int = 2, drop: float = 0.0) -> Net:
 
 
 def graphs(model: Any, partitioner: Partitioner) -> Any:
-    """``torch.compile(model)`` whose graphs, partitioned by a plan, are run by the interpreter."""
+    """Returns ``torch.compile(model)`` whose graphs are partitioned by a plan and executed by the interpreter."""
     from torch._guards import detect_fake_mode
     from torch._inductor import config
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.virtualized import V
 
-    partitioner.in_order = True  # the interpreter does
+    partitioner.in_order = True  # the interpreter keeps the order
 
     def partition(gm: Any, inputs: Any, **options: Any) -> Any:
         mode = detect_fake_mode(torch.utils._pytree.tree_leaves(inputs))
@@ -70,7 +73,7 @@ def graphs(model: Any, partitioner: Partitioner) -> Any:
 
 
 def interpreted(model: Any, partition_fn: Any) -> Any:
-    """``torch.compile(model)`` without Inductor."""
+    """Returns ``torch.compile(model)`` without Inductor."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -84,7 +87,7 @@ def interpreted(model: Any, partition_fn: Any) -> Any:
 
 
 def step(model: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
-    """The loss and all gradients."""
+    """Returns the loss and all gradients."""
     net.zero_grad()
     torch.manual_seed(1)
     loss = model(x)
@@ -93,13 +96,13 @@ def step(model: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def peak(model: Any, net: nn.Module, x: Tensor) -> int:
-    """The bytes that a step allocates, of a model that has been compiled."""
+    """Returns the bytes that a step of a compiled model allocates."""
     net.zero_grad()
     return allocated_peak(lambda: model(x).backward(), x.device.type)
 
 
 class Statistics(nn.Module):
-    """A layer with a running mean that it reads, as a "clone" or for a "mask", and then changes in place."""
+    """Layer that reads its running mean, as a "clone" or for a "mask", and then updates it in place."""
 
     def __init__(self, read: str) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ class Statistics(nn.Module):
 
 
 def test_a_buffer_that_is_read_and_then_changed_has_eagers_gradients() -> None:
-    """torch.compile 2.13 gives the backward the changed buffer."""
+    """torch.compile 2.13 passes the updated buffer to the backward."""
     torch.manual_seed(0)
     net, x = Net(*(Statistics("clone") for _ in range(2))), torch.randn(64, 32)
     twin = copy.deepcopy(net)
@@ -150,7 +153,7 @@ def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_witho
     assert graph.peak_bytes <= graph.limit == int(0.7 * graph.without_bytes)
     assert peak(planned, net, x) == pytest.approx(graph.peak_bytes, rel=0.02)
     assert without == pytest.approx(graph.without_bytes, rel=0.02)
-    assert "run again" in str(compiled.report(planned))
+    assert "recomputed" in str(compiled.report(planned))
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +165,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.nightly
 def test_less_memory_takes_more_time() -> None:
-    """The last network has an embedding, whose gradient is filled with zeros early and added to at the end."""
+    """The last network has an embedding, whose gradient is zero-filled early and accumulated at the end."""
     mlp, x = blocks(), torch.randn(4, 64, 32)
     words = Net(nn.Embedding(50, 32), Block(32), Block(32))
     times = []
@@ -177,7 +180,7 @@ def test_less_memory_takes_more_time() -> None:
 
 
 def test_a_language_models_loss_whose_gradient_is_written_over_the_logits() -> None:
-    """The logits are most of its memory: in a Program that had both at once nothing else could make up for them."""
+    """Logits dominate the memory: a Program with logits and their gradient at once would not fit."""
     torch.manual_seed(0)
     net, x = Net(*(Block(32) for _ in range(4)), nn.Linear(32, 512), words=True), torch.randn(4, 64, 32)
     partitioner = Partitioner(0.75, planner="annealing", seconds=None)
@@ -213,7 +216,7 @@ class Broken(Net):
 
 @pytest.mark.nightly
 def test_graphs_and_shapes() -> None:
-    """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
+    """A fraction applies to each graph, each shape has its own plan, and bytes are for a single graph."""
     net = Broken(Block(32), Block(32))
     partitioner = Partitioner(0.95, planner=QUICK)
     model = graphs(net, partitioner)
@@ -243,7 +246,7 @@ def test_checkpoints_of_the_users_stay_and_are_named() -> None:
 
 @pytest.mark.nightly
 def test_random_numbers_are_drawn_once() -> None:
-    """The same masks in forward and backward: the gradients are those without a plan."""
+    """Forward and backward use the same masks: gradients equal those without a plan."""
     net, x = blocks(2, drop=0.5), torch.randn(4, 64, 32)
     partitioner = Partitioner(0.75, planner=QUICK)
     expected = step(graphs(net, Partitioner(1.0)), net, x)
@@ -284,7 +287,7 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
 
 @pytest.mark.parametrize(("least", "needs", "drafts"), [(0, 990, 2), (950, 0, 6)])
 def test_a_search_ends_with_what_was_seen_to_fit_or_with_why_nothing_does(least: int, needs: int, drafts: int) -> None:
-    """Inductor takes a tenth more than each plan is expected to."""
+    """Inductor needs ten percent more than each plan's estimate."""
     asked: list[int] = []
 
     def draft(limit: int) -> Any:

@@ -1,4 +1,4 @@
-"""Compiled models under a plan on a GPU: Inductor's kernels, PyTorch's copies, the bytes that its allocator counts."""
+"""Tests of planned compiled models on a GPU: Inductor's kernels, PyTorch's copies, and the allocator's bytes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA G
 
 
 def on_a_gpu(mode: str, memory: float) -> compiled.CompiledReport:
-    """Bits of torch.compile alone, within the memory; what was reported."""
+    """Checks results bit by bit against torch.compile alone, and the limit; returns the report."""
     torch.manual_seed(0)
     net: nn.Module = Net(*(Block(512) for _ in range(4))).cuda()
     x = torch.randn(16, 256, 512, device="cuda")
@@ -40,6 +40,6 @@ def test_some_kernels_run_again_within_the_memory() -> None:
 def test_copies_go_to_the_host_within_the_memory() -> None:
     try:
         needs_operators("swap")
-    except compiled.CompileError as error:  # of an older PyTorch
+    except compiled.CompileError as error:  # an older PyTorch
         pytest.skip(str(error))
     assert " swaps, " in str(on_a_gpu("swap", 0.7))

@@ -1,4 +1,4 @@
-"""The solver for PyTorch's own memory budget: it sees chains, where PyTorch's see a knapsack."""
+"""Tests of the solver for PyTorch's own memory budget, which sees chains instead of a knapsack."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.executor.compiled.test_compiled import blocks, interpreted, step
 
 
 class Compared(ChainSolver):
-    """Notes the time of what is made again, by this solver and by two of PyTorch's, all within the memory."""
+    """Records the recomputation time of this solver and of two of PyTorch's, all within the budget."""
 
     def __call__(self, memory: list[float], joint_graph: Any, max_memory: float, node_info: Any, values: Any) -> Any:
         kept, again = super().__call__(memory, joint_graph, max_memory, node_info, values)
@@ -23,7 +23,7 @@ class Compared(ChainSolver):
         return kept, again
 
     def chains(self, again: set[fx.Node], values: list[fx.Node]) -> int:
-        """The time of all that has to run for these values to be there, each operator once."""
+        """Returns the time to recompute these values, counting each operator once."""
         kept, seen, stack = set(values) - again, set(), list(again)
         while stack:
             node = stack.pop()

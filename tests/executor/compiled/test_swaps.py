@@ -1,4 +1,4 @@
-"""Swaps of a compiled model by PyTorch's ``ao`` operators, on the CPU with copies to a second pool of memory."""
+"""Tests of swaps in compiled models with PyTorch's ``ao`` operators, on the CPU with a second memory pool."""
 
 import gc
 import sys
@@ -81,7 +81,7 @@ def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
 
 
 class Rotated(nn.Module):
-    """Two halves, each made of both, put together again: as Llama turns its heads."""
+    """Concatenates two halves that each depend on both, as in Llama's rotary embedding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
 
 
 def test_what_the_caller_has_is_not_swapped() -> None:
-    """Outputs of the model, their gradients and those of parameters."""
+    """The model's outputs, their gradients, and gradients of parameters."""
     net, x = blocks(), torch.randn(4, 64, 32)
     seen: list[set[str]] = []
 
@@ -137,7 +137,7 @@ def test_what_the_caller_has_is_not_swapped() -> None:
 
 
 def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A convolution has one made of its input."""
+    """A convolution copies its input into another layout."""
     net = Net(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
     x = torch.randn(8, 3, 16, 16)
     seen: list[Joint] = []
@@ -163,7 +163,7 @@ def test_what_is_no_swap_is_refused() -> None:
 
 @pytest.mark.parametrize("schema", ["ao::reload(Tensor tensor, Device device) -> Tensor", None])
 def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.11 has no such operators, those of 2.12 know no layout."""
+    """PyTorch 2.11 lacks the operators, and those of 2.12 do not restore the layout."""
     if schema is None:
         monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
     else:

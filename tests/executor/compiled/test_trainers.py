@@ -1,4 +1,4 @@
-"""Compiled, planned models in other training loops: DistributedDataParallel (two processes) and Lightning's Trainer."""
+"""Tests of compiled, planned models in DistributedDataParallel (two processes) and Lightning's Trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ BACKENDS = [with_interpreter, pytest.param(with_inductor, marks=pytest.mark.nigh
 
 
 def trained_in_ddp(make: Any, memory: float, rank: int) -> list[Tensor]:
-    """Losses of this rank's batches, then the parameters."""
+    """Returns the losses of this rank's batches, followed by the parameters."""
     torch._dynamo.reset()
     net = blocks()
     model, found = make(net, memory)
@@ -54,7 +54,7 @@ def trained_in_ddp(make: Any, memory: float, rank: int) -> list[Tensor]:
 def run_rank(rank: int, folder: str, make: Any) -> None:
     from torch._inductor import config  # takes long
 
-    config.compile_threads = 1  # else a rank's end waits for Inductor's own processes
+    config.compile_threads = 1  # else a rank would wait for Inductor's worker processes at exit
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save([trained_in_ddp(make, memory, rank) for memory in (1.0, 0.8)], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -63,7 +63,7 @@ def run_rank(rank: int, folder: str, make: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("make", [with_interpreter, with_inductor])
 def test_two_ranks_of_ddp_train_as_without_a_plan(make: Any, tmp_path: Path) -> None:
-    # A fork of a process that Inductor has compiled in would wait for its threads for ever.
+    # Forking a process with Inductor's threads would deadlock.
     torch.multiprocessing.start_processes(run_rank, (str(tmp_path), make), nprocs=2, start_method="spawn")
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for unplanned, planned in ranks:

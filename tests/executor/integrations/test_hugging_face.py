@@ -1,4 +1,4 @@
-"""``PlannedTrainer`` beside the Trainer of Hugging Face: losses, norms, rates, weights, optimizer state to the bit."""
+"""``PlannedTrainer`` against Hugging Face's Trainer: bit-identical losses, norms, rates, weights, optimizer state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument", "error:D
 
 
 class Logs(TrainerCallback):
-    """All that the Trainer logs, less its clock."""
+    """Collects the Trainer's logs without times."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
@@ -47,7 +47,7 @@ def model() -> nn.Module:
 
 
 class Pair:
-    """A planned Trainer and a plain one, which do the same; the plain class is a mirror of the other's own methods."""
+    """A planned Trainer and an equivalent plain one, whose class has the same user-defined methods."""
 
     def __init__(
         self, out: Path, make: Callable[[], nn.Module] = model, lengths: tuple[int, ...] = (40,), samples: int = 12,
@@ -95,9 +95,9 @@ class Pair:
 
 
 def test_a_planned_trainer_is_the_trainer(tmp_path: Path) -> None:
-    """Logs of losses, norms, rates and evaluations within training; then one more training with the state there is."""
+    """Compares logs of losses, norms, rates and evaluations, then trains again from the current state."""
     pair = Pair(tmp_path, eval_strategy="steps", eval_steps=2).train()
-    assert len({line["learning_rate"] for line in pair.logs[1].lines if "loss" in line}) > 3  # the schedule goes on
+    assert len({line["learning_rate"] for line in pair.logs[1].lines if "loss" in line}) > 3  # the schedule advances
     assert any("eval_loss" in line for line in pair.logs[1].lines)
     assert type(pair.ours.optimizer.optimizer) is type(pair.own.optimizer.optimizer) is torch.optim.AdamW
     assert not pair.ours.optimizer.optimizer._optimizer_step_pre_hooks
@@ -119,7 +119,7 @@ def test_checkpoints_are_the_trainers_and_training_goes_on_from_them(tmp_path: P
 
 
 class Mean(nn.Module):
-    """A model whose loss is a mean, whatever the number of items in other micro-batches."""
+    """Model whose loss is a mean, regardless of the number of items in other micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,8 +132,10 @@ class Mean(nn.Module):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("make", "counted"), [(model, True), (Mean, False)])
 def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Path) -> None:
-    """Three micro-batches a step, of several shapes, then one at the end of each epoch; losses are divided by how many
-    tokens all of them have, or by how many they are."""
+    """Three micro-batches of several shapes per step, and one at the end of each epoch.
+
+    Losses are divided by the tokens of all micro-batches, or by the number of micro-batches.
+    """
     chosen = {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_grad_norm": 0.0}
     pair = Pair(tmp_path, make, (40, 40, 40, 40, 48), 13, **chosen).train()
     assert pair.own.model_accepts_loss_kwargs is counted
@@ -145,14 +147,14 @@ def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Pa
 
 @pytest.mark.nightly
 def test_autocast_and_batches_of_several_shapes(tmp_path: Path) -> None:
-    """Of two lengths, and a short one at the end of the epoch."""
+    """Batches of two lengths, and a short batch at the end of the epoch."""
     pair = Pair(tmp_path, lengths=(40, 40, 40, 40, 48), samples=13, num_train_epochs=1, bf16=True).train()
     assert len(pair.ours.planned.steps) > 2 and "bfloat16" in str(pair.ours.planned.captured.graph.graph)
 
 
 @pytest.mark.nightly
 def test_float16_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate has it on GPUs only: here it is made to believe."""
+    """Accelerate supports it only on GPUs, so the check is patched."""
     pair = Pair(tmp_path)
     for trainer in pair.trainers:
         trainer.accelerator.scaler, trainer.accelerator.native_amp = GradScaler("cpu", init_scale=2.0**8), True
@@ -175,13 +177,13 @@ def of_texts(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.nightly
 def test_a_classifier_that_finds_out_about_its_labels(tmp_path: Path) -> None:
-    """Its first step writes ``problem_type`` into its configuration."""
+    """The first step sets ``problem_type`` in the model's configuration."""
     pair = Pair(tmp_path, classifier, collate=of_texts).train()
     assert pair.ours.model.config.problem_type == pair.own.model.config.problem_type == "single_label_classification"
 
 
 class Distilled:
-    """A compute_loss with a teacher, weights and a number of the Trainer's own."""
+    """Trainer whose compute_loss uses a teacher, weights and a number that are its attributes."""
 
     part = 0.5
 
@@ -201,7 +203,7 @@ class Distilled:
 
 @pytest.mark.nightly
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
-    """What it reads of the Trainer is part of the step, and a number that changes is not overlooked."""
+    """Trainer attributes that compute_loss reads are part of the step, and a changed number is detected."""
     pair = Pair(tmp_path, mixin=Distilled)
     for trainer in pair.trainers:
         trainer.give()
