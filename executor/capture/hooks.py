@@ -95,13 +95,13 @@ def _traced_optimizers(
         recorder.stepping = True
 
     def leave(optimizer: Optimizer, *_: Any) -> None:
-        context, was = stack.pop()
+        _, was = stack[-1]  # stays until nothing here can raise: what remains is unwound below
         if (key := moved(was, optimizer)) is not None:
             undone.append(
                 f"{type(optimizer).__name__} has {key[-1]} as a Python number, which each step changes and the graph "
                 "cannot: use an optimizer that keeps it in a tensor, as those of torch.optim do"
             )
-        context.close()
+        stack.pop()[0].close()
         recorder.stepping = False
 
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]

@@ -62,13 +62,13 @@ FITS, TOO_LARGE = (
 TENTHS = steps([100, 200, *[1] * 20], ((), (0,), 1000), ((0,), (1,), 1),
                *(((), (2 + i,), 10, 290 - 11 * i) for i in range(20)), ((1,), (), 10),
                *(((2 + i,), (), 0) for i in range(20)), recomputable=True)  # fmt: skip
-# a must be evicted for kernel 2. Copied while kernel 1 reads it, it leaves for nothing and returns in the 200 ns of kernel
-# 3; where kernel 1 takes 40 ns, 60 of 100 bytes are left when it ends.
+# a must be evicted for kernel 2. Copied while kernel 1 reads it, it leaves for nothing and returns in the 200 ns of
+# kernel 3; where kernel 1 takes 40 ns, 60 of 100 bytes are left when it ends.
 COPY, SHORT_COPY = (
     steps([100, 100], ((), (0,), 10), ((0,), (), ns), ((), (1,), 10), ((), (), 200), ((0,), (), 10)) for ns in (100, 40)
 )
-# b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is evicted: in the 100 ns between a
-# (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to return.
+# b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is evicted: in the 100 ns between
+# them a (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to return.
 CROSS = steps([100, 100], ((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), ((), (), 100), ((0,), (), 10, 100),
               ((), (), 100), ((1,), (), 10))  # fmt: skip
 CROSSED = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
