@@ -1,33 +1,32 @@
-"""A program small enough to plan by hand: four activations forward, the same four backward.
+"""A program small enough to plan by hand: four activations forward, the same four backward."""
 
-One byte takes one nanosecond to copy. ``w`` (10 bytes) is persistent, every activation has 40 bytes, every
-gradient 10. Without a limit:
-
-    time      0   10   20   30   40      60      80      100     120
-    compute   |f1  |f2  |f3  |f4  |b4     |b3     |b2     |b1     |      ideal_ns = 120
-    writes     a1   a2   a3   a4   g4      g3      g2      w
-    reads      w    a1   a2   a3   a3 a4   a2 a3   a1 a2   w a1
-                                           g4      g3      g2
-    load       50   90  130  170  180     150     110      60            peak_bytes = 180
-
-``a1`` is not used from kernel 2 to 5, ``a2`` in kernels 3 and 4, ``w`` from kernel 1 to 6; the rest has no gap.
-Under LIMIT = 150 bytes a1 or a2 must be evicted in kernels 3 and 4.
-
-SWAP_PLAN swaps a1. f4 does not fit beside it and waits for the swap-out; a1 does not fit beside a4 and is
-swapped in while b3 runs:
-
-    time      0   10   20   30        60   70      90      110  130     150     170
-    compute   |f1  |f2  |f3  |  wait  |f4  |b4     |b3     |wait|b2     |b1     |   30 ns for memory
-    d2h                 |  a1 (40)    |                                             20 ns for data
-    h2d                                            |  a1 (40)   |
-    used       50   90  130  130      130  140     150     100  110     60          170 - 120 = 50 ns overhead
-
-No plan of swaps is faster: a1's swap-out cannot end before 60, nor its swap-in start before b4 has ended
-(90 + 40 = 130); a2 can be swapped no earlier than 30, which makes f4 start at 70 and b3 at 140.
-
-RECOMPUTE_PLAN drops a1 and recomputes f1 (10 ns) for b2; nothing waits. Every plan that fits either swaps
-(50 ns at least) or recomputes a kernel (10 ns at least): 10 ns is the optimum.
-"""
+# One byte takes one nanosecond to copy. ``w`` (10 bytes) is persistent, every activation has 40 bytes, every
+# gradient 10. Without a limit:
+#
+#     time      0   10   20   30   40      60      80      100     120
+#     compute   |f1  |f2  |f3  |f4  |b4     |b3     |b2     |b1     |      ideal_ns = 120
+#     writes     a1   a2   a3   a4   g4      g3      g2      w
+#     reads      w    a1   a2   a3   a3 a4   a2 a3   a1 a2   w a1
+#                                            g4      g3      g2
+#     load       50   90  130  170  180     150     110      60            peak_bytes = 180
+#
+# ``a1`` is not used from kernel 2 to 5, ``a2`` in kernels 3 and 4, ``w`` from kernel 1 to 6; the rest has no gap.
+# Under LIMIT = 150 bytes a1 or a2 must be evicted in kernels 3 and 4.
+#
+# SWAP_PLAN swaps a1. f4 does not fit beside it and waits for the swap-out; a1 does not fit beside a4 and is
+# swapped in while b3 runs:
+#
+#     time      0   10   20   30        60   70      90      110  130     150     170
+#     compute   |f1  |f2  |f3  |  wait  |f4  |b4     |b3     |wait|b2     |b1     |   30 ns for memory
+#     d2h                 |  a1 (40)    |                                             20 ns for data
+#     h2d                                            |  a1 (40)   |
+#     used       50   90  130  130      130  140     150     100  110     60          170 - 120 = 50 ns overhead
+#
+# No plan of swaps is faster: a1's swap-out cannot end before 60, nor its swap-in start before b4 has ended
+# (90 + 40 = 130); a2 can be swapped no earlier than 30, which makes f4 start at 70 and b3 at 140.
+#
+# RECOMPUTE_PLAN drops a1 and recomputes f1 (10 ns) for b2; nothing waits. Every plan that fits either swaps
+# (50 ns at least) or recomputes a kernel (10 ns at least): 10 ns is the optimum.
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
 

@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "no batch": (StepError, "1 to 1 micro-batches", lambda: steps_of_net(())),
     "accumulate": (ValueError, "accumulate.*got 0", lambda: steps_of_net(accumulate=0)),
     "keep": (ValueError, "keep.*got 0", lambda: steps_of_net(keep=0)),
-    "options of a step of one's own": (ValueError, "clip_norm", lambda: fit(
+    "options of a custom step": (ValueError, "clip_norm", lambda: fit(
         torch.sum, example_batch=(torch.randn(16, 8),), memory=0.8, clip_norm=1.0)),
     "no limit": (ValueError, "memory", lambda: fit(torch.sum, example_batch=(torch.randn(16, 8),))),
 }  # fmt: skip
