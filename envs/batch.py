@@ -91,7 +91,7 @@ class _Work:
         return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
 
     def make_steps(self) -> None:
-        """Replaces the buffer of recomputation steps by one four times as large."""
+        """Grows the buffer of recomputation steps to four times its size."""
         self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 

@@ -40,15 +40,15 @@ ZeroGrad = Literal["start", "backward", "end", "never"]
 
 @dataclass(frozen=True)
 class Loop:
-    """How the training loop calls the step.
+    """Describes how the training loop calls the step.
 
     Attributes:
         zero_grad: when the last iteration's gradients are freed (``set_to_none``): before the batch is moved to the
-            GPU, before the backward pass, at the end of the iteration, or never (they accumulate). None: as captured.
-        keeps_outputs: the model's last output lives until the model returns the next, as in
+            GPU, before the backward pass, at the end of the iteration, or never (to accumulate). None: as captured.
+        keeps_outputs: whether the last model output stays alive until the model returns the next one, as in
             ``for x, y in loader: out = model(x)``.
-        batch_overlaps: the next batch is on the GPU before the last one is freed (prefetching).
-        iterations: number of iterations from a cold allocator.
+        batch_overlaps: whether the next batch is on the GPU before the previous one is freed (prefetching).
+        iterations: number of iterations, starting from a cold allocator.
     """
 
     zero_grad: ZeroGrad | None = None

@@ -236,7 +236,7 @@ def read_lessons(out: Path, round_: int) -> list[Lesson]:
 
 
 def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
-    """Returns the lesson of a line of plans."""
+    """Parses a line of the plans file into a Lesson."""
     from agents.learned.expert_iteration import Lesson
 
     machine = Machine.from_dict(entry["machine"])

@@ -61,7 +61,7 @@ class Job:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """The initial plan, then the plans of the switches."""
+        """The initial plan, followed by the plans that the job switches to."""
         return (self.plan, *(plan for _, plan in self.switches))
 
     @cached_property

@@ -24,15 +24,15 @@ def reserved_bytes(plans: Sequence[Schedule]) -> int:
 def check_jobs(
     jobs: Sequence[Job], plans: Sequence[Sequence[Schedule]], machine: Machine, limit: int, until_ns: int | None
 ) -> None:
-    """Checks that every job can execute alone, with eviction on demand, and that every job ends.
+    """Checks that every job can run alone, with eviction on demand, and that every job terminates.
 
     Args:
         plans: Lowered ``Job.plans`` of each job.
 
     Raises:
-        ValueError: A job has no end, or the machine has one of the costs ALONE_ONLY.
-        OutOfMemory: A kernel of a job does not fit alone; names the job and the first such kernel.
-        PlanError: The plans of a job hold more bytes on the host than the machine has.
+        ValueError: A job never terminates, or the machine sets one of the costs in ALONE_ONLY.
+        OutOfMemory: A kernel of a job does not fit alone; the message names the job and its first such kernel.
+        PlanError: A job's plans hold more bytes on the host than the machine has.
     """
     for name in ALONE_ONLY:
         if value := getattr(machine, name):
@@ -79,7 +79,7 @@ class Gap:
 
 @dataclass(eq=False)
 class Work:
-    """A copy or a step that is in flight or, for copies, queued."""
+    """A copy that is queued or in flight, or a step that is in flight."""
 
     job: JobState
     span: int = -1  # index among the job's spans
@@ -219,7 +219,7 @@ class JobState:
 
     @property
     def next_step(self) -> Step:
-        """The running step, or else the next."""
+        """The running step, or the next step if none is running."""
         return self.schedule.steps[self.step]
 
     def nbytes(self, block: int) -> int:

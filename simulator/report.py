@@ -283,7 +283,7 @@ def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
 
 
 def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
-    """Yields the lines of a table: name and bytes in each column per key."""
+    """Yields the lines of a table with one row per key: its name, then its bytes in each column."""
     name: Callable[[str], str] = lambda key: names.get(key, key)  # noqa: E731
     width = max(24, *(len(name(key)) for key in keys))
     heads = ("without a plan", "under the plan")[: len(columns)]

@@ -175,7 +175,7 @@ class Schedule:
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
-        """Total duration in ns of the steps before each step, then of all steps; (steps + 1,)."""
+        """Start time of each step in ns without waits, followed by the total duration; shape (steps + 1,)."""
         return (0, *accumulate(step.duration_ns for step in self.steps))
 
     @cached_property

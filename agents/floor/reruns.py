@@ -47,7 +47,7 @@ class Version:
 
 
 class Past:
-    """Recomputability of kernels: until which kernel each kernel can be recomputed.
+    """Until which kernel each kernel can be recomputed.
 
     Attributes:
         until: per kernel, the last kernel before which it can be recomputed; the kernel itself if it cannot. Limits
@@ -180,7 +180,7 @@ class Reruns:
 
     @cached_property
     def wanted(self) -> list[int]:
-        """Per kernel: the last kernel that can use its outputs, including through recomputed kernels."""
+        """Per kernel: the last kernel that may use its outputs, directly or through recomputed kernels."""
         until = list(range(self.n))
         for k in reversed(range(self.n)):
             for x in self.program.kernels[k].outputs:

@@ -170,7 +170,7 @@ class Policy:
         return True
 
     def excess_left(self) -> NDArray[np.int64]:
-        """Returns int64[n]: bytes above the limit per kernel, by planned residency."""
+        """Returns the bytes of planned residency above the limit per kernel, int64[n]."""
         return np.maximum(self.engine.residency(self.rows()) - self.engine.limit, 0)
 
     def rows(self) -> Rows:
@@ -211,7 +211,7 @@ class Policy:
         return max(self.overhead([*self.swaps, i]), 0) - max(self.overhead(self.swaps), 0)
 
     def recompute_ns(self, i: int) -> int:
-        """Returns the time and extra time of recomputing candidate i as well (choice 4)."""
+        """Returns the ns of recomputing candidate i, once more per chosen recomputation that reads it (choice 4)."""
         t = self.gaps[i].tensor
         users = sum(t in self.sources[r] and self.is_open(i, self.gaps[r].before) for r in self.recomputed)
         return self.time[i] * (1 + users)
@@ -225,7 +225,7 @@ class Policy:
         return self.gaps[i].after < kernel <= self.gaps[i].before
 
     def regenerate(self, which: Iterable[int]) -> None:
-        """Returns time and sources of the recomputations ``which``, given which tensors are recomputed themselves."""
+        """Updates time and sources of the recomputations ``which``, given which tensors are recomputed themselves."""
         away: dict[int, list[int]] = {}
         for r in self.recomputed:
             away.setdefault(self.gaps[r].tensor, []).append(r)
@@ -246,12 +246,12 @@ class Policy:
 
 
 def worst(away: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.int64], order: NDArray[np.int64]) -> int:
-    """Returns the longest delay at any kernel if tensors are transferred one after another.
+    """Returns the maximum delay in ns over all kernels if the tensors are transferred one after another.
 
     Args:
-        away: int64[m, p], bytes that each tensor's transfer contributes at each kernel.
-        late: int64[m, p], how late it is for the kernel, in ns.
-        need: int64[p], bytes that must have been transferred; all of the tensors' bytes if they have fewer.
+        away: int64[m, p], bytes that each tensor contributes to the transfers before each kernel.
+        late: int64[m, p], delay of the end of its transfer relative to the kernel, in ns.
+        need: int64[p], bytes that must have been transferred; a need above the tensors' total counts as the total.
         order: int64[m], transfer order.
     """
     if not len(order):

@@ -1,13 +1,14 @@
 """HOME's policy evaluator (IEEE TC 2022, section 3.4, Algorithm 2), vectorized over particles.
 
 The stages of a forward and a backward pass are the program's kernels. A swapped feature map is offloaded
-asynchronously after its last forward use; a stage that lacks memory waits for the head of the swap-out list (lines 3
-to 10). The feature map is prefetched one stage before its use, and the stage waits for the rest (Fig. 4). Choices not
-specified in the paper:
+asynchronously after its last forward use. A stage that lacks memory waits for the head of the swap-out list (lines 3
+to 10). The feature map is prefetched one stage before its use; a stage waits for the rest of its transfer (Fig. 4).
+Choices that the paper leaves open:
 
-1. A recomputation takes the kernels that produce the feature map, and for each recomputed input that is absent, that
-   input's own recomputation. Tensors restored on the way are not kept.
-2. A particle that lacks memory with an empty list is an error (line 5): its cost is the largest deficit in bytes.
+1. A recomputation runs the kernels that produce the feature map. Inputs that are not resident and can be recomputed are
+   recomputed first. Intermediate tensors are not kept.
+2. A particle that lacks memory while the swap-out list is empty is infeasible (line 5). Its cost is the largest deficit
+   in bytes.
 """
 
 from __future__ import annotations

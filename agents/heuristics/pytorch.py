@@ -50,7 +50,7 @@ class Checkpoint(RowsPlanner):
     segments: str = one_of(("sqrt", "all"), "sqrt")
 
     def choose(self, engine: Engine) -> Rows:
-        """Returns its only plan, whether or not it fits the limit."""
+        """Returns the planner's only plan, without checking the limit."""
         return recomputations(self.dropped(engine.program))
 
     def dropped(self, program: Program) -> list[FeatureMap]:
@@ -89,7 +89,7 @@ class OffloadAll(RowsPlanner):
     )  # fmt: skip
 
     def choose(self, engine: Engine) -> Rows:
-        """Returns its only plan, whether or not it fits the limit and the host."""
+        """Returns the planner's only plan, without checking the limit or host memory."""
         program, rows = engine.program, []
         for tensor, _, gap in feature_maps(program, self.min_bytes):
             rows.append((SYNC_SWAP, *gap, gap.before - 1, -1))
@@ -120,7 +120,11 @@ class ActivationBudget(RowsPlanner):
     steps: int = at_least(1, 100)
 
     def choose(self, engine: Engine) -> Rows:
-        """Returns the recomputations of the largest budget that fits the limit; raises Infeasible if none does."""
+        """Returns the recomputations chosen with the largest budget whose plan fits the limit.
+
+        Raises:
+            Infeasible: No budget fits.
+        """
         partitioner = Partitioner(engine.program, self.runtime, self.min_bytes)
         needs = set()
         last = None

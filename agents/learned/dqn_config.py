@@ -17,7 +17,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """Hyperparameters of dqn_paper.py; the names are the keys of configs/agent/dqn_paper.yaml.
+    """Hyperparameters of dqn_paper.py; names match the keys of configs/agent/dqn_paper.yaml.
 
     Defaults marked with a section are the paper's; the paper does not give the others.
     """
@@ -55,10 +55,10 @@ class PaperConfig:
 
 @dataclass(frozen=True)
 class Args:
-    """Hyperparameters of dqn.py; the names are the keys of configs/agent/dqn.yaml, whose values are for one task.
+    """Hyperparameters of dqn.py; names match the keys of configs/agent/dqn.yaml, whose values are for one task.
 
     Attributes:
-        iterations: training iterations; each collects ``passes`` forward passes on one task and performs ``updates``.
+        iterations: training iterations; each runs ``passes`` forward passes on one task, then the updates.
         init: "pretrained" (on other programs) or "scratch".
         mode: "swap", "recompute" or "joint".
         min_bytes: size in bytes below which tensors stay resident.
@@ -66,21 +66,21 @@ class Args:
         walkers: walkers per task.
         passes: forward passes per iteration.
         tries: maximum edits tried per forward pass.
-        neighbours: M, edits drawn per forward pass.
+        neighbours: number of candidate edits per forward pass (M).
         least_calls, most_calls: range of the simulator budget of an episode, drawn log-uniformly.
         gamma: discount per tried edit.
-        n_step: forward passes of an n-step return.
-        buffer_size: iterations in the replay buffer.
+        n_step: number of forward passes in an n-step return.
+        buffer_size: number of iterations that the replay buffer holds.
         learning_starts: iterations before the first update.
-        learning_rate: initial value; it decays linearly to a twentieth.
+        learning_rate: initial value; it decays linearly to a twentieth of that.
         target_every: updates between copies to the target network.
         auxiliary: weight of the auxiliary losses.
-        shaping: weight of the current plan's reward relative to the best plan's.
+        shaping: reward weight of the current plan relative to the best plan.
         coldest, hottest: range of the temperatures of Boltzmann exploration, in units of Q.
         least_epsilon, most_epsilon: range of ε over the walkers.
         uniform: fraction of the walkers that act randomly.
         greedy_calls: simulator calls of the greedy policy's plan.
-        checkpoint_every: iterations.
+        checkpoint_every: iterations between checkpoints.
     """
 
     iterations: int = 3000
@@ -117,7 +117,7 @@ class Args:
     checkpoint_every: int = 20
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the first value out of range."""
+        """Raises ValueError that names the first value out of range."""
         among(self, init=("pretrained", "scratch"), mode=MODES)
         positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
                  "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
@@ -128,14 +128,14 @@ class Args:
 
 
 def among(config: object, **known: tuple[Any, ...]) -> None:
-    """Raises ValueError naming the first field whose value is not allowed."""
+    """Raises ValueError that names the first field whose value is not allowed."""
     for name, allowed in known.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name}: expected one of {allowed}, got {getattr(config, name)!r}")
 
 
 def positive(config: object, *names: str) -> None:
-    """Raises ValueError naming the first of these fields that is below 1."""
+    """Raises ValueError that names the first of these fields that is below 1."""
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
@@ -167,7 +167,7 @@ def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
 
 
 def moved(key: str) -> str:
-    """Returns the new name of a renamed key as a message, or ''."""
+    """Returns a message with the new name of a renamed key, or '' for any other key."""
     return f"this key was renamed to agent.{RENAMED[key]}" if key in RENAMED else ""
 
 

@@ -301,12 +301,12 @@ class Trainer(OneTask):
         return found
 
     def greedy(self) -> Plan | None:
-        """Returns the greedy policy's plan, or None if it ends in a dead end."""
+        """Returns the greedy policy's plan, or None if the policy reaches a dead end."""
         walk = self._greedy()
         return None if walk.dead_end else walk.plan("dqn_paper")
 
     def greedy_overhead(self) -> float:
-        """Returns the greedy policy's overhead, NaN in a dead end, without changing the training state."""
+        """Returns the overhead of the greedy policy's plan (NaN in a dead end); the training state is unchanged."""
         drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
         walk = self._greedy()
         self.rng.bit_generator.state, self.task.engine.calls = drawn, calls

@@ -86,11 +86,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def greedy(self) -> Plan | None:
-        """Returns the greedy policy's plan, or None in a dead end."""
+        """Returns the greedy policy's plan, or None if the policy reaches a dead end."""
 
     @abstractmethod
     def greedy_overhead(self) -> float:
-        """Returns the greedy policy's overhead, NaN in a dead end, without changing the training state."""
+        """Returns the overhead of the greedy policy's plan (NaN in a dead end); the training state is unchanged."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def train(
 
 
 def check_reachable(program: Program, limit: int, min_bytes: int, mode: str) -> None:
-    """Raises Infeasible if even emptying every gap does not fit; recomputation chains may need more."""
+    """Raises Infeasible if evicting in every gap does not reach the limit (recomputation chains not counted)."""
     if (smallest := least_residency(program, min_bytes, mode)) > limit:
         raise Infeasible(
             f"{program.name} cannot run in {limit:,} bytes: with every eligible tensor evicted between uses it still "

@@ -173,7 +173,11 @@ class ForFaster:
         self.name, self.simulator_calls = f"annealing{FASTER}", 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Returns the best plan found for ``program``; raises Infeasible if no start qualifies."""
+        """Returns the best plan found for ``program``.
+
+        Raises:
+            Infeasible: No start plan fits the limit and consists of swaps and recomputations only.
+        """
         until = None if self.seconds is None else time.monotonic() + self.seconds
         engine = Engine(_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)

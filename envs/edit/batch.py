@@ -27,22 +27,27 @@ GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 
 
 class EditBatch(EnvBatch):
-    """Walkers over tasks.
+    """Vectorized edit environment: W walkers, each of which improves a plan of one task.
 
-    Attributes, for W walkers, G gaps of the largest task and M neighbors:
-        gaps: float32 (W, G, GAP_COLUMNS); static: float32 (W, G, F); bins: float32 (W, BINS, 12 + BIN_COLUMNS);
-            plan: float32 (W, 6); edits: int32 (W, M, CHANGES); mask: int8 (W, actions); task: int64 (W,): observations.
+    Attributes, for W walkers, G gaps of the largest task, M candidate edits and A actions:
+        gaps: observation of the gaps, float32 (W, G, GAP_COLUMNS).
+        static: static features of the gaps, float32 (W, G, F).
+        bins: observation of the bins of time, float32 (W, BINS, 12 + BIN_COLUMNS).
+        plan: observation of the plan, float32 (W, 6).
+        edits: candidate edits, int32 (W, M, CHANGES).
+        mask: valid actions, int8 (W, A).
         rewards, overhead, best_overhead, effect_ns, temperature: float64 (W,).
-        accepted, feasible, terminated, truncated: bool (W,). calls: int64 (W,).
+        accepted, feasible, terminated, truncated: bool (W,).
+        task, calls: index of the task, and simulator calls of the episode, int64 (W,).
 
     Args:
-        tasks: tasks from which episodes are drawn.
-        count: number of walkers, W.
-        neighbours: M.
-        edits: "neighbours", or "gap": an action is a gap and a mode.
-        budget: simulator calls of an episode; a pair: drawn log-uniformly between the two; None: twice the gaps.
+        tasks: tasks from which episodes are sampled.
+        count: number of walkers (W).
+        neighbours: number of candidate edits (M).
+        edits: "neighbours" (an action selects a candidate edit) or "gap" (an action selects a gap and a mode).
+        budget: simulator calls per episode; a pair is a range, sampled log-uniformly; None means twice the gaps.
         accept, hot, cold, reward, shaping: see env.py.
-        reference: points of overhead of each task above which reward="log" is measured; None: 0.
+        reference: points of overhead per task that reward="log" subtracts before the logarithm; None means 0.
     """
 
     INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
@@ -95,8 +100,8 @@ class EditBatch(EnvBatch):
 
         Args:
             which: bool (W,).
-            task: index of the task; None: draw one per walker.
-            start: index of the start plan, 0 the fastest; the slowest one if the task has fewer.
+            task: index of the task; None draws one per walker.
+            start: index of the start plan, fastest first; an index beyond the last selects the slowest.
         """
         for i in np.flatnonzero(which).tolist():
             t = int(self._random[i].integers(len(self.tasks))) if task is None else range(len(self.tasks))[task]
@@ -177,7 +182,7 @@ class EditBatch(EnvBatch):
         self._judge(which, before)
 
     def _nothing(self, walkers: of.Walkers, members: NDArray[np.int64]) -> None:
-        """Counts a step without a trial."""
+        """Counts a step in which no candidate edit was tried."""
         walkers.state["steps"][members] += 1
         walkers.state["since"][members] += 1
         walkers.state["time_ns"][members], walkers.state["accept"][members] = NEVER, 0

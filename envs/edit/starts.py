@@ -12,7 +12,7 @@ LEAST = 0.03  # added to every probability, so that every neighbor can be drawn
 
 
 def empty(task: EditTask) -> list[Ints]:
-    """Returns the rows of the plan that empties every gap in its first mode."""
+    """Returns the rows of the plan that evicts the tensor of every gap in the gap's first mode."""
     from agents.search.annealing import everything
 
     return [everything(task.program, task.mode, task.min_bytes)]
@@ -54,7 +54,7 @@ def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, unti
 
 
 def floor_of(task: EditTask) -> float:
-    """Returns the certified lower bound on a task's overhead, in points."""
+    """Returns the certified lower bound on a task's overhead, in percentage points."""
     from agents.floor import floor
 
     return 100.0 * floor(task.program, task.machine, task.limit, mode=task.mode).overhead

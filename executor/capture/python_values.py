@@ -163,7 +163,7 @@ class Watched(NamedTuple):
     values: Any
 
     def restore(self) -> None:
-        """Restores the values of capture time."""
+        """Restores the values recorded at capture time."""
         self.owner.restore(self.before)
 
     def changes(self) -> dict[Any, Change]:
@@ -179,7 +179,7 @@ class Watched(NamedTuple):
 
 
 def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
-    """Returns the constants in an object, if any; all entries of a list or none.
+    """Returns the constants in an object, if any; for a list, either all entries or none.
 
     Args:
         names: Names of attributes and keys in the step's code; None if the code names all of the owner's ``keys``.

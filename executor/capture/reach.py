@@ -57,7 +57,7 @@ class Taken(NamedTuple):
     path: str
 
     def position(self) -> Any:
-        """Returns a value that changes when an element is taken."""
+        """Returns the iterator's position, which changes when an element is consumed; None if it cannot be read."""
         if isinstance(self.iterator, types.GeneratorType):
             frame = self.iterator.gi_frame
             return None if frame is None else (frame.f_lasti, frame.f_lineno)
@@ -73,7 +73,7 @@ class Taken(NamedTuple):
 
 
 class Snapshot:
-    """Content of all reached objects and states of random generators."""
+    """Contents of all reached objects and states of the random generators."""
 
     def __init__(self, reach: Reach) -> None:
         self.held = [(owner, owner.content()) for owner in reach.owners.values()]

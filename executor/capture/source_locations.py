@@ -23,12 +23,12 @@ from simulator.report import Place
 
 
 class Places:
-    """Determines the place of each operator when it is dispatched.
+    """Determines the source location of each operator when it is dispatched.
 
     Args:
-        modules: Path of each module, by id.
-        parameters: Path of each parameter's module, by id.
-        outside: Name for operators outside any module.
+        modules: Module paths by module id.
+        parameters: Paths of the owning modules by parameter id.
+        outside: Name used for operators outside any module.
     """
 
     def __init__(self, modules: Mapping[int, str], parameters: Mapping[int, str], outside: str) -> None:
@@ -40,7 +40,7 @@ class Places:
         self._last = Place(outside, "")
 
     def of(self, phase: Phase) -> Place:
-        """Returns the place of the operator being dispatched; must be called once per operator, in order."""
+        """Returns the source location of the operator being dispatched; must be called once per operator, in order."""
         before, self._task = self._task, torch._C._current_graph_task_id()
         task = self._task
         if task != -1:
@@ -80,7 +80,7 @@ class Places:
         return module, line
 
     def _of_node(self, task: int) -> Place:
-        """Returns the place of the executing autograd node; between nodes (gradient sums) that of the last one."""
+        """Returns the source location of the executing autograd node, or of the last one if none is executing."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._last

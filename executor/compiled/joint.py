@@ -118,7 +118,7 @@ class Joint:
 
     @cached_property
     def kernels(self) -> tuple[tuple[int, bool, frozenset[str]], ...]:
-        """Per kernel of the Program: its index in ``calls``, whether it only reads the inputs, overwritten inputs."""
+        """Per kernel of the Program: index in ``calls``, whether it only reads inputs, inputs that it overwrites."""
         found: list[tuple[int, bool, frozenset[str]]] = []
         held: set[str] = set()
         for k, (launch, _, writes) in enumerate(self.calls()):

@@ -1,10 +1,10 @@
 """Turns a plan into a forward and a backward graph.
 
 The schedule's steps are emitted in order, each as the nodes whose values its launch writes. The first
-``Joint.between`` steps, and recomputations before them, are the forward. A launch reads the copies of its tensors
-that the schedule names (``Step.uses``). Values that are never in memory are emitted for each launch that uses them, as
-Inductor inlines them. Host copies are PyTorch's ``ao::offload`` and ``ao::reload``, each with an ``ao::wait_tensor``
-after which the memory is free or the data has arrived. Later passes make no decisions.
+``Joint.between`` steps, and the recomputations before them, form the forward graph. A launch reads the copies of its
+tensors that the schedule names (``Step.uses``). Values that never occupy memory are emitted again for each launch that
+uses them, as Inductor inlines them. Host copies are PyTorch's ``ao::offload`` and ``ao::reload``, each with an
+``ao::wait_tensor`` after which the memory is free or the data has arrived. Later passes make no decisions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Writer:
             self.always[self.backward[name]] = self.graph.node_copy(self.backward[name])
 
     def step(self, step: Step) -> None:
-        """Emits one launch, or the marker between the graphs or at the end."""
+        """Emits one launch, the marker between the two graphs, or the end marker."""
         between, (k, finds, _) = self.joint.between, self.joint.kernels[step.kernel]
         if finds:
             for block in step.frees:
@@ -156,7 +156,7 @@ class _Writer:
         return node
 
     def _carry(self, launch: Launch, prefix: str, blocks: dict[str, int], known: set[str]) -> None:
-        """Lets readers recompute a storage that is no graph value (another layout, a part of a concatenation)."""
+        """Lets readers recompute a storage that is not a graph value (another layout, a part of a concatenation)."""
         unknown = [blocks[prefix + s] for s in launch.writes if s not in known and prefix + s in blocks]
         for block in unknown:
             own = self.held.setdefault(block, {})

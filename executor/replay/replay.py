@@ -313,7 +313,7 @@ class Run:
         )  # fmt: skip
 
     def _events(self, starts: list[int], over: list[int]) -> list[tuple[_Key, BlockEvent]]:
-        """Returns allocations and frees of blocks in order."""
+        """Returns the allocations and frees of blocks, each with its sort key."""
         events: list[tuple[_Key, BlockEvent]] = []
         count, n = len(self.order.jobs), self.kernels
         total = self.rounds * count

@@ -92,7 +92,7 @@ def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
 
 
 def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset: int | None) -> None:
-    """Raises StepError if a tensor differs in form from its placeholder."""
+    """Raises StepError if a tensor's shape, dtype, device, strides or ``offset`` differ from its placeholder's."""
     want = node.meta["tensor_meta"]
     if not isinstance(tensor, Tensor):
         raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
@@ -188,7 +188,7 @@ class Known:
         self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
     def same(self) -> bool:
-        """Returns True if nothing has changed; False means that something may have."""
+        """Returns True if nothing has changed, and False if something may have changed."""
         for optimizer, state, keys, values in self.optimizers:
             if optimizer.state is not state or len(state) != len(keys):
                 return False

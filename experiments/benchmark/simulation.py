@@ -1,4 +1,7 @@
-"""Times simulator calls: the engine against SimPy and the reference, in HOME's search, and in the environment."""
+"""Times simulator calls of the engine, SimPy and the reference implementation.
+
+Also times the engine inside HOME's search and inside the environment.
+"""
 
 from __future__ import annotations
 

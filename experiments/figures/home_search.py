@@ -97,9 +97,10 @@ class Fig8(Figure):
 
 
 def curve(runs: list[Row], which: str) -> NDArray[np.float64]:
-    """Returns float64[iterations]: mean over the seeds, relative to the time of the kernels.
+    """Returns the swarm's best, mean or worst iteration time per search iteration, averaged over seeds.
 
-    A finished search keeps its last value; iterations without a feasible particle are nan.
+    The result is float64[iterations], relative to total kernel time. A search that ended early keeps its last value.
+    Iterations without a feasible particle are NaN.
     """
     most = max(len(run[which]) for run in runs)
     padded = [np.array(run[which] + run[which][-1:] * (most - len(run[which])), float) for run in runs]

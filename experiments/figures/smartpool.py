@@ -1,4 +1,4 @@
-"""AutoSwap: Fig. 8 and 9, Table II and section VI-B-3 of the SmartPool paper."""
+"""Reproduces Figs. 8 and 9, Table II and section VI-B-3 of the SmartPool paper (AutoSwap)."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # speeds relative to the link
 
 
 class Table2(Figure):
-    """Table II: how far AutoSwap reduces the memory load without overhead."""
+    """Table II: largest reduction of the memory load by AutoSwap without overhead."""
 
     name = "smartpool_table2"
     among = REDUCED
@@ -291,7 +291,7 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
 
 
 def facts(row: Row) -> Row:
-    """Returns a network's MB and fractions of the load."""
+    """Returns a network's limits in MB and as fractions of the load."""
     load, left = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
     return {
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
@@ -309,7 +309,7 @@ NEGLIGIBLE = 0.005  # fraction of an iteration
 
 
 class Optimality(Figure):
-    """Section VI-B-3: how much of AutoSwap's overhead could be avoided."""
+    """Section VI-B-3: avoidable part of AutoSwap's overhead."""
 
     name = "smartpool_optimality"
 

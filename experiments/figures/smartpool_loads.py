@@ -327,7 +327,7 @@ def _recorder() -> Any:
 
 
 def limits_of(settings: DictConfig, network: Any) -> list[float]:
-    """Returns the YAML's limits in the paper's MB; raises UsageError for an invalid limit of this network."""
+    """Returns the limits in the YAML file in the paper's MB; raises UsageError if one is invalid for this network."""
     if network not in PAPER:
         raise cli.UsageError(f"figure.network: {network!r} is not in Table I ({', '.join(PAPER)})")
     most = PAPER[network]["load"]

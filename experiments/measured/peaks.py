@@ -153,7 +153,12 @@ def _error(nbytes: int | None, point: Point) -> float | None:
 
 
 def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns mean |error|, number of errors, wrong verdicts and number of verdicts by estimator, ours first."""
+    """Returns statistics per estimator, ours first.
+
+    Returns:
+        Per estimator, its mean absolute relative error ("error"), the number of errors ("of"), the number of wrong
+        verdicts ("wrong") and the number of verdicts ("verdicts").
+    """
     out = {}
     for name in ("ours", *ESTIMATORS):
         key = "error" if name == "ours" else f"{name}_error"

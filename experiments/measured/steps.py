@@ -255,7 +255,10 @@ def of_trace(trace: Trace) -> list[Beside]:
 
 
 def of_profile(measured: MeasuredStep) -> list[Beside]:
-    """Compares each kernel of a profile with the model; skips operators unknown to this PyTorch."""
+    """Compares the time of each profiled kernel with the prediction of the kernel-time model.
+
+    Skips operators that this version of PyTorch does not have.
+    """
     machine = Machine.load(measured.machine)
     said, old = modelled(measured, machine), one_roofline(machine)
     found = []

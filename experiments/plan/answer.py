@@ -97,20 +97,22 @@ class Answer:
     """Result of ``experiments.plan``.
 
     Attributes:
-        page: report under the recommended plan, else of the unplanned step.
-        before, after: timelines of the step without a plan, and under the recommended one (None without one).
-        families: in the order of the table; empty if planning is not needed or not possible.
-        best: recommended plan; None: the step fits without a plan, or no plan was found.
-        least_bytes: certified lower bound of the feasible limits. reached_bytes: smallest limit with a plan.
-        floor: certified lower bound of the overhead; None: unknown.
-        seconds: total wall-clock time. budget: planning time.
-        card: parts of the device memory without a plan; None: unknown.
-        memory: device memory in bytes, of which ``limit`` is left for tensors; None: the limit is a peak fraction.
-        spread: overhead of the recommended plan under perturbed times; None: no plan, or unknown.
-        host: host memory in bytes with which a plan exists; None: host memory is not the bottleneck.
-        slowest: heads and rows of the table of the slowest kernels.
+        page: report of the recommended plan, or of the unplanned step if no plan is recommended.
+        before, after: timelines without a plan, and under the recommended plan (None if no plan is recommended).
+        families: rows of the table, one per planner family; empty if planning is not needed or not possible.
+        best: recommended plan; None if the step fits without a plan or no plan was found.
+        least_bytes: certified lower bound of the feasible limits.
+        reached_bytes: smallest limit for which a plan was found.
+        floor: certified lower bound of the overhead; None if unknown.
+        seconds: total wall-clock time.
+        budget: planning time in seconds.
+        card: breakdown of device memory without a plan; None if unknown.
+        memory: device memory in bytes, of which ``limit`` is left for tensors; None if the limit is a peak fraction.
+        spread: overhead of the recommended plan under perturbed kernel times; None if unknown or without a plan.
+        host: host memory in bytes with which a plan exists; None if host memory is not the bottleneck.
+        slowest: headers and rows of the table of the slowest kernels.
         run_it: Python code that trains under the recommended plan.
-        checkpoints: equivalent of the recommended plan in plain PyTorch; None: no equivalent.
+        checkpoints: equivalent of the recommended plan in plain PyTorch; None if it has no equivalent.
     """
 
     program: Program
@@ -138,7 +140,7 @@ class Answer:
 
     @cached_property
     def size(self) -> Unit:
-        """Unit of all sizes on the page, with enough digits to distinguish compared values."""
+        """Size unit used on the page, with enough digits to distinguish the compared values."""
         need, there = self.compared
         apart = [(need, there), (self.limit, self.reached_bytes or self.least_bytes)]
         return Unit.of(need, there, self.program.peak_bytes, apart=apart)
@@ -150,7 +152,7 @@ class Answer:
 
     @property
     def compared(self) -> tuple[int, int]:
-        """Required and available bytes: of the device or, without device memory, of tensors only."""
+        """Required and available bytes, of the device or, if ``memory`` is None, of tensors only."""
         if self.card is None or self.memory is None:
             return self.program.peak_bytes, self.limit
         return self.card.nbytes, self.memory

@@ -23,12 +23,12 @@ PART = 32  # relative precision 1 / PART of the largest batch with a plan
 
 
 class BatchError(ValueError):
-    """The batch of a step cannot be changed; the message is the reason, one sentence."""
+    """Raised if the batch size of a step cannot be changed; the message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Step at any batch, interpolated from captures at two.
+    """Step at any batch size, interpolated from captures at two batch sizes.
 
     Raises:
         BatchError: the kernels of the two captures differ in more than sizes and durations.
@@ -45,7 +45,7 @@ class Batches:
             raise BatchError(f"the step's kernels differ between batch {self.own} and {self.other}")
 
     def at(self, batch: int) -> Program:
-        """Returns the step at a batch."""
+        """Returns the step at a batch size."""
 
         size = partial(self._size, batch)
         tensors = tuple(
@@ -60,12 +60,12 @@ class Batches:
         return Program(self.program.name, tensors, kernels)
 
     def peak_bytes(self, batch: int) -> int:
-        """Returns the peak at a batch, without a plan."""
+        """Returns the peak in bytes at a batch size, without a plan."""
         small, large = self._live
         return int(np.ceil(small + (large - small) * ((batch - self.own) / (self.other - self.own))).max())
 
     def tensors(self, limit: int, batch: int) -> int:
-        """Returns the bytes left for tensors, of ``limit``, at a batch."""
+        """Returns the bytes of ``limit`` that are left for tensors at a batch size."""
         return max(limit - self._size(batch, *self.beside), 0)
 
     def _size(self, batch: int, small: int, large: int) -> int:

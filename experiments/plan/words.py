@@ -22,7 +22,7 @@ DEAR = 1.0  # overhead above which a smaller batch is suggested, too
 
 
 def verdict(a: Answer) -> str:
-    """Returns the answer in a sentence or two."""
+    """Summarizes the answer in one or two sentences."""
     (need, there), size = a.compared, a.size
     what = "the peak is" if a.card is None or a.memory is None else "the estimated device memory is"
     if a.fits:
@@ -197,7 +197,7 @@ def batches(a: Answer) -> list[str]:
 
 
 def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
-    """Returns heads and cells of the table of methods; the last cell marks the recommended one."""
+    """Returns headers and cells of the table of methods; the last cell of a row marks the recommended method."""
     heads = ["methods", "best method", "overhead", "swapped", "recomputed", "peak", "plan time", ""]
     cells, size = [], a.size
     for best in a.families:
@@ -227,7 +227,7 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
 
 
 def ranged(spread: Spread | None) -> str:
-    """Returns the range in parentheses for a sentence; "" if unknown."""
+    """Formats the range in parentheses, to be appended to a sentence; returns "" if the range is unknown."""
     if spread is None:
         return ""
     return f" ({_percent(spread.least)} to {_percent(spread.most)} within the error of the kernel times)"
@@ -252,7 +252,7 @@ def _percent(part: float) -> str:
 
 
 def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
-    """Returns heads and rows of the table of the slowest kernels; equal kernels share a row."""
+    """Returns headers and rows of the table of the slowest kernels; equal kernels share a row."""
     program, origins, types = step.program, step.origins, step.types
     groups: dict[tuple[object, ...], list[int]] = {}
     for k, kernel in enumerate(program.kernels):

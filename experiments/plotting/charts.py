@@ -262,7 +262,7 @@ def pairs(
 
 def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], across: bool = False, thick: float = 0.8,
            hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
-    """Returns bars side by side at 0, 1, …; each of ``series`` is a label, a colour, values and texts."""
+    """Returns grouped bars at positions 0, 1, …; an entry of ``series`` is (label, color, values, texts)."""
     one = thick / len(series)
     return [
         Bars([n + (i - (len(series) - 1) / 2) * one for n in range(len(values))], values, colour, label, 0.92 * one,

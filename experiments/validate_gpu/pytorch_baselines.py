@@ -297,7 +297,7 @@ def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Ours:
-    """Planned steps on the measured profile: tries saved plans first, then plans for lower limits."""
+    """Runs planned steps on the measured profile: tries the saved plans first, then plans for lower limits."""
 
     def __init__(self, name: str, device: str, machine: Machine, ready: Ready | None = None):
         self.name, self.device, self.machine, self.ready = name, device, machine, ready

@@ -83,7 +83,7 @@ def capped(nbytes: float, device: str, graph: bool) -> Iterator[Callable[[bool],
 
 
 def profiled_as(case: Case, network: Network, machine: Machine) -> Captured:
-    """Captures the network's step with the profiled program; raises CaptureError if the captured step differs."""
+    """Captures the network's step and returns it with the profiled program; raises CaptureError if they differ."""
     captured = network.captured(machine)
     if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
         raise CaptureError(f"{case.workload}: the captured step differs from the profiled one; profile it on this host")

@@ -48,7 +48,7 @@ class KMeans(nn.Module):
 
 
 def loss(total: Tensor, squares: Tensor) -> Tensor:
-    """Returns the sum of squared distances; ``squares`` is the constant sum of all |p|²."""
+    """Returns the sum of squared distances to the centroids; ``squares`` is the precomputed constant Σ|p|²."""
     return total + squares
 
 

@@ -239,7 +239,7 @@ class Engine:
                 _NO_LOG)  # fmt: skip
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
-        """Returns ``score`` of each plan; uses all cores for many plans."""
+        """Returns the ``Score`` of each plan; uses all cores for many plans."""
         if not plans:
             return []
         found = self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
@@ -308,12 +308,12 @@ class Engine:
         return int(host_load(self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)))
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
-        """Returns the kernels under the plan, and the number of recomputed kernels (None for swaps only).
+        """Returns the kernels under the plan and the number of recomputed kernels (None for swap-only plans).
 
-        The rest is in ``work``.
+        Stores further results in ``work``.
 
         Raises:
-            PlanError: A recomputed kernel would not find an input with the content that it read.
+            PlanError: A recomputed kernel would not find an input with its original content.
         """
         work.make_room(len(rows))
         kinds = rows[:, KIND]
@@ -447,7 +447,7 @@ def cores() -> int:
 
 
 def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
-    """Calls the first function here and the others on threads, and waits for all."""
+    """Calls the first function on this thread and the others on worker threads; waits for all."""
     others = [_threads(os.getpid()).submit(run) for run in runs[1:]]
     runs[0]()
     for other in others:

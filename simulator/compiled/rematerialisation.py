@@ -97,7 +97,7 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
 
 @stage
 def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark):
-    """Marks the dropped tensors that stay with ``keep``: those that the chain writes completely."""
+    """Marks the dropped tensors that ``keep`` makes resident: the chain repeats all their writes before kernel k."""
     for i in range(n_order):
         w = order[i]
         for j in range(results_at[w], results_at[w + 1]):
@@ -115,7 +115,7 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
     """Writes the steps of a chain; its kept tensors become resident.
 
     Returns:
-        The bytes that the chain adds at most, and in the end; its duration in ns.
+        The most bytes that the chain adds at any time, the bytes that it adds at its end, and its duration in ns.
     """
     away, holds, stays, used_last = by_tensor[AWAY], by_tensor[HOLDS], by_tensor[STAYS], by_tensor[USED_LAST]
     most = stay = lasts = 0

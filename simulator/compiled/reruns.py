@@ -53,8 +53,8 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
     before its gap ends.
 
     Args:
-        away: int64 (tensors,), filled with -1; receives the row that has a tensor on the host at the end.
-        allocated, freed: int64 (n + n_steps,) of zeros, filled.
+        away: int64 (tensors,), initially -1. Filled with the row that leaves the tensor on the host at the end.
+        allocated, freed: int64 (n + n_steps,), initially zero. Filled with bytes.
 
     Returns:
         Whether every recomputed step finds its inputs.

@@ -255,7 +255,7 @@ def _queue(arrives: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _copies(machine: Machine, nbytes: Choices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the ns of the copies of each size to the host and back."""
+    """Returns the durations in ns of the copy to the host and of the copy back, per size."""
     sizes, which = np.unique(nbytes, return_inverse=True)
     out, back = (np.array([copy(int(s)) for s in sizes], np.float64) for copy in (machine.d2h_ns, machine.h2d_ns))
     return out[which], back[which]

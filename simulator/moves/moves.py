@@ -73,7 +73,7 @@ class Moves:
 
     @property
     def on(self) -> NDArray[np.bool_]:
-        """Gaps that the plan empties, bool (gaps,)."""
+        """Gaps in which the plan evicts the tensor, bool (gaps,)."""
         return self._now.on
 
     @property
@@ -130,7 +130,7 @@ class Moves:
 
 
 def since_write(program: Program, gap: Gap) -> int:
-    """Returns the kernels from the last write of a gap's tensor to the gap, bounded by the gap's own end."""
+    """Returns the number of kernels from the last write of a gap's tensor, or the gap's previous end, to the gap."""
     n, t = len(program.kernels), gap.tensor
     back = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]
     return min([*back, (gap.after - gap.before) % n])

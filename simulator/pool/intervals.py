@@ -59,7 +59,9 @@ class Intervals:
         return Intervals(self.lower, self.upper, -(-self.nbytes // alignment) * alignment, self.period)
 
     def above_always(self) -> tuple[Intervals, Ints, Ints, int]:
-        """Places permanent blocks at the bottom: they meet every other block, so no packing gets worse.
+        """Places permanent blocks at the bottom of memory.
+
+        This makes no packing worse, since they overlap in time with every other block.
 
         Returns:
             The m temporary blocks of nonzero size; int64[m], their indices; int64[n], offsets of the permanent blocks

@@ -1,4 +1,4 @@
-"""Feasibility of a plan with addresses: a step needs the footprint of its packed blocks, not the sum of their bytes."""
+"""Checks plans with assigned addresses: a step needs the footprint of its packed blocks, not the sum of their sizes."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _repeating(symbols: Ints) -> tuple[Ints, Ints]:
 
 
 def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
-    """Returns the same ranges, restricted to those in which ``at`` is not in the last period."""
+    """Returns, per period p, the longest range [begin, end) that repeats with p and contains [at, at + p)."""
     n = len(symbols)
     p = np.arange(1, n // 2 + 1)
     back = symbols[::-1]

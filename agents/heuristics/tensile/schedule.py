@@ -55,7 +55,7 @@ class Channel:
         return duration / self.period if self.period else 0.0
 
     def has(self, duration: int, free: float) -> bool:
-        """Returns whether another transfer keeps the load at or below ``free``."""
+        """Returns whether the load stays at or below ``free`` with another transfer."""
         return self.load + self.share(duration) <= free
 
     def _busy(self, earliest: int, latest: int) -> Iterator[tuple[int, int]]:
@@ -138,7 +138,7 @@ class Schedule:
         return self.program.tensors[gap.tensor].nbytes
 
     def swap(self, gap: Gap, free: float = 1.0) -> bool:
-        """Schedules both transfers of a gap around the peak (scheduling_swap); returns False without free regions.
+        """Schedules both transfers of a gap around the peak (scheduling_swap); returns False if no region is free.
 
         Args:
             free: maximum load of the channel by this job.
@@ -162,10 +162,10 @@ class Schedule:
         return True
 
     def _written(self, gap: Gap) -> int:
-        """Returns the time from which a tensor may be copied.
+        """Returns the earliest time in ns at which the gap's tensor may be copied to the host.
 
-        That is the end of its last write (OTA, section 4.1), or of the use that opens the gap if another swap comes
-        between.
+        This is the end of its last write (OTA, section 4.1). If the tensor is swapped in between that write and the
+        gap, it is the end of the use that opens the gap.
         """
         away = {g.before for g in self.scheduled if g.tensor == gap.tensor}
         times = []
@@ -180,7 +180,7 @@ class Schedule:
 
         Args:
             issued: the position after which the copy to the host is issued.
-            gone: the time at which the tensor has left.
+            gone: the time in ns at which the copy to the host ends.
         """
         after = max(gap.after, issued)
         nbytes, before = self.nbytes(gap), self._position(gap.before, gap)

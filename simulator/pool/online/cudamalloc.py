@@ -17,7 +17,7 @@ from simulator.pool.online.freelist import events
 
 
 def pack(intervals: Intervals) -> Packing:
-    """Returns virtual offsets for blocks on a line; raises ValueError if time repeats."""
+    """Assigns each block a virtual offset of its own; raises ValueError unless ``period`` is NEVER."""
     order = events(intervals)
     mallocs = order[order >= 0]
     offsets = np.zeros(len(intervals), np.int64)
