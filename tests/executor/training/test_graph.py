@@ -156,7 +156,8 @@ def test_nothing_moves_at_the_boundary(double):
     blocks, start = step.state.blocks, step.order.start
     for t, block in blocks.blocks.items():
         evicted = start.get(t) == "host"
-        assert not block.persistent or (block.place is (Place.HOST if evicted else Place.DEVICE) and block.shown is evicted)
+        place = Place.HOST if evicted else Place.DEVICE
+        assert not block.persistent or (block.place is place and block.shown is evicted)
     moves = Counter(kind for item in step.order.items for kind, _ in item.before + item.after)
     copies = [entry[2] for entry in double.graphs[-1].log if entry[0] is Tensor.copy_]
     out = sum(target.at < BASE for target, _ in copies)
