@@ -32,7 +32,7 @@ class Tracker:
         pass
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs values at a step; drops those that are not finite."""
+        """Logs the finite values of a step."""
         self.log(step, {key: float(value) for key, value in values.items() if math.isfinite(value)})
 
     def log(self, step: int, values: dict[str, float]) -> None:

@@ -9,12 +9,12 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure
+from experiments.figures.smartpool_loads import ZERO
 from experiments.figures.tensile import smallest
 from experiments.plotting.charts import Axis, Chart, Line, Panel, Rule
 from simulator import simulate
 from simulator.machine import Machine
 
-FREE = 0.0005  # overheads up to this print as 0.0 %
 CLAIM = 0.335  # fraction of an MLP's peak saved without extra time, section 4.1
 VGG = 0.2241  # Table 1
 NETWORKS = ("vgg16_imagenet", "mlp")
@@ -54,7 +54,7 @@ class Speed(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         found = [facts(row) for row in rows]
         vgg, mlp = ([one for one in found if one["network"] == name] for name in NETWORKS)
-        free = [one for one in mlp if one["overhead"] <= FREE]
+        free = [one for one in mlp if one["overhead"] <= ZERO]
         enough = [one["factor"] for one in free if one["alone"] >= CLAIM]
         return {
             "lines": found, "claim": CLAIM, "enough": min(enough, default=None),
