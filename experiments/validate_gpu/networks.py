@@ -34,9 +34,11 @@ class Network:
     batch: tuple[Tensor, Tensor]
     blocks: tuple[nn.Module, ...]
 
-    def captured(self, machine: Machine) -> Captured:
+    def captured(self, machine: Machine, check: bool = True) -> Captured:
         """Returns the captured step with durations for ``machine``; raises CaptureError."""
-        return capture(self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name)
+        return capture(
+            self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name, check=check
+        )
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """Runs one eager training step, with ``forward`` instead of the model if given, and returns the loss."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import agents
-from executor import PlannedStep, StepError, open_backend, replay
+from executor import CaptureError, PlannedStep, StepError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import Cache, Profile, measure, with_profile
 from executor.memory.engines import line
@@ -258,7 +258,11 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         held = torch.cuda.memory_allocated() if device == "cuda" else 0
         capturable = graph and reads_numbers(name)
         network = build(name, device, capturable=capturable)
-        captured = network.captured(machine)
+        try:
+            captured = network.captured(machine, check=not profiles)
+        except CaptureError as error:
+            probe.failed(f"{name}: comparison with the eager step", line(error))
+            captured = network.captured(machine, check=False)
         if capturable not in profiles:
             cache: Cache = "step" if device == "cuda" else "hot"
             profiles[capturable] = measure(captured, device, machine.name, 3, cache=cache)
@@ -273,6 +277,14 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             try:
                 with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
                     found = beside_eager(step, network.batch, eager, STEPS[device], device, held)
+                    if graph and device == "cuda":
+                        saved = probe.out / f"{name}-{fraction}"
+                        program.save(f"{saved}-program.json.gz")
+                        plan.save(f"{saved}-plan.json")
+                        try:
+                            save_trace(Path(f"{saved}-trace.json.gz"), lambda: step(*network.batch))
+                        except Exception as error:  # the measurement is complete without it
+                            probe.failed(f"trace of {what}", line(error))
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
@@ -285,6 +297,25 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         probe.failed(what, "; ".join(reasons))
     except Exception as error:  # continue with the next row
         probe.failed(what, line(error))
+
+
+def save_trace(file: Path, step: Callable[[], Any]) -> None:
+    """Saves the kernels and copies of three steps, as PyTorch's profiler sees them.
+
+    Each entry is (begin in us, duration in us, stream, category, name, bytes).
+    """
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    raw = file.with_name("chrome-trace.json")
+    profiler.export_chrome_trace(str(raw))
+    events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
+              for e in json.loads(raw.read_text())["traceEvents"]
+              if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
+    raw.unlink()
+    write_json(file, sorted(events, key=lambda event: float(event[0])))
 
 
 def rivals(probe: Probe) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from executor import CaptureError, PlannedStep, StepError, capture_step, fit
 from executor.capture.effects import Effects
 from executor.capture.reach import Owner
-from executor.training.check import CheckNotRun
+from executor.training.check import CheckNotRun, same_but_for_order
 from simulator import Plan
 from tests.executor.networks import sgd
 from tests.executor.training.programs import Loop, Twins, own, same, under_every_plan
@@ -229,3 +229,44 @@ def test_a_number_of_the_batch_decides_what_a_step_does() -> None:
         StepError, match=r"a number of the batch, on which the step depends .* was False .* is True now"
     ):
         PlannedStep(one, Plan.of(one.program, (), "", one.program.peak_bytes, ""))(positive, y)
+
+
+def test_only_kernels_that_do_not_repeat_themselves_may_differ() -> None:
+    a = torch.tensor([1.0, 2.0])
+    order, far = a + 2e-7, a + 0.1
+    assert same_but_for_order(a, order, a + 1e-6)
+    assert same_but_for_order(a, a + 3e-3, a - 1e-3)
+    assert not same_but_for_order(a, order, a)
+    assert not same_but_for_order(a, far, order)
+    assert not same_but_for_order(a, order.double().view(2, 1), order)
+
+
+class _Sampled(nn.Module):
+    """Samples one pixel many times; the backward kernel on CUDA adds in another order each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Parameter(torch.randn(1, 4, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.grid_sample(self.image, x, align_corners=True).mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_whose_kernels_do_not_repeat_themselves_is_captured(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    model = _Sampled().to(device)
+    optimizer = sgd(model)
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    grid = torch.rand(1, 512, 512, 2, device=device) * 0.01
+    captured = capture_step(step, grid)
+    with PlannedStep(captured, Plan.of(captured.program, (), "", captured.program.peak_bytes, "")) as planned:
+        assert torch.isfinite(planned(grid))
