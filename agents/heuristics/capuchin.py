@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.heuristics.capuchin_layers import by_layer
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
@@ -31,6 +32,7 @@ from simulator.program import Program
 from simulator.residency import present, reruns
 from simulator.timeline import Timeline
 
+POLICIES = ("tensors", "layers")
 STEP = 0.05  # fraction of the swap-in time by which a late trigger moves earlier
 
 
@@ -41,6 +43,7 @@ class Capuchin(RowsPlanner):
     Args:
         mode: swap, recompute or joint (the hybrid policy).
         rounds: simulated iterations of feedback, at least 1.
+        policy: "tensors": ASPLOS 2020; "layers": as HOME's authors describe it (capuchin_layers.py), without feedback.
     """
 
     facts = PlannerInfo(
@@ -50,9 +53,15 @@ class Capuchin(RowsPlanner):
 
     mode: str = one_of(MODES, "joint")
     rounds: int = at_least(1, 50)
+    policy: str = one_of(POLICIES, "tensors")
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the policy maker's decisions after feedback; raises Infeasible if they cannot reach the limit."""
+        if self.policy == "layers":
+            rows, (over, _) = by_layer(engine, self.mode, self.min_bytes)
+            if over:
+                raise self.beyond_reach(engine, None)
+            return rows
         policy = Policy(engine.program, engine.machine, engine, self.mode, self.min_bytes)
         if not policy.decide():
             raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
