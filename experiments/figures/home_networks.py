@@ -17,7 +17,9 @@ from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.plan.max_batch import Batches
+from experiments.plotting.palette import CAPUCHIN_LAYERS, Look, look
 from simulator.compiled.engine import simulate
+from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap
 from simulator.program import Program
@@ -46,19 +48,25 @@ NETWORKS = {
     "resnet18_cifar": Paper("ResNet", (1255, 2014, 2576), (2285, 2179, 2519), 10, 0.6),
     "inception_v3_cifar": Paper("InceptionV3", (125, 345, 365), (257, 240, 280), 350, 21.8),
 }
-TABLE2 = ("PyTorch", "Capuchin", "HOME")
+ASPLOS = "Capuchin (ASPLOS)"
+TABLE2 = {"PyTorch": 0, "Capuchin": 1, ASPLOS: 1, "HOME": 2}  # and columns of ``Paper``
 # As HOME's authors describe them (section 4.1): vDNN and SuperNeurons apply fixed rules, whether or not memory is
-# short. The first planner that fits is used.
+# short, and Capuchin decides layer by layer; ASPLOS is Capuchin by its own paper. The first planner that fits is used.
 METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "PyTorch": (("none", {}),),
     "vDNN": (("vdnn_conv", {}), ("vdnn_all", {})),
     "SuperNeurons": (("superneurons", {"always": True}),),
-    "Capuchin": (("capuchin", {}),),
+    "Capuchin": (("capuchin", {"policy": "layers"}),),
+    ASPLOS: (("capuchin", {}),),
     "HOME": (("home", {"jobs": 1}),),
 }
+LOOKS = {method: look(planners[0][0])._replace(label=method) for method, planners in METHODS.items()}
+LOOKS["Capuchin"] = Look("Capuchin", CAPUCHIN_LAYERS, "D")
+DASHES = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--", ASPLOS: (0, (6, 2))}
 SEARCH = ("particles", "iterations")  # HOME's options
 CAPTURED = (64, 128)  # batch sizes; others are interpolated or extrapolated
 MOST = 100_000  # batch size
+_modeled_ns: dict[tuple[str, str], int] = {}  # kernels at the paper's largest batch, by network and machine
 
 
 def share(settings: DictConfig) -> float:
@@ -153,6 +161,18 @@ def _numbers(program: Program) -> list[int]:
 def program(network: str, machine: Machine, batch: int) -> Program:
     """Captures a network of the paper at a batch size."""
     return figures.program(network, machine, batch_size=batch, algorithms=False)
+
+
+def modeled(network: str, machine: Machine, batch: int) -> Program:
+    """Captures a network at a batch size, with the kernel-time model's durations times one factor per network.
+
+    At the paper's largest batch of PyTorch, the throughput is the paper's.
+    """
+    paper, found, key = NETWORKS[network], program(network, machine, batch), (network, machine.name)
+    if key not in _modeled_ns:
+        _modeled_ns[key] = program(network, machine, paper.batch[0]).ideal_ns
+    factor = paper.batch[0] / paper.throughput[0] * 1e9 / _modeled_ns[key]
+    return found.with_durations(scaled([k.duration_ns for k in found.kernels], round(found.ideal_ns * factor)))
 
 
 @lru_cache(maxsize=1)  # a process runs the tasks of one network consecutively

@@ -112,19 +112,29 @@ class Bars:
     texts: Sequence[str] = ()
     inside: bool = False
     shade: float = 1.0
+    hatch: str = ""
 
     def draw(self, axes: Axes) -> None:
         """Draws the bars with their texts."""
         values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
         make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
         make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
-             edgecolor=self.colour, linewidth=1.0 if self.hollow else 0.0, label=self.label or None,
-             zorder=2, alpha=self.shade, **{start: base})  # fmt: skip
+             edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0,
+             label=self.label or None, zorder=2, alpha=self.shade, hatch=self.hatch, **{start: base})  # fmt: skip
         for at, value, low, text in zip(self.at, np.nan_to_num(values), base, self.texts, strict=False):
             end = low + (value / 2 if self.inside else value)
             where = (end, at) if self.across else (at, end)
             if self.inside:
-                axes.annotate(text, where, ha="center", va="center", fontsize=9.5, color="white", zorder=4)
+                axes.annotate(
+                    text,
+                    where,
+                    ha="center",
+                    va="center",
+                    fontsize=9.5,
+                    color="white",
+                    zorder=4,
+                    bbox={"color": self.colour, "pad": 1.5} if self.hatch and text else None,
+                )
             else:
                 _say(axes, *where, text, "right" if self.across else "above", INK)
 

@@ -108,6 +108,7 @@ TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0
 LAYERS = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "other": "#d9d9d9"}  # SuperNeurons'
 # Parts of an iteration.
 PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
+CAPUCHIN_LAYERS = "#1f5fa8"  # Capuchin as HOME describes it
 SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # HOME's particles
 CAPACITY_OF = {  # methods of SuperNeurons' Tables 4 and 5
     "own": "#c9c9c9", "none": "#6b6b6b", "superneurons_joins": "#238b45",

@@ -43,6 +43,7 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("smartpool_optimality", {"leave": [1]}, "figure.leave"),
         ("home_table2", {"networks": ["vgg19"]}, "'vgg19'"),
         ("home_table2", {"resolution": 1}, "figure.resolution"),
+        ("home_table2", {"slower": 0}, "slower"),
         ("home_fig6", {"shares": [0]}, "figure.shares"),
         ("home_fig7", {"batches": {"vgg16": 1}}, "figure.batches.vgg16"),
         ("home_table3", {"share": 0.5}, "figure.share"),
