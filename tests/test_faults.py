@@ -57,7 +57,7 @@ def test_a_terminal_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> No
     print("1 µs – 2")
     print("nothing", file=sys.stderr)
     out.flush()
-    assert out.buffer.getvalue() == b"1 ?s ? 2\n"  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"1 ?s ? 2\n"
 
 
 def test_what_killed_writes_left_goes_with_a_later_one(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ class Numbers:
             assert mode is not None
             proxy = mode.tracer.create_proxy("call_function", option, (), {})
             track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
-            self._known[where] = option, symbol, number, proxy  # type: ignore[assignment]
+            self._known[where] = option, symbol, number, proxy
         return self._known[where][2]
 
     def close(self, read: set[Any]) -> None:

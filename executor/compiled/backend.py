@@ -321,7 +321,7 @@ class Partitioner(CustomPartitionerFn):
     def _look(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
         begin = time.process_time()
         first = launches_of(forward, False)
-        names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+        names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]
         strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
         donated = nobody_elses(forward, backward, outputs)
         joint = Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)

@@ -17,13 +17,13 @@ def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Pro
     """
     n = len(layers)
     tensors = [Tensor("x", 1, "input", True)] + [Tensor(kind, size) for kind, size in layers]
-    kernels = [Kernel(kind, kind, "forward", (i,), (i + 1,), 10) for i, (kind, _) in enumerate(layers)]  # type: ignore[arg-type]
+    kernels = [Kernel(kind, kind, "forward", (i,), (i + 1,), 10) for i, (kind, _) in enumerate(layers)]
     for i in reversed(range(n)):
         gradient = (len(tensors) - 1,) if i < n - 1 else ()
         tensors.append(Tensor(f"gradient{i}", tensors[i].nbytes if large_gradients else 1, "gradient"))
         kind = layers[i][0]
         reads = (i, i + 1, *gradient)
-        kernels.append(Kernel(f"{kind}_backward", kind, "backward", reads, (len(tensors) - 1,), 10))  # type: ignore[arg-type]
+        kernels.append(Kernel(f"{kind}_backward", kind, "backward", reads, (len(tensors) - 1,), 10))
     return Program("network", tuple(tensors), tuple(kernels))
 
 

@@ -63,7 +63,7 @@ def test_compiled_ranking_equals_the_network(
 
     def spy(self: EditNet, graph: EditGraph, *state: Any) -> tuple[Tensor, Tensor]:
         seen.append(tuple(x.clone() for x in state[:3]))
-        return encode(self, graph, *state)  # type: ignore[no-any-return]
+        return encode(self, graph, *state)
 
     monkeypatch.setattr(EditNet, "encode", spy)
     walk = EditWalk(task, 1, net, 0, neighbours=24, column=column)
@@ -140,7 +140,7 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
     rewards = rng.normal(size=shape).astype(np.float32)  # rewards of untried edits must be ignored
     seen = [Observed(*(np.full((walkers, 1), t) for _ in range(4))) for t in range(length + 1)]
     args = replace(SMALL, n_step=n, gamma=gamma, batch_size=16)
-    rollout = Rollout(None, seen, np.zeros(shape, np.int64), rewards, rewards, counts, ends, args)  # type: ignore[arg-type]
+    rollout = Rollout(None, seen, np.zeros(shape, np.int64), rewards, rewards, counts, ends, args)
     for t, w, k in np.ndindex(passes, walkers, tries):
         assert rollout.tried[t, w, k] == (k < counts[t, w])
         if k >= counts[t, w]:
@@ -283,7 +283,7 @@ BOTH = pytest.mark.parametrize("small", [SMALL, test_dqn_paper.SMALL], ids=["dqn
 
 def trainer(config: Config, limit: int = LIMIT, seed: int = 0) -> Trainer:
     kind = FineTuning if isinstance(config, Args) else PaperTrainer
-    return kind(PROGRAM, MACHINE, limit, config, seed)  # type: ignore[arg-type]
+    return kind(PROGRAM, MACHINE, limit, config, seed)
 
 
 @BOTH
@@ -291,7 +291,7 @@ def test_finds_the_optimum_of_a_small_task(small: Config) -> None:
     result = train(trainer(small))
     plans = [result.best]
     if isinstance(small, Args):
-        plans.append(result.greedy)  # type: ignore[arg-type]
+        plans.append(result.greedy)
     for plan in plans:
         found = simulate(PROGRAM, plan, MACHINE, LIMIT).iteration_ns
         assert found <= enumeration.shortest_ns(PROGRAM, MACHINE, LIMIT, "swap")

@@ -221,7 +221,7 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_joins_go_to_the_host_on_request() -> None:
     kinds = ["conv", "elementwise", "copy", "norm"]
-    kernels = [Kernel(k, k, "forward", (i,), (i + 1,), 10) for i, k in enumerate(kinds)]  # type: ignore[arg-type]
+    kernels = [Kernel(k, k, "forward", (i,), (i + 1,), 10) for i, k in enumerate(kinds)]
     kernels += [Kernel("b", "conv", "backward", (4 - i,), (5 + i,), 10) for i in range(4)]
     tensors = (Tensor("x", 10, "input", True), *(Tensor(f"t{i}", 10) for i in range(8)))
     program = Program("joins", tensors, tuple(kernels))
