@@ -76,52 +76,6 @@ def test_the_pause_between_nodes_is_taken_off_in_advance_and_waits_stay_visible(
     assert late.iteration_ns == 170 + 40  # the swap-out takes twice as long
 
 
-def test_an_early_copy_by_hand():
-    """The swap-out of a1 runs from f1's end (10 to 50) during f2; f4 reuses its memory and waits for both to end.
-
-    f2 precedes f4 on the same stream, so only the swap-out needs a wait.
-    """
-    plan = Plan((Swap(A1, 1, 6, copy=0),))
-    measured = replay(PROGRAM, plan, BYTES, LIMIT, HostBackend(BYTES))
-    assert measured.iteration_ns == measured.predicted_ns == 160  # 10 less than with a copy at 20
-    order = circle(PROGRAM, plan, BYTES, LIMIT)
-    assert names(order.jobs) == {
-        ("swap_out", A1): {(0, "kernel", 0)},
-        ("kernel", 3): {(0, "swap_out", A1)},
-        ("swap_in", A1): {(0, "swap_out", A1), (0, "kernel", 4)},
-        ("kernel", 6): {(0, "swap_in", A1)},
-    }
-    first, _ = (stay for stay in order.stays if stay.block.owner == A1)
-    assert {(later, *order.jobs[j].span[3:]) for later, j in first.ends} == {(0, "kernel", 1), (0, "swap_out", A1)}
-
-
-def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
-    """The copy of a1 completes at 50, but its gap opens at b4's end, at 60."""
-    plan = Plan((Swap(A1, 4, 6, copy=0),))
-    measured = replay(PROGRAM, plan, BYTES, 180, HostBackend(BYTES), iterations=2, warmup=1)
-    left = [e.time_ns for e in measured.timeline.events if e.owner == A1 and e.nbytes < 0]
-    over = [s.end_ns for s in measured.timeline.spans if s.kind == "kernel" and s.index == 4]
-    assert left[::2] == over and len(left) == 4
-
-
-@pytest.mark.parametrize(
-    ("plan", "again"),
-    [
-        (RECOMPUTE_PLAN, [(0, 6)]),
-        (Plan((Recompute(A1, 1, 6, at=5),)), [(0, 5)]),
-        (Plan((Rerun(0, 5), Rerun(1, 5))), [(0, 5), (1, 5)]),
-        (Plan((Rerun(0, 4), Rerun(0, 6), Swap(A2, 2, 5, copy=1))), [(0, 4), (0, 6)]),
-    ],
-)
-def test_what_runs_again_by_hand(plan, again):
-    measured = replay(PROGRAM, plan, BYTES, 200, HostBackend(BYTES))
-    assert measured.iteration_ns == measured.predicted_ns
-    order = circle(PROGRAM, plan, BYTES, 200)
-    compute = [job.span for job in order.jobs if job.span.stream == "compute"]
-    following = [next(s.index for s in compute[i:] if s.kind == "kernel") for i in range(len(compute))]
-    assert [(s.index, k) for s, k in zip(compute, following, strict=True) if s.kind == "recompute"] == again
-
-
 def test_a_place_on_the_host_is_used_twice():
     """a1 (f2 to b2) and w (b1 to the next f1) share 40 host bytes, so a1's swap-out waits for w's swap-in."""
     plan = Plan((Swap(A1, 1, 6), Swap(W, 7, 0)))
