@@ -16,7 +16,6 @@ from envs.task import DEAD_END_REWARD
 from envs.tasks import FINGERPRINTS
 from simulator import FormatError, Machine, Program, Tensor, simulate
 from simulator.modes import least_residency
-from tests.envs.test_walk import RING
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
@@ -58,15 +57,6 @@ def test_what_is_shown_of_the_moment():
     env.step(0)
     env.step(2)
     assert (env.step(5)[0]["nodes"][:, 10] == 1).all()
-
-
-def test_the_copy_queue_is_shown():
-    """Swap-outs of v and w (test_walk.py) end at 20 of 50 ns; kernel 0 does not fit yet."""
-    env = envs.MemoryEnv(RING, MACHINE, 50, min_bytes=1, mode="swap")
-    first, _ = env.reset(seed=0)
-    assert not first["nodes"][:, 9:].any()
-    for node, queue in zip(np.flatnonzero(first["action_mask"]), (0, 20), strict=True):
-        assert (env.step(node)[0]["nodes"][:, 9] == np.float32(queue / 50)).all()
 
 
 @pytest.mark.parametrize("invalid", ["end", "ignore"])

@@ -30,18 +30,6 @@ RECOMPUTE = Recompute(A1, 1, 6)
 # ------------------------------------------------------------------------------------------ by hand
 
 
-def test_a_kernel_and_its_recomputation_use_the_variant(simulate):
-    plan = Plan((RECOMPUTE,), variants=((F1, 0),))
-    timeline = simulate(PROGRAM, plan, MACHINE, tiny.LIMIT)
-    # Without variants 120, plus 10 for recomputing f1 for b2; f1 is 6 ns faster both times.
-    assert timeline.iteration_ns == 130 - 6 - 6
-    assert (timeline.breakdown.compute_ns, timeline.breakdown.recompute_ns) == (114, 4)
-    # The ideal time is that of the program as given, so that the overhead may be negative.
-    assert timeline.ideal_ns == PROGRAM.ideal_ns == 120 and timeline.overhead == 118 / 120 - 1
-    assert timeline.required_bytes == 140  # b4: w a2 a3 a4 g4; recomputed f1: w a2 g3 a1 and 20 is 120
-    assert violations(timeline, PROGRAM, plan, MACHINE, tiny.LIMIT) == []
-
-
 def test_the_checker_knows_the_variants() -> None:
     plan = Plan((RECOMPUTE,), variants=((F1, 0),))
     timeline = simulate(PROGRAM, plan, MACHINE, tiny.LIMIT)
