@@ -126,7 +126,7 @@ class PlannedStep:
             timeline = timeline_of_graph(captured, plan, schedule, machine, self.limit)
         else:
             timeline = simulate(captured.program, plan, machine, self.limit, schedule=schedule)
-        self.order = order(schedule, timeline)
+        self.order = order(schedule, timeline, self.not_graph is None)
         self.state = compile_step(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes

@@ -277,8 +277,8 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             try:
                 with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
                     found = beside_eager(step, network.batch, eager, STEPS[device], device, held)
-                    if graph and device == "cuda":
-                        saved = probe.out / f"{name}-{fraction}"
+                    if device == "cuda":
+                        saved = probe.out / f"{name}-{fraction}{'' if graph else '-kernels'}"
                         program.save(f"{saved}-program.json.gz")
                         plan.save(f"{saved}-plan.json")
                         try:
