@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from executor.memory.addresses import Driver
+
 MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
 THREADS = 256
 SOURCE = """
@@ -43,56 +45,55 @@ class _Kernel(Structure):
                 ("context", c_void_p))  # fmt: skip
 
 
-def replace_memsets(graph: int) -> int:
+def replace_memsets(device: torch.device, graph: int) -> int:
     """Replaces a graph's memset nodes by kernel nodes, before it is instantiated.
 
     Args:
+        device: the graph's device.
         graph: ``torch.cuda.CUDAGraph(keep_graph=True).raw_cuda_graph()``.
 
     Returns:
-        Number of replaced nodes. Memsets of several rows, and nodes with edges other than plain dependencies, stay.
+        Number of replaced nodes; memsets of several rows stay.
 
     Raises:
-        RuntimeError: the CUDA driver reports an error.
+        MemoryError: the CUDA driver reports an error.
     """
-    replaced = 0
-    for node in _list("cuGraphGetNodes", graph):
-        kind = ctypes.c_int()
-        _call("cuGraphNodeGetType", c_void_p(node), byref(kind))
-        if kind.value != MEMSET:
+    driver, replaced = Driver(device), 0
+    for node in _list(driver, "cuGraphGetNodes", graph):
+        kind, memset = ctypes.c_int(), _Memset()
+        driver("cuGraphNodeGetType", c_void_p(node), byref(kind))
+        if kind.value == MEMSET:
+            driver("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
+        if kind.value != MEMSET or memset.height > 1:
             continue
-        memset = _Memset()
-        _call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
-        if memset.height > 1:
-            continue
-        before = _list("cuGraphNodeGetDependencies", node)
-        after = _list("cuGraphNodeGetDependentNodes", node)
-        new = c_void_p()
-        _call("cuGraphAddKernelNode_v2", byref(new), c_void_p(graph), _nodes(before), c_size_t(len(before)),
-              byref(_launch(memset)))  # fmt: skip
-        if after:
-            _call("cuGraphAddDependencies", c_void_p(graph), _nodes([new.value] * len(after)), _nodes(after),
-                  c_size_t(len(after)))  # fmt: skip
-        _call("cuGraphDestroyNode", c_void_p(node))
+        parents = _list(driver, "cuGraphNodeGetDependencies", node)
+        children = _list(driver, "cuGraphNodeGetDependentNodes", node)
+        new, launch = c_void_p(), _launch(memset, _fill(driver.index))
+        driver("cuGraphAddKernelNode_v2", byref(new), c_void_p(graph), _nodes(parents), c_size_t(len(parents)),
+               byref(launch))  # fmt: skip
+        driver("cuGraphAddDependencies", c_void_p(graph), _nodes([new.value] * len(children)), _nodes(children),
+               c_size_t(len(children)))  # fmt: skip
+        driver("cuGraphDestroyNode", c_void_p(node))
         replaced += 1
     return replaced
 
 
-def _launch(memset: _Memset) -> _Kernel:
+def _launch(memset: _Memset, function: int) -> _Kernel:
     """Returns the launch of ``fill`` that does the same as a memset; the driver copies its arguments at once."""
     arguments = c_uint64(memset.target), c_uint(memset.value), c_uint(memset.size), c_uint64(memset.width)
     addresses = (c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     blocks = min(max(-(-memset.width // THREADS), 1), 1024)
-    launch = _Kernel(_fill(), (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0,
+    launch = _Kernel(function, (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0,
                      cast(addresses, POINTER(c_void_p)))  # fmt: skip
     launch.kept = arguments, addresses  # type: ignore[attr-defined]
     return launch
 
 
 @cache
-def _fill() -> int:
-    """Compiles ``fill`` for the current device's context and returns its handle."""
-    kernel: Any = torch.cuda._compile_kernel(SOURCE, "fill")
+def _fill(index: int) -> int:
+    """Compiles ``fill`` for a device and returns its handle."""
+    with torch.cuda.device(index):
+        kernel: Any = torch.cuda._compile_kernel(SOURCE, "fill")
     _KERNELS.append(kernel)
     return int(kernel.func.value)
 
@@ -100,25 +101,15 @@ def _fill() -> int:
 _KERNELS: list[Any] = []  # keeps the modules loaded
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    if status := getattr(_driver(), name)(*arguments):
-        raise RuntimeError(f"{name} fails with CUDA error {status}")
-
-
 def _nodes(handles: Sequence[int | None]) -> Any:
     return (c_void_p * len(handles))(*handles)
 
 
-def _list(name: str, owner: int | c_void_p) -> list[int]:
-    """Returns the node handles that a function of the driver lists for a graph or node."""
-    handle, count = c_void_p(owner) if isinstance(owner, int) else owner, c_size_t()
-    _call(name, handle, None, byref(count))
+def _list(driver: Driver, name: str, owner: int) -> list[int]:
+    """Returns the nodes that a function of the driver lists for a graph or node."""
+    count = c_size_t()
+    driver(name, c_void_p(owner), None, byref(count))
     found = (c_void_p * count.value)()
     if count.value:
-        _call(name, handle, found, byref(count))
+        driver(name, c_void_p(owner), found, byref(count))
     return [int(x) for x in found]

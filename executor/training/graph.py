@@ -279,7 +279,7 @@ class _Pass:
                     issue(step, table, run)
                     self.outputs += [table[slot] for slot in step.calls.outputs]
             if requests is not None:
-                replace_memsets(self.graph.raw_cuda_graph())
+                replace_memsets(step.device, self.graph.raw_cuda_graph())
                 self.graph.instantiate()
             self.events: list[Event] = events
             self.places = list(zip(first, map(address_of, self.home), strict=True))
