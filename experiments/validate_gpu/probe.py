@@ -33,7 +33,7 @@ from executor.calibrate import calibrate
 from executor.capture.profile import Cache, Profile, measure, with_profile
 from executor.memory.engines import line
 from executor.replay.backend import Backend, Stream
-from experiments.validate_gpu.networks import MIB, build, limit_of, made, reads_numbers
+from experiments.validate_gpu.networks import MIB, build, limit_of, made
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
@@ -227,7 +227,7 @@ def steps(name: str) -> Callable[[Probe], None]:
     """Returns the section that times a network's planned steps (per kernel and as a graph) against eager steps."""
 
     def section(probe: Probe) -> None:
-        profiles: dict[bool, Profile] = {}
+        profiles: dict[str, Profile] = {}
         for fraction, graph in ((0.7, True), (0.7, False), (0.5, True)):
             if probe.left() > 5:
                 planned(probe, probe.network(name), fraction, graph, profiles)
@@ -241,7 +241,7 @@ def _what(name: str, fraction: float, graph: bool) -> str:
     return f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
 
 
-def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[bool, Profile]) -> None:
+def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[str, Profile]) -> None:
     """Times a planned step against eager steps and records the row.
 
     If the graph's memory exceeds the limit, the step is planned again for the next fraction in AIMS.
@@ -250,23 +250,22 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         name: network name.
         fraction: limit as a fraction of the activation peak.
         graph: whether the step runs as a CUDA graph.
-        profiles: cache of measured profiles by "uses a capturable optimizer"; missing profiles are measured and added.
+        profiles: measured profiles by network; a missing one is measured and added.
     """
     what, device, machine = _what(name, fraction, graph), probe.device, probe.machine
     try:
         eager = eager_beside(name, device)
         held = torch.cuda.memory_allocated() if device == "cuda" else 0
-        capturable = graph and reads_numbers(name)
-        network = build(name, device, capturable=capturable)
+        network = build(name, device)
         try:
             captured = network.captured(machine, check=not profiles)
         except CaptureError as error:
             probe.failed(f"{name}: comparison with the eager step", line(error))
             captured = network.captured(machine, check=False)
-        if capturable not in profiles:
+        if name not in profiles:
             cache: Cache = "step" if device == "cuda" else "hot"
-            profiles[capturable] = measure(captured, device, machine.name, 3, cache=cache)
-        program = with_profile(captured.program, profiles[capturable])
+            profiles[name] = measure(captured, device, machine.name, 3, cache=cache)
+        program = with_profile(captured.program, profiles[name])
         captured, limit = replace(captured, program=program), limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
