@@ -62,9 +62,10 @@ def timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machin
         captured: the captured step.
         plan: plan for ``captured.program``.
         schedule: schedule of the plan.
-        machine: machine whose times the simulation uses.
+        machine: machine whose times the simulation uses (``Machine.in_graph``).
         limit: memory limit in bytes.
     """
+    machine = machine.in_graph()
     most = min(limit, plan.limit or limit)
 
     def attempt(nbytes: int) -> tuple[Timeline, Timeline]:

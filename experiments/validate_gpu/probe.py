@@ -269,7 +269,8 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         captured, limit = replace(captured, program=program), limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
-            plan = made("annealing", program, iterations=50).plan(program, machine, int(aim * limit))
+            costs = machine.in_graph() if graph else machine
+            plan = made("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
             case = Case(name, program, fraction, limit)
             if graph:
                 case, plan = batch_stays(case, plan)
@@ -287,7 +288,7 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
-            predicted, ns = simulate(program, plan, machine, case.limit).iteration_ns, found["measured_ns"]
+            predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, found["measured_ns"]
             probe.row(what, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
                       kernels=len(program.kernels), eager_ns=found["eager_ns"], to_eager=ns / found["eager_ns"],
                       host_ns=found["host_ns"], peak=found["ledger"],
