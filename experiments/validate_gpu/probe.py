@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from experiments.validate_gpu.networks import MIB, build, limit_of, made
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
+from experiments.validate_gpu.traces import copy_speeds, save_trace
 from experiments.validate_gpu.training import Case, batch_stays, beside_eager
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
@@ -181,6 +183,14 @@ def pools(probe: Probe) -> None:
     planned(probe, "tiny_resnet", 0.8, True, {})
 
 
+def copies(probe: Probe) -> None:
+    """Measures the speed of swap-outs beside kernels, from streams and in graphs with few and many branches."""
+    if probe.backend == "cuda":
+        for form, what, speed in copy_speeds(probe.out):
+            machine = probe.machine if form == "streams" else probe.machine.in_graph()
+            probe.row(f"bytes/s of swap-outs, {what}: {form}", machine.d2h_bytes_per_s, speed)
+
+
 def replays(probe: Probe) -> None:
     """Replays plans as graphs: the committed plans of the second run and plans from fast planners."""
     machine = probe.machine
@@ -299,25 +309,6 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         probe.failed(what, line(error))
 
 
-def save_trace(file: Path, step: Callable[[], Any]) -> None:
-    """Saves the kernels and copies of three steps, as PyTorch's profiler sees them.
-
-    Each entry is (begin in us, duration in us, stream, category, name, bytes).
-    """
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-    raw = file.with_name("chrome-trace.json")
-    profiler.export_chrome_trace(str(raw))
-    events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
-              for e in json.loads(raw.read_text())["traceEvents"]
-              if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
-    raw.unlink()
-    write_json(file, sorted(events, key=lambda event: float(event[0])))
-
-
 def rivals(probe: Probe) -> None:
     """Compares PyTorch's memory-saving methods with a planned step at equal peak memory."""
     methods = ["ours", "checkpoint", "offload", *(["compile"] if probe.backend == "cuda" else []), "save_on_cpu"]
@@ -372,8 +363,9 @@ class Section:
 
 FASTER = "<= 1.02 x prediction, <= eager as a graph, peak <= limit"
 SECTIONS = {
-    "costs": Section(1, 55, costs, "launches, events, waits, queue, link", "COSTS; a round trip adds 10 us"),
+    "costs": Section(1, 40, costs, "launches, events, waits, queue, link", "COSTS; a round trip adds 10 us"),
     "pools": Section(1, 25, pools, "one memory pool per captured operator", "12 of 12; peak <= limit"),
+    "copies": Section(1, 20, copies, "what slows copies down in a graph", "streams 55 GB/s; graphs 45 to 51"),
     "replays": Section(1, 80, replays, "replays as one CUDA graph", "error <= 2 % on average, <= 5 % at worst"),
     "resnet": Section(1, 120, steps(RESNET), "planned against eager steps of ResNet-50", FASTER),
     "llama": Section(1, 120, steps(LLAMA), "planned against eager steps of Llama", FASTER),
@@ -451,7 +443,7 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
             print(f"{name:10} failed: {failed}", flush=True)
         keep(out, {"section": name, "seconds": round(time.monotonic() - begin, 1)})
         gather(out, backend)
-    print(f"results are in {out / 'probe.json'}")
+    print(f"results are in {out / 'probe.json'}; {shutil.make_archive(str(out), 'gztar', out)} has all files")
     return status
 
 
