@@ -30,7 +30,7 @@ LONGER = {  # pages with long tables or lists that comments cite
     "agents/heuristics/README.md": 2_600,
     "agents/learned/README.md": 1_600,
     "envs/README.md": 1_400,
-    "executor/training/README.md": 2_440,
+    "executor/training/README.md": 2_460,
     "experiments/README.md": 2_200,
     "experiments/figures/README.md": 1_400,
     "experiments/figures/home.md": 1_250,
