@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -81,24 +79,6 @@ def test_a_dead_end() -> None:
     assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and allowed(walk) == {(NOTHING,)}
 
 
-def test_what_the_host_has_room_for() -> None:
-    """a1 takes 40 of 50 host bytes: a2 no longer fits, w does; a tensor uses host memory only once."""
-    walk = walk_of(limit=100, machine=replace(MACHINE, host_bytes=50))
-    assert (nothing(walk), nothing(walk)) == (1, 2)
-    walk.step(node(walk, OFFLOAD, A1))
-    assert walk.position == 2 and walk.host_left == 10 and allowed(walk) == {(NOTHING,), (OFFLOAD, W)}
-    walk.step(node(walk, OFFLOAD, W))
-    assert walk.position == 3 and walk.host_left == 0 and walk.dead_end  # a2 would have been enough
-    # t is swapped out twice, with a workspace in each of its gaps.
-    program = straight([Tensor("t", 40)], ((), (0,), 10), ((), (), 10, 40), ((0,), (), 10), ((), (), 10, 40),
-                       ((0,), (), 10))  # fmt: skip
-    walk = walk_of(program, 40, machine=replace(MACHINE, host_bytes=40))
-    assert nothing(walk) == 1
-    walk.step(node(walk, OFFLOAD, 0, before=2))
-    assert nothing(walk) == 3
-    assert walk.step(node(walk, OFFLOAD, 0, before=4)).terminated and not walk.dead_end
-
-
 # ------------------------------------------------------------------------------------------------ over the boundary
 
 # v (20 bytes) is used by k1 only, w (30) by k2, and x (10) waits from k0 to k4; every kernel takes 10 ns.
@@ -137,49 +117,3 @@ def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
     assert walk.free_ns == 10
     walk.step(node(walk, OFFLOAD, V))
     assert walk.free_ns == 30
-
-
-# ---------------------------------------------------------------------------------------------- the causal reward
-
-
-def test_the_clock_waits_for_what_leaves_and_for_what_comes_back() -> None:
-    """The causal reward charges waits for copies as the agent passes them.
-
-    Under 125 bytes w is copied [10, 20) and a1 [20, 60): kernel 3, which needs 120, waits for a1 until 60. The last
-    step, with a2 swapped out too, charges the rest.
-    """
-    walk = Walk(Task(PROGRAM, MACHINE, 125, 1, "swap"), "causal")
-    assert nothing(walk) == 1
-    assert walk.step(node(walk, OFFLOAD, W)).reward == walk.step(node(walk, OFFLOAD, A1)).reward == 0
-    assert walk.position == 3 and walk.clock.ended[:4].tolist() == [0, 10, 20, 30]
-    assert walk.step(0) == (-30 / 120, False, False)
-    assert walk.position == 4 and walk.clock.ended[4] == 70 and walk.overhead == 30 / 120
-    step = walk.step(node(walk, OFFLOAD, A2))
-    assert walk.clock.out_end.tolist() == [20, 60, 100]  # right after a1
-    paper = walk_of(limit=125)
-    for taken in (0, node(walk, OFFLOAD, W), node(walk, OFFLOAD, A1), 0, node(walk, OFFLOAD, A2)):
-        paper.step(taken)
-    assert paper.plan() == walk.plan() and walk.overhead == paper.overhead
-    assert step == (pytest.approx(30 / 120 - paper.overhead), True, False)
-
-
-# -------------------------------------------------------------------------------------------------- more of actions
-
-
-def test_a_copy_after_the_last_write() -> None:
-    """A copy may start right after the tensor's last write.
-
-    Kernel 1 writes a2 and kernel 2 reads it. Copied from 20 on it is out at 60: f4 waits for 30 ns, and b3 for 40 until
-    the swap-in after b4, [90, 130). Only the last kernel writes w.
-    """
-    walk = walk_of()
-    for _ in range(3):
-        nothing(walk)
-    masks = walk.form_masks()
-    assert masks.shape == (2, 16) and (masks[0] == walk.mask()).all()
-    a2 = node(walk, OFFLOAD, A2)
-    assert masks[0, 2] and np.flatnonzero(masks[1]).tolist() == [node(walk, OFFLOAD, A1), a2]
-    with pytest.raises(ValueError, match="node 2 is not a valid action now in form 1"):
-        walk.step(node(walk, OFFLOAD, W), 1)
-    assert walk.step(a2, 1) == (pytest.approx(-70 / 120), True, False)
-    assert walk.plan().decisions == (Swap(A2, 2, 5, copy=1),)
