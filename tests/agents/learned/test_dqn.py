@@ -31,7 +31,6 @@ from simulator.compiled.encoding import decisions_of
 from tests.agents.learned import test_dqn_paper
 from tests.agents.search.test_search import MACHINE as LINK, pyramid
 from tests.oracle import enumeration
-from tests.strategies import machines, networks, reachable_limits
 
 PROGRAM, MACHINE = small_task()
 LIMIT = round(0.6 * PROGRAM.peak_bytes)
@@ -212,26 +211,6 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ planner
-
-
-@settings(max_examples=12)
-@given(st.data())
-def test_plans_fit_and_take_as_many_calls_as_they_may(data: st.DataObject) -> None:
-    """If no plan of the policy fits, all heuristics run, as in annealing, which may exceed the budget."""
-    program = data.draw(networks())
-    machine, limit = data.draw(machines()), data.draw(reachable_limits(program))
-    calls = data.draw(st.sampled_from([20, 60, 700]))
-    for ranks in RANKS:
-        planner = agents.make("dqn", calls=calls, min_bytes=1, ranks=ranks)
-        try:
-            plan = planner.plan(program, machine, limit)
-        except agents.Infeasible:
-            continue
-        if planner.simulator_calls > calls:
-            other = agents.make("annealing", calls=20, min_bytes=1)
-            other.plan(program, machine, limit)
-            assert planner.simulator_calls <= other.simulator_calls + 1
-        assert simulate(program, plan, machine, limit).peak_bytes <= limit
 
 
 def test_more_calls_find_a_better_plan_that_a_seed_repeats_and_what_ranks_decides() -> None:
