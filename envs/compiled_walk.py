@@ -232,9 +232,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
 
 
 @stage(entry=True)
-def step_walks(
-    begin, end, resume, resets, actions, chosen, tables, arrays, work, shown
-):  # fmt: skip
+def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work, shown):
     """Steps walks ``begin`` to ``end`` - 1, or resets those in ``resets``.
 
     Args:

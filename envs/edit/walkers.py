@@ -244,7 +244,7 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
 @stage(entry=True)
 def step(
     walkers, which, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
-):  # fmt: skip
+):
     """Tries the edit that each of the walkers ``which[begin:]`` chooses, and accepts or rejects it.
 
     Args:

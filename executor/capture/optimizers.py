@@ -93,8 +93,7 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
     """Returns the location of a changed number of an optimizer, or None."""
     for key, value in numbers_of(optimizer).items():
         before = was.get(key, was)
-        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before)
-                                    or value != before):  # fmt: skip
+        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before) or value != before):
             return key
     return None
 

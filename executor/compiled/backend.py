@@ -309,8 +309,7 @@ class Partitioner(CustomPartitionerFn):
     def _draft(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Draft:
         """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
         plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
-        done = (d for d in plan.decisions
-                if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)  # fmt: skip
+        done = (d for d in plan.decisions if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)
         plan = replace(plan, decisions=tuple(done))
         schedule = lower(program, plan)
         within = max(limit, schedule.required_bytes)
