@@ -1,13 +1,16 @@
 """Tests of profiles: every kernel runs alone, indices stay in range, and a profile fits only one program."""
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from executor import capture
+from executor.capture import step_profiler
 from executor.capture.profile import (
     PROFILES,
     WARMUP,
@@ -19,6 +22,7 @@ from executor.capture.profile import (
     measure,
     path_of,
     shape_of,
+    slowed,
     together,
     with_profile,
 )
@@ -188,6 +192,39 @@ def test_kernels_in_a_row_take_no_longer_than_the_row():
     assert together([5, 6], 20) == [5, 6]  # gaps belong to no kernel
     # 667 less is more than half of the short ones: they are halved, and all three are scaled from 2,333 to 2,000.
     assert together([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
+
+
+def test_compute_bound_kernels_carry_what_steps_in_a_row_take_longer():
+    assert slowed([10, 30, 60], [True, False, True], 35) == [15, 30, 90]
+    assert slowed([10, 30], [True, False], -5) == [10, 30] == slowed([10, 30], [False, False], 5)
+
+
+@pytest.mark.parametrize(("ahead", "found"), [(0.001, 3_000_000), (0.0, None)])
+def test_steps_in_a_row_count_if_the_device_is_behind_the_host(ahead, found, monkeypatch):
+    """``ahead``: seconds by which the host has issued its steps before the device ends them."""
+    waits, steps = iter([0.0, ahead]), []
+    clock = SimpleNamespace(now=0.0)
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            steps.append(self)
+
+        def elapsed_time(self, other):
+            return 3.0 if steps.index(other) > 2 else 1.0  # clocks settle after two steps
+
+    def synchronize():
+        clock.now += next(waits)
+
+    for name, double in {"Event": Event, "synchronize": synchronize, "device": lambda device: nullcontext()}.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(step_profiler.time, "perf_counter", lambda: clock.now)
+    runner = StepRunner.__new__(StepRunner)
+    runner.device = torch.device("cpu")
+    runner._run = lambda around: setattr(clock, "now", clock.now + 0.1)
+    assert runner.sustained_ns() == found and len(steps) == 7
 
 
 @pytest.mark.gpu
