@@ -257,6 +257,8 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
     """Returns the Infeasible exception that names the smallest reachable limit, and records the calls on the planner.
 
     Args:
+        planner: Planner that found no plan.
+        program: Program to be planned.
         limit: bytes.
         least: smallest limit that the planner can reach, in bytes; None if unknown.
         calls: simulator calls made so far.

@@ -60,6 +60,8 @@ def build_graph(
     """Returns the operation graph of a program.
 
     Args:
+        program: Program whose operations are the nodes.
+        machine: Machine of the transfer times.
         limit: memory limit in bytes.
         min_bytes: size in bytes below which tensors are left out.
         mode: available eviction kinds: "swap", "recompute" or "joint".

@@ -100,6 +100,7 @@ def card_peak(
     Args:
         captured: with or without an optimizer.
         machine: source of context size and library workspaces.
+        loop: the training loop's own memory; default: ``Loop()``.
         memory_bytes: device memory, for ``fits``.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
 
@@ -292,6 +293,7 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
     default for ``foreach`` unless the user chose one.
 
     Args:
+        optimizer: optimizer with its parameters; it is not changed.
         without: parameters that get no gradient.
 
     Raises:

@@ -44,6 +44,7 @@ Task = tuple[str, int]  # planner or FLOOR, limit
 
 @cli.entry("evaluate")
 def main(cfg: DictConfig) -> Path:
+    """Scores the planners at every limit and returns the run directory."""
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
     jobs = cli.jobs(cfg)

@@ -42,6 +42,7 @@ def words_of(typed: list[str]) -> list[str]:
 @cli.entry("pretrain", prepare=words_of)
 @goes_on
 def main(cfg: DictConfig) -> None:
+    """Captures the programs and trains the network that ``agent=`` selects."""
     sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
     unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}

@@ -52,6 +52,7 @@ SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared 
 
 @cli.entry("reproduce")
 def main(cfg: DictConfig) -> None:
+    """Computes the chosen figures, or redraws them from their results, into ``out``."""
     quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
     asked = cli.plain(cfg.figure)
     every = asked.get("name") == ALL

@@ -52,6 +52,7 @@ def settings_of(words: list[str]) -> list[str]:
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
+    """Trains the DQN, compares it with the planners, and returns the run directory."""
     from agents.learned import dqn, dqn_paper  # PyTorch is slow to import; configuration errors come first
     from agents.learned.checkpoint import save_weights
     from agents.learned.dqn_config import Args, PaperConfig

@@ -50,6 +50,8 @@ class Kind:
         """Raises PlanError if the plan's other decisions conflict with decision ``i``.
 
         Args:
+            program: Program of the plan.
+            i: Index of this decision in the plan.
             back: Per tensor, the kernels before which a decision restores it.
         """
 
@@ -63,6 +65,7 @@ class Kind:
         """Reads a JSON entry.
 
         Args:
+            entry: Object of the plan file.
             where: Name of the entry in error messages.
             old: Whether the entry is from ``plan/1``.
 

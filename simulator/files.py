@@ -39,6 +39,7 @@ def fields(
     """Checks that ``data`` is an object with all required keys and no keys besides the optional ones.
 
     Args:
+        data: Parsed JSON or YAML.
         where: Name of the entry in error messages.
         required: Type of each required key.
         optional: Type and default of each optional key.

@@ -69,6 +69,8 @@ def _match_others(
     """Matches kernels of other names, and their outputs.
 
     Args:
+        program: Program that the plan is moved to.
+        other: Program that the plan was made for.
         mine: Keys of the kernels of ``program``.
         theirs: Keys of the kernels of ``other``.
         tensor: Tensors matched so far; extended in place.

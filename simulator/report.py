@@ -175,10 +175,13 @@ def report(
     """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
+        program: The step.
+        machine: Machine of both timelines.
         limit: bytes.
         packed_bytes: of the executed timeline (``simulator.pool.packed.packed_bytes``).
         alone: timeline of the step without a plan.
         under: timeline under the plan; None without a plan or without decisions.
+        plan: Plan of ``under``; None: the step runs without a plan.
         floor_ns: as in ``agents.floor.floor``.
         origins: None for a program that was not captured here.
         issued: how the step runs; "" if it is not executed.
@@ -317,6 +320,7 @@ class Unit:
         return next((u for u in units if all(u.steps(a) != u.steps(b) for a, b in pairs)), units[-1])
 
     def __call__(self, nbytes: int) -> str:
+        """Formats bytes in this unit; a positive size below the last digit is "<" that digit."""
         steps = self.steps(nbytes)
         return f"<{self.text(1)}" if nbytes and not steps else self.text(steps)
 

@@ -420,6 +420,8 @@ def simulate_jobs(
     """Simulates several jobs on one machine by the rules in RULES.md.
 
     Args:
+        jobs: Programs with their plans and iterations.
+        machine: Machine that the jobs share.
         limit: Memory limit in bytes for all jobs together, persistent tensors included.
         until_ns: Time from which every job leaves at its next boundary and none is admitted; None: no such time.
         sharing: "fifo": one step at a time on the compute stream; "shared": one step of each job, at reduced speed.

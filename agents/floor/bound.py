@@ -75,6 +75,10 @@ def floor(
     """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
+        program: Program to bound.
+        machine: Machine that runs it.
+        limit: Memory limit in bytes, persistent tensors included.
+        mode: Eviction kinds of the plans: swap, recompute or joint.
         max_gaps: number of gaps that are variables of the linear program, those of the largest tensors; the others are
             emptied at no cost. None: LARGEST, reduced with ``detail``.
         detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.

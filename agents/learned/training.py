@@ -74,11 +74,13 @@ class Trainer(ABC):
 
     @property
     @abstractmethod
-    def simulator_calls(self) -> int: ...
+    def simulator_calls(self) -> int:
+        """Number of simulator calls made so far."""
 
     @property
     @abstractmethod
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether training is complete."""
 
     @abstractmethod
     def step(self) -> list[Episode]:

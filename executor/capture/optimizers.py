@@ -155,6 +155,7 @@ class Option:
         self.__module__ = "option"
 
     def __call__(self) -> Any:
+        """Returns the current value."""
         value = self.optimizer.param_groups[self.group][self.key]
         return value if self.part is None else value[self.part]
 

@@ -254,6 +254,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Splits a joint graph into forward and backward; part of PyTorch's interface."""
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         if self.mode != "recompute" and not self.in_order:

@@ -156,6 +156,7 @@ class Driver:
             torch.cuda.synchronize()  # makes the device's context current in this thread
 
     def __call__(self, function: str, *args: Any) -> None:
+        """Calls a driver function."""
         with torch.cuda.device(self.index):
             status = getattr(self._library, function)(*args)
         if status:

@@ -76,6 +76,7 @@ Task = tuple[Program, Machine, int]
 
 @cli.entry("plan")
 def main(cfg: DictConfig) -> Path:
+    """Plans the step and returns the run directory; exits with status 1 if nothing fits."""
     began = time.monotonic()
     machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None

@@ -225,7 +225,7 @@ class GapGraph:
 
 
 def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float64]:
-    """Returns sign(x) · log(1 + scale · |x|)."""
+    """Compresses values logarithmically and keeps their signs: ±ln(1 + scale · |x|)."""
     found: NDArray[np.float64] = np.sign(x) * np.log1p(np.abs(x) * scale)
     return found
 

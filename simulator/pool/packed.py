@@ -31,6 +31,7 @@ def pack_within(intervals: Intervals, limit: int, alignment: int = 1) -> Packing
     """Packs blocks with SmartPool, and searches for a better packing if its footprint exceeds the limit.
 
     Args:
+        intervals: blocks on a circle or a line.
         limit: bytes.
         alignment: bytes, of every offset.
     """
@@ -66,6 +67,8 @@ def first_that_packs(
         limit: bytes.
         attempt: maps a limit in bytes to a result (such as a plan) and its timeline; raises ``stops`` if it finds
             none.
+        alignment: bytes, of every offset.
+        stops: exceptions of ``attempt`` that mean "no result".
 
     Returns:
         The result and its packed bytes.
