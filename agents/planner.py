@@ -206,7 +206,7 @@ class Candidates:
         return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
 
     def first(self, order: Iterator[int], limit: int) -> NDArray[np.int64]:
-        """Returns the shortest prefix of ``order`` that brings the residency to ``limit``; all of it must do so."""
+        """Returns the shortest prefix of ``order`` that reaches the residency ``limit``, which all of it must reach."""
         chosen = np.empty(0, np.int64)
 
         def fits(count: int) -> bool:

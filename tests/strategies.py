@@ -33,7 +33,7 @@ def machines() -> st.SearchStrategy[Machine]:
 
 
 def with_algorithms(program: Program) -> st.SearchStrategy[tuple[Program, tuple[tuple[int, int], ...]]]:
-    """The program with several algorithms for some of its kernels, and a selection of them for a plan."""
+    """Draws several algorithms for some kernels of the program, and a selection of them for a plan."""
     return RANDOM.map(lambda rng: random_cases.with_algorithms(rng, program))
 
 
@@ -47,7 +47,7 @@ KINDS = st.sampled_from(["conv", "norm", "activation", "pool", "matmul"])
 
 @st.composite
 def networks(draw: st.DrawFn) -> Program:
-    """Forward chains, partly in place, whose activations the backward kernels read, so that recomputation overlaps."""
+    """Draws forward chains, partly in place, whose activations the backward kernels read; recomputations overlap."""
     depth = draw(st.integers(2, 6))
     tensors = [Tensor("w", draw(st.integers(0, 20)), "parameter", True)]
     kernels: list[Kernel] = []
@@ -79,6 +79,6 @@ def networks(draw: st.DrawFn) -> Program:
 
 @st.composite
 def reachable_limits(draw: st.DrawFn, program: Program) -> int:
-    """A limit from the least bytes with every gap emptied, which swaps of all gaps need, to the peak."""
+    """Draws a limit between the required bytes with every gap swapped and the peak."""
     everything = tuple(Swap(*gap) for gap in program.gaps())
     return draw(st.integers(lower(program, Plan(everything)).required_bytes, program.peak_bytes))

@@ -303,7 +303,7 @@ class Reruns:
 
     @cached_property
     def _of_window(self) -> list[list[int]]:
-        """Per window: the versions that are kept or recomputed in it."""
+        """Versions that are kept or recomputed in each window."""
         found: list[set[int]] = [set() for _ in self.windows]
         for j, i in (*self.kept, *self.back):
             found[j].add(i)

@@ -105,10 +105,7 @@ class Transfers:
         return max((w for w in writes if w <= g.after), default=writes[-1] - self.n)
 
     def _host_copies(self) -> None:
-        """Rule 4: limits the bytes that leave without a transfer in their gap.
-
-        Either a valid copy from an earlier gap is on the host, or the tensor is copied before its gap opens.
-        """
+        """Limits the bytes that are evicted without a transfer in their gap (rule 4)."""
         of_tensor: dict[int, list[int]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
             of_tensor[g.tensor].append(i)

@@ -193,7 +193,8 @@ class EditWalk(EditBatch):
         count: number of walkers.
         net: network that ranks the neighbors; None: they are tried as drawn.
         seed: random seed of the first walker.
-        neighbours: size of a pool. draws: neighbors drawn per call.
+        neighbours: size of a pool.
+        draws: neighbors drawn per call.
         column: Q, IMPROVES or RANDOM.
         hot, cold: first and last temperature, as fractions of the ideal time.
     """

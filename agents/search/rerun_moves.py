@@ -327,7 +327,7 @@ def _drop(rng, table, rules, runs, m):  # type: ignore[no-untyped-def]
 
 @jit
 def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):  # type: ignore[no-untyped-def]
-    """Simulated annealing; the temperature (ns) falls geometrically from ``hot`` to ``cold``.
+    """Runs simulated annealing; the temperature (ns) falls geometrically from ``hot`` to ``cold``.
 
     Args:
         rng: uint64[1], not 0.

@@ -54,7 +54,7 @@ def _pointer(context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _exchange(context, address, value):  # type: ignore[no-untyped-def]
-    """Atomically exchanges the int64 at an address and returns the old value."""
+    """Exchanges the int64 at an address atomically and returns the old value."""
 
     def make(context, builder, signature, args):  # type: ignore[no-untyped-def]
         place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())

@@ -71,7 +71,7 @@ class Checkpoints:
         return CHECKPOINT.format(names=self.names)
 
     def said(self, size: Unit) -> str:
-        """Describes their cost in a sentence or two."""
+        """Describes the cost of the checkpoints in one or two sentences."""
         return (
             f"The plan only recomputes, so checkpoints of {len(self.names)} modules approximate it: about "
             f"{self.overhead:+.1%}, and {size(self.peak_bytes)} of tensors. The loss is unchanged; batch norm "

@@ -146,12 +146,12 @@ def test_unknown_names_name_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(("kind", "option"), [(VDNN, "policy"), (Checkpoint, "segments"), (AutoSwap, "score")])
-def test_no_class_makes_what_no_key_names(kind: Callable[[str], object], option: str) -> None:
+def test_planner_classes_refuse_unknown_options(kind: Callable[[str], object], option: str) -> None:
     with pytest.raises(ValueError, match=option):
         kind("best")
 
 
-def test_nothing_that_takes_long_is_imported_before_it_is_needed() -> None:
+def test_slow_imports_are_deferred() -> None:
     slow = {"torch", "torch_geometric", "sklearn", "scipy.optimize", "scipy.sparse", "gymnasium"}
     code = f"""if True:
         import agents, sys

@@ -22,7 +22,7 @@ MIB = 2**20
 
 @cache
 def linear(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, width: int = 1024) -> Captured:
-    """Two linear layers of 4 MiB and a result of 4 MiB."""
+    """Captures two linear layers of 4 MiB with a result of 4 MiB."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, width, bias=False))
         x = torch.empty(width, width)

@@ -227,7 +227,7 @@ class Replay:
     # ---------------------------------------------------------------------------------- what ends
 
     def _ends(self, work: Work) -> bool:
-        """Returns whether the work ends now as recorded; it must have been completed exactly now."""
+        """Returns whether the work ends now; checks that it is complete exactly at its recorded end."""
         done = work.left <= 0
         now = work.span.end_ns <= self.now
         just = done and (work.left + work.rate > 0 or work.span.start_ns == self.now)

@@ -226,7 +226,7 @@ class Steps:
     # -------------------------------------------------------------------------------- after the walk
 
     def next_use(self, tensor: int, position: int) -> int:
-        """Returns the first position from this one on that needs the tensor in place."""
+        """Returns the first position >= ``position`` at which a kernel needs the tensor."""
         iteration, k = divmod(position, self.n)
         kernels = self.used_at[tensor]
         later = kernels[bisect_left(kernels, k) :] + [k + self.n for k in kernels]

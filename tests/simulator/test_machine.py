@@ -48,7 +48,7 @@ def test_a_file_of_ones_own(tmp_path):
     assert machine.copy_engines == 2 and machine.efficiency == {"conv": 1}
 
 
-def test_what_may_be_left_out():
+def test_optional_keys_have_defaults():
     """Defaults: pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
     assert Machine.from_dict(GOOD) == Machine(
         "m", 100, 10**9, 10**9, d2h_latency_ns=10_000, h2d_latency_ns=10_000, copy_engines=2,

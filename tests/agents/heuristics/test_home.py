@@ -97,7 +97,7 @@ def test_plan_of_the_tiny_program() -> None:
     assert swaps.decisions == (Swap(A1, 1, 6),)
 
 
-def test_the_whole_is_seen() -> None:
+def test_home_recomputes_cheap_convolutions() -> None:
     """SuperNeurons always swaps convolution outputs; here recomputation is five times cheaper, and HOME finds it."""
     kernels = tuple(replace(k, kind="conv" if k.name == "f1" else "matmul") for k in PROGRAM.kernels)
     program = Program("conv", PROGRAM.tensors, kernels)

@@ -78,7 +78,7 @@ EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 
 
 def given(capability: tuple[int, int], dtype: torch.dtype, width: int = 64, **changes: Any) -> Attention:
-    """Attention of two sequences of 32 with eight heads, in training."""
+    """Returns training attention of two sequences of 32 tokens with eight heads."""
     q, k, v = (torch.empty(2, 8, 32, width, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
     return Attention(q, k, v, None, 0.0, True, False, capability)._replace(**changes)
 
@@ -143,7 +143,7 @@ def test_the_users_choice_of_a_kernel_counts() -> None:
 
 
 def captured(model: nn.Module, x: Tensor, machine: Machine = H200, as_cuda: bool = True) -> Captured:
-    """An SGD step that minimizes the model's result."""
+    """Captures an SGD step that minimizes the model's result."""
     model = model.to("meta")
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     return capture(model, lambda out, _: out.float().sum(), made, (x, x), machine=machine, as_cuda=as_cuda)
@@ -303,7 +303,7 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
         assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
 
 
-def test_captures_for_the_cpu_are_what_they_were() -> None:
+def test_cpu_captures_are_unaffected() -> None:
     """PyTorch's operators dispatch as before after a successful and after a failed capture."""
     model, x = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1)), torch.empty(2, 8, 16)
     before = names(captured(model, x, as_cuda=False))
