@@ -98,9 +98,9 @@ def card_peak(
     """Returns the device-memory peak of a captured step.
 
     Args:
-        captured: with or without an optimizer.
+        captured: captured step, with or without an optimizer.
         machine: source of context size and library workspaces.
-        loop: the training loop's own memory; default: ``Loop()``.
+        loop: how the training loop calls the step; default: ``Loop()``.
         memory_bytes: device memory, for ``fits``.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
 

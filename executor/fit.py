@@ -50,7 +50,7 @@ OTHERS = ("ti", "super", "laptop")  # suffixes of other GPUs: an RTX 3060 Ti is 
 
 
 class FitError(ValueError):
-    """The step cannot be planned; the message is one sentence."""
+    """Raised if the step cannot be planned; the message is one sentence."""
 
 
 class FittedStep(PlannedStep):
@@ -325,7 +325,7 @@ def _plan(
     captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None,
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """Returns the plan and the floor if the planner has one; an empty plan if the step fits without."""
+    """Returns the plan and the floor if the planner has one; an empty plan if the step fits as is."""
     import agents
     from agents.planner import small
     from simulator.modes import least_residency

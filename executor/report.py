@@ -29,7 +29,7 @@ def report(
     Args:
         source: the step, captured or as a program.
         machine: machine to simulate.
-        limit: bytes.
+        limit: memory limit in bytes.
         plan: plan for the step; None: the step runs without a plan.
         floor_ns: as in ``agents.floor.floor``.
         issued: how the step runs; "" if it is not executed.

@@ -108,7 +108,7 @@ def score_all(
     """Returns a row for every limit and planner, in that order; shows a progress bar on stderr.
 
     Args:
-        options: as for ``report.score``.
+        options: planner options, as in ``report.score``.
     """
     queue = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     tasks = [(name, limit) for name in [FLOOR, *queue] for limit in reversed(limits)]  # tight limits take longest

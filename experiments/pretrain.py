@@ -213,7 +213,7 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
 
 
 def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
-    """Returns a line of the next lessons: a task's plans and those of the search guided by the network."""
+    """Returns a line of the next lessons: a task's plans, with the plans of the search that the network guides."""
     from agents.learned.expert_iteration import better_plans
     from agents.learned.policy_net import trained
 

@@ -155,7 +155,7 @@ def _fit(plan: Plan, program: Program) -> bool:
 
 
 def _together(kept: list[Decision], more: list[Decision], bare: Plan, program: Program) -> tuple[Decision, ...]:
-    """Returns the kept decisions, and those of ``more`` that are compatible with them, found by bisection."""
+    """Returns the kept decisions and all compatible decisions of ``more``, which bisection finds."""
     whole = replace(bare, decisions=(*kept, *more))
     try:
         whole.check(program)

@@ -395,7 +395,7 @@ class World:
             self._enqueue(job, tensor, b)
 
     def state(self, job: JobState) -> tuple[object, ...]:
-        """Returns all that the future of a single job at a boundary depends on, relative to the boundary (rule 10)."""
+        """Returns everything at a boundary that determines the future of a single job, in relative times (rule 10)."""
         at = job.position
         return (
             self.host and self.host.lead(self.now, len(job.boundaries) >= self.host.settles_after),

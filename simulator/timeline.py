@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class BlockEvent(NamedTuple):
-    """A block is allocated or freed in device memory; a swap frees its block and allocates it again."""
+    """Allocation or release of a block in device memory. A swap releases its block and allocates it again."""
 
     time_ns: int
     owner: int  # tensor, or -1 - k: the workspace of kernel k

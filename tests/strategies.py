@@ -1,4 +1,4 @@
-"""Hypothesis strategies for programs, plans and machines: those of ``random_cases``, drawn so that they shrink.
+"""Hypothesis strategies for programs, plans and machines that draw cases of ``random_cases`` and shrink.
 
 ``networks`` draws shapes that those seldom have.
 """
@@ -18,17 +18,17 @@ RANDOM: st.SearchStrategy[Random] = st.randoms(use_true_random=False)  # control
 
 
 def programs(max_kernels: int = 14) -> st.SearchStrategy[Program]:
-    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and kernels without duration."""
+    """Draws programs with persistent tensors, in-place and multi-output kernels, workspaces and zero-time kernels."""
     return RANDOM.map(lambda rng: random_cases.program_of(rng, max_kernels))
 
 
 def plans(program: Program, reruns: bool = False) -> st.SearchStrategy[Plan]:
-    """Plans that fit the program."""
+    """Draws plans that fit the program."""
     return RANDOM.map(lambda rng: random_cases.plan_of(rng, program, reruns))
 
 
 def machines() -> st.SearchStrategy[Machine]:
-    """Machines whose copies are about as slow as the kernels of ``programs``, with room on the host."""
+    """Draws machines whose copies are about as slow as the kernels of ``programs``, with room on the host."""
     return RANDOM.map(lambda rng: replace(random_cases.machine_of(rng), host_bytes=Machine.host_bytes))
 
 
@@ -38,7 +38,7 @@ def with_algorithms(program: Program) -> st.SearchStrategy[tuple[Program, tuple[
 
 
 def jobs_machines() -> st.SearchStrategy[Machine]:
-    """Machines with switch costs and concurrent kernels that slow each other down."""
+    """Draws machines with switch costs and concurrent kernels that slow each other down."""
     return RANDOM.map(lambda rng: replace(random_cases.jobs_machine_of(rng), host_bytes=Machine.host_bytes))
 
 

@@ -1,4 +1,4 @@
-"""Budgets of budget.json: lines by folder, words of Markdown, and the frozen list of public names.
+"""Tests the budgets of budget.json: lines by folder, words of Markdown, and the frozen list of public names.
 
 A folder's budget is its entry in ``lines`` plus the additions in ``raised``, each with a reason. Removed names leave
 the list in the same commit; for a new name, ``raised`` states which old one it replaces, or why none.

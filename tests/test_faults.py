@@ -1,4 +1,4 @@
-"""Samples of ``python -m tests.faults``; outputs that cannot be written; leftovers of killed writes."""
+"""Tests samples of ``python -m tests.faults``, outputs that cannot be written, and leftovers of killed writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way: simulator <- envs <- agents <- experiments, and simulator <- executor <- experiments.
+"""Tests that imports point one way: simulator <- envs <- agents <- experiments, simulator <- executor <- experiments.
 
 ``executor/fit`` and ``envs/edit/starts`` import planners inside functions. Subpackages of a package are ordered, too:
 each uses only the ones before it.

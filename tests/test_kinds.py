@@ -1,4 +1,4 @@
-"""Components refuse a decision kind that they do not know by its name."""
+"""Tests that components refuse an unknown decision kind by its name."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Pages whose rows name a test (supported features, tests by feature): all named tests exist."""
+"""Tests that every test named in a row of a page exists (supported features, tests by feature)."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Reference, compiled simulator and validator agree in random cases, with unchanged results."""
+"""Tests that reference, compiled simulator and validator agree in random cases, with unchanged results."""
 
 import json
 
@@ -12,7 +12,7 @@ DIGESTS = json.loads(random_cases.DIGESTS.read_text())
 
 
 def test_results_equal_the_recorded_digests():
-    """After an intended change of the rules: ``python -m tests.random_cases 20000 --write``."""
+    """To accept an intended change of the rules, run ``python -m tests.random_cases 20000 --write``."""
     cases = [any_case(seed) for seed in range(BLOCK)]
     for seed, case in enumerate(cases[:300]):
         assert difference(case) is None, f"seed {seed}"

@@ -1,4 +1,4 @@
-"""The built wheel in a fresh read-only environment: commands, configs and examples outside the checkout."""
+"""Tests the built wheel in a fresh read-only environment: commands, configs and examples outside the checkout."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.experiments.conftest import ROOT, chain
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """Returns the bin folder of a read-only environment with the wheel; other packages are those of this one."""
+    """Returns the bin folder of a read-only environment that has the wheel and the packages of this environment."""
     python = [sys.executable, "-m"]
     subprocess.run([*python, "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("headroom-*.whl")

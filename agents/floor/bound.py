@@ -147,8 +147,8 @@ def floor(
 def _least(sizes: list[int], most: int) -> int:
     """Returns the size threshold that keeps about ``most`` of the sizes (descending).
 
-    Usually the smallest size of which at most ``most`` are kept. The next smaller size is included if that keeps less
-    than half as many, and at most half as many more with it.
+    At most ``most`` sizes are kept, except if these are fewer than half of ``most``. The next smaller size is then kept
+    as well if the total stays within 1.5 times ``most``.
     """
     if len(sizes) <= most:
         return 1

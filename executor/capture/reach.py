@@ -125,7 +125,7 @@ class Reach:
         """Handles a tuple of tensors (such as an LSTM's state) at ``container[key]``; subclasses override it."""
 
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
-        """Walks ``value``; tensors that are not parameters are of ``kind``."""
+        """Walks ``value``; its tensors that are not parameters get the kind ``kind``."""
         self._walk(value, name, kind, 0)
         while functions := self.code.new_functions():  # methods that the step may call by name
             for function in functions:

@@ -355,7 +355,7 @@ def read_after_write(forward: fx.GraphModule, backward: fx.GraphModule) -> set[s
 
 
 def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
-    """Makes a joint graph read copies of these inputs, which the partitioner saves for the backward."""
+    """Makes a joint graph read copies of the inputs ``names``, which the partitioner saves for the backward."""
     inputs = gm.graph.find_nodes(op="placeholder")
     for node in inputs:
         if node.name in names:

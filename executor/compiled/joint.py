@@ -300,7 +300,7 @@ class _Ledger:
             self._end()
 
     def move(self, moves: Sequence[Move], size: list[int]) -> None:
-        """Accounts for starts and ends of copies, at which a joined C++ call ends."""
+        """Accounts for starts and ends of copies; each of them ends a joined C++ call."""
         if moves:
             self._end()
         self.now += sum(size[block] for kind, block in moves if kind == "in")

@@ -107,7 +107,7 @@ def replay(
             read. Times are then not the plan's.
 
     Raises:
-        PlanError, OutOfMemory: as ``simulate``.
+        PlanError, OutOfMemory: as in ``simulate``.
         ReplayError: if the plan does not become steady, or a check fails; the message names tensor and kernel.
         BackendError: if the device refused or failed; its memory is freed.
     """

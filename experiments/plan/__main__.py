@@ -321,7 +321,7 @@ def judged(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
 
 
 def wants_less(families: Sequence[Best]) -> bool:
-    """Returns whether the cheapest plan is not served, and no served plan costs at most ``times.ROOM`` more."""
+    """Returns whether an unserved plan beats all served plans by more than ``times.ROOM``."""
     least = {served: min((b.overhead for b in families if b.served == served), default=math.inf)
              for served in (True, False)}  # fmt: skip
     return least[False] < least[True] - times.ROOM
@@ -373,7 +373,7 @@ def largest_batch(
         until = time.monotonic() + BATCHES * seconds
 
         def costs(step: Program, room: int) -> float | None:
-            """Returns the overhead of the first plan that costs little enough."""
+            """Returns the overhead of the first plan of at most ``most_overhead``, or None."""
             nonlocal planner, tries, stopped
             if not floor(step, machine, room, mode, detail=0.0).feasible:
                 return None

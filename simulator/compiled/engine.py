@@ -181,7 +181,7 @@ class Engine:
         ``program`` stays the original one: ideal times are those of the original, and plans are checked against it.
 
         Raises:
-            ValueError: As ``Program.chosen``.
+            ValueError: As in ``Program.chosen``.
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0

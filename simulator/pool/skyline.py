@@ -286,7 +286,7 @@ def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyp
 
     Args:
         x: the State; unless the blocks fit, the caller must revert changes (``undo``).
-        capacity: bytes.
+        capacity: footprint in bytes.
         begin: first section of the arc; no waiting block crosses its ends unless it is the whole ring.
         length: sections of the arc.
         depth: recursion depth.

@@ -1,4 +1,4 @@
-"""Deadlines of code blocks, and time budgets of searches on large programs."""
+"""Tests deadlines of code blocks, and time budgets of searches on large programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floor: exact where it can be computed by hand, and never above the time of a plan."""
+"""Tests the floor: exact where it can be computed by hand, and never above the time of a plan."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_small_gaps_are_free_beyond_the_largest() -> None:
 
 
 def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is the dual value, whatever the solver returns: a wrong dual solution gives a lower bound."""
+    """The bound is the dual value, so a wrong dual solution of the solver only gives a lower bound."""
     program = pyramid(6, 0)
     limit = int(0.5 * program.peak_bytes)
     true = floor(program, MACHINE, limit).iteration_ns
@@ -242,7 +242,7 @@ def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) 
 
 
 def test_aperiodic_plans_are_not_below_the_floor() -> None:
-    """The sandwich, then five parameters of 1 byte, each updated in 1000 ns and swapped out until the next iteration.
+    """Runs the sandwich, then five updates of 1-byte parameters (1000 ns), swapped out until the next iteration.
 
     A byte leaves in 1013 ns, so five take 5065 ns, and an iteration with the sandwich recomputed takes 5060 ns: the
     queue grows by 5 ns per iteration until kernels wait. In the floor, 5 bytes of parameters and 95 of the sandwich
@@ -274,7 +274,7 @@ def test_no_enumerated_recomputation_is_below(seed: int) -> None:
 
 @pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (6, 6.0350)])
 def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
-    """U-Net, batch 11: overheads that Gurobi found in up to 24 hours.
+    """Compares with overheads that Gurobi found for U-Net, batch 11, in up to 24 hours.
 
     Source: utsaslab/monet-schedules, optimal within 1e-4 of the iteration at 10 and 6 GiB.
     """

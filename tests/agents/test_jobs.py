@@ -1,4 +1,4 @@
-"""Several jobs: workload, static memory split, predicted kernel times, and the controller."""
+"""Tests several jobs: workload, static memory split, predicted kernel times, and the controller."""
 
 from dataclasses import replace
 

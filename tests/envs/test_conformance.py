@@ -1,4 +1,4 @@
-"""Conformance of every registered environment: Gymnasium's and SB3's checkers, seeding, specification."""
+"""Tests every registered environment: Gymnasium's and SB3's checkers, seeding, specification."""
 
 from __future__ import annotations
 

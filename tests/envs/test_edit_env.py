@@ -1,4 +1,4 @@
-"""``GpuMemoryEdit-v0``: reported times, plans and observations agree with the simulator."""
+"""Tests that times, plans and observations of ``GpuMemoryEdit-v0`` agree with the simulator."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""``GpuMemory-v0``: observations, sums of rewards, masks, arguments and rendering."""
+"""Tests ``GpuMemory-v0``: observations, sums of rewards, masks, arguments and rendering."""
 
 import copy
 import pickle

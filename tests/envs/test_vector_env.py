@@ -1,4 +1,4 @@
-"""The vector environments equal Gymnasium's SyncVectorEnv of single environments, bit for bit."""
+"""Tests that the vector environments equal Gymnasium's SyncVectorEnv of single environments bit by bit."""
 
 from dataclasses import replace
 from functools import partial

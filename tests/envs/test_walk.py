@@ -1,4 +1,4 @@
-"""Episodes step by step: position, valid actions, plan and reward."""
+"""Tests episodes step by step: position, valid actions, plan and reward."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_host_memory_limits_offloads() -> None:
 def test_relief_is_a_share_of_the_excess() -> None:
     """Relief is the share of the byte-time above the limit that an action removes.
 
-    Above 145 bytes are 25 for 10 ns, 35 for 20 ns and 5 for 20 ns, in kernels 3, 4 and 5: 250, 700 and 100. The gap of
+    Kernels 3, 4 and 5 exceed 145 bytes by 25 for 10 ns, 35 for 20 ns and 5 for 20 ns: 250, 700 and 100. The gap of
     a2 covers 3 and 4, those of a1 and w all three. With a1 swapped out nothing exceeds the limit.
     """
     walk = walk_of(limit=145)

@@ -141,7 +141,7 @@ def test_what_fits() -> None:
 
 
 def test_copies_of_a_convolution_are_image_result_and_filters() -> None:
-    """conv2 of VGG13, 512 images of 224 px, as measured on an H100: 13.15 GB beside its image and result."""
+    """An H100 used 13.15 GB besides image and result for conv2 of VGG13 with 512 images of 224 px."""
     with torch.device("meta"):
         model = nn.Conv2d(64, 64, 3, padding=1)
         x = torch.empty(512, 64, 224, 224)

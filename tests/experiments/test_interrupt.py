@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: one sentence, the right status, and resumption as promised. Two runs in one directory."""
+"""Tests Ctrl-C and SIGTERM (one sentence, the right status, resumption), and two runs in one directory."""
 
 import fcntl
 import json
@@ -139,7 +139,7 @@ def test_an_interrupted_figure_resumes(run: Run, interrupted: Press, tmp_path: P
 def test_commands_that_do_not_resume_leave_nothing(
     words: tuple[str, ...], shown: str | None, interrupted: Press, tmp_path: Path
 ) -> None:
-    """Also in worker processes. The remaining time is shown."""
+    """The same holds in worker processes; the command shows its remaining time."""
     runs = tmp_path / "work" / "runs"
     status, screen, last = interrupted(
         lambda screen: bool(re.search(shown, screen) if shown else [*runs.glob("evaluate-*")]),

@@ -1,4 +1,4 @@
-"""``network=module:Class``, ``reward=`` and ``actions=`` of train_dqn and train_sb3."""
+"""Tests ``network=module:Class``, ``reward=`` and ``actions=`` of train_dqn and train_sb3."""
 
 import json
 from pathlib import Path

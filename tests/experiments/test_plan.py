@@ -1,4 +1,4 @@
-"""``experiments.plan``: largest batch, recommended plan, and the self-contained page."""
+"""Tests ``experiments.plan``: largest batch, recommended plan, and the self-contained page."""
 
 import json
 import re
@@ -128,7 +128,7 @@ def test_the_largest_batch_with_a_plan() -> None:
 
 
 def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
-    """10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
+    """The memory is 10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
     steps, limit = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB)), 100 * MB
     assert [steps.tensors(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
     most = steps.largest(limit)

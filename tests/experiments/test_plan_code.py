@@ -1,4 +1,4 @@
-"""``experiments.plan``: code snippets for its plan, and the table of the slowest kernels."""
+"""Tests ``experiments.plan``: code snippets for its plan, and the table of the slowest kernels."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``experiments.plan``: uncertainty of kernel times, and its effect on the recommended plan."""
+"""Tests ``experiments.plan``: uncertainty of kernel times, and its effect on the recommended plan."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Adding a planner takes one file: everything else is derived from the facts at its class."""
+"""Tests that a planner is added by one file: everything else is derived from the facts at its class."""
 
 import json
 import os

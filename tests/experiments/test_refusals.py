@@ -1,4 +1,4 @@
-"""Invalid files and settings yield one sentence that names the cause, status 2, and no leftover files.
+"""Tests that invalid files and settings yield one sentence naming the cause, status 2, and no leftover files.
 
 Files are untrusted: they cannot run code, write elsewhere, control the terminal or use unbounded memory.
 """

@@ -1,4 +1,4 @@
-"""``reproduce``: resumes interrupted runs, continues after failed tasks, and shows all results on its page."""
+"""Tests that ``reproduce`` resumes runs, continues after failed tasks, and shows all results on its page."""
 
 import json
 from pathlib import Path

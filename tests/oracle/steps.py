@@ -274,7 +274,7 @@ class Steps:
 
 
 def recovered(dropped: Mapping[int, Recompute], k: int, ran: Set[int], writers: Sequence[Sequence[int]]) -> set[int]:
-    """Returns tensors recovered for kernel k by ``ran``: due ones; with ``keep``, also all completely written ones."""
+    """Returns tensors that ``ran`` restores for kernel k: due ones, and with ``keep`` all completely written ones."""
     due = {t for t, d in dropped.items() if k == (d.before if d.at is None else d.at)}
     whole = {t for t in dropped if {w for w in writers[t] if w < k} <= ran}
     return due | whole if any(dropped[t].keep for t in due) else due

@@ -1,4 +1,4 @@
-"""Costs besides kernels and copies: issue by the host (RULES.md, i), events (j), copies beside kernels (k).
+"""Tests costs besides kernels and copies: issue by the host (RULES.md, i), events (j), copies beside kernels (k).
 
 Cases computed by hand in both simulators, properties, and the validator.
 """
@@ -114,7 +114,7 @@ def test_each_swap_pays_its_wait_once_an_iteration(data):
 
 
 def test_a_slow_host(simulate):
-    """Program of tests/tiny.py: eight kernels in 120 ns, with a swap 170 ns, with a recomputed ninth kernel 130 ns."""
+    """The program of tests/tiny.py has eight kernels in 120 ns; with a swap 170 ns, with a recomputed kernel 130 ns."""
     assert simulate(tiny.PROGRAM, Plan(), ISSUES, 180).iteration_ns == 8 * 20
     swapped = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, ISSUES, tiny.LIMIT)
     assert swapped.iteration_ns == 10 * 20 and swapped.breakdown == Breakdown(120, 0, 0, 20, 60, 60)
@@ -137,7 +137,7 @@ def test_files_hold_issue_stalls_only_if_they_occur(tmp_path):
 
 
 def test_small_kernels_after_large_ones_use_up_the_queue(simulate):
-    """Four kernels of 100 ns, then eight of 1 ns; a launch takes 10 ns. The host's lead is the queue depth."""
+    """Four kernels take 100 ns, then eight take 1 ns; a launch takes 10 ns. The host's lead is the queue depth."""
     lengths = [100] * 4 + [1] * 8
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (), (), ns) for i, ns in enumerate(lengths))
     program, machine = Program("tail", (), kernels), Machine("m", 1, 1, 1, issue_ns=10)

@@ -1,4 +1,4 @@
-"""Several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
+"""Tests several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
 
 
 def once(*programs: Program) -> list[Job]:
-    """Jobs a, b, ... without plans, for one iteration each."""
+    """Returns jobs a, b, ... without plans, for one iteration each."""
     return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
 
 
@@ -239,7 +239,7 @@ def test_what_is_not_a_simulation():
 
 
 def test_a_switch_to_the_same_decisions_changes_nothing():
-    """Regardless of copies in flight at the boundary and of the order of the decisions."""
+    """The result does not depend on copies in flight at the boundary or on the order of the decisions."""
     for seed in range(30):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)  # two plans in succession reserve more host memory
@@ -278,7 +278,7 @@ def test_a_single_job_equals_simulate(data):
 
 
 def test_every_job_ends_and_no_rule_is_broken_on_the_way():
-    """With any limit, if the host has room."""
+    """This holds with any limit if the host has enough memory."""
     for seed in range(60):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)

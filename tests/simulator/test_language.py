@@ -1,4 +1,4 @@
-"""Hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
+"""Tests hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""plan/2 and plan/1: reading, errors, and which plans fit a program."""
+"""Tests plan/2 and plan/1: reading, errors, and which plans fit a program."""
 
 import itertools
 import json

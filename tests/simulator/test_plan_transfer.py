@@ -1,4 +1,4 @@
-"""Transfer of a plan to another capture of the same step."""
+"""Tests transferring a plan to another capture of the same step."""
 
 from dataclasses import replace
 from random import Random

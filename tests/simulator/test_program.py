@@ -1,4 +1,4 @@
-"""program/1: reading, errors, and the figures of a small program by hand."""
+"""Tests program/1: reading, errors, and the figures of a small program computed by hand."""
 
 import copy
 import os

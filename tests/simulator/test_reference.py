@@ -1,4 +1,4 @@
-"""Hand-computed cases for the rules of RULES.md, one by one, for both simulators.
+"""Tests hand-computed cases for the rules of RULES.md, one by one, for both simulators.
 
 One byte takes one nanosecond to copy, except where a test states otherwise. Spans are written
 (kernel or tensor, start, end); memory is (time, bytes in use after the change).
@@ -47,7 +47,7 @@ def test_workspace_is_held_while_the_kernel_runs(simulate):
 
 
 def test_compute_waits_for_a_swap_out(simulate):
-    """The timeline in tests/tiny.py."""
+    """Checks the timeline that tests/tiny.py draws."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1)
     assert compute(timeline) == [
         (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 130, 150), (7, 150, 170),
@@ -145,7 +145,7 @@ def test_a_swap_in_waits_until_it_fits_at_every_kernel_to_its_use(simulate):
 
 
 def test_prefetch_pins_the_swap_in(simulate):
-    """As above, but issued at the end of b3 (80), not when it fits (60)."""
+    """The swap-in of the previous test is issued at the end of b3 (80), not when it fits (60)."""
     plan = Plan((Swap(A1, 1, 6, prefetch=5),))
     timeline = simulate(PROGRAM, plan, MACHINE, 180, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 80, 120)]

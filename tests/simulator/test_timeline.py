@@ -1,4 +1,4 @@
-"""timeline/2 and the Chrome trace."""
+"""Tests timeline/2 and the Chrome trace."""
 
 import json
 import os

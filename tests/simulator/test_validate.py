@@ -1,4 +1,4 @@
-"""The validator accepts all simulated timelines and detects every kind of error in them."""
+"""Tests that the validator accepts all simulated timelines and detects every kind of error in them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,7 +231,7 @@ def test_memory_at_another_time_is_found(plan, tensor, sign, occurrence, right_n
 
 
 def program_of(*lines: tuple[tuple[int, ...], tuple[int, ...]], persistent: int = 0) -> Program:
-    """Tensors of 8 bytes, the first ``persistent`` persistent, and kernels of 10 ns that read and write them."""
+    """Returns kernels of 10 ns that use tensors of 8 bytes, of which the first ``persistent`` are persistent."""
     tensors = tuple(Tensor(f"t{t}", 8, persistent=t < persistent) for t in range(2))
     kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines))
     return Program("by hand", tensors, kernels)
@@ -269,7 +269,7 @@ def test_wrong_chains():
 
 
 def test_a_copy_of_the_iteration_before():
-    """Copied when k3 ends, for the gap of the next iteration; before the first iteration the copy exists."""
+    """The copy is made when k3 ends, for the gap of the next iteration; the first iteration starts with the copy."""
     program = program_of(((0,), ()), ((), (1,)), ((0,), (0,)), ((), ()), persistent=1)
     plan = Plan((Swap(0, 0, 2, copy=3),))
     timeline = simulate(program, plan, ALONE, 1000)

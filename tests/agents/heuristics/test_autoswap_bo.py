@@ -1,4 +1,4 @@
-"""AutoSwap's Bayesian optimization: equation 3 by hand, and its gain over the four scores."""
+"""Tests AutoSwap's Bayesian optimization: equation 3 by hand, and its gain over the four scores."""
 
 from __future__ import annotations
 

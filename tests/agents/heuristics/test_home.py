@@ -1,4 +1,4 @@
-"""HOME: particle updates computed by hand, and the swarm."""
+"""Tests HOME: particle updates computed by hand, and the swarm."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
 
 
 def test_stages_wait_for_swap_outs_as_in_algorithm_2():
-    """Swapping a (40 ns each way) is hidden, or delays the loss until it is out; recomputing it takes its kernel."""
+    """Swapping a (40 ns each way) is hidden, or delays the loss until a is out; recomputing a takes one kernel."""
     program = Program(
         "two convolutions",
         (Tensor("x", 10, persistent=True), Tensor("a", 40), Tensor("b", 30), Tensor("c", 50)),

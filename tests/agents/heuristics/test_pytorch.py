@@ -1,4 +1,4 @@
-"""PyTorch's own methods, on chains computed by hand.
+"""Tests PyTorch's own methods on chains computed by hand.
 
 A layer of ``chain`` is a matrix product, which writes h_i, and an activation, which writes a_i:
 

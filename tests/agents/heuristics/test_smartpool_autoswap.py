@@ -1,4 +1,4 @@
-"""SmartPool+AutoSwap: the limit applies to addresses."""
+"""Tests that the limit of SmartPool+AutoSwap applies to addresses."""
 
 from __future__ import annotations
 

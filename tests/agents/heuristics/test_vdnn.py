@@ -1,4 +1,4 @@
-"""vDNN on a small network, by hand."""
+"""Tests vDNN on a small network computed by hand."""
 
 from __future__ import annotations
 

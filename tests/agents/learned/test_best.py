@@ -1,4 +1,4 @@
-"""Planner ``best``: its table of shares, and that it is at least as good as each of its methods."""
+"""Tests the planner ``best``: its table of shares, and that it is at least as good as each of its methods."""
 
 from itertools import product
 
@@ -52,7 +52,7 @@ def test_recomputation_alone_ends_with_the_search_over_reruns() -> None:
 
 
 def test_lp_rounding_continues_from_a_given_plan() -> None:
-    """With almost no calls of its own, it is no worse than the given plan."""
+    """With almost no simulator calls, LP rounding is no worse than the given plan."""
     start = agents.make("policy_search", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     alone, given = (LPRound(20, min_bytes=1) for _ in range(2))
     given.first = rows_of(start.decisions)

@@ -1,4 +1,4 @@
-"""DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
+"""Tests DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
 
 from dataclasses import replace
 from pathlib import Path

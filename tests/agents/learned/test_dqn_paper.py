@@ -1,4 +1,4 @@
-"""The paper's DQN: equations against a plain loop, learning on a task with known optimum, reproducibility, resume."""
+"""Tests the paper's DQN: equations against a plain loop, learning on a solved task, reproducibility, resume."""
 
 import copy
 from dataclasses import replace

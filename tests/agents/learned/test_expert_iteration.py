@@ -1,4 +1,4 @@
-"""Expert iteration: the teachers' plans, training items, and a bit-identical training after an interruption."""
+"""Tests expert iteration: the teachers' plans, training items, and bit-identical training after an interruption."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The policy: network, decoding, and planners, with random weights and with the shipped ones."""
+"""Tests the policy: network, decoding, and planners, with random weights and with the shipped ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The compiled loop of the local search is bit-identical to its reference, however it ends."""
+"""Tests that the compiled loop of the local search is bit-identical to its reference, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overheads of plans under perturbed kernel times, and plans for faster kernels."""
+"""Tests overheads of plans under perturbed kernel times, and plans for faster kernels."""
 
 from dataclasses import replace
 

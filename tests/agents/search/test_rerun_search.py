@@ -1,4 +1,4 @@
-"""Search over reruns: against brute force, the schedule's memory and time, and Checkmate's published results."""
+"""Tests the search over reruns against brute force, the schedule, and Checkmate's published results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_as_good_as_every_set_of_reruns(seed: int, few_moves: None) -> None:
 
 @given(st.data())
 def test_costs_of_the_sweep_equal_those_of_the_schedule(data: st.DataObject) -> None:
-    """Programs with in-place kernels, several outputs and persistent results: computed costs match the plans found."""
+    """Computed costs match the plans found for in-place kernels, several outputs and persistent results."""
     program = data.draw(programs())
     table = tables(program, 1)
     least = least_bytes(program, table)

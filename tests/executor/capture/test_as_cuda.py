@@ -31,7 +31,7 @@ NETWORKS = ["llama_bf16", "resnet50_imagenet_bf16", "gpt2_medium_bf16"]
 
 
 def one_now(network: str) -> pytest.MarkDecorator:
-    """Returns parameters: one network in every test run, the others only in nightly runs."""
+    """Returns the parameters: the first network runs in every test run, all others in nightly runs only."""
     marks = [pytest.param(n, marks=() if n == network else pytest.mark.nightly) for n in NETWORKS]
     return pytest.mark.parametrize("network", marks)
 
@@ -46,7 +46,7 @@ def untimed(program: Program) -> dict[str, Any]:
 
 @one_now("llama_bf16")
 def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
-    """Kernels, what they read and write, every tensor's bytes, traffic and FLOPs (PyTorch 2.11 on the GPU)."""
+    """Compares kernels, their inputs and outputs, and bytes, traffic and FLOPs (PyTorch 2.11 on the GPU)."""
     path = ROOT / "experiments" / "results" / "gpu_h200" / "graphs" / f"program-{network}.json.gz"
     measured = Program.from_dict(json.loads(gzip.decompress(path.read_bytes())))
     n = build(network, "meta", capturable=True)
@@ -60,7 +60,7 @@ def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
 
 @one_now("resnet50_imagenet_bf16")
 def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
-    """With one update per parameter, as in the oldest profiles."""
+    """Captures one update per parameter, as in the oldest profiles."""
     profile = json.loads((ROOT / "tests" / "data" / "measured" / f"nvidia_h200-{network}.json").read_text())
     measured = [profile["operators"][k[0]]["name"] for k in profile["kernels"]]
     n = build(network, "meta")

@@ -327,7 +327,7 @@ def test_capture_step_finds_state_of_any_callable():
 
 
 def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):
-    """Also if PyTorch's setting that ignores them is lost in between."""
+    """The numbers are forgotten even if PyTorch's setting that ignores them is lost in between."""
     monkeypatch.setattr(ShapeEnv, "ignore_fresh_unbacked_symbols", lambda self: contextlib.nullcontext())
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -78,7 +78,7 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
-    """The runner computes the step: its copies of the parameters end up equal to those of an eager step."""
+    """After a profiled step, the runner's parameters equal those of an eager step."""
     x, y = torch.randn(4, 6), torch.randint(3, (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -87,7 +87,7 @@ def test_tensors_belong_to_modules() -> None:
 
 
 def test_the_gradient_of_a_parameter_belongs_to_its_module() -> None:
-    """Also if another module's forward uses it."""
+    """A gradient belongs to its parameter's module even if another module's forward uses the parameter."""
 
     class Borrowed(nn.Module):
         def __init__(self) -> None:

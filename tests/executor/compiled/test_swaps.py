@@ -121,7 +121,7 @@ def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
 
 
 def test_tensors_of_the_caller_are_not_swapped() -> None:
-    """The model's outputs, their gradients, and gradients of parameters."""
+    """Covers the model's outputs, their gradients, and gradients of parameters."""
     net, x = blocks(), torch.randn(4, 64, 32)
     seen: list[set[str]] = []
 
@@ -163,7 +163,7 @@ def test_unsupported_modes_and_waits_are_refused() -> None:
 
 @pytest.mark.parametrize("schema", ["ao::reload(Tensor tensor, Device device) -> Tensor", None])
 def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11 lacks the operators, and those of 2.12 do not restore the layout."""
+    """PyTorch 2.11 lacks the operators; the operators of PyTorch 2.12 do not restore the layout."""
     if schema is None:
         monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
     else:

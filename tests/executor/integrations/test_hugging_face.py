@@ -1,4 +1,4 @@
-"""``PlannedTrainer`` against Hugging Face's Trainer: bit-identical losses, norms, rates, weights, optimizer state."""
+"""Tests that ``PlannedTrainer`` equals Hugging Face's Trainer bit by bit: losses, norms, weights, optimizer state."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Mean(nn.Module):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("make", "counted"), [(model, True), (Mean, False)])
 def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Path) -> None:
-    """Three micro-batches of several shapes per step, and one at the end of each epoch.
+    """Trains three micro-batches of several shapes per step, and one at the end of each epoch.
 
     Losses are divided by the tokens of all micro-batches, or by the number of micro-batches.
     """
@@ -147,7 +147,7 @@ def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Pa
 
 @pytest.mark.nightly
 def test_autocast_and_batches_of_several_shapes(tmp_path: Path) -> None:
-    """Batches of two lengths, and a short batch at the end of the epoch."""
+    """Trains on batches of two lengths, and on a short batch at the end of the epoch."""
     pair = Pair(tmp_path, lengths=(40, 40, 40, 40, 48), samples=13, num_train_epochs=1, bf16=True).train()
     assert len(pair.ours.planned.steps) > 2 and "bfloat16" in str(pair.ours.planned.captured.graph.graph)
 

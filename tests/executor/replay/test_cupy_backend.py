@@ -31,7 +31,7 @@ def run(kernels, name, blocks, threads, *args, start=0):
 
 
 def test_fill_and_verify_are_numpys(kernels):
-    """Works at every alignment, and reports the first of several wrong bytes."""
+    """Both work at every alignment; ``verify`` reports the first of several wrong bytes."""
     rng = Random(0)
     memory = np.zeros(6000, np.uint8)
     base = -(-memory.ctypes.data // 16) * 16 - memory.ctypes.data

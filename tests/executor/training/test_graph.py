@@ -401,7 +401,7 @@ def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
     ("small", sgd), ("vgg16", sgd), ("gpt2", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True)),
 ])  # fmt: skip
 def test_a_graph_on_a_gpu(name, optimizer, monkeypatch):
-    """Bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
+    """The step is bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     twins, step = graphed(name, optimizer, device="cuda")

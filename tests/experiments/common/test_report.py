@@ -1,4 +1,4 @@
-"""Rows, modes, options and the table of an evaluation."""
+"""Tests rows, modes, options and the table of an evaluation."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""``train_dqn resume=RUN``: settings of a run as arguments; settings of an untrusted run never name code."""
+"""Tests ``train_dqn resume=RUN``: a run's settings become arguments; settings of an untrusted run never name code."""
 
 from pathlib import Path
 from typing import Any

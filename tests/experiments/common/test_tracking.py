@@ -1,4 +1,4 @@
-"""Trackers: files of TensorBoard and MLflow are read back; Weights & Biases is replaced by a stub."""
+"""Tests the trackers: reads back files of TensorBoard and MLflow; replaces Weights & Biases by a stub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks on workers: one result per task with every launcher, even if a worker is killed."""
+"""Tests tasks on workers: one result per task with every launcher, even if a worker is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
+"""Tests rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Settings of every figure: valid defaults and rejected values."""
+"""Tests settings of every figure: valid defaults and rejected values."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Figures of the SmartPool paper, on cases small enough to compute by hand."""
+"""Tests figures of the SmartPool paper, on cases small enough to compute by hand."""
 
 from dataclasses import replace
 

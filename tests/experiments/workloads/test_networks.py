@@ -1,4 +1,4 @@
-"""Convolutional networks, the LSTM and K-means: structure and arithmetic."""
+"""Tests convolutional networks, the LSTM and K-means: structure and arithmetic."""
 
 import random
 

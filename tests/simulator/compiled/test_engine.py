@@ -1,4 +1,4 @@
-"""The compiled simulator equals rules.py, and both keep the guarantees of RULES.md."""
+"""Tests that the compiled simulator equals rules.py, and that both keep the guarantees of RULES.md."""
 
 from itertools import pairwise
 from random import Random

@@ -1,4 +1,4 @@
-"""Functions compiled by ``jit`` are recompiled when anything compiled into them changes."""
+"""Tests that functions compiled by ``jit`` are recompiled when anything compiled into them changes."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Of several processes, one compiles: the background process of a command, or whichever is first."""
+"""Tests that only one of several processes compiles: a command's background process, or whichever is first."""
 
 import multiprocessing
 import os

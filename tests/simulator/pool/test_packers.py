@@ -1,4 +1,4 @@
-"""SmartPool, portfolio and exact search: by hand, against a slow checker, and on MiniMalloc's benchmark."""
+"""Tests SmartPool, portfolio and exact search: by hand, against a slow checker, and on MiniMalloc's benchmark."""
 
 from __future__ import annotations
 
