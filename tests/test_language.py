@@ -1,4 +1,4 @@
-"""Language of pages, docstrings, comments and messages: banned phrases, length of module docstrings and pages."""
+"""Tests the language of pages, docstrings, comments and messages, and the length of module docstrings and pages."""
 
 import ast
 import re

@@ -82,7 +82,7 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
-    """The runner computes the step: its copies of the parameters end up equal to those of an eager step."""
+    """After a profiled step, the runner's parameters equal those of an eager step."""
     x, y = torch.randn(4, 6), torch.randint(3, (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -137,7 +137,7 @@ def test_equal_kernels_are_measured_once():
     [("cold", r"^kernel \d+ \(aten.addmm.default\) cannot be run alone: ", "was over at kernel 0 of "),
      ("step", "^the step cannot be run to profile it: ", "was over before a step was measured$")],
 )  # fmt: skip
-def test_what_cannot_be_run_is_named_and_the_time_may_be_over(cache, fails, ends):
+def test_unrunnable_kernels_and_timeouts_are_reported(cache, fails, ends):
     step = captured()
     node = next(n[0] for n in step.nodes if n and str(n[0].target) == "aten.addmm.default")
     node.args = (node.args[0], node.args[2], node.args[1])  # operands in the wrong order
@@ -156,7 +156,7 @@ def test_durations_and_workspaces_are_put_in():
 
 
 @pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, workspaces=None, cache="step", event_ns=3)])
-def test_a_profile_is_data(tmp_path, profile):
+def test_a_profile_survives_a_round_trip(tmp_path, profile):
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
     assert path_of(replace(profile, program="a/b c")) == PROFILES / "a_b_c-m.json"
