@@ -236,6 +236,8 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
     """Steps walks ``begin`` to ``end`` - 1, or resets those in ``resets``.
 
     Args:
+        begin: first walk.
+        end: last walk + 1.
         resume: continue pending walks only.
         resets: bool (walks,).
         actions: (walks,) node + N * form; empty: resets only.

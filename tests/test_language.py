@@ -1,4 +1,4 @@
-"""Language of pages, docstrings, comments and messages: banned phrases, length of module docstrings and pages."""
+"""Tests the language of pages, docstrings, comments and messages, and the length of module docstrings and pages."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ LONGER = {  # pages with long tables or lists that comments cite
     "experiments/figures/own.md": 1_600,
     "experiments/figures/smartpool.md": 1_950,
     "experiments/figures/superneurons.md": 1_800,
-    "experiments/results/gpu_h200/README.md": 1_330,
+    "experiments/results/gpu_h200/README.md": 1_420,
     "simulator/RULES.md": 2_100,
     "simulator/pool/README.md": 1_300,
     "tests/README.md": 1_250,

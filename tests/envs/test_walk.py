@@ -1,4 +1,4 @@
-"""Episodes step by step: position, valid actions, plan and reward."""
+"""Tests episodes step by step: position, valid actions, plan and reward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nothing(walk: Walk) -> int:
 # ------------------------------------------------------------------------------- the program of tests/tiny.py
 
 
-def test_nothing_goes_to_the_next_opening_and_stops_where_a_kernel_cannot_start() -> None:
+def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
     """The gaps of w, a1 and a2 open when kernels 0, 1 and 2 have ended. Kernel 3 needs 170 bytes of 150."""
     walk = walk_of()
     assert (walk.position, walk.done, walk.overhead, allowed(walk)) == (0, False, 0.0, {(NOTHING,)})

@@ -1,4 +1,4 @@
-"""Several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
+"""Tests several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
 
 
 def once(*programs: Program) -> list[Job]:
-    """Jobs a, b, ... without plans, for one iteration each."""
+    """Returns jobs a, b, ... without plans, for one iteration each."""
     return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
 
 
@@ -59,7 +59,7 @@ def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
     assert [s for s in timeline.jobs[0].spans if s.kind == "swap_in"] == [Span(10, 40, "h2d", "swap_in", 1)]
 
 
-def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what():
+def test_a_full_host_is_reported_as_a_deadlock():
     jobs = once(GROWS, GROWS)
     with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' asks for 30 bytes for kernel 1; 'b' asks for 30 bytes for"):
         simulate_jobs(jobs, replace(MACHINE, host_bytes=39), 100)
@@ -75,7 +75,7 @@ def test_a_step_that_never_fits_is_refused_by_name():
 # ------------------------------------------------------------------------------------ coming and leaving
 
 
-def test_what_the_new_plan_has_in_memory_comes_back():
+def test_tensors_resident_in_the_new_plan_are_swapped_in():
     """The first plan has w on the host at 10; the second never evicts it, so it is swapped in at once (10 to 40)."""
     program = straight([parameter(30), *activations(80)], ((0,), (), 10), ((), (1,), 40))
     job = Job("a", program, Plan((Swap(0, 0, 0, 1),)), iterations=2, switches=((1, Plan()),))
@@ -106,7 +106,7 @@ def test_what_is_not_a_simulation():
 
 
 def test_a_switch_to_the_same_decisions_changes_nothing():
-    """Regardless of copies in flight at the boundary and of the order of the decisions."""
+    """The result does not depend on copies in flight at the boundary or on the order of the decisions."""
     for seed in range(30):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)  # two plans in succession reserve more host memory
@@ -123,7 +123,7 @@ def test_a_switch_to_the_same_decisions_changes_nothing():
 
 
 @given(st.data())
-def test_one_job_alone_does_what_simulate_says(data):
+def test_a_single_job_equals_simulate(data):
     program, variants = data.draw((programs() | networks()).flatmap(with_algorithms))
     plan = replace(data.draw(plans(program, reruns=True)), variants=variants)
     machine = data.draw(jobs_machines())
@@ -145,7 +145,7 @@ def test_one_job_alone_does_what_simulate_says(data):
 
 
 def test_every_job_ends_and_no_rule_is_broken_on_the_way():
-    """With any limit, if the host has room."""
+    """This holds with any limit if the host has enough memory."""
     for seed in range(60):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)

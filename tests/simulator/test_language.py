@@ -1,4 +1,4 @@
-"""Hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
+"""Tests hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_a_copy_is_of_the_present_content(swap, reason):
         Plan((swap,)).check(program)
 
 
-def test_a_copy_is_of_what_is_there():
+def test_an_early_copy_needs_a_resident_tensor():
     program = straight(activations(10), ((), (0,), 1), ((), (), 1), ((0,), (), 1), ((), (), 1), ((0,), (), 1))
     for first in (Swap(0, 0, 2), Recompute(0, 0, 2)):
         with pytest.raises(PlanError, match="tensor 0 is evicted between the end of kernel 1 and that of 2"):
@@ -157,7 +157,7 @@ def test_reruns_that_do_not_fit(decisions, reason):
 # ------------------------------------------------------------------------------------------ the link
 
 
-def test_the_host_holds_what_is_there_at_a_time(simulate):
+def test_the_host_needs_the_largest_concurrent_load(simulate):
     program = straight(
         activations(40, 40),
         ((), (0,), 10), ((), (), 100), ((0,), (), 10), ((), (1,), 10), ((), (), 100), ((1,), (), 10),

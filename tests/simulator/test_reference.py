@@ -1,6 +1,6 @@
-"""Hand-computed cases for the rules of RULES.md, one by one, for both simulators.
+"""Tests hand-computed cases for the rules of RULES.md, one by one, for both simulators.
 
-One byte takes one nanosecond to copy, except where a test states otherwise. Spans are written
+One byte takes one nanosecond to copy. Spans are written
 (kernel or tensor, start, end); memory is (time, bytes in use after the change).
 """
 
@@ -41,7 +41,7 @@ def test_without_a_plan(simulate):
 
 
 def test_compute_waits_for_a_swap_out(simulate):
-    """The timeline in tests/tiny.py."""
+    """Checks the timeline that tests/tiny.py draws."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1)
     assert compute(timeline) == [
         (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 130, 150), (7, 150, 170),
@@ -64,14 +64,14 @@ def test_compute_waits_for_a_swap_out(simulate):
 
 
 def test_prefetch_pins_the_swap_in(simulate):
-    """As above, but issued at the end of b3 (80), not when it fits (60)."""
+    """Under 180 bytes the swap-in is issued at the end of b3 (80), not when it fits (60)."""
     plan = Plan((Swap(A1, 1, 6, prefetch=5),))
     timeline = simulate(PROGRAM, plan, MACHINE, 180, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 80, 120)]
     assert timeline.iteration_ns == 160
 
 
-def test_tensors_come_back_in_order_of_next_use(simulate):
+def test_tensors_are_swapped_in_in_order_of_next_use(simulate):
     """Under 130 bytes: a1 out [20, 60), a2 out [60, 100), then g4 fits (b4 [100, 120)).
 
     a2 is needed first, at b3: in [120, 160). Beside a2 and g3 a1 does not fit: in [180, 220).
@@ -111,7 +111,7 @@ def test_a_memory_centric_chain(simulate):
     assert timeline.breakdown == Breakdown(70, 60, 0, 0, 0) and timeline.required_bytes == 25
 
 
-def test_what_runs_again_in_order():
+def test_recomputations_run_in_order():
     """k1 and k8 write t from x (k0), which is resident; if x is dropped, k0 is recomputed, too."""
     lines = [((), (), 10) for _ in range(11)]
     lines[0], lines[1], lines[8], lines[10] = ((), (0,), 10), ((0,), (1,), 10), ((1,), (1,), 10), ((0, 1), (), 10)

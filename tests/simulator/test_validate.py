@@ -1,4 +1,4 @@
-"""The validator accepts all simulated timelines and detects every kind of error in them."""
+"""Tests that the validator accepts all simulated timelines and detects every kind of error in them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,7 +99,7 @@ LIES: list[tuple[str, str, Callable[[], Timeline]]] = [
 
 
 @pytest.mark.parametrize(("rule", "lie", "make"), LIES, ids=[f"{rule}: {lie}" for rule, lie, _ in LIES])
-def test_every_lie_is_named(rule, lie, make):
+def test_every_violation_is_named(rule, lie, make):
     assert rule in rules(make(), tiny.SWAP_PLAN)
 
 
@@ -110,7 +110,7 @@ def test_a_violation_says_when_and_what():
     assert [tuple(v) for v in found] == [("order", 340, "something is recorded after the last iteration")]
 
 
-def test_there_is_a_lie_for_every_rule():
+def test_every_rule_has_a_test_violation():
     others = {"content", "recompute", "limit", "host", "figures", "sync", "issued"}  # issued: test_costs
     assert set(oracle.RULES) == {rule for rule, _, _ in LIES} | others
     assert rules(SWAPPED, tiny.SWAP_PLAN) == set()

@@ -1,4 +1,4 @@
-"""DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
+"""Tests DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_message_passing_reads_the_edges_and_the_flat_network_does_not() -> None
     assert trained(WEIGHTS[True]).rounds and not trained(WEIGHTS[False]).rounds
 
 
-def test_q_of_an_edit_that_is_none_is_masked_and_changes_no_other() -> None:
+def test_padding_edits_are_masked_and_do_not_affect_others() -> None:
     task = pyramid_task()
     *state, edits = states(task)
     edits[0, 0] = -1
@@ -213,7 +213,7 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ planner
 
 
-def test_more_calls_find_a_better_plan_that_a_seed_repeats_and_what_ranks_decides() -> None:
+def test_plans_improve_with_calls_and_depend_on_seed_and_ranking() -> None:
     program, found = pyramid(40, 5), set()
     limit = program.peak_bytes // 2
     choices = [*((ranks, True) for ranks in RANKS), ("q", False), ("improves", False)]
@@ -232,7 +232,7 @@ def test_more_calls_find_a_better_plan_that_a_seed_repeats_and_what_ranks_decide
     assert len(found) == len(choices)
 
 
-def test_a_walk_claims_what_the_simulator_says() -> None:
+def test_claimed_times_equal_simulated_times() -> None:
     task = pyramid_task()
     walk = EditWalk(task, 2, trained(WEIGHTS[True]), 0)
     for i in range(2):
