@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
+CONV = frozenset({"conv"})
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
 JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
@@ -112,18 +113,26 @@ class SuperNeurons(RowsPlanner):
 def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
     """Returns the gaps in which an output may be evicted: SWAPPED for CONV (and joins), RECOMPUTED for cheap layers."""
     ways = {}
+    offloaded = layer_outputs(program, CONV | JOINS if joins else CONV) if mode != "recompute" else frozenset()
+    cheap = layer_outputs(program, CHEAP)
     for gap in program.gaps(min_bytes):
-        if program.tensors[gap.tensor].persistent:
-            continue
-        layer = program.kernels[program.writes[gap.tensor][0]]
-        if layer.phase != "forward":
-            continue
-        if (layer.kind == "conv" or (joins and layer.kind in JOINS)) and mode != "recompute":
+        if gap.tensor in offloaded:
             ways[gap] = SWAPPED
-        elif layer.kind in CHEAP and program.kernels[gap.before].phase == "backward":
+        elif gap.tensor in cheap and program.kernels[gap.before].phase == "backward":
             if RECOMPUTED in ways_to_empty(program, gap, mode):
                 ways[gap] = RECOMPUTED
     return ways
+
+
+def layer_outputs(program: Program, kinds: Collection[str], min_bytes: int = 0) -> frozenset[int]:
+    """Returns the non-persistent tensors of at least ``min_bytes`` that a forward layer of ``kinds`` writes first."""
+    layers = [program.kernels[writers[0]] if writers else None for writers in program.writes]
+    return frozenset(
+        t
+        for t, (tensor, layer) in enumerate(zip(program.tensors, layers, strict=True))
+        if not tensor.persistent and tensor.nbytes >= min_bytes
+        and layer is not None and layer.phase == "forward" and layer.kind in kinds
+    )  # fmt: skip
 
 
 def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
