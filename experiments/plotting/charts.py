@@ -99,7 +99,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars."""
+    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars.
+
+    ``hatch`` is Matplotlib's, in white.
+    """
 
     at: Sequence[float]
     values: Values
@@ -112,14 +115,15 @@ class Bars:
     texts: Sequence[str] = ()
     inside: bool = False
     shade: float = 1.0
+    hatch: str = ""
 
     def draw(self, axes: Axes) -> None:
         """Draws the bars with their texts."""
         values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
         make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
         make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
-             edgecolor=self.colour, linewidth=1.0 if self.hollow else 0.0, label=self.label or None,
-             zorder=2, alpha=self.shade, **{start: base})  # fmt: skip
+             edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0, zorder=2,
+             label=self.label or None, alpha=self.shade, hatch=self.hatch or None, **{start: base})  # fmt: skip
         for at, value, low, text in zip(self.at, np.nan_to_num(values), base, self.texts, strict=False):
             end = low + (value / 2 if self.inside else value)
             where = (end, at) if self.across else (at, end)

@@ -29,6 +29,12 @@ VGG, MB = "vgg16_imagenet", 2**20
         ("superneurons_fig2", {"network": "inception_v4"}),
         ("superneurons_fig8", {"network": VGG}),
         ("superneurons_table2", {"network": VGG, "batch": 16}),
+        ("tensile_ratio", {"network": VGG, "batch": 2, "jobs": 2, "ratio": 0.5}),
+        ("tensile_speed", {"network": VGG, "batch": 2, "adam": False, "factor": 4}),
+        (
+            "tensile_start",
+            {"network": VGG, "share": 0.8, "networks": [VGG, "vgg16"], "batch": 2, "batches": [4], "iterations": 3},
+        ),
         ("tensile_table1", {"network": VGG, "batch": 2}),
         ("tensile_table2", {"jobs": [VGG, VGG], "batch": 2}),
     ],
