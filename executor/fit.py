@@ -50,7 +50,7 @@ OTHERS = ("ti", "super", "laptop")  # suffixes of other GPUs: an RTX 3060 Ti is 
 
 
 class FitError(ValueError):
-    """The step cannot be planned; the message is one sentence."""
+    """Raised if the step cannot be planned; the message is one sentence."""
 
 
 class FittedStep(PlannedStep):
@@ -74,7 +74,8 @@ class FittedStep(PlannedStep):
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
-        return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns, self.issued)
+        machine = self.machine if self.not_graph else self.machine.in_graph()
+        return report(self.captured, machine, self.limit, self.plan, self.floor_ns, self.issued)
 
 
 class FittedSteps(PlannedSteps):
@@ -116,7 +117,8 @@ class FittedSteps(PlannedSteps):
 
         If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
         """
-        machine, floors = self.machine, list[int | None]()
+        in_graph, floors = not not_by_default(captured, undo=False), list[int | None]()
+        machine = self.machine.in_graph() if in_graph else self.machine
 
         def planned(nbytes: int) -> Plan:
             plan, floor_ns = _plan(captured, machine, nbytes, self.planner, self._seconds)
@@ -128,14 +130,14 @@ class FittedSteps(PlannedSteps):
             return plan, simulate(captured.program, plan, machine, nbytes)
 
         packed = limit
-        if not_by_default(captured, undo=False):
+        if not in_graph:
             plan = planned(limit)
         else:
             try:
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
             except (DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan = planned(limit)
-        step = FittedStep(captured, plan, machine, limit, next((ns for ns in floors if ns is not None), None))
+        step = FittedStep(captured, plan, self.machine, limit, next((ns for ns in floors if ns is not None), None))
         step.packed_bytes = packed
         return step
 
@@ -247,6 +249,8 @@ def fit(
     Args:
         model: a module, or a function that performs a whole step (any models, optimizers and losses). The function is
             called with the parts of ``example_batch``, without ``loss_fn`` and ``optimizer``.
+        loss_fn: loss of model output and target; None: see above.
+        optimizer: optimizer of the parameters; None: the step computes no update.
         example_batch: ``(x, y)``, ``(inputs…, y)``, a mapping or another object; only shapes and types matter. With
             ``accumulate`` it may hold the pairs of a step (assumed if x and y are pairs themselves).
         memory: bytes or a size such as ``"24GiB"``: on a GPU device memory, including allocator, libraries and CUDA
@@ -257,8 +261,14 @@ def fit(
         profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape
             only. None on the CPU: roofline durations of the machine.
         seconds: approximate planning time per shape; default: the planner's.
-        keep, accumulate: as in PlannedSteps.
-        average, clip_norm, keep_grads, autocast, scaler, bucket_bytes: as in ``capture``.
+        keep: as in PlannedSteps.
+        accumulate: as in PlannedSteps.
+        average: as in ``capture``.
+        clip_norm: as in ``capture``.
+        keep_grads: as in ``capture``.
+        autocast: as in ``capture``.
+        scaler: as in ``capture``.
+        bucket_bytes: as in ``capture``.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
@@ -315,7 +325,7 @@ def _plan(
     captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None,
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """Returns the plan and the floor if the planner has one; an empty plan if the step fits without."""
+    """Returns the plan and the floor if the planner has one; an empty plan if the step fits as is."""
     import agents
     from agents.planner import small
     from simulator.modes import least_residency
@@ -365,7 +375,7 @@ def _asked(
         known = agents.options(planner)
         made = agents.make(planner, **{k: v for k, v in options.items() if k in known and v is not None})
     try:
-        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
+        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
     except ImportError as error:

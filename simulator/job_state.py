@@ -27,7 +27,11 @@ def check_jobs(
     """Checks that every job can run alone, with eviction on demand, and that every job terminates.
 
     Args:
+        jobs: Jobs that share the machine.
         plans: Lowered ``Job.plans`` of each job.
+        machine: Machine of all jobs.
+        limit: Memory limit in bytes for all jobs together.
+        until_ns: As in ``simulate_jobs``.
 
     Raises:
         ValueError: A job never terminates, or the machine sets one of the costs in ALONE_ONLY.
@@ -232,8 +236,7 @@ class JobState:
         def ahead(k: int) -> int:
             return position + ((k - d.after - 1) % self.n) + 1
 
-        pinned = d.prefetch is not None and d.prefetch != d.after
-        ready = ahead(d.prefetch) + 1 if pinned else position + 1  # type: ignore[arg-type]
+        ready = (position if d.prefetch is None or d.prefetch == d.after else ahead(d.prefetch)) + 1
         before = ahead(self.schedule.returns[d])
         return Gap(d.tensor, self.schedule.moved[d], before, ready, d.sync, d.prefetch is not None)
 

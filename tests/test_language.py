@@ -1,4 +1,4 @@
-"""Language of pages, docstrings, comments and messages: banned phrases, length of module docstrings and pages."""
+"""Tests the language of pages, docstrings, comments and messages, and the length of module docstrings and pages."""
 
 import ast
 import re
@@ -30,16 +30,16 @@ LONGER = {  # pages with long tables or lists that comments cite
     "agents/heuristics/README.md": 2_600,
     "agents/learned/README.md": 1_600,
     "envs/README.md": 1_400,
-    "executor/training/README.md": 2_400,
+    "executor/training/README.md": 2_460,
     "experiments/README.md": 2_200,
     "experiments/figures/README.md": 1_400,
     "experiments/figures/home.md": 1_250,
     "experiments/figures/own.md": 1_600,
     "experiments/figures/smartpool.md": 1_950,
     "experiments/figures/superneurons.md": 1_800,
-    "experiments/results/gpu_h200/README.md": 1_300,
+    "experiments/results/gpu_h200/README.md": 1_420,
     "simulator/RULES.md": 2_100,
-    "simulator/pool/README.md": 1_300,
+    "simulator/pool/README.md": 1_350,
     "tests/README.md": 1_250,
 }
 GENERATED = "experiments/results/README.md"

@@ -75,6 +75,10 @@ def floor(
     """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
+        program: Program to bound.
+        machine: Machine that runs it.
+        limit: Memory limit in bytes, persistent tensors included.
+        mode: Eviction kinds of the plans: swap, recompute or joint.
         max_gaps: number of gaps that are variables of the linear program, those of the largest tensors; the others are
             emptied at no cost. None: LARGEST, reduced with ``detail``.
         detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.
@@ -143,8 +147,8 @@ def floor(
 def _least(sizes: list[int], most: int) -> int:
     """Returns the size threshold that keeps about ``most`` of the sizes (descending).
 
-    Usually the smallest size of which at most ``most`` are kept. The next smaller size is included if that keeps less
-    than half as many, and at most half as many more with it.
+    At most ``most`` sizes are kept, except if these are fewer than half of ``most``. The next smaller size is then kept
+    as well if the total stays within 1.5 times ``most``.
     """
     if len(sizes) <= most:
         return 1
@@ -223,9 +227,9 @@ class _Problem:
         m = len(self.gaps)
         swapped = np.clip(x[self.transfers.swap], 0, 1) if self.transfers is not None else np.zeros(m)
         away = np.zeros(m)
-        for i, gap in enumerate(self.gaps if self.reruns is not None else []):
-            v = self.reruns.version_in(gap)  # type: ignore[union-attr]
-            if v >= 0 and self.reruns.droppable[v]:  # type: ignore[union-attr]
-                found = self.reruns.absent(v, gap)  # type: ignore[union-attr]
+        reruns = self.reruns
+        for i, gap in enumerate(self.gaps if reruns is not None else []):
+            if reruns is not None and (v := reruns.version_in(gap)) >= 0 and reruns.droppable[v]:
+                found = reruns.absent(v, gap)
                 away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in found)])
         return swapped, np.minimum(away, 1 - swapped)

@@ -212,7 +212,7 @@ class DQNPaper:
 
     facts = PlannerInfo(
         "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
-    )  # fmt: skip
+    )
     name = facts.key
 
     def __init__(
@@ -225,7 +225,7 @@ class DQNPaper:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Trains on the program and returns the best plan found; raises Infeasible."""
+        """Trains on the program and returns the best plan found; raises Infeasible if it found none."""
         from agents.learned import dqn_paper
         from agents.learned.training import train
 

@@ -255,7 +255,8 @@ def train(
 
     Args:
         net: network to train.
-        examples: training data. held_out: lessons for validation.
+        examples: training data.
+        held_out: lessons for validation.
         settings: hyperparameters.
         seed: random seed.
         state: file of the training state, written after every epoch and resumed from.
@@ -267,7 +268,7 @@ def train(
         optimizer,
         lambda step: min(1.0, (step + 1) / settings.warm_up) * max(0.02, 1 - step / (steps * settings.epochs)),
     )
-    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)  # type: ignore[no-untyped-call]
+    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)
     average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
     averaged = cast(PolicyNet, average.module)
     best, kept, first = float("inf"), net.state_dict(), 0

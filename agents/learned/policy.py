@@ -96,7 +96,7 @@ def decoded(
 
 def halving(
     found: Guided, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
-) -> tuple[int, Rows]:  # fmt: skip
+) -> tuple[int, Rows]:
     """Runs annealing from ``STARTS`` starts with successive halving until one run is left.
 
     The runs trust the network to different degrees, from ``LEAST`` to ``MOST``.
@@ -248,7 +248,7 @@ class PolicySearch(Policy):
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Returns the best plan found; raises as ``Policy.plan``."""
+        """Returns the best plan found; raises as in ``Policy.plan``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         found = self._begin(program, machine, limit, until)
         most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls

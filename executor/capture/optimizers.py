@@ -51,7 +51,7 @@ _MISSING = object()
 
 
 def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
-    """Whether an optimizer with ``foreach=None`` uses multi-tensor updates for this group.
+    """Returns whether an optimizer with ``foreach=None`` uses multi-tensor updates for this group.
 
     Args:
         on_cuda: Whether to treat the parameters as CUDA tensors.
@@ -93,14 +93,13 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
     """Returns the location of a changed number of an optimizer, or None."""
     for key, value in numbers_of(optimizer).items():
         before = was.get(key, was)
-        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before)
-                                    or value != before):  # fmt: skip
+        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before) or value != before):
             return key
     return None
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:
-    """Whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
+    """Returns whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -137,7 +136,7 @@ def fixed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_number(key: str, value: Any) -> bool:
-    """Whether this option can change without changing the graph; a learning rate may start as an integer."""
+    """Returns whether this option can change without changing the graph; a learning rate may start as an integer."""
     return type(value) is float or (key == "lr" and type(value) is int)
 
 
@@ -155,6 +154,7 @@ class Option:
         self.__module__ = "option"
 
     def __call__(self) -> Any:
+        """Returns the current value."""
         value = self.optimizer.param_groups[self.group][self.key]
         return value if self.part is None else value[self.part]
 
@@ -230,7 +230,7 @@ class Numbers:
             assert mode is not None
             proxy = mode.tracer.create_proxy("call_function", option, (), {})
             track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
-            self._known[where] = option, symbol, number, proxy  # type: ignore[assignment]
+            self._known[where] = option, symbol, number, proxy
         return self._known[where][2]
 
     def close(self, read: set[Any]) -> None:

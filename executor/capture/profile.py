@@ -40,6 +40,7 @@ SHORT_NS, ROW = 1_000_000, 8
 EMPTY = 50  # empty kernels that are timed with and without events around each
 AWAKE = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
 CORE_BYTES = 2**22  # upper bound of a CPU core's private cache
+COMPUTE_BOUND = ("conv", "matmul")  # kinds of kernels whose time depends on the clock of the multiprocessors
 SLOW_NS = 50_000_000  # longer runs are repeated only three times
 
 Cache = Literal["cold", "hot", "step"]
@@ -81,8 +82,9 @@ class Profile:
         workspaces: Workspace of each kernel in bytes; None if the device does not report it.
         cache: State of the cache before each kernel (``measure``).
         event_ns: Overhead of the events around a kernel in ns, already subtracted from the durations.
-        step_ns: Duration in ns of all kernels of a step without events in between, an upper bound of the sum of
-            ``durations_ns``; 0 if not measured (on the CPU, or with each kernel alone).
+        step_ns: Duration in ns of all kernels of a step without events in between, at sustained clocks if the host
+            keeps the device busy; an upper bound of the sum of ``durations_ns``; 0 if not measured (on the CPU, or with
+            each kernel alone).
     """
 
     program: str
@@ -117,7 +119,7 @@ class Profile:
         optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
         top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, optional)
         if top.pop("format") != FORMAT:
-            raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")  # type: ignore[index]
+            raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")
         if top["cache"] not in get_args(Cache):
             raise FormatError(f"profile.cache: expected one of {', '.join(get_args(Cache))}, got {top['cache']!r}")
         top["durations_ns"] = integers(top["durations_ns"], "profile.durations_ns")
@@ -248,7 +250,7 @@ class _Runner:
                 raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
             try:
                 args, kwargs = self._inputs(node)
-                self.known[key] = self._measure(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+                self.known[key] = self._measure(lambda: node.target(*args, **kwargs))
             except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {reason}") from error
@@ -271,6 +273,10 @@ class _Runner:
             for k, ns in zip(kernels, shorter, strict=True):
                 times[k] = ns
         self.step_ns = sum(whole for _, whole in segments)
+        if self.device.type == "cuda" and (sustained := runner.sustained_ns()):
+            bound = [kernel.kind in COMPUTE_BOUND for kernel in self.captured.program.kernels]
+            times = slowed(times, bound, sustained - self.step_ns)
+            self.step_ns = max(self.step_ns, sustained)
         return list(zip(times, workspaces, strict=True))
 
     def _flush(self) -> None:
@@ -346,7 +352,7 @@ class _Runner:
                 meta = a.meta.get("tensor_meta")
                 if meta is not None and (meta.dtype == torch.uint8 or a in drawn) and (maker := _maker(a)):
                     args, kwargs = self._inputs(maker[0])
-                    values[a] = maker[0].target(*args, **kwargs)[maker[1]]  # type: ignore[operator]
+                    values[a] = maker[0].target(*args, **kwargs)[maker[1]]
                 else:
                     values[a] = _number(a) if meta is None else _fresh(meta, self.devices[a])
             return values[a]
@@ -418,6 +424,13 @@ def together(times: Sequence[int], whole: int) -> list[int]:
     return [max(round(ns * scale), min(was, 1)) for ns, was in zip(shorter, times, strict=True)]
 
 
+def slowed(times: Sequence[int], bound: Sequence[bool], excess: int) -> list[int]:
+    """Returns kernel times (ns) with ``excess`` ns, if positive, spread over the ``bound`` ones in proportion."""
+    total = sum(ns for ns, is_bound in zip(times, bound, strict=True) if is_bound)
+    scale = 1 + max(0, excess) / max(total, 1)
+    return [round(ns * scale) if is_bound else ns for ns, is_bound in zip(times, bound, strict=True)]
+
+
 def _fresh(meta: Any, device: torch.device) -> Tensor:
     """Returns a tensor of this shape, stride and dtype: random floats and booleans, zeros otherwise."""
     reach = 1 + sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) if meta.shape.numel() else 0
@@ -434,8 +447,8 @@ def _fresh(meta: Any, device: torch.device) -> Tensor:
 def _maker(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Returns the multi-output kernel that produces a value, and the output's index."""
     while node.target in (aten.detach.default, aten.alias.default):
-        node = node.args[0]  # type: ignore[assignment]
-    return (node.args[0], node.args[1]) if node.target is operator.getitem else None  # type: ignore[return-value]
+        node = node.args[0]
+    return (node.args[0], node.args[1]) if node.target is operator.getitem else None
 
 
 def _number(node: fx.Node) -> Any:
@@ -444,4 +457,4 @@ def _number(node: fx.Node) -> Any:
         return getattr(node.graph.owning_module, str(node.target))
     if node.target is aten._local_scalar_dense.default:
         return 1
-    return node.target(*map_arg(node.args, _number), **map_arg(node.kwargs, _number))  # type: ignore[operator]
+    return node.target(*map_arg(node.args, _number), **map_arg(node.kwargs, _number))

@@ -29,11 +29,12 @@ SUITES = (CORE, "checkmate", SPEED)
 
 @cli.entry("benchmark")
 def main(cfg: DictConfig) -> None:
+    """Runs the chosen suite: prints timings, or computes and draws the figure of its scores."""
     suite = cli.choice(cfg, "suite", SUITES)
     if suite == SPEED:
         print(json.dumps(speed(cfg), indent=1))
         return
-    settings = cli.plain(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))  # type: ignore[arg-type]
+    settings = cli.plain(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))
     if (chosen := agents_of(cfg, suite, settings)) is not None:
         settings |= {"agents": chosen, "beside": True}
     out = cli.path(cfg, "out") or Path("runs/benchmark")

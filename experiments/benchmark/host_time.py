@@ -90,7 +90,7 @@ def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[C
 
     def eager() -> Tensor:
         loss: Tensor = loss_fn(twin(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         eager_optimizer.step()
         eager_optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -219,9 +219,11 @@ class NoCopies:
     """Stand-in for copy engines that copies nothing."""
 
     def pinned(self, nbytes: int) -> Bytes:
+        """Returns unpinned memory, uint8[nbytes]."""
         return HOST.take(nbytes)
 
     def nothing(self, *_: object) -> Any:
+        """Does nothing, for all other methods of ``Engines``."""
         pass
 
     borrow = event = begin = copy_out = copy_in = wait = join = synchronize = nothing

@@ -22,15 +22,7 @@ from omegaconf import DictConfig
 from agents.heuristics.autoswap import peak_gaps
 from experiments.benchmark.host_time import NETWORKS, host_times, step_overhead
 from experiments.benchmark.packing import packing
-from experiments.benchmark.simulation import (
-    batches,
-    environment,
-    home_search,
-    planned,
-    searching,
-    simulation,
-    swap_all,
-)
+from experiments.benchmark.simulation import batches, environment, home_search, planned, searching, simulation, swap_all
 from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -153,7 +145,7 @@ def plans(
 
 
 def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program]:
-    """Returns the shortest capture time of a workload in seconds and its program; raises as ``cli.workload``."""
+    """Returns the shortest capture time of a workload in seconds, and its program; raises as in ``cli.workload``."""
     from experiments import workloads
 
     config, programs = cli.workload(name), list[Program]()

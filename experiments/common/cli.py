@@ -211,7 +211,7 @@ def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> A
 
 
 def jobs(cfg: DictConfig) -> int:
-    """Returns ``cfg.jobs``, the number of worker processes (default: one per core); raises as ``integer``."""
+    """Returns ``cfg.jobs``, the number of worker processes (default: one per core); raises as in ``integer``."""
     return integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
 
 
@@ -287,7 +287,7 @@ def program(cfg: DictConfig, on: Machine) -> Program:
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """Converts a config node to a dictionary, interpolations resolved; raises an OmegaConf error for missing values."""
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
 def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:

@@ -228,7 +228,7 @@ class Fig6(Figure):
                                       hollow=method == ASPLOS))  # fmt: skip
                 if method == ASPLOS:  # its images/s would hide Capuchin's
                     continue
-                kept = [r for r in lines if r["share"] >= 1 or method in ("PyTorch", "vDNN", "SuperNeurons")]
+                kept = [r for r in lines if r["share"] >= 1 or method in ("PyTorch", "vDNN")]
                 width, size = (2.8, 6) if method == "HOME" else (1.5, 7 if method == "PyTorch" else 4)
                 above.append(Line([row["batch"] for row in kept], [rate(row, method) for row in kept], colour,
                                   name + " (after the drop: all layers)" * (method == "vDNN"), marker, dash, width,

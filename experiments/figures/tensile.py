@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
@@ -20,9 +21,9 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, span
 from experiments.plotting import palette
-from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule, groups
+from experiments.plotting.charts import DASHED, DOTTED, Axis, Bars, Chart, Line, Mark, Panel, Rule, groups
 from experiments.plotting.palette import INK
 from simulator import simulate_jobs
 from simulator.compiled.engine import simulate
@@ -43,6 +44,8 @@ PLANNERS = {
     "LP rounding": "lp_round",
 }  # fmt: skip
 HELD = "TENSILE, held to its limit"
+LASTING = ("parameter", "optimizer_state", "buffer")
+HATCHES = {"Capuchin": "///", "AutoSwap": "\\\\\\", "LP rounding": "xxx"}
 Plans = TypeVar("Plans")
 
 
@@ -77,14 +80,15 @@ class _Ratios(Figure):
         msr, eor = 1 - found["peak_bytes"] / without_bytes, found[self.time] / without_ns - 1
         return msr, eor, msr / eor if eor else float("inf")
 
-    def line(self, row: Row, method: str) -> Row:
-        """Returns the table's line of a method: the paper's ratios, if it has some, and ours."""
-        ours, theirs = self.ratios(row, method), self.paper(row).get(method)
-        cells = ["no plan", "", ""]
-        if ours is not None:
-            cells = ["∞" if value == float("inf") else f"{value:.4f}" for value in ours]
-            cells = [f"{a:.4f} / {b}" for a, b in zip(theirs, cells, strict=True)] if theirs else cells
-        return {"label": self.label(row), "method": method, "found": row["methods"][method], "cells": cells}
+    def lines(self, rows: list[Row]) -> list[Row]:
+        """Returns the table's lines: the paper's ratios, if it has some, and ours."""
+        found = []
+        for row in rows:
+            theirs, ours = self.paper(row), {method: self.ratios(row, method) for method in self.planners}
+            for label, ratios in ((f"{self.label(row)}, paper", theirs), (self.label(row), ours)):
+                cells = [cell(ratios[method]) if method in ratios else "–" for method in self.planners]
+                found += [{"label": label, "cells": cells}] if ratios else []
+        return found
 
     def panels(self, title: str, rows: list[Row]) -> Chart:
         """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
@@ -95,16 +99,34 @@ class _Ratios(Figure):
                 at = [y + (m - (len(self.planners) - 1) / 2) * high for y in range(len(rows))]
                 ours = [(one := self.ratios(row, method)) and one[i] for row in rows]
                 theirs = [paper[method][i] if method in paper else None for paper in map(self.paper, rows)]
-                texts = ["" if a is None else f"{a:.1%}" if form == "%" else f"{a:.3g}" for a in ours]
+                texts = ["" if a is None else number(a, form) for a in ours]
+                papers = ["" if a is None else f" (◇ {number(a, form)})" for a in theirs]
                 ours = [a if a is None or form == "%" else min(a, most) for a in ours]
-                colour, hollow = palette.colour(planner), method == HELD
-                marks.append(Bars(at, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, texts=texts))
+                ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
+                colour, hollow, hatch = palette.colour(planner), method == HELD, HATCHES.get(method, "")
+                marks.append(Bars(at, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
+                marks.append(Line(ends, at, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
                 if any(value is not None for value in theirs):
                     marks.append(Line(theirs, at, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
             limits = (0, None) if form == "%" else (0, 1.25 * MOST)
             names = Axis(names=[self.label(row) for row in rows])
-            panels.append(Panel(name, marks, Axis(axis, form, limits, room=1.15), names))
+            panels.append(Panel(name, marks, Axis(axis, form, limits, room=1.35), names))
         return Chart(title, panels, 3, (5.2, 0.6 + 0.95 * len(rows)))
+
+
+def cell(ratios: Ratios | None) -> str:
+    """Returns MSR and EOR in per cent, and CBR."""
+    if ratios is None:
+        return "no plan"
+    saved, lost, benefit = ratios
+    return f"{100 * saved:.1f}/{100 * lost:.1f}/{number(benefit, '')}"
+
+
+def number(value: float, form: str) -> str:
+    """Returns a ratio as the text of a bar."""
+    if form == "%":
+        return f"{value:.1%}"
+    return "∞" if value == float("inf") else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
@@ -158,12 +180,9 @@ class Table1(_Ratios):
         return dict(zip(PLANNERS, theirs, strict=False)) if row["network"] == OF_PAPER else {}
 
     def numbers(self, rows: list[Row]) -> Row:
-        lines = [self.line(row, method) for row in rows for method in self.planners]
-        for line in lines:
-            moved = line["found"] and line["found"]["bytes"]
-            lasting = moved and sum(moved.get(kind, 0) for kind in ("parameter", "optimizer_state", "buffer"))
-            line["lasting"] = moved and lasting / sum(moved.values())
-        return {"lines": lines}
+        moved = [found["bytes"] for row in rows if (found := row["methods"]["TENSILE"])]
+        lasting = [sum(one.get(kind, 0) for kind in LASTING) / sum(one.values()) for one in moved if one]
+        return {"lines": self.lines(rows), "heads": list(self.planners), "lasting": span(lasting)}
 
     def chart(self, rows: list[Row]) -> Chart:
         batch = rows[0]["batch"]
@@ -245,20 +264,13 @@ class Table2(_Ratios):
         return ", ".join(several)
 
     def numbers(self, rows: list[Row]) -> Row:
-        lines: list[Row] = []
-        mixtures: list[Row] = []
         ahead: dict[str, list[bool]] = {"vDNN": [], "Capuchin": []}
         for row in rows:
-            for method in PLANNERS:
-                one = row["methods"][method]
-                lines.append({**self.line(row, method), "decisions": one and " + ".join(map(str, one["decisions"]))})
             found = {method: r[2] for method in PLANNERS if (r := self.ratios(row, method)) is not None}
             for rival, wins in ahead.items():
                 wins += [found["TENSILE"] > found[rival]] if {"TENSILE", rival} <= found.keys() else []
-            order = " > ".join(f"{m} ({found[m]:.2f})" for m in sorted(found, key=lambda method: -found[method]))
-            mixtures.append({"label": self.label(row), "order": order, "tensile": row["methods"]["TENSILE"]})
         counts = {rival: (sum(wins), len(wins)) for rival, wins in ahead.items()}
-        return {"lines": lines, "mixtures": mixtures, "ahead": counts}
+        return {"lines": self.lines(rows), "heads": list(self.planners), "ahead": counts}
 
     def chart(self, rows: list[Row]) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
@@ -344,9 +356,11 @@ class Times(Figure):
                 found = [row["held"][name][key] for name in row["networks"]]
                 below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in found]
                 series.append((NAMES[key], ink, [max(value, LEAST) for value in found], below))
-            marks = groups(series, across=True)
-            marks += [Rule(TIMES_PAPER[key], colour=ink, label=f"the paper's mean, {NAMES[key]}", width=1.4)
-                      for key, ink in inks.items()]  # fmt: skip
+            marks: list[Mark] = []
+            for bars, (key, ink), hatch in zip(groups(series, across=True), inks.items(), ("", "///"), strict=True):
+                rule = f"the paper's mean, {NAMES[key]}"
+                marks += [replace(bars, hatch=hatch), Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4,
+                                                           line=DOTTED if hatch else DASHED)]  # fmt: skip
             where = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
             panels.append(Panel(f"{row['source']}: {row['device']}", marks, where, Axis(names=names)))
         return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)

@@ -99,7 +99,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars."""
+    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars.
+
+    ``hatch`` is Matplotlib's, in white.
+    """
 
     at: Sequence[float]
     values: Values
@@ -119,8 +122,8 @@ class Bars:
         values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
         make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
         make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
-             edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0,
-             label=self.label or None, zorder=2, alpha=self.shade, hatch=self.hatch, **{start: base})  # fmt: skip
+             edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0, zorder=2,
+             label=self.label or None, alpha=self.shade, hatch=self.hatch or None, **{start: base})  # fmt: skip
         for at, value, low, text in zip(self.at, np.nan_to_num(values), base, self.texts, strict=False):
             end = low + (value / 2 if self.inside else value)
             where = (end, at) if self.across else (at, end)
@@ -299,7 +302,7 @@ def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
         set_limits(*((n - 0.4, -0.6) if which == "y" else (-0.6, n - 0.4)))
         of.set_ticks(range(n), axis.names)
         of.set_tick_params(length=0)
-        axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
+        axes.grid(axis=which, visible=False)
         if which == "y":
             axes.spines["left"].set_visible(False)
             for row in range(0, n, 2):
@@ -313,7 +316,7 @@ def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
         set_limits(None, axis.room * limits()[1])
     if n:
         of.set_ticks(axis.ticks, axis.names, rotation=90, fontsize=9)
-        axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
+        axes.grid(axis=which, visible=False)
         return
     if axis.ticks is not None:
         of.set_ticks(axis.ticks)

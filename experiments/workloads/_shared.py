@@ -100,12 +100,13 @@ def head(channels: int, classes: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
-def classifier(model: nn.Module, batch_size: int, image: int = 32, least: int = 1) -> Parts:
+def classifier(model: nn.Module, batch_size: int, image: int = 32, least: int = 1, adam: bool = False) -> Parts:
     """Returns an image classifier with cross-entropy, SGD with momentum, and a batch on the default device.
 
     Args:
         image: Side of the images in pixels.
         least: Smallest side that the model's strides do not reduce to nothing.
+        adam: Whether Adam replaces SGD.
 
     Raises:
         WorkloadError: The batch has a single image, which batch-norm rejects, or ``image`` is below ``least``.
@@ -114,7 +115,8 @@ def classifier(model: nn.Module, batch_size: int, image: int = 32, least: int = 
         raise WorkloadError(f"workload.batch_size: expected an integer of at least 2, got {batch_size}")
     if image < least:
         raise WorkloadError(f"workload.image: expected an integer of at least {least}, got {image}")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = (torch.optim.Adam if adam else sgd)(model.parameters())
     return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, 3, image, image), labels(batch_size))
 
 

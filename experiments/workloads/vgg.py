@@ -105,11 +105,12 @@ def vgg(*, depth: int, batch_size: int = 100) -> Parts:
 
 
 def vgg_imagenet(
-    *, batch_size: int = 32, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False
-) -> Parts:
+    *, batch_size: int = 32, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False,
+    adam: bool = False,
+) -> Parts:  # fmt: skip
     """Returns an ``ImageNetVGG`` for images of at least 32 px; see ``_shared.classifier``."""
     one_of(BLOCKS, depth, "depth", "vgg_imagenet")
-    return classifier(ImageNetVGG(max(image, 32), classes, depth, pooled), batch_size, image, least=32)
+    return classifier(ImageNetVGG(max(image, 32), classes, depth, pooled), batch_size, image, 32, adam)
 
 
 def alexnet(*, batch_size: int = 200) -> Parts:

@@ -1,7 +1,7 @@
 """``jit``: numba.njit with a cache that depends on everything that is compiled in.
 
 Numba compiles the values of global names into a function, but invalidates its cache only if the function's own file
-changes: constants and functions of other files go stale silently. ``jit`` appends a hash of all that is compiled in to
+changes: constants and functions of other files go stale silently. ``jit`` appends a hash of all compiled-in values to
 ``__qualname__``, which is part of the cache's file name, so that a changed function is recompiled.
 
 If several processes need a function, one compiles it; the others wait and load it from the cache.
@@ -103,7 +103,7 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
 
 
 def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
-    """Returns its ``compile``, restricted to one process at a time and without garbage collection.
+    """Returns a dispatcher's ``compile``, restricted to one process at a time and without garbage collection.
 
     The compiler allocates very many objects, most of which live until it is done.
     """
@@ -222,7 +222,7 @@ def address(function: Any, *args: Any) -> int:
 
 @intrinsic
 @_stamped
-def call(typing, where, like, args):  # type: ignore[no-untyped-def]
+def call(typing, where, like, args):
     """Calls the function at an ``address`` from compiled code.
 
     A call by name would make LLVM optimize the function again as a part of its caller.
@@ -234,7 +234,7 @@ def call(typing, where, like, args):  # type: ignore[no-untyped-def]
     kinds = [_types.unliteral(kind) for kind in args]
     returned = _types.Tuple([_types.unliteral(kind) for kind in like])
 
-    def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def code(context, builder, signature, values):
         function = context.call_conv.get_function_type(returned, kinds)
         pointer = builder.inttoptr(values[0], function.as_pointer())
         given = _cgutils.unpack_tuple(builder, values[2])

@@ -24,6 +24,7 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     """Packs ``intervals`` with SmartPool.
 
     Args:
+        intervals: blocks on a circle or a line.
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
         fit: best or first.
 
@@ -42,7 +43,7 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
 
 
 @jit
-def _colour(lower, upper, size, order, period, best_fit):  # type: ignore[no-untyped-def]
+def _colour(lower, upper, size, order, period, best_fit):
     """Returns int64[n] offsets (section III-C); ``order``: int64[n], the blocks in order of placement."""
     n = len(order)
     offsets = np.empty(n, np.int64)

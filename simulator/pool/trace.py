@@ -23,7 +23,7 @@ MALLOC, WRITE, READ, FREE = range(4)
 
 
 class StreamError(ValueError):
-    """An operation on a block that is not live, or a malloc of a live block.
+    """Raised for an operation on a block that is not live, or a malloc of a live block.
 
     Attributes:
         operation: index of the operation.
@@ -35,7 +35,7 @@ class StreamError(ValueError):
 
 
 class NoIteration(ValueError):
-    """The stream has no repeating iteration; the message says what was found instead."""
+    """Raised if the stream has no repeating iteration; the message names what was found instead."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def _z_function(text):  # type: ignore[no-untyped-def]
+def _z_function(text):
     """Returns int64[n], the length of the common prefix of the sequence and its suffix at i."""
     n = len(text)
     z = np.zeros(n, np.int64)

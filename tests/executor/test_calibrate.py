@@ -22,7 +22,7 @@ def measured(machine, max_bytes=2**22):
     return calibrate(HostBackend(machine), base, max_bytes, "found")
 
 
-def test_the_figures_are_found_back(tmp_path):
+def test_the_figures_are_recovered(tmp_path):
     found = measured(MACHINE)
     assert [n for n, _ in found.transfers["h2d"]] == [2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
     machine = found.machine
@@ -89,10 +89,7 @@ def test_one_copy_engine_is_noticed():
     assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
 
 
-@pytest.mark.parametrize(
-    ("h2d", "d2h"),
-    [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)],
-)
+@pytest.mark.parametrize(("h2d", "d2h"), [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)])
 def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
     """Copies take 1 ns per byte in and 2 ns out, slowed to these shares; shares within DUPLEX_ERROR of 1 count as 1."""
     alone, share = {"h2d": 1, "d2h": 2}, {"h2d": h2d, "d2h": d2h}

@@ -39,7 +39,7 @@ class Reads(torch.optim.SGD):
     """Reads numbers of tensors on a GPU."""
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:
         for p in self.param_groups[0]["params"]:
             if p.device.type == "cuda" and float(p.grad.sum()) > 0:
                 p.add_(1)
@@ -49,7 +49,7 @@ class Reads(torch.optim.SGD):
 def captured(
     loss_fn: Any = nn.functional.cross_entropy, batch: Any = None, optimizer: Callable[..., Any] = sgd, **options: Any
 ) -> Captured:
-    """A capture of a small network."""
+    """Captures a small network."""
     model = small()
     x, y = torch.randn(2, 3, 16, 16), torch.zeros(2, dtype=torch.long)
     return capture(model, loss_fn, optimizer(model), batch or (x, y), **options)
@@ -104,8 +104,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (FormatError, "profile: unknown key 'colour'", lambda: profile(colour=1)),
     (FormatError, "the profile is of another program", lambda: with_profile(OTHER, PROFILE)),
     (ValueError, "^repeats: ", lambda: measure(captured(), "cpu", repeats=0)),
-    (ValueError, "^cache: ", lambda: measure(captured(), "cpu", cache="warm")),  # type: ignore[arg-type]
-    (ValueError, "^zero_grad: ", lambda: Loop(zero_grad="now")),  # type: ignore[arg-type]
+    (ValueError, "^cache: ", lambda: measure(captured(), "cpu", cache="warm")),
+    (ValueError, "^zero_grad: ", lambda: Loop(zero_grad="now")),
     (ValueError, "^iterations: ", lambda: Loop(iterations=0)),
     (ValueError, "the step of Reads", lambda: card_peak(linear(Reads), H200)),
     (ValueError, "expected at least 16,384", lambda: calibrate(HostBackend(SLOW), SLOW, 2**22)),

@@ -86,6 +86,7 @@ class Schedule:
         rows: the decisions, as rows of ``planner.Rows``.
         footprint: int64[kernels], bytes while each runs (Algorithm 2), transfers included.
         swapped: the swapped tensors.
+        scheduled: the gaps of ``rows``, in order, each with the start of its swap-in in ns; None: recomputed.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Schedule:
         both = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]
         self.starts, self.ends = both, both[1:] + [2 * starts[-1]]
         self.rows: list[Row] = []
-        self.scheduled: set[Gap] = set()
+        self.scheduled: dict[Gap, int | None] = {}
         self.swapped: set[int] = set()
         self.moving = np.zeros(self.n, np.int64)  # bytes that leave or return while a kernel of their gap runs
         self.footprint = self._footprint(self.rows)
@@ -193,14 +194,14 @@ class Schedule:
         copy = issued % self.n if issued < after else -1
         self.rows = [self._copied(row, gap) for row in self.rows]
         self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n, copy))
-        self.scheduled.add(gap)
+        self.scheduled[gap] = start
         for p in range(after + 1, before):
             if self.starts[p] < gone or self.ends[p] > start:
                 self.moving[p % self.n] += nbytes
         return True
 
     def _copied(self, row: Row, gap: Gap) -> Row:
-        """Drops a swap's early copy if the new gap lies between it and the swap's gap: the host has a copy by then."""
+        """Drops a swap's early copy if the new gap lies between it and the swap's gap, as the host then has a copy."""
         kind, tensor, after, before, prefetch, copy = row
         between = (after - gap.before) % self.n < (after - copy) % self.n
         drops = kind == SWAP and tensor == gap.tensor and copy >= 0 and between
@@ -231,7 +232,7 @@ class Schedule:
         if footprint.max() > self.peak or footprint[k] >= self.footprint[k]:
             return False
         self.rows.append(row)
-        self.scheduled.add(gap)
+        self.scheduled[gap] = None
         self.footprint = footprint
         return True
 

@@ -17,7 +17,7 @@ from executor import Captured, PlannedStep, StepError, fit
 from executor.capture.optimizers import capturable
 from executor.training import graph, graph_rules, planned_step
 from executor.training.memory_source import Place
-from simulator import Plan, Recompute, Swap
+from simulator import Plan, Recompute, Swap, simulate
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
 from tests.executor.networks import adamw, sgd
@@ -100,13 +100,13 @@ def test_equal_to_eager_with_other_batches_and_learning_rates(name, optimizer, d
 def test_a_graph_is_replayed_and_not_issued(double):
     twins, step = graphed("mlp", swaps=False)
     twins.train(step, 2)
-    step.state.work = None  # type: ignore[assignment]
+    step.state.work = None
     twins.train(step, 2)
     assert step.graph.captures == 1
 
 
 @pytest.mark.nightly
-def test_what_changes_between_replays_counts(double):
+def test_changes_between_replays_take_effect(double):
     """Replays read changes in place; a replaced tensor causes a new capture."""
     twins, step = graphed()
     twins.train(step, 3)
@@ -130,7 +130,7 @@ def test_what_changes_between_replays_counts(double):
     assert step.graph.captures == 2
 
 
-def test_what_is_returned_is_the_callers(double):
+def test_results_belong_to_the_caller(double):
     twins, step = graphed("mlp", swaps=False)
     losses = [step(*twins.next_batch()) for _ in range(4)]
     kept = [loss.clone() for loss in losses]
@@ -245,7 +245,7 @@ def test_the_peak_is_known_before_the_first_replay(double):
 
 @pytest.mark.parametrize("wrong", ["packing", "lifetimes", "boundary"])
 def test_wrong_addresses_are_found(wrong, double, monkeypatch):
-    """The double detects memory with two owners and unordered uses."""
+    """The test double of CUDA detects memory with two owners and unordered uses."""
     twins, step = over_the_boundary(2)
     step(*twins.next_batch())
     if wrong == "packing":
@@ -318,7 +318,7 @@ def test_a_step_whose_graph_is_over_the_limit_goes_on_kernel_by_kernel(by_defaul
     twins.train(step, 2)
 
 
-def test_a_schedule_that_captures_again_and_again_is_no_graph(by_default):
+def test_repeated_captures_disable_the_graph(by_default):
     twins = Twins("mlp", sgd)
     captured = twins.captured()
     step = PlannedStep(captured, plan_for(captured), GPU, 2 * captured.program.peak_bytes)
@@ -353,11 +353,16 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
 
     def planner(program, machine, limit):
         limits.append(limit)
+        assert machine == slow.in_graph()
         return capuchin.plan(program, machine, limit)
 
+    slow = replace(GPU, graph_copies=0.5)
     with capturable(True):
-        steps = fit(*twins.ours.given, twins.next_batch(), 0.9, machine=GPU, planner=planner)
+        steps = fit(*twins.ours.given, twins.next_batch(), 0.9, machine=slow, planner=planner)
         twins.train(steps, 5)
+    assert steps.report().iteration_ns == simulate(
+        steps.present.program, steps.present.plan, slow.in_graph(), steps.limit
+    ).iteration_ns  # fmt: skip
     assert steps.present.not_graph is None and steps.present.graph.peak_bytes <= steps.limit, steps.report()
     assert 0 < steps.present.replans < fit_module.REPLANS and steps.present.packed_bytes < steps.limit == max(limits)
     assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())
@@ -396,7 +401,7 @@ def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
     ("small", sgd), ("vgg16", sgd), ("gpt2", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True)),
 ])  # fmt: skip
 def test_a_graph_on_a_gpu(name, optimizer, monkeypatch):
-    """Bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
+    """The step is bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     twins, step = graphed(name, optimizer, device="cuda")

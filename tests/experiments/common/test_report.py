@@ -1,4 +1,4 @@
-"""Rows, modes, options and the table of an evaluation."""
+"""Tests rows, modes, options and the table of an evaluation."""
 
 import subprocess
 import sys
@@ -44,10 +44,10 @@ def test_the_table_has_the_floor_of_each_limit(program: Program) -> None:
 def test_options_go_to_the_planners_that_have_them() -> None:
     options = {"mode": "swap", "calls": 77, "jobs": 1}
     annealing, swarm = report.made("annealing", **options), report.made("home", **options)
-    assert (annealing.mode, annealing.calls) == ("swap", 77)  # type: ignore[attr-defined]
-    assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)  # type: ignore[attr-defined]
+    assert (annealing.mode, annealing.calls) == ("swap", 77)
+    assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)
     report.made("autoswap_doa", **options)  # has none of these options
-    assert report.made("annealing", calls=None).calls == agents.make("annealing").calls  # type: ignore[attr-defined]
+    assert report.made("annealing", calls=None).calls == agents.make("annealing").calls
     assert "score" not in agents.options("autoswap_doa")  # this option defines the planner
     with pytest.raises(UsageError, match="planners: annealing: calls"):
         report.planner_names(["autoswap_doa", "annealing"], calls=5)
@@ -97,7 +97,7 @@ def test_rows_of_the_three_workspaces(program: Program) -> None:
     assert bound.least_bytes <= tight and report.certified(found, bound)["gap"] >= 0
 
 
-def test_which_planners_a_word_stands_for() -> None:
+def test_words_expand_to_planners() -> None:
     names = report.planner_names(["all"])
     assert {"none", "home", "lp_round", "autoswap_bo", "geeps"} < set(names) and "dqn_paper" not in names
     assert set(evaluate.SLOW) <= set(names)

@@ -1,4 +1,4 @@
-"""Rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
+"""Tests rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
 
 import json
 from typing import Any
@@ -20,12 +20,21 @@ VGG, MB = "vgg16_imagenet", 2**20
     [
         ("smartpool_fig8", {"network": "vgg16", "curve": "load_min", "limit": None}),
         ("smartpool_fig9", {"network": "vgg16", "limits": [647, 607], "seed": None}),
-        ("smartpool_fig11", {"network": "vgg16", "overheads": [0.0, 1.0], "geeps": [1.0, 0.5], "steps": 2}),
+        (
+            "smartpool_fig11",
+            {"network": "vgg16", "overheads": [0.0, 1.0], "geeps": [1.0, 0.5], "steps": 2, "evaluations": 5},
+        ),
         ("smartpool_optimality", {"network": "vgg19", "leave": [0.3], "calls": 50}),
         ("smartpool_table2", {"network": "vgg16", "steps": 2}),
         ("superneurons_fig2", {"network": "inception_v4"}),
         ("superneurons_fig8", {"network": VGG}),
         ("superneurons_table2", {"network": VGG, "batch": 16}),
+        ("tensile_ratio", {"network": VGG, "batch": 2, "jobs": 2, "ratio": 0.5}),
+        ("tensile_speed", {"network": VGG, "batch": 2, "adam": False, "factor": 4}),
+        (
+            "tensile_start",
+            {"network": VGG, "share": 0.8, "networks": [VGG, "vgg16"], "batch": 2, "batches": [4], "iterations": 3},
+        ),
         ("tensile_table1", {"network": VGG, "batch": 2}),
         ("tensile_table2", {"jobs": [VGG, VGG], "batch": 2}),
     ],
@@ -54,7 +63,7 @@ def test_the_seeds_of_bayesian_optimisation_are_no_worse_than_the_scores(monkeyp
     assert len(figure.say(rows)[1]) == 2
 
 
-def test_overlapping_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_blocks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = program_lifetimes(chain()).intervals
     assert figures.packed("smartpool", lives).footprint == lives.peak_bytes
     monkeypatch.setattr(figures, "run", lambda *_: (lives, Packing(0 * lives.nbytes, 0)))

@@ -1,4 +1,4 @@
-"""Settings of every figure: valid defaults and rejected values."""
+"""Tests settings of every figure: valid defaults and rejected values."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ def test_a_figure_has_tasks(name: str) -> None:
     assert len({json.dumps(task) for task in every}) == len(every)
 
 
-def test_all_leaves_out_what_takes_hours_or_needs_runs() -> None:
+def test_all_skips_figures_that_take_hours_or_need_runs() -> None:
     on_demand = {name for name in reproduce.names() if reproduce.figure(name).on_demand}
     assert on_demand == {"compiled", "compiled_gpu", "dqn_paper", "learning"}
 
@@ -37,6 +37,7 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("smartpool_fig10", {"batches": [1.5]}, "figure.batches"),
         ("smartpool_fig10", {"overheads": [-0.1]}, "figure.overheads"),
         ("smartpool_fig10", {"pool": "cnmem"}, "pool"),
+        ("smartpool_fig11", {"evaluations": 3}, "evaluations"),
         ("smartpool_fig2", {"iterations": 2}, "iterations"),
         ("smartpool_fig8", {"limits": [648]}, "figure.limits"),
         ("smartpool_fig9", {"limits": [True]}, "figure.limits"),

@@ -29,7 +29,7 @@ def run(tmp_path, section):
 
 
 def test_a_round_trip_by_hand():
-    """The gap between two kernels of a graph has the event, the copy, the wait and the launch of the second."""
+    """The pause between two kernels of a graph includes the event, the copy, the wait and the second launch."""
     machine = replace(HOST, graph_launch_ns=600, event_ns=30, wait_ns=110)
     with HostBackend(machine) as backend:
         assert round_trip_ns(backend, machine, "d2h") == round_trip_ns(backend, machine, "h2d") == 740
@@ -114,7 +114,7 @@ def test_a_section_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path
     seconds = [REHEARSAL * SECTIONS[name].seconds for name in ("costs", "pools", "replays")]
     assert given == pytest.approx([seconds[0], sum(seconds[:2]), sum(seconds)], abs=30)
     out = capsys.readouterr().out
-    assert "pools       25 s" in out and "costs      failed: its process ended" in out
+    assert "pools       15 s" in out and "costs      failed: its process ended" in out
 
 
 def test_each_of_the_two_commands_takes_less_than_seven_minutes():
