@@ -283,8 +283,8 @@ def page(out: Path) -> str:
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
         f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core). Tables show a "
-        "selection; the JSON has all. Capuchin, GeePS, memonger, TFLMS and vDNN are reconstructions from "
-        "descriptions in other papers.",
+        "selection; the JSON has all. experiments/figures/README.md names the papers. Capuchin, GeePS, memonger, "
+        "TFLMS and vDNN are reconstructions from descriptions in other papers.",
         ", ".join(f"[{name}](#{name})" for name in there),
     ]
     for name, found in there.items():
