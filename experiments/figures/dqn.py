@@ -367,9 +367,7 @@ class Paper(Figure):
             learns = runs[0]["updates"] > 0
             lines.append({
                 "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
-                "before": _cell(runs, "greedy_before", learns), "greedy": _cell(runs, "greedy", learns),
-                "q": _cell(runs, "q_after", learns, ".3g"),
-                "steps": _cell(runs, "steps", spec=".0f"), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
+                "greedy": _cell(runs, "greedy", learns), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
                 "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
                 "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
             })  # fmt: skip
@@ -409,5 +407,5 @@ def percent(overhead: float) -> float | None:
     return None if math.isnan(overhead) else round(100 * overhead, 4)
 
 
-def _cell(runs: list[Row], key: str, known: bool = True, spec: str = ".2f") -> str:
-    return ", ".join("none" if run[key] is None else format(run[key], spec) for run in runs) if known else "–"
+def _cell(runs: list[Row], key: str, known: bool = True) -> str:
+    return ", ".join("none" if run[key] is None else f"{run[key]:.2f}" for run in runs) if known else "–"
