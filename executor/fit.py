@@ -74,7 +74,8 @@ class FittedStep(PlannedStep):
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
-        return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns, self.issued)
+        machine = self.machine if self.not_graph else self.machine.in_graph()
+        return report(self.captured, machine, self.limit, self.plan, self.floor_ns, self.issued)
 
 
 class FittedSteps(PlannedSteps):
@@ -116,7 +117,8 @@ class FittedSteps(PlannedSteps):
 
         If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
         """
-        machine, floors = self.machine, list[int | None]()
+        in_graph, floors = not not_by_default(captured, undo=False), list[int | None]()
+        machine = self.machine.in_graph() if in_graph else self.machine
 
         def planned(nbytes: int) -> Plan:
             plan, floor_ns = _plan(captured, machine, nbytes, self.planner, self._seconds)
@@ -128,14 +130,14 @@ class FittedSteps(PlannedSteps):
             return plan, simulate(captured.program, plan, machine, nbytes)
 
         packed = limit
-        if not_by_default(captured, undo=False):
+        if not in_graph:
             plan = planned(limit)
         else:
             try:
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
             except (DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan = planned(limit)
-        step = FittedStep(captured, plan, machine, limit, next((ns for ns in floors if ns is not None), None))
+        step = FittedStep(captured, plan, self.machine, limit, next((ns for ns in floors if ns is not None), None))
         step.packed_bytes = packed
         return step
 

@@ -52,6 +52,7 @@ class Machine:
     memory_bytes_per_s: int = 1
     launch_ns: int = 5_000  # pause between two kernels of one stream
     graph_launch_ns: int = 0  # pause between two kernel nodes of a CUDA graph
+    graph_copies: float = 1.0  # speed of copies in the CUDA graph of a training step, as a fraction of their own
     issue_ns: int = 0  # host time to issue one kernel or copy (RULES.md, choice i)
     queue_depth: int = 1024  # most kernels that are issued and unfinished (choice i)
     wait_ns: int = 0  # time on the compute stream to wait for the event of a swap-in (choice j)
@@ -86,6 +87,8 @@ class Machine:
             raise FormatError(f"machine.copy_engines: expected 1 or 2, got {self.copy_engines}")
         if not 0 < self.concurrency <= 1024:
             raise FormatError(f"machine.concurrency: expected a number in (0, 1024], got {self.concurrency!r}")
+        if not 0 < self.graph_copies <= 1:
+            raise FormatError(f"machine.graph_copies: expected a number in (0, 1], got {self.graph_copies!r}")
         if not 0 <= self.copy_contention < 0.5:
             raise FormatError(f"machine.copy_contention: expected a number in [0, 0.5), got {self.copy_contention!r}")
         for key, flops in self.flops_per_s.items():
@@ -115,6 +118,11 @@ class Machine:
 
     def _share(self, beside: int, alone: int) -> int:
         return max(1, beside * ALONE // alone) if self.copy_engines == 2 and 0 < beside < alone else ALONE
+
+    def in_graph(self) -> Machine:
+        """Returns the machine as a training step's CUDA graph sees it, with copies slower by ``graph_copies``."""
+        h2d, d2h = (round(rate * self.graph_copies) for rate in (self.h2d_bytes_per_s, self.d2h_bytes_per_s))
+        return replace(self, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, graph_copies=1.0)
 
     def with_shared_link(self, duplex_bytes_per_s: int) -> Machine:
         """Returns this machine with a total bandwidth for copies in both directions at once.

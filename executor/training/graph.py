@@ -30,6 +30,7 @@ from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
 from executor.memory.graph_memory import Event, GraphMemory, RecordError, Requests, libraries_bytes, requests_of
+from executor.memory.graph_memsets import replace_memsets
 from executor.training.memory_source import Block, Place, StepError, as_tensor
 from executor.training.node_calls import Call
 from executor.training.progress import Interrupt
@@ -252,7 +253,7 @@ class _Pass:
     def __init__(self, step: StepState, table: list[Any], arena: Arena, requests: Ints | None) -> None:
         blocks, engines = step.blocks, step.blocks.engines
         self.memory = GraphMemory(step.device, arena)
-        self.graph = torch.cuda.CUDAGraph(keep_graph=requests is None)  # a dry graph is never instantiated
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # a dry graph is never instantiated
         self.outputs: list[Tensor] = []
         for generator in step.random.generators:
             if generator.device.type == "cuda":
@@ -277,6 +278,9 @@ class _Pass:
                 with self.memory.capturing(self.graph, engines.streams if engines else ()):
                     issue(step, table, run)
                     self.outputs += [table[slot] for slot in step.calls.outputs]
+            if requests is not None:
+                replace_memsets(step.device, self.graph.raw_cuda_graph())
+                self.graph.instantiate()
             self.events: list[Event] = events
             self.places = list(zip(first, map(address_of, self.home), strict=True))
         except Exception as error:

@@ -10,7 +10,8 @@ after it. executor/training/README.md gives the reasons for the rules below.
 # 3. The limit holds at every item by the items' own ledger; an early swap-in never takes bytes that later items need
 #    (rule 5).
 # 4. Host copies are valid within the iteration; at its boundary only those of swapped-out tensors are.
-# 5. An iteration ends with the copies in flight with which it starts, or (after ``MAX_ITERATIONS``) waits for them.
+# 5. An iteration ends with the copies in flight with which it starts, or (after ``MAX_ITERATIONS``) waits for them. A
+#    CUDA graph has no copies in flight at its ends, so its order reclaims those whose simulated swap-out has ended.
 
 from __future__ import annotations
 
@@ -87,18 +88,19 @@ class Order:
         return Held(when["out"], when["wait"], nbytes, max(len(moves), 1), alignment)
 
 
-def order(schedule: Schedule, timeline: Timeline) -> Order:
+def order(schedule: Schedule, timeline: Timeline, graph: bool = False) -> Order:
     """Returns the order in which a plan is issued.
 
     Args:
         schedule: schedule of the plan.
         timeline: timeline of the same plan, simulated at the memory limit of the order.
+        graph: whether the order is captured as a CUDA graph (rule 5).
 
     Raises:
         PlanError: the plan contains a kind of decision that training does not support.
     """
     schedule.plan.only("a training step", "swap", "recompute", "rerun")
-    walk = _Walk(schedule, timeline.limit)
+    walk = _Walk(schedule, timeline.limit, graph)
     walk.read(timeline)
     for _ in range(MAX_ITERATIONS):
         before = walk.state()
@@ -113,8 +115,8 @@ def order(schedule: Schedule, timeline: Timeline) -> Order:
 class _Walk:
     """Walk over iterations item by item; items and kernels are numbered consecutively across iterations."""
 
-    def __init__(self, schedule: Schedule, limit: int):
-        self.schedule, self.limit = schedule, limit
+    def __init__(self, schedule: Schedule, limit: int, graph: bool):
+        self.schedule, self.limit, self.graph = schedule, limit, graph
         self.program, self.steps = schedule.program, schedule.steps
         self.residency = np.array(schedule.residency, np.int64)
         self.size = [t.nbytes for t in self.program.tensors]
@@ -202,9 +204,13 @@ class _Walk:
             moves.append(("out", self.schedule.moved[d]))
             self.copying.append(d.tensor)
 
+    def _oldest(self) -> int:
+        """Returns the tensor of the oldest swap-out in flight."""
+        return next(t for t in self.copying if t in self.leaving)
+
     def _reclaim(self, moves: list[Move]) -> None:
         """Reclaims the memory of the oldest swap-out."""
-        t = next(t for t in self.copying if t in self.leaving)
+        t = self._oldest()
         self.copying.remove(t)
         del self.leaving[t]
         moves.append(("reclaim", self.block[t]))
@@ -280,10 +286,9 @@ class _Walk:
                 self._over(step, after)
             self.clock += 1
             items.append(Item(step, tuple(before), charged, freed, tuple(after)))
-        if self.barrier:
-            while self.leaving:
-                self._reclaim(after)
-            items[-1] = items[-1]._replace(after=tuple(after))
+        while self.leaving and (self.barrier or (self.graph and self.leaving[self._oldest()] <= self.clock)):
+            self._reclaim(after)
+        items[-1] = items[-1]._replace(after=tuple(after))
         return Order(self.schedule, tuple(items), start, used, peak, self.limit)
 
     def _over(self, step: Step, after: list[Move]) -> None:

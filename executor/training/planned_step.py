@@ -62,9 +62,10 @@ def timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machin
         captured: the captured step.
         plan: plan for ``captured.program``.
         schedule: schedule of the plan.
-        machine: machine whose times the simulation uses.
+        machine: machine whose times the simulation uses (``Machine.in_graph``).
         limit: memory limit in bytes.
     """
+    machine = machine.in_graph()
     most = min(limit, plan.limit or limit)
 
     def attempt(nbytes: int) -> tuple[Timeline, Timeline]:
@@ -126,7 +127,7 @@ class PlannedStep:
             timeline = timeline_of_graph(captured, plan, schedule, machine, self.limit)
         else:
             timeline = simulate(captured.program, plan, machine, self.limit, schedule=schedule)
-        self.order = order(schedule, timeline)
+        self.order = order(schedule, timeline, self.not_graph is None)
         self.state = compile_step(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,10 +34,11 @@ from executor.calibrate import calibrate
 from executor.capture.profile import Cache, Profile, measure, with_profile
 from executor.memory.engines import line
 from executor.replay.backend import Backend, Stream
-from experiments.validate_gpu.networks import MIB, build, limit_of, made, reads_numbers
+from experiments.validate_gpu.networks import MIB, build, limit_of, made
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
+from experiments.validate_gpu.traces import copy_speeds, save_trace
 from experiments.validate_gpu.training import Case, batch_stays, beside_eager
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
@@ -163,7 +165,7 @@ def round_trip_ns(backend: Backend, machine: Machine, direction: Stream) -> floa
 
 
 def pools(probe: Probe) -> None:
-    """Captures a graph with one nested memory pool per operator, then runs a small planned step as a graph."""
+    """Captures a graph with one nested memory pool per operator."""
     if probe.backend == "cuda":
         x = torch.randn(2**20, device="cuda")
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -178,7 +180,14 @@ def pools(probe: Probe) -> None:
         right = sum(torch.equal(result, x * (i + 2)) for i, result in enumerate(results))
         probe.row("operators whose private pool holds the correct result after a replay", 12, right)
         del graph, results  # must be freed before the pools
-    planned(probe, "tiny_resnet", 0.8, True, {})
+
+
+def copies(probe: Probe) -> None:
+    """Measures the speed of swap-outs beside kernels, from streams and in graphs with few and many branches."""
+    if probe.backend == "cuda":
+        for form, what, speed in copy_speeds(probe.out):
+            machine = probe.machine if form == "streams" else probe.machine.in_graph()
+            probe.row(f"bytes/s of swap-outs, {what}: {form}", machine.d2h_bytes_per_s, speed)
 
 
 def replays(probe: Probe) -> None:
@@ -227,7 +236,7 @@ def steps(name: str) -> Callable[[Probe], None]:
     """Returns the section that times a network's planned steps (per kernel and as a graph) against eager steps."""
 
     def section(probe: Probe) -> None:
-        profiles: dict[bool, Profile] = {}
+        profiles: dict[str, Profile] = {}
         for fraction, graph in ((0.7, True), (0.7, False), (0.5, True)):
             if probe.left() > 5:
                 planned(probe, probe.network(name), fraction, graph, profiles)
@@ -241,7 +250,7 @@ def _what(name: str, fraction: float, graph: bool) -> str:
     return f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
 
 
-def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[bool, Profile]) -> None:
+def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[str, Profile]) -> None:
     """Times a planned step against eager steps and records the row.
 
     If the graph's memory exceeds the limit, the step is planned again for the next fraction in AIMS.
@@ -250,35 +259,35 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         name: network name.
         fraction: limit as a fraction of the activation peak.
         graph: whether the step runs as a CUDA graph.
-        profiles: cache of measured profiles by "uses a capturable optimizer"; missing profiles are measured and added.
+        profiles: measured profiles by network; a missing one is measured and added.
     """
     what, device, machine = _what(name, fraction, graph), probe.device, probe.machine
     try:
         eager = eager_beside(name, device)
         held = torch.cuda.memory_allocated() if device == "cuda" else 0
-        capturable = graph and reads_numbers(name)
-        network = build(name, device, capturable=capturable)
+        network = build(name, device)
         try:
             captured = network.captured(machine, check=not profiles)
         except CaptureError as error:
             probe.failed(f"{name}: comparison with the eager step", line(error))
             captured = network.captured(machine, check=False)
-        if capturable not in profiles:
+        if name not in profiles:
             cache: Cache = "step" if device == "cuda" else "hot"
-            profiles[capturable] = measure(captured, device, machine.name, 3, cache=cache)
-        program = with_profile(captured.program, profiles[capturable])
+            profiles[name] = measure(captured, device, machine.name, 3, cache=cache)
+        program = with_profile(captured.program, profiles[name])
         captured, limit = replace(captured, program=program), limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
-            plan = made("annealing", program, iterations=50).plan(program, machine, int(aim * limit))
+            costs = machine.in_graph() if graph else machine
+            plan = made("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
             case = Case(name, program, fraction, limit)
             if graph:
                 case, plan = batch_stays(case, plan)
             try:
                 with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
                     found = beside_eager(step, network.batch, eager, STEPS[device], device, held)
-                    if graph and device == "cuda":
-                        saved = probe.out / f"{name}-{fraction}"
+                    if device == "cuda":
+                        saved = probe.out / f"{name}-{fraction}{'' if graph else '-kernels'}"
                         program.save(f"{saved}-program.json.gz")
                         plan.save(f"{saved}-plan.json")
                         try:
@@ -288,7 +297,7 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
-            predicted, ns = simulate(program, plan, machine, case.limit).iteration_ns, found["measured_ns"]
+            predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, found["measured_ns"]
             probe.row(what, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
                       kernels=len(program.kernels), eager_ns=found["eager_ns"], to_eager=ns / found["eager_ns"],
                       host_ns=found["host_ns"], peak=found["ledger"],
@@ -297,25 +306,6 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         probe.failed(what, "; ".join(reasons))
     except Exception as error:  # continue with the next row
         probe.failed(what, line(error))
-
-
-def save_trace(file: Path, step: Callable[[], Any]) -> None:
-    """Saves the kernels and copies of three steps, as PyTorch's profiler sees them.
-
-    Each entry is (begin in us, duration in us, stream, category, name, bytes).
-    """
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-    raw = file.with_name("chrome-trace.json")
-    profiler.export_chrome_trace(str(raw))
-    events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
-              for e in json.loads(raw.read_text())["traceEvents"]
-              if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
-    raw.unlink()
-    write_json(file, sorted(events, key=lambda event: float(event[0])))
 
 
 def rivals(probe: Probe) -> None:
@@ -372,8 +362,9 @@ class Section:
 
 FASTER = "<= 1.02 x prediction, <= eager as a graph, peak <= limit"
 SECTIONS = {
-    "costs": Section(1, 55, costs, "launches, events, waits, queue, link", "COSTS; a round trip adds 10 us"),
-    "pools": Section(1, 25, pools, "one memory pool per captured operator", "12 of 12; peak <= limit"),
+    "costs": Section(1, 40, costs, "launches, events, waits, queue, link", "COSTS; a round trip adds 10 us"),
+    "pools": Section(1, 15, pools, "one memory pool per captured operator", "12 of 12"),
+    "copies": Section(1, 20, copies, "what slows copies down in a graph", "streams 55 GB/s; graphs 45 to 51"),
     "replays": Section(1, 80, replays, "replays as one CUDA graph", "error <= 2 % on average, <= 5 % at worst"),
     "resnet": Section(1, 120, steps(RESNET), "planned against eager steps of ResNet-50", FASTER),
     "llama": Section(1, 120, steps(LLAMA), "planned against eager steps of Llama", FASTER),
@@ -451,7 +442,7 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
             print(f"{name:10} failed: {failed}", flush=True)
         keep(out, {"section": name, "seconds": round(time.monotonic() - begin, 1)})
         gather(out, backend)
-    print(f"results are in {out / 'probe.json'}")
+    print(f"results are in {out / 'probe.json'}; {shutil.make_archive(str(out), 'gztar', out)} has all files")
     return status
 
 

@@ -1,8 +1,7 @@
 """Stages of a validation run; later stages read the files that earlier stages wrote.
 
     machine.yaml                              calibrate
-    profiles/NAME.json, NAME.program.json.gz  profile: durations, and the program with them; NAME-graph: with the
-                                              capturable optimizer, if a CUDA graph needs one
+    profiles/NAME.json, NAME.program.json.gz  profile: durations, and the program with them
     measured/NAME.json                        profile: for publication (experiments/measured)
     plans/NAME-LIMIT-PLANNER.json             plan: the only stage without a GPU
 
@@ -35,7 +34,7 @@ from experiments.common.measured_step import measured_step
 from experiments.common.workers import Pool
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.conditions import deterministic, watched
-from experiments.validate_gpu.networks import build, give_back, host_bytes, limit_of, made, reads_numbers
+from experiments.validate_gpu.networks import build, give_back, host_bytes, limit_of, made
 from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial, warm_up
 from experiments.validate_gpu.record import LATE, Record
 from experiments.validate_gpu.settings import Settings, UsageError
@@ -83,28 +82,27 @@ class Run:
             return Machine.load(self.settings.machine)
         raise UsageError(f"machine: {own} does not exist; calibrate first (stages=calibrate) or set machine=")
 
-    def profile(self, name: str, graph: bool = False) -> Path:
+    def profile(self, name: str) -> Path:
         """Returns the path of a network's profile."""
-        folder = Path(self.settings.profiles or self.record.out / "profiles")
-        return folder / f"{name}{'-graph' * graph}.json"
+        return Path(self.settings.profiles or self.record.out / "profiles") / f"{name}.json"
 
-    def program(self, name: str, graph: bool = False) -> Path:
+    def program(self, name: str) -> Path:
         """Returns the path of a network's program with measured durations."""
-        return self.profile(name, graph).with_suffix(".program.json.gz")
+        return self.profile(name).with_suffix(".program.json.gz")
 
     def plan(self, case: Case, planner: str, aim: int = 0) -> Path:
         """Returns the path of a plan; ``aim`` is the index into AIMS for planner OURS."""
         folder = Path(self.settings.plans or self.record.out / "plans")
         last = f"-{aim}" if planner == OURS else ""
-        return folder / f"{case.workload}{'-graph' * case.graph}-{case.fraction}-{planner}{last}.json"
+        return folder / f"{case.workload}-{case.fraction}-{planner}{last}.json"
 
-    def cases(self, graph: bool = False) -> list[Case]:
+    def cases(self) -> list[Case]:
         """Returns every profiled workload at every limit, in the order of the settings."""
         out = []
         for name in self.settings.workloads:
-            if (file := self.program(name, graph)).exists():
+            if (file := self.program(name)).exists():
                 program = Program.load(file)
-                out += [Case(name, program, f, limit_of(program, f), graph) for f in self.settings.limits]
+                out += [Case(name, program, f, limit_of(program, f)) for f in self.settings.limits]
         return out
 
 
@@ -140,23 +138,18 @@ def calibrate(run: Run) -> None:
 
 
 def profile(run: Run) -> None:
-    """Measures kernel times, eager step times and peaks of each network and its graph form."""
+    """Measures kernel times, eager step times and peaks of each network."""
     for name in run.settings.workloads:
-        for graph in (False, True)[: 1 + (bool(run.settings.graph) and reads_numbers(name))]:
-            if not run.program(name, graph).exists():
-                key = {"workload": name, "graph": graph}
-                run.record.measure("profile", key, partial(profiled, run, name, graph))
+        if not run.program(name).exists():
+            run.record.measure("profile", {"workload": name}, partial(profiled, run, name))
 
 
-def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
+def profiled(run: Run, name: str) -> dict[str, Any]:
     """Profiles one network, writes its files and returns the row."""
     settings, machine = run.settings, run.machine
-    row: dict[str, Any] = {}
-    if not graph:
-        warm_up(name, settings.device)
-        eager = trial(name, settings.device)
-        row = {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between}
-    captured = build(name, settings.device, capturable=graph).captured(machine)
+    warm_up(name, settings.device)
+    eager = trial(name, settings.device)
+    captured = build(name, settings.device).captured(machine)
     seconds = run.record.left()
     try:
         found = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
@@ -165,14 +158,14 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
             raise
         give_back()  # the whole step does not fit into memory; single kernels may
         found = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
-    found.save(run.profile(name, graph))
+    found.save(run.profile(name))
     program = with_profile(captured.program, found)
-    if not graph:
-        words = {"source": settings.source, "licence": settings.licence, "workload": name}
-        step = measured_step(captured, found, machine, **words, step_ns=round(row["eager_ns"]))
-        write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
-    program.save(run.program(name, graph))
-    return {**row, "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": found.step_ns,
+    words = {"source": settings.source, "licence": settings.licence, "workload": name}
+    step = measured_step(captured, found, machine, **words, step_ns=round(eager.ns))
+    write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
+    program.save(run.program(name))
+    return {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between,
+            "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": found.step_ns,
             "peak_bytes": program.peak_bytes, "device": found.device, "cache": found.cache}  # fmt: skip
 
 
@@ -218,10 +211,9 @@ def first_those_trained(settings: Settings) -> list[str]:
 
 
 def plan(run: Run) -> None:
-    """Plans all cases with all planners, the graph cases, and OURS at the limits of ``compare``."""
+    """Plans all cases with all planners, and OURS at the limits of ``compare``."""
     settings, machine = run.settings, run.machine
     jobs = [(planner, case, 0) for planner in first_those_trained(settings) for case in run.cases()]
-    jobs += [(planner, case, 0) for planner in settings.graph for case in run.cases(graph=True)]
     eager = eager_steps(run) if OURS in settings.methods else {}
     for case in run.cases():
         if case.workload in eager:
@@ -236,10 +228,9 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
     record, less = run.record, LESS[run.settings.backend]
     asked = []
     for planner, case, aim in jobs:
-        row = {"workload": case.workload, "fraction": case.fraction, "planner": planner}
-        row |= {"graph": case.graph, "aim": aim}
+        row = {"workload": case.workload, "fraction": case.fraction, "planner": planner, "aim": aim}
         if not record.has("plan", **row) and not run.plan(case, planner, aim).exists():
-            task = planner, run.program(case.workload, case.graph), machine, case.limit, less
+            task = planner, run.program(case.workload), machine, case.limit, less
             asked.append((row, planner, case, aim, pool.submit(plan_one, *task)))
     for row, planner, case, aim, answer in asked:
         row["limit"] = case.limit
@@ -261,15 +252,15 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
                    ideal_ns=case.program.ideal_ns, decisions=len(found.decisions))  # fmt: skip
 
 
-def planned(run: Run, planners: Sequence[str], graph: bool = False) -> list[tuple[Case, Plan]]:
+def planned(run: Run, planners: Sequence[str]) -> list[tuple[Case, Plan]]:
     """Returns every saved plan with its case, grouped by network."""
-    found = [(case, planner, run.plan(case, planner)) for case in run.cases(graph) for planner in planners]
+    found = [(case, planner, run.plan(case, planner)) for case in run.cases() for planner in planners]
     return [(case, Plan.load(file)) for case, _, file in found if file.exists()]
 
 
 def eager_steps(run: Run) -> dict[str, Trial]:
     """Returns the eager measurement of each profiled network."""
-    rows = run.record.of("profile", graph=False)
+    rows = run.record.of("profile")
     return {r["workload"]: Trial(r["eager_ns"], r["eager_peak"], r["eager_between"]) for r in rows}
 
 
@@ -334,11 +325,10 @@ def train(run: Run) -> None:
     settings, machine, device = run.settings, run.machine, run.settings.device
     bits_of = cache(eager_bits)
     plans = planned(run, settings.train)
-    own = {tuple(key_of(case, plan).values()): (case, plan) for case, plan in planned(run, settings.graph, graph=True)}
     pin_the_most(run, plans)
 
     def measured(case: Case, plan: Plan, graph: bool) -> dict[str, Any]:
-        same = bits_of(case.workload, device, graph)
+        same = bits_of(case.workload, device)
         got = train_capped(device, case, plan, machine, timed_beside, count=settings.steps, graph=graph)
         if "failed" in got:
             return got
@@ -358,14 +348,9 @@ def train(run: Run) -> None:
     for case, plan in plans:
         key = key_of(case, plan)
         run.record.measure("train", key, partial(measured, case, plan, False), limit=case.limit)
-        if plan.planner not in settings.graph:
-            continue
-        if reads_numbers(case.workload) and tuple(key.values()) not in own:
-            if not run.record.has("graph", **key):
-                run.record.add("graph", **key, failed="no plan exists for the graph form of this workload")
-            continue
-        graph, plan = batch_stays(*own.get(tuple(key.values()), (case, plan)))
-        run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
+        if plan.planner in settings.graph:
+            graph, plan = batch_stays(case, plan)
+            run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
 
 
 def compare(run: Run) -> None:

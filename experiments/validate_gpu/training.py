@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from executor import Captured, CaptureError, PlannedStep
-from executor.capture.optimizers import capturable
 from executor.capture.profile import shape_of
 from experiments.validate_gpu.conditions import deterministic, watched
 from experiments.validate_gpu.largest_batch import CAPS
@@ -27,13 +26,12 @@ BITS = 3  # steps whose losses are compared
 
 @dataclass(frozen=True)
 class Case:
-    """A workload at a limit in bytes; ``graph``: with the capturable optimizer that a CUDA graph needs."""
+    """A workload at a limit in bytes."""
 
     workload: str
     program: Program
     fraction: float
     limit: int
-    graph: bool = False
 
 
 def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
@@ -47,10 +45,10 @@ def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
     return replace(case, limit=max(case.limit, lower(case.program, plan).required_bytes)), plan
 
 
-def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:
+def eager_bits(name: str, device: str) -> dict[str, Any]:
     """Returns losses of eager steps, whether they repeat bit by bit, and the non-deterministic operators."""
-    with deterministic() as loose, capturable(graph):
-        first, again = (losses(build(name, device, capturable=graph).step) for _ in range(2))
+    with deterministic() as loose:
+        first, again = (losses(build(name, device).step) for _ in range(2))
     return {"losses": again, "equal": first == again, "loose": loose}
 
 
@@ -97,7 +95,7 @@ def losses_only(
     give_back()
     as_graph = graph and device == "cuda"
     with capped(cap * case.limit, device, as_graph) as limit:
-        network = build(case.workload, device, capturable=graph)
+        network = build(case.workload, device)
         captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=as_graph) as step:
@@ -119,7 +117,7 @@ def timed_beside(
     give_back()
     held = torch.cuda.memory_allocated() if cuda else 0
     with capped(cap * case.limit, device, graph and cuda) as limit:
-        network = build(case.workload, device, capturable=graph)
+        network = build(case.workload, device)
         captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph and cuda) as step:

@@ -65,6 +65,14 @@ def test_copies_round_up(nbytes, rate, latency):
     assert Machine("m", 1, 1, rate, d2h_latency_ns=latency).d2h_ns(nbytes) == machine.h2d_ns(nbytes)
 
 
+def test_copies_of_a_graph():
+    machine = replace(Machine.from_dict(GOOD), graph_copies=0.5)
+    assert machine.in_graph() == replace(
+        machine, h2d_bytes_per_s=5 * 10**8, d2h_bytes_per_s=5 * 10**8, graph_copies=1.0
+    )
+    assert machine.in_graph().in_graph() == machine.in_graph()
+
+
 def test_each_direction_beside_the_other():
     """Units of 2**-20, rounded down, at least 1; 0, or more than alone, means full speed."""
 

@@ -136,6 +136,7 @@ MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
             "duplex_d2h_bytes_per_s", "duplex_bytes_per_s",
             "malloc_bytes_per_s", "wait_ns", "event_ns", "issue_ns", "graph_launch_ns", "switch_ns")),
         ("copy_contention", [-0.1, 0.5, NAN], "machine.copy_contention: "),
+        ("graph_copies", [0, 1.1, NAN], "machine.graph_copies: "),
         ("concurrency", [0, 1025, NAN], "machine.concurrency: "),
         ("copy_engines", [3], "machine.copy_engines: "),
         ("flops_per_s", [1], "machine.flops_per_s: "),

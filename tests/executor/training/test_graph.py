@@ -17,7 +17,7 @@ from executor import Captured, PlannedStep, StepError, fit
 from executor.capture.optimizers import capturable
 from executor.training import graph, graph_rules, planned_step
 from executor.training.memory_source import Place
-from simulator import Plan, Recompute, Swap
+from simulator import Plan, Recompute, Swap, simulate
 from simulator.pool.intervals import Intervals
 from simulator.schedule import lower
 from tests.executor.networks import adamw, sgd
@@ -353,11 +353,16 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
 
     def planner(program, machine, limit):
         limits.append(limit)
+        assert machine == slow.in_graph()
         return capuchin.plan(program, machine, limit)
 
+    slow = replace(GPU, graph_copies=0.5)
     with capturable(True):
-        steps = fit(*twins.ours.given, twins.next_batch(), 0.9, machine=GPU, planner=planner)
+        steps = fit(*twins.ours.given, twins.next_batch(), 0.9, machine=slow, planner=planner)
         twins.train(steps, 5)
+    assert steps.report().iteration_ns == simulate(
+        steps.present.program, steps.present.plan, slow.in_graph(), steps.limit
+    ).iteration_ns  # fmt: skip
     assert steps.present.not_graph is None and steps.present.graph.peak_bytes <= steps.limit, steps.report()
     assert 0 < steps.present.replans < fit_module.REPLANS and steps.present.packed_bytes < steps.limit == max(limits)
     assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import traceback
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from executor import CaptureError, PlannedStep, StepError, capture_step, fit
 from executor.capture.effects import Effects
 from executor.capture.reach import Owner
-from executor.training.check import CheckNotRun, same_but_for_order
+from executor.training import check
+from executor.training.check import CheckNotRun, difference
 from simulator import Plan
 from tests.executor.networks import sgd
 from tests.executor.training.programs import Loop, Twins, own, same, under_every_plan
@@ -231,42 +235,62 @@ def test_a_number_of_the_batch_decides_what_a_step_does() -> None:
         PlannedStep(one, Plan.of(one.program, (), "", one.program.peak_bytes, ""))(positive, y)
 
 
-def test_only_kernels_that_do_not_repeat_themselves_may_differ() -> None:
+def test_the_difference_of_values() -> None:
     a = torch.tensor([1.0, 2.0])
-    order, far = a + 2e-7, a + 0.1
-    assert same_but_for_order(a, order, a + 1e-6)
-    assert same_but_for_order(a, a + 3e-3, a - 1e-3)
-    assert not same_but_for_order(a, order, a)
-    assert not same_but_for_order(a, far, order)
-    assert not same_but_for_order(a, order.double().view(2, 1), order)
+    assert difference(a, a.clone()) == 0 == difference("x", "x")
+    assert difference(a, a + 0.25) == 0.25
+    assert difference(a, a.double()) == difference(a, a[:1]) == difference(1, 2) == float("inf")
+    assert difference(a, a * float("nan")) == float("inf")
 
 
-class _Sampled(nn.Module):
-    """Samples one pixel many times; the backward kernel on CUDA adds in another order each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = nn.Parameter(torch.randn(1, 4, 16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.grid_sample(self.image, x, align_corners=True).mean()
+@torch.library.custom_op("headroom_tests::jittered", mutates_args=())
+def _jittered(x: Tensor, size: float) -> Tensor:
+    """Adds noise that differs in each call, as the order of additions does on CUDA."""
+    return x + size * torch.from_numpy(_NOISE.random(x.shape, np.float32))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_step_whose_kernels_do_not_repeat_themselves_is_captured(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
-    model = _Sampled().to(device)
-    optimizer = sgd(model)
+_NOISE = np.random.default_rng(0)
+_jittered.register_fake(lambda x, size: torch.empty_like(x))
+_jittered.register_autograd(lambda context, gradient: (gradient, None))
+
+
+@pytest.mark.parametrize(("exact", "hidden", "message"), [
+    (False, False, None), (True, False, "from the eager step"), (False, True, "from the eager step"),
+])  # fmt: skip
+def test_kernels_that_do_not_repeat_themselves_may_differ_as_much_as_eager_steps(
+    monkeypatch: pytest.MonkeyPatch, exact: bool, hidden: bool, message: str | None
+) -> None:
+    """A step that also reads hidden state is refused on every device."""
+    monkeypatch.setattr(check, "repeats", lambda device: exact)
+    layer = nn.Linear(8, 8)
+    optimizer, calls = sgd(layer), itertools.count()
 
     def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        loss.backward()
+        loss = _jittered(layer(x), 1e-6).square().mean() * (1 + hidden * next(calls))
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    grid = torch.rand(1, 512, 512, 2, device=device) * 0.01
+    with pytest.raises(CaptureError, match=message) if message else nullcontext():
+        capture_step(step, torch.randn(4, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_step_with_atomic_additions_is_captured_on_a_gpu() -> None:
+    """The backward kernel of ``grid_sample`` adds to few pixels in another order each time."""
+    image = nn.Parameter(torch.randn(1, 4, 16, 16, device="cuda"))
+    optimizer = torch.optim.SGD([image], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = nn.functional.grid_sample(image, x, align_corners=True).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    grid = torch.rand(1, 512, 512, 2, device="cuda") * 0.01
     captured = capture_step(step, grid)
     with PlannedStep(captured, Plan.of(captured.program, (), "", captured.program.peak_bytes, "")) as planned:
         assert torch.isfinite(planned(grid))

@@ -114,7 +114,7 @@ def test_a_section_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path
     seconds = [REHEARSAL * SECTIONS[name].seconds for name in ("costs", "pools", "replays")]
     assert given == pytest.approx([seconds[0], sum(seconds[:2]), sum(seconds)], abs=30)
     out = capsys.readouterr().out
-    assert "pools       25 s" in out and "costs      failed: its process ended" in out
+    assert "pools       15 s" in out and "costs      failed: its process ended" in out
 
 
 def test_each_of_the_two_commands_takes_less_than_seven_minutes():
