@@ -14,7 +14,7 @@ AGAIN = 3.0  # seconds until TimeUp is raised again, in case some code caught it
 
 
 class TimeUp(BaseException):
-    """The time limit of a block has expired. Derives from BaseException, so ``except Exception`` does not catch it."""
+    """Raised when the time limit of a block expires; a BaseException, which ``except Exception`` does not catch."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checks whether host memory is what makes a limit infeasible: planners report only the GPU's limit."""
+"""Checks whether host memory makes a limit infeasible, because planners report only the GPU's limit."""
 
 from __future__ import annotations
 

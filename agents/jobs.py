@@ -1,7 +1,7 @@
 """Plans for several jobs that share one GPU: the workload of the benchmark, and a static split of memory.
 
-The metric is the **makespan** of a fixed amount of work: all jobs arrive at time 0, and each executes as many
-iterations as take about as long, alone, as those of the others (``shares_of_work``).
+The metric is the **makespan** of a fixed amount of work: all jobs arrive at time 0, and the number of
+iterations of each job gives all jobs about the same run time when run alone (``shares_of_work``).
 
 Multi-job planners implement ``plan_jobs``: TENSILE (heuristics/tensile/) and ``Split`` (here).
 """

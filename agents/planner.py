@@ -69,7 +69,7 @@ class PlannerInfo:
 
 
 class Infeasible(Exception):
-    """The planner found no plan that fits the limit. The message gives the reason in one sentence."""
+    """Raised if a planner finds no plan that fits the limit; the message gives the reason in one sentence."""
 
 
 class Planner(Protocol):
@@ -133,7 +133,7 @@ class RowsPlanner:
         self.name = next(f.key for f in kinds if all(getattr(self, key) == word for key, word in f.options.items()))
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Returns the plan that ``choose`` finds; raises Infeasible if there is none within ``limit``."""
+        """Returns the plan that ``choose`` finds; raises Infeasible if no plan fits ``limit``."""
         engine = Engine(program, machine, limit)
         return self.finish(engine, self.choose(engine))
 
@@ -206,7 +206,7 @@ class Candidates:
         return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
 
     def first(self, order: Iterator[int], limit: int) -> NDArray[np.int64]:
-        """Returns the shortest prefix of ``order`` that brings the residency to ``limit``; all of it must do so."""
+        """Returns the shortest prefix of ``order`` that reaches the residency ``limit``, which all of it must reach."""
         chosen = np.empty(0, np.int64)
 
         def fits(count: int) -> bool:
@@ -257,7 +257,9 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
     """Returns the Infeasible exception that names the smallest reachable limit, and records the calls on the planner.
 
     Args:
-        limit: bytes.
+        planner: Planner that found no plan.
+        program: Program to be planned.
+        limit: memory limit in bytes.
         least: smallest limit that the planner can reach, in bytes; None if unknown.
         calls: simulator calls made so far.
     """
@@ -276,8 +278,8 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
 def held_back(program: Program, limit: int, min_bytes: int) -> str:
     """Returns a hint for error messages if ``min_bytes`` is why nothing fits ``limit`` (bytes), else ''.
 
-    That is the case if every evictable tensor is smaller than ``min_bytes``, or if emptying every gap fits only with
-    smaller tensors included. The hint names the largest ``min_bytes`` that works.
+    ``min_bytes`` is the reason if every evictable tensor is smaller than ``min_bytes``, or if emptying every gap fits
+    only with smaller tensors included. The hint names the largest ``min_bytes`` that works.
     """
     sizes = sorted({program.tensors[gap.tensor].nbytes for gap in program.gaps()})
     small = [nbytes for nbytes in sizes if nbytes < min_bytes]

@@ -64,6 +64,7 @@ class Parts:
         return self._known[key]
 
     def joined(self, kind: Any) -> NDArray[Any]:
+        """Returns all arrays as one, of dtype ``kind``, with a zero at its end."""
         return np.concatenate([*self.parts, np.zeros(1, kind)])
 
 

@@ -238,6 +238,8 @@ def step_walks(  # type: ignore[no-untyped-def]
     """Steps walks ``begin`` to ``end`` - 1, or resets those in ``resets``.
 
     Args:
+        begin: first walk.
+        end: last walk + 1.
         resume: continue pending walks only.
         resets: bool (walks,).
         actions: (walks,) node + N * form; empty: resets only.

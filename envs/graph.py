@@ -60,6 +60,8 @@ def build_graph(
     """Returns the operation graph of a program.
 
     Args:
+        program: Program whose operations are the nodes.
+        machine: Machine of the transfer times.
         limit: memory limit in bytes.
         min_bytes: size in bytes below which tensors are left out.
         mode: available eviction kinds: "swap", "recompute" or "joint".
@@ -131,6 +133,6 @@ def build_graph(
 
 
 def _passes(over: list[int], gap: Gap) -> bool:
-    """Returns whether the load exceeds the limit inside the gap. ``over``: such kernels before each kernel."""
+    """Returns whether the load exceeds the limit inside the gap; ``over`` counts such kernels before each kernel."""
     found = over[gap.before] - over[gap.after + 1]
     return (found if gap.after < gap.before else found + over[-1]) > 0

@@ -184,7 +184,9 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
     """Updates the walk (Walk._refresh of the reference) and its observation; returns the current node.
 
     Args:
-        task, state, scratch: TaskView, WalkView and Scratch (columns.py).
+        task: TaskView of the walk.
+        state: WalkView of the walk.
+        scratch: work arrays (columns.py).
         options: record of OPTIONS (columns.py).
         mask: int8 (F N,) to update.
         nodes: float32 (OBSERVED, N) to update.

@@ -127,6 +127,7 @@ def calibrate(
     """Measures the transfers and launches of a backend.
 
     Args:
+        backend: device to measure.
         base: machine with the figures that are not measured.
         max_bytes: maximum size of a copy, at least 16 KiB.
         name: name of the new machine; default: the name of ``base``.
@@ -185,6 +186,7 @@ def of_process(found: Calibration, device: str) -> Calibration:
     """Adds the figures that need PyTorch: size of the CUDA context and host time per kernel of a planned step.
 
     Args:
+        found: result of ``calibrate``.
         device: "cuda" or "cpu".
 
     Raises:
@@ -267,6 +269,7 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
     """Returns the pause between consecutive kernels in ns; a long kernel delays them until the host has issued all.
 
     Args:
+        backend: device to measure.
         kind: "stream"; "graph": as one graph; "event": a copy stream waits for each kernel; "wait": each kernel waits
             for a pending event.
     """

@@ -98,8 +98,9 @@ def card_peak(
     """Returns the device-memory peak of a captured step.
 
     Args:
-        captured: with or without an optimizer.
+        captured: captured step, with or without an optimizer.
         machine: source of context size and library workspaces.
+        loop: how the training loop calls the step; default: ``Loop()``.
         memory_bytes: device memory, for ``fits``.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
 
@@ -292,6 +293,7 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
     default for ``foreach`` unless the user chose one.
 
     Args:
+        optimizer: optimizer with its parameters; it is not changed.
         without: parameters that get no gradient.
 
     Raises:

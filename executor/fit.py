@@ -50,7 +50,7 @@ OTHERS = ("ti", "super", "laptop")  # suffixes of other GPUs: an RTX 3060 Ti is 
 
 
 class FitError(ValueError):
-    """The step cannot be planned; the message is one sentence."""
+    """Raised if the step cannot be planned; the message is one sentence."""
 
 
 class FittedStep(PlannedStep):
@@ -249,6 +249,8 @@ def fit(
     Args:
         model: a module, or a function that performs a whole step (any models, optimizers and losses). The function is
             called with the parts of ``example_batch``, without ``loss_fn`` and ``optimizer``.
+        loss_fn: loss of model output and target; None: see above.
+        optimizer: optimizer of the parameters; None: the step computes no update.
         example_batch: ``(x, y)``, ``(inputs…, y)``, a mapping or another object; only shapes and types matter. With
             ``accumulate`` it may hold the pairs of a step (assumed if x and y are pairs themselves).
         memory: bytes or a size such as ``"24GiB"``: on a GPU device memory, including allocator, libraries and CUDA
@@ -259,8 +261,14 @@ def fit(
         profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape
             only. None on the CPU: roofline durations of the machine.
         seconds: approximate planning time per shape; default: the planner's.
-        keep, accumulate: as in PlannedSteps.
-        average, clip_norm, keep_grads, autocast, scaler, bucket_bytes: as in ``capture``.
+        keep: as in PlannedSteps.
+        accumulate: as in PlannedSteps.
+        average: as in ``capture``.
+        clip_norm: as in ``capture``.
+        keep_grads: as in ``capture``.
+        autocast: as in ``capture``.
+        scaler: as in ``capture``.
+        bucket_bytes: as in ``capture``.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
@@ -317,7 +325,7 @@ def _plan(
     captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None,
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """Returns the plan and the floor if the planner has one; an empty plan if the step fits without."""
+    """Returns the plan and the floor if the planner has one; an empty plan if the step fits as is."""
     import agents
     from agents.planner import small
     from simulator.modes import least_residency

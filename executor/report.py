@@ -27,7 +27,10 @@ def report(
     """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
-        limit: bytes.
+        source: the step, captured or as a program.
+        machine: machine to simulate.
+        limit: memory limit in bytes.
+        plan: plan for the step; None: the step runs without a plan.
         floor_ns: as in ``agents.floor.floor``.
         issued: how the step runs; "" if it is not executed.
 

@@ -20,7 +20,7 @@ def _stop(_: int, frame: FrameType | None) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM (sent by Slurm and Kubernetes before killing): handled as Ctrl-C, with exit status 143."""
+    """Raised on SIGTERM, which Slurm and Kubernetes send before killing; handled as Ctrl-C, with exit status 143."""
 
 
 def _terminate(*_: object) -> None:

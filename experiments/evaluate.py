@@ -44,6 +44,7 @@ Task = tuple[str, int]  # planner or FLOOR, limit
 
 @cli.entry("evaluate")
 def main(cfg: DictConfig) -> Path:
+    """Scores the planners at every limit and returns the run directory."""
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
     jobs = cli.jobs(cfg)
@@ -107,7 +108,7 @@ def score_all(
     """Returns a row for every limit and planner, in that order; shows a progress bar on stderr.
 
     Args:
-        options: as for ``report.score``.
+        options: planner options, as in ``report.score``.
     """
     queue = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     tasks = [(name, limit) for name in [FLOOR, *queue] for limit in reversed(limits)]  # tight limits take longest

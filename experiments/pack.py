@@ -50,6 +50,7 @@ class Packed(NamedTuple):
 
 @cli.entry("pack", positional="file")
 def main(cfg: DictConfig) -> None:
+    """Packs the blocks of ``file`` with every chosen allocator; writes the best packing."""
     file = cli.path(cfg, "file")
     if file is None:
         raise cli.UsageError("file: specify a file to pack, as in python -m experiments.pack blocks.csv")

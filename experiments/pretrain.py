@@ -42,6 +42,7 @@ def words_of(typed: list[str]) -> list[str]:
 @cli.entry("pretrain", prepare=words_of)
 @goes_on
 def main(cfg: DictConfig) -> None:
+    """Captures the programs and trains the network that ``agent=`` selects."""
     sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
     unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}
@@ -212,7 +213,7 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
 
 
 def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
-    """Returns a line of the next lessons: a task's plans and those of the search guided by the network."""
+    """Returns a line of the next lessons: a task's plans, with the plans of the search that the network guides."""
     from agents.learned.expert_iteration import better_plans
     from agents.learned.policy_net import trained
 

@@ -52,6 +52,7 @@ SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared 
 
 @cli.entry("reproduce")
 def main(cfg: DictConfig) -> None:
+    """Computes the chosen figures, or redraws them from their results, into ``out``."""
     quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
     asked = cli.plain(cfg.figure)
     every = asked.get("name") == ALL
@@ -76,10 +77,10 @@ def make(
 
     Args:
         own: settings given by the user, which ``quick`` does not override.
-        launcher, jobs: as in ``workers.results``.
+        launcher, jobs: see ``workers.results``.
 
     Raises:
-        UsageError, FormatError: as ``Work``; ``out`` cannot be created.
+        UsageError, FormatError: as in ``Work``, or ``out`` cannot be created.
     """
     works = [Work(settings, quick, machine, out, own) for settings in chosen]
     try:
@@ -148,7 +149,7 @@ class Work:
     """Computation of one figure, with the tasks done so far.
 
     Attributes:
-        tasks: all tasks; ``left``: those without a row; ``rows``: in task order.
+        tasks: all tasks.
 
     Args:
         machine: preset or YAML file that replaces the machine of ``settings``.

@@ -52,6 +52,7 @@ def settings_of(words: list[str]) -> list[str]:
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
+    """Trains the DQN, compares it with the planners, and returns the run directory."""
     from agents.learned import dqn, dqn_paper  # PyTorch is slow to import; configuration errors come first
     from agents.learned.checkpoint import save_weights
     from agents.learned.dqn_config import Args, PaperConfig
@@ -145,9 +146,12 @@ def compared(
     """Returns the certified rows of the planners ``names``, of ``controls`` and of the agent's own ``plans``.
 
     Args:
-        task: program, machine and limit in bytes. mode: eviction mode; None: each planner's own.
-        controls: planners by row name. plans: plan (None: infeasible) and simulator calls by row name.
-        spent: training time in seconds. bound: certified lower bound.
+        task: program, machine and limit in bytes.
+        mode: eviction mode; None: the default of each planner.
+        controls: planners by row name.
+        plans: plan (None: infeasible) and simulator calls by row name.
+        spent: training time in seconds.
+        bound: certified lower bound.
     """
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
     rows += [report.score_with(controls[named], *task, seed, mode, named=named)[0]

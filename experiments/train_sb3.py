@@ -33,6 +33,7 @@ from simulator.modes import MODES
 
 @cli.entry("train_sb3")
 def main(cfg: DictConfig) -> Path:
+    """Trains the agent, compares it with the planners, and returns the run directory."""
     try:
         from agents.learned import sb3  # slow to import
     except ModuleNotFoundError as error:

@@ -24,7 +24,7 @@ Name = Literal["swap", "recompute", "rerun"]
 
 
 class PlanError(ValueError):
-    """A plan does not fit its program; the message gives the first reason."""
+    """Raised if a plan does not fit its program; the message gives the first reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Kind:
         """Raises PlanError if the plan's other decisions conflict with decision ``i``.
 
         Args:
+            program: Program of the plan.
+            i: Index of this decision in the plan.
             back: Per tensor, the kernels before which a decision restores it.
         """
 
@@ -63,6 +65,7 @@ class Kind:
         """Reads a JSON entry.
 
         Args:
+            entry: Object of the plan file.
             where: Name of the entry in error messages.
             old: Whether the entry is from ``plan/1``.
 
@@ -195,8 +198,8 @@ class Swap(OfGap):
 
     Attributes:
         prefetch: Kernel at whose end the swap-in is issued; None: chosen by rule 5.
-        sync: No kernel starts between the end of ``after`` and the completion of the swap-out (vDNN's layer-wise
-            synchronization, PyTorch's save_on_cpu).
+        sync: Whether no kernel starts between the end of ``after`` and the completion of the swap-out (vDNN's
+            layer-wise synchronization, PyTorch's save_on_cpu).
         copy: Kernel at whose end the copy to the host is issued, from the last write of the current content up to
             ``after``; None: ``after``. The memory is freed when the copy is complete and ``after`` has ended.
     """
@@ -236,7 +239,7 @@ class Swap(OfGap):
             raise PlanError(f"{where}: tensor {t} is evicted between the end of kernel {copy} and that of {after}")
 
     def row(self) -> Row:
-        """Returns the row; see ``Decision.row``."""
+        """Returns the row; see ``Kind.row``."""
         prefetch, copy = _number(self.prefetch), _number(self.copy)
         return self.codes[self.sync], self.tensor, self.after, self.before, prefetch, copy
 
@@ -288,7 +291,7 @@ class Recompute(OfGap):
             raise PlanError(f"{where}: {reason}")
 
     def row(self) -> Row:
-        """Returns the row; see ``Decision.row``."""
+        """Returns the row; see ``Kind.row``."""
         return self.codes[0], self.tensor, self.after, self.before, int(self.keep), _number(self.at)
 
     @classmethod
@@ -330,7 +333,7 @@ class Rerun(Kind):
         return f"the same as decisions[{other}]"
 
     def row(self) -> Row:
-        """Returns the row; see ``Decision.row``."""
+        """Returns the row; see ``Kind.row``."""
         return self.codes[0], -1, self.kernel, self.before, 0, -1
 
     @classmethod

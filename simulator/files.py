@@ -27,7 +27,7 @@ MOST_LEVELS = 32  # deepest nesting in YAML
 
 
 class FormatError(ValueError):
-    """Malformed file or dictionary; the message names the entry and has at most LONGEST characters."""
+    """Raised for a malformed file or dictionary; the message names the entry and has at most LONGEST characters."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if len(message) <= LONGEST else message[: LONGEST - 3] + "...")
@@ -39,6 +39,7 @@ def fields(
     """Checks that ``data`` is an object with all required keys and no keys besides the optional ones.
 
     Args:
+        data: Parsed JSON or YAML.
         where: Name of the entry in error messages.
         required: Type of each required key.
         optional: Type and default of each optional key.
@@ -118,7 +119,7 @@ def read_json(path: str | Path) -> Any:
     """Reads JSON, decompressed if the name ends in .gz.
 
     Raises:
-        FormatError: As ``read_bytes``, or the content is not JSON, or an object has a duplicate key.
+        FormatError: As in ``read_bytes``, or the content is not JSON, or an object has a duplicate key.
     """
     raw = read_bytes(path)
     try:
@@ -141,7 +142,7 @@ def read_yaml(path: str | Path) -> str:
     """Returns the text of a YAML file without aliases, duplicate keys or nesting beyond MOST_LEVELS.
 
     Raises:
-        FormatError: As ``read_bytes``, or the content violates these restrictions.
+        FormatError: As in ``read_bytes``, or the content violates these restrictions.
     """
     raw = read_bytes(path)
     keys: list[set[str] | None] = []  # keys of each open mapping; None: a list

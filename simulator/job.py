@@ -17,7 +17,7 @@ Sharing = Literal["fifo", "shared"]
 
 
 class JobsDeadlock(RuntimeError):
-    """No job can proceed and no tensor can be evicted, because the host is full; names the jobs and their requests."""
+    """Raised if no job can proceed and the host is too full to evict a tensor; names the jobs and their requests."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Job:
 
 
 class Stall(NamedTuple):
-    """A job waits over [start_ns, end_ns)."""
+    """Wait of a job over [start_ns, end_ns)."""
 
     start_ns: int
     end_ns: int
@@ -85,7 +85,7 @@ class Stall(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """A tensor is evicted on demand (J6)."""
+    """Eviction of a tensor on demand (J6)."""
 
     time_ns: int
     job: int  # owner of the tensor

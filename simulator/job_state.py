@@ -27,7 +27,11 @@ def check_jobs(
     """Checks that every job can run alone, with eviction on demand, and that every job terminates.
 
     Args:
+        jobs: Jobs that share the machine.
         plans: Lowered ``Job.plans`` of each job.
+        machine: Machine of all jobs.
+        limit: Memory limit in bytes for all jobs together.
+        until_ns: As in ``simulate_jobs``.
 
     Raises:
         ValueError: A job never terminates, or the machine sets one of the costs in ALONE_ONLY.

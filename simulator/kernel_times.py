@@ -1,9 +1,8 @@
 """KernelTimes: coefficients of the kernel-time model, fitted to measurements of one GPU architecture.
 
 The model needs operator shapes and is implemented in executor/capture/durations.py. A share is relative to the
-machine's
-peak: ``flops_per_s`` for arithmetic, ``memory_bytes_per_s`` for traffic. experiments/measured/README.md lists the
-measurements and the error of each coefficient.
+machine's peak: ``flops_per_s`` for arithmetic, ``memory_bytes_per_s`` for traffic. experiments/measured/README.md
+lists the measurements and the error of each coefficient.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
     """Returns a size in bytes from an integer or a size with a unit, rounded down.
 
     Args:
+        value: Integer or text, such as ``"24GiB"``.
         where: Name of the entry in error messages.
         least: Smallest number without a unit that counts as bytes.
 
@@ -46,6 +47,8 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
     """Returns a limit in bytes, persistent tensors included; fractions are relative to ``program.peak_bytes``.
 
     Args:
+        value: Fraction, integer (bytes) or size; see the module.
+        program: Program whose peak a fraction refers to.
         where: Name of the entry in error messages.
 
     Raises:

@@ -160,7 +160,7 @@ class Machine:
         return min(most, most * nbytes * 1_000_000_000 // could) if could else 0
 
     def compute_share(self, running: int) -> int:
-        """Returns the speed of each of ``running`` concurrent kernels, in units of 2⁻²⁰ of that of one alone."""
+        """Returns the speed of each of ``running`` concurrent kernels, in units of 2⁻²⁰ of its speed alone."""
         return ALONE if running < 2 else max(1, min(ALONE, round(self.concurrency * ALONE) // running))
 
     def driver_ns(self, mallocs: int, frees: int, nbytes: int) -> int:

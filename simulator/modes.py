@@ -47,7 +47,9 @@ def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> in
     It is the peak of the planned residency with every gap emptied that ``mode`` allows.
 
     Args:
-        min_bytes: Smallest tensor whose gaps are emptied.
+        program: Program to be planned.
+        min_bytes: Smallest tensor in bytes whose gaps are emptied.
+        mode: Allowed eviction kinds, one of ``MODES``.
     """
     gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or ways_to_empty(program, gap, mode)]
     nbytes = np.array([program.tensors[gap.tensor].nbytes for gap in gaps], np.int64)

@@ -69,6 +69,8 @@ def _match_others(
     """Matches kernels of other names, and their outputs.
 
     Args:
+        program: Program that the plan is moved to.
+        other: Program that the plan was made for.
         mine: Keys of the kernels of ``program``.
         theirs: Keys of the kernels of ``other``.
         tensor: Tensors matched so far; extended in place.
@@ -153,7 +155,7 @@ def _fit(plan: Plan, program: Program) -> bool:
 
 
 def _together(kept: list[Decision], more: list[Decision], bare: Plan, program: Program) -> tuple[Decision, ...]:
-    """Returns the kept decisions, and those of ``more`` that are compatible with them, found by bisection."""
+    """Returns the kept decisions and all compatible decisions of ``more``, which bisection finds."""
     whole = replace(bare, decisions=(*kept, *more))
     try:
         whole.check(program)

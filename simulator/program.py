@@ -327,7 +327,7 @@ class Program:
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Program:
         """Returns this program with the durations and workspaces of the given variants.
 
-        Args, Raises: as ``chosen``.
+        Arguments and errors are those of ``chosen``.
         """
         if not variants:
             return self

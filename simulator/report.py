@@ -86,12 +86,12 @@ class Report:
     """Effect of a plan on a step.
 
     Attributes:
-        limit: bytes.
-        planner: its name; "" without decisions.
+        limit: memory limit in bytes.
+        planner: name of the planner; "" without decisions.
         least_bytes: smallest limit at which the plan is feasible.
-        swapped: by kind of tensor.
-        rerun: by kind of kernel.
-        iteration_ns: predicted; ``breakdown`` splits it into parts.
+        swapped: swapped tensors and bytes per step, by kind of tensor.
+        rerun: recomputed kernels and their duration, by kind of kernel.
+        iteration_ns: predicted iteration time; ``breakdown`` splits it into parts.
         floor_ns: certified lower bound of the iteration time at this limit; None: unknown.
         packed_bytes: memory with a fixed address for every block, under the plan if any.
         issued: how the step runs ("as one CUDA graph"); "" if it is not executed.
@@ -175,10 +175,13 @@ def report(
     """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
-        limit: bytes.
-        packed_bytes: of the executed timeline (``simulator.pool.packed.packed_bytes``).
+        program: The step.
+        machine: Machine of both timelines.
+        limit: memory limit in bytes.
+        packed_bytes: packed size of the executed timeline (``simulator.pool.packed.packed_bytes``).
         alone: timeline of the step without a plan.
         under: timeline under the plan; None without a plan or without decisions.
+        plan: Plan of ``under``; None: the step runs without a plan.
         floor_ns: as in ``agents.floor.floor``.
         origins: None for a program that was not captured here.
         issued: how the step runs; "" if it is not executed.
@@ -209,7 +212,7 @@ def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak
 
 
 def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Moved]:
-    """Returns what the last iteration swaps by kind of tensor, most bytes first."""
+    """Returns the tensors swapped in the last iteration by kind, most bytes first."""
     tensors: defaultdict[str, set[int]] = defaultdict(set)
     plan.only("the report", "swap", "recompute", "rerun")
     for d in plan.of_kind(Swap):
@@ -223,7 +226,7 @@ def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Move
 
 
 def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
-    """Returns what the last iteration recomputes by kind of kernel, longest first."""
+    """Returns the kernels recomputed in the last iteration by kind, longest first."""
     found: dict[str, Rerun] = {}
     for span in timeline.spans:
         if span.kind == "recompute" and span.start_ns >= timeline.last_start_ns:
@@ -297,7 +300,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit for all bytes on a page; sums and differences are of the rounded figures.
+    """Unit for all sizes on a page. Sums and differences use the rounded figures.
 
     Attributes:
         nbytes: bytes per unit.
@@ -317,6 +320,7 @@ class Unit:
         return next((u for u in units if all(u.steps(a) != u.steps(b) for a, b in pairs)), units[-1])
 
     def __call__(self, nbytes: int) -> str:
+        """Formats bytes in this unit; a positive size below the last digit is "<" that digit."""
         steps = self.steps(nbytes)
         return f"<{self.text(1)}" if nbytes and not steps else self.text(steps)
 

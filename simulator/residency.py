@@ -34,6 +34,10 @@ def present(program: Program, tensor: int, reader: int, kernel: int, dropped: Se
     """Returns whether ``tensor`` is in memory or on the host at ``kernel``, with the content that ``reader`` read.
 
     Args:
+        program: Program of the tensor and kernels.
+        tensor: Tensor whose content is needed.
+        reader: Kernel that read the content before.
+        kernel: Kernel at which it is needed.
         dropped: Tensors that are evicted and must be recomputed.
     """
     return tensor not in dropped and kernel <= program.available_until[reader][tensor]
@@ -46,6 +50,9 @@ def reruns(program: Program, targets: Set[int], kernel: int, dropped: Set[int] =
     dropped, or later in the same gap, further kernels may be needed.
 
     Args:
+        program: Program of the tensors and kernels.
+        targets: Tensors to restore.
+        kernel: Kernel before which they are restored.
         dropped: Further tensors that are evicted.
     """
     dropped = dropped | targets

@@ -395,7 +395,7 @@ class World:
             self._enqueue(job, tensor, b)
 
     def state(self, job: JobState) -> tuple[object, ...]:
-        """Returns all that the future of a single job at a boundary depends on, relative to the boundary (rule 10)."""
+        """Returns everything at a boundary that determines the future of a single job, in relative times (rule 10)."""
         at = job.position
         return (
             self.host and self.host.lead(self.now, len(job.boundaries) >= self.host.settles_after),
@@ -420,6 +420,8 @@ def simulate_jobs(
     """Simulates several jobs on one machine by the rules in RULES.md.
 
     Args:
+        jobs: Programs with their plans and iterations.
+        machine: Machine that the jobs share.
         limit: Memory limit in bytes for all jobs together, persistent tensors included.
         until_ns: Time from which every job leaves at its next boundary and none is admitted; None: no such time.
         sharing: "fifo": one step at a time on the compute stream; "shared": one step of each job, at reduced speed.

@@ -36,7 +36,7 @@ NEVER = 2**62  # infinity, for times and numbers of kernels
 
 
 class OutOfMemory(RuntimeError):
-    """A kernel needs more than the limit although everything that the plan evicts is evicted."""
+    """Raised if a kernel exceeds the limit although everything that the plan evicts is evicted."""
 
     def __init__(self, kernel: int, requested: int, used: int, limit: int, job: str = ""):
         of = f"job {job!r}: " if job else ""

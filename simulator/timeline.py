@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class BlockEvent(NamedTuple):
-    """A block is allocated or freed in device memory; a swap frees its block and allocates it again."""
+    """Allocation or release of a block in device memory. A swap releases its block and allocates it again."""
 
     time_ns: int
     owner: int  # tensor, or -1 - k: the workspace of kernel k
@@ -170,7 +170,15 @@ class Timeline:
         """Builds a timeline from the raw records of a simulation, sorted by start.
 
         Args:
+            program: Simulated program.
+            limit: Memory limit in bytes.
+            required: Smallest limit in bytes at which the plan is feasible.
+            boundaries: Start of each iteration and end of the last, in ns.
+            spans: Busy intervals of the compute stream and copy engines.
+            events: Allocations and frees.
+            events_until: Number of events at the start, then at the end of each iteration.
             stalls: (start, end, cause), the cause one of "memory", "data" and "issue".
+            period: Iterations that repeat (rule 10); 0: none do yet.
         """
         end = boundaries[-1]
         begin = _last_start(boundaries)

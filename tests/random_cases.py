@@ -61,7 +61,7 @@ class JobsCase(NamedTuple):
 
 
 def program_of(rng: Random, max_kernels: int = 14) -> Program:
-    """Random program with persistent tensors, in-place and multi-output kernels, workspaces; some resemble networks."""
+    """Returns a random program: persistent tensors, in-place and multi-output kernels, workspaces; or a network."""
     tensors = [Tensor(f"p{i}", rng.randint(0, 40), "parameter", True) for i in range(rng.randint(0, 3))]
     persistent = list(range(len(tensors)))
     born = list(persistent)
@@ -90,7 +90,7 @@ def program_of(rng: Random, max_kernels: int = 14) -> Program:
 
 
 def plan_of(rng: Random, program: Program, reruns: bool = True) -> Plan:
-    """Random plan that fits: early copies, prefetches, synchronous swap-outs, wrapping gaps, recomputation, reruns."""
+    """Returns a random valid plan: early copies, prefetches, synchronous or wrapping swaps, recomputations, reruns."""
     n = len(program.kernels)
     one_by_one = reruns and rng.random() < 0.4
     decisions: list[Decision] = []
@@ -128,7 +128,7 @@ def added(program: Program, decisions: list[Decision], one: Decision) -> list[De
 
 
 def machine_of(rng: Random) -> Machine:
-    """Random machine whose copies are about as slow as the kernels of ``program_of``."""
+    """Returns a random machine whose copies are about as slow as the kernels of ``program_of``."""
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
     h2d, d2h = (rng.choice([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000]) for _ in range(2))
     into, out, latency_ns, engines = rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2)
@@ -226,13 +226,13 @@ def _result(run: Callable[..., Any], *case: Any) -> Any:
 
 
 def jobs_machine_of(rng: Random) -> Machine:
-    """Like ``machine_of``, with switch costs and concurrent kernels that slow each other down."""
+    """Returns a machine as ``machine_of`` does, with switch costs and concurrent kernels that slow each other down."""
     slower = rng.choice([0.7, 1.0, 1.0, 1.3, 2.5])
     return replace(machine_of(rng), switch_ns=rng.choice([0, 0, 1, 7]), concurrency=slower)
 
 
 def job_of(rng: Random, name: str, program: Program) -> Job:
-    """Random job that may arrive late, leave early, change its plan, and have varying durations."""
+    """Returns a random job that may arrive late, leave early, change its plan, and have varying durations."""
     if not program.ideal_ns:
         program = program.with_durations([1] * len(program.kernels))
     plans = [plan_of(rng, program) if rng.random() < 0.7 else Plan() for _ in range(rng.choice([1, 1, 1, 2, 3]))]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for programs, plans and machines: those of ``random_cases``, drawn so that they shrink.
+"""Hypothesis strategies for programs, plans and machines that draw cases of ``random_cases`` and shrink.
 
 ``networks`` draws shapes that those seldom have.
 """
@@ -18,27 +18,27 @@ RANDOM: st.SearchStrategy[Random] = st.randoms(use_true_random=False)  # control
 
 
 def programs(max_kernels: int = 14) -> st.SearchStrategy[Program]:
-    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and kernels without duration."""
+    """Draws programs with persistent tensors, in-place and multi-output kernels, workspaces and zero-time kernels."""
     return RANDOM.map(lambda rng: random_cases.program_of(rng, max_kernels))
 
 
 def plans(program: Program, reruns: bool = False) -> st.SearchStrategy[Plan]:
-    """Plans that fit the program."""
+    """Draws plans that fit the program."""
     return RANDOM.map(lambda rng: random_cases.plan_of(rng, program, reruns))
 
 
 def machines() -> st.SearchStrategy[Machine]:
-    """Machines whose copies are about as slow as the kernels of ``programs``, with room on the host."""
+    """Draws machines whose copies are about as slow as the kernels of ``programs``, with room on the host."""
     return RANDOM.map(lambda rng: replace(random_cases.machine_of(rng), host_bytes=Machine.host_bytes))
 
 
 def with_algorithms(program: Program) -> st.SearchStrategy[tuple[Program, tuple[tuple[int, int], ...]]]:
-    """The program with several algorithms for some of its kernels, and a selection of them for a plan."""
+    """Draws several algorithms for some kernels of the program, and a selection of them for a plan."""
     return RANDOM.map(lambda rng: random_cases.with_algorithms(rng, program))
 
 
 def jobs_machines() -> st.SearchStrategy[Machine]:
-    """Machines with switch costs and concurrent kernels that slow each other down."""
+    """Draws machines with switch costs and concurrent kernels that slow each other down."""
     return RANDOM.map(lambda rng: replace(random_cases.jobs_machine_of(rng), host_bytes=Machine.host_bytes))
 
 
@@ -47,7 +47,7 @@ KINDS = st.sampled_from(["conv", "norm", "activation", "pool", "matmul"])
 
 @st.composite
 def networks(draw: st.DrawFn) -> Program:
-    """Forward chains, partly in place, whose activations the backward kernels read, so that recomputation overlaps."""
+    """Draws forward chains, partly in place, whose activations the backward kernels read; recomputations overlap."""
     depth = draw(st.integers(2, 6))
     tensors = [Tensor("w", draw(st.integers(0, 20)), "parameter", True)]
     kernels: list[Kernel] = []
@@ -79,6 +79,6 @@ def networks(draw: st.DrawFn) -> Program:
 
 @st.composite
 def reachable_limits(draw: st.DrawFn, program: Program) -> int:
-    """A limit from the least bytes with every gap emptied, which swaps of all gaps need, to the peak."""
+    """Draws a limit between the required bytes with every gap swapped and the peak."""
     everything = tuple(Swap(*gap) for gap in program.gaps())
     return draw(st.integers(lower(program, Plan(everything)).required_bytes, program.peak_bytes))

@@ -1,4 +1,4 @@
-"""Budgets of budget.json: lines by folder, words of Markdown, and the frozen list of public names.
+"""Tests the budgets of budget.json: lines by folder, words of Markdown, and the frozen list of public names.
 
 A folder's budget is its entry in ``lines`` plus the additions in ``raised``, each with a reason. Removed names leave
 the list in the same commit; for a new name, ``raised`` states which old one it replaces, or why none.
@@ -84,7 +84,7 @@ def test_the_markdown_has_no_more_words_than_its_budget() -> None:
 
 
 @pytest.mark.parametrize("kind", ["commands", "planners", "figures", "entries"])
-def test_what_users_can_name_is_the_frozen_list(kind: str) -> None:
+def test_public_names_equal_the_frozen_list(kind: str) -> None:
     found, frozen = public_names()[kind], BUDGET["names"][kind]
     assert found.keys() == frozen.keys()
     for name, options in found.items():

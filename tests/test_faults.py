@@ -1,4 +1,4 @@
-"""Samples of ``python -m tests.faults``; outputs that cannot be written; leftovers of killed writes."""
+"""Tests samples of ``python -m tests.faults``, outputs that cannot be written, and leftovers of killed writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import PROGRAM
 
 
 @pytest.mark.nightly
-def test_changed_files_are_a_value_or_a_sentence(tmp_path: Path) -> None:
+def test_corrupted_files_are_read_or_reported(tmp_path: Path) -> None:
     files = Files(tmp_path)
     assert [why for seed in range(200) if (why := read(files, tmp_path, seed))] == []
 
@@ -49,7 +49,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence(where: str) -> None:
     assert (done.returncode, done.stderr) == (0 if where == "closed" else 2, said[where])
 
 
-def test_a_terminal_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", None)
@@ -60,7 +60,7 @@ def test_a_terminal_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> No
     assert out.buffer.getvalue() == b"1 ?s ? 2\n"  # type: ignore[attr-defined]
 
 
-def test_what_killed_writes_left_goes_with_a_later_one(tmp_path: Path) -> None:
+def test_leftovers_of_killed_writes_are_removed_later(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in (".a.json.12345678", ".a.json.87654321", ".b.json.12345678"))
     for path in (old, new, other):
         path.touch()

@@ -1,4 +1,4 @@
-"""GPU tests can be collected on a machine with little more than PyTorch, CuPy and Numba."""
+"""Tests that GPU tests can be collected on a machine with little more than PyTorch, CuPy and Numba."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Imports point one way: simulator <- envs <- agents <- experiments, and simulator <- executor <- experiments.
+"""Tests that imports point one way: simulator <- envs <- agents <- experiments, simulator <- executor <- experiments.
 
 ``executor/fit`` and ``envs/edit/starts`` import planners inside functions. Subpackages of a package are ordered, too:
 each uses only the ones before it.
@@ -104,7 +104,7 @@ def test_a_machine_that_trains_may_lack_most_libraries() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
-def test_what_a_plan_means_is_read_off_its_schedule() -> None:
+def test_only_the_benchmark_imports_the_reference_rules() -> None:
     """Only the simulator and its benchmark import the reference implementation of the rules."""
     files = [f for package in MAY_IMPORT if package != "simulator" for f in (ROOT / package).rglob("*.py")]
     found = {f.relative_to(ROOT).parts[:2] for f in files for name in modules(f) if name.startswith("simulator.rules")}
@@ -119,7 +119,7 @@ def test_the_checker_shares_no_code_with_what_it_checks() -> None:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_rooms_use_those_before_them(package: str) -> None:
+def test_folders_import_only_earlier_folders(package: str) -> None:
     rooms = ROOMS[package]
     folders = {p.name for p in (ROOT / package).iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert folders == set(rooms) - {""}

@@ -1,4 +1,4 @@
-"""Components refuse a decision kind that they do not know by its name."""
+"""Tests that components refuse an unknown decision kind by its name."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -46,7 +46,7 @@ REFUSES = {
 }
 
 
-def test_the_language_checks_a_kind_that_it_is_given():
+def test_a_new_kind_is_checked_and_serialized():
     PLAN.check(PROGRAM)
     assert PLAN.to_dict()["decisions"] == [{"kind": "squeeze", "tensor": 1, "after": 1, "before": 6}]
     with pytest.raises(PlanError, match="kernel 5 does not use tensor 1"):
@@ -56,12 +56,12 @@ def test_the_language_checks_a_kind_that_it_is_given():
 
 
 @pytest.mark.parametrize("who", REFUSES)
-def test_who_does_not_know_a_kind_says_so(who):
+def test_unknown_kinds_are_refused(who):
     with pytest.raises(PlanError, match=r"does not support squeeze decisions$"):
         REFUSES[who]()
 
 
-def test_what_is_to_be_extended_names_it():
+def test_unhandled_kinds_are_named():
     with pytest.raises(AssertionError, match=r"Squeeze\(tensor=1"):
         lower(PROGRAM, PLAN)
     step = lower(PROGRAM, Plan()).steps[0]._replace(kind="squeeze")
@@ -73,7 +73,7 @@ def test_what_is_to_be_extended_names_it():
         Plan.from_dict(Plan((Squeeze(1, 1, 6),)).to_dict())
 
 
-def test_a_floor_is_none_for_plans_of_a_kind_that_it_does_not_know(monkeypatch):
+def test_the_floor_refuses_unknown_kinds(monkeypatch):
     monkeypatch.setitem(modes.KINDS_OF, "joint", (*modes.KINDS_OF["joint"], "squeeze"))
     with pytest.raises(ValueError, match=r"the floor does not cover .squeeze. decisions"):
         floor(PROGRAM, MACHINE, LIMIT)

@@ -1,4 +1,4 @@
-"""Language of pages, docstrings, comments and messages: banned phrases, length of module docstrings and pages."""
+"""Tests the language of pages, docstrings, comments and messages, and the length of module docstrings and pages."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ LONGER = {  # pages with long tables or lists that comments cite
     "experiments/figures/own.md": 1_350,
     "experiments/figures/smartpool.md": 1_750,
     "experiments/figures/superneurons.md": 1_550,
-    "experiments/results/gpu_h200/README.md": 1_250,
+    "experiments/results/gpu_h200/README.md": 1_350,
     "simulator/RULES.md": 2_100,
     "experiments/results/README.md": 10_900,  # generated
 }

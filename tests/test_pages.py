@@ -1,4 +1,4 @@
-"""Pages whose rows name a test (supported features, tests by feature): all named tests exist."""
+"""Tests that every test named in a row of a page exists (supported features, tests by feature)."""
 
 import ast
 import re
@@ -57,7 +57,7 @@ def test_each_paper_is_covered() -> None:
 
 
 @pytest.mark.parametrize("row", COVERED, ids=lambda row: row[0].strip())
-def test_what_covers_an_item_is_there_or_it_is_left_out(row: list[str]) -> None:
+def test_covered_items_name_existing_files(row: list[str]) -> None:
     _, where, verdict = (cell.strip() for cell in row)
     named = re.fullmatch(r"`(?:figure=(\w+)|([\w/]+\.py))`", where)
     if named is None:

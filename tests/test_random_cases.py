@@ -1,4 +1,4 @@
-"""Reference, compiled simulator and validator agree in random cases, with unchanged results."""
+"""Tests that reference, compiled simulator and validator agree in random cases, with unchanged results."""
 
 import json
 
@@ -11,15 +11,15 @@ from tests.strategies import RANDOM, machines, networks, plans, programs
 DIGESTS = json.loads(random_cases.DIGESTS.read_text())
 
 
-def test_nothing_differs_and_the_results_are_those_of_before():
-    """After an intended change of the rules: ``python -m tests.random_cases 20000 --write``."""
+def test_results_equal_the_recorded_digests():
+    """To accept an intended change of the rules, run ``python -m tests.random_cases 20000 --write``."""
     cases = [any_case(seed) for seed in range(BLOCK)]
     for seed, case in enumerate(cases[:300]):
         assert difference(case) is None, f"seed {seed}"
     assert random_cases.digest(cases) == DIGESTS["programs"][0]
 
 
-def test_the_results_of_several_jobs_are_those_of_before():
+def test_results_of_several_jobs_equal_the_recorded_digests():
     assert random_cases.digest(map(jobs_case, range(JOBS))) == DIGESTS["jobs"]
 
 

@@ -1,4 +1,4 @@
-"""The built wheel in a fresh read-only environment: commands, configs and examples outside the checkout."""
+"""Tests the built wheel in a fresh read-only environment: commands, configs and examples outside the checkout."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.experiments.conftest import ROOT, chain
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """Returns the bin folder of a read-only environment with the wheel; other packages are those of this one."""
+    """Returns the bin folder of a read-only environment that has the wheel and the packages of this environment."""
     python = [sys.executable, "-m"]
     subprocess.run([*python, "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("headroom-*.whl")
@@ -64,7 +64,7 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
     output("python", "-c", "import agents; agents.make('policy_search')")  # with its weights
 
 
-def test_the_project_says_what_it_is() -> None:
+def test_project_metadata_is_consistent() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "Apache License" in (ROOT / "LICENSE").read_text() and project["license"] == "Apache-2.0"
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -73,7 +73,7 @@ def test_the_project_says_what_it_is() -> None:
     assert all(paper["authors"] and paper["year"] for paper in citation["references"])
 
 
-def test_what_dev_has_is_what_the_extras_have() -> None:
+def test_the_dev_extra_includes_the_launchers() -> None:
     """Each launcher is tested, so its extra must be installed wherever the tests are."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name in ("joblib", "submitit", "ray"):

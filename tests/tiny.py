@@ -57,7 +57,7 @@ RECOMPUTE_PLAN = Plan((Recompute(A1, 1, 6),), PROGRAM.fingerprint, "by hand", LI
 
 
 def just_hidden() -> tuple[Program, Machine, int]:
-    """The swap of ``a`` is just hidden by kernels of about its duration; recomputation of ``c`` takes less time."""
+    """Returns a task in which kernels just hide the swap of ``a``, and recomputing ``c`` takes less time."""
     x, a, c, e = range(4)
     tensors = (Tensor("x", 100, "parameter", True), *(Tensor(name, 10**8) for name in "ace"))
     kernels = (

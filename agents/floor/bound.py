@@ -75,6 +75,10 @@ def floor(
     """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
+        program: Program to bound.
+        machine: Machine that runs it.
+        limit: Memory limit in bytes, persistent tensors included.
+        mode: Eviction kinds of the plans: swap, recompute or joint.
         max_gaps: number of gaps that are variables of the linear program, those of the largest tensors; the others are
             emptied at no cost. None: LARGEST, reduced with ``detail``.
         detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.
@@ -143,8 +147,8 @@ def floor(
 def _least(sizes: list[int], most: int) -> int:
     """Returns the size threshold that keeps about ``most`` of the sizes (descending).
 
-    Usually the smallest size of which at most ``most`` are kept. The next smaller size is included if that keeps less
-    than half as many, and at most half as many more with it.
+    At most ``most`` sizes are kept, except if these are fewer than half of ``most``. The next smaller size is then kept
+    as well if the total stays within 1.5 times ``most``.
     """
     if len(sizes) <= most:
         return 1

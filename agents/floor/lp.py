@@ -221,7 +221,7 @@ class Solver:
 
         Args:
             whole: the sums, each with its weight in the branching choice.
-            work: as in ``cut``, whose work counts.
+            work: budget as in ``cut``, reduced by the work done there.
         """
         from highspy import HighsBasisStatus
 

@@ -1,11 +1,11 @@
 """Recomputation in the floor: Checkmate's integer program, relaxed to a linear one.
 
-Columns say which kernels are recomputed for which kernel (R), what is held from one kernel to the next (S), and the
-memory of both. Every plan of Recompute and Rerun decisions is a point of the program. Kernels are merged into
+Columns state which kernels are recomputed for which kernel (R), which tensors are held from one kernel to the next (S),
+and the memory of both. Every plan of Recompute and Rerun decisions is a point of the program. Kernels are merged into
 windows, optimistically: within a window, everything happens in the best order. Windows cover only kernels above the
-limit and later ones; before, everything is held. Entry point: ``Reruns``. A version of a tensor is the data that one
-kernel wrote to it. Kernels that read it, its next writer, and recomputed kernels can use it, even after the tensor's
-last use in the program.
+limit and later ones; before them, every tensor is held. Entry point: ``Reruns``. A version of a tensor is the data that
+one kernel wrote to it. Kernels that read it, its next writer, and recomputed kernels can use it, even after the
+tensor's last use in the program.
 
 Source: "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020), section 4.
 """
@@ -180,7 +180,7 @@ class Reruns:
 
     @cached_property
     def wanted(self) -> list[int]:
-        """Per kernel: the last kernel that may use its outputs, directly or through recomputed kernels."""
+        """Last kernel that may use each kernel's outputs, directly or through recomputed kernels."""
         until = list(range(self.n))
         for k in reversed(range(self.n)):
             for x in self.program.kernels[k].outputs:
@@ -196,7 +196,7 @@ class Reruns:
         return max([v.ends, *(until[u] for u in v.uses if self.past.until[u] > u)])
 
     def _version(self, i: int) -> None:
-        """Adds kept and back of version i."""
+        """Adds the columns kept[j, v] and back[j, v] of version i."""
         v, lp = self.versions[i], self.lp
         begin = int(self.window_of[v.writer])
         last = int(self.window_of[self._until(i, self.wanted)])
@@ -228,7 +228,7 @@ class Reruns:
 
     @cached_property
     def droppable(self) -> list[bool]:
-        """Per version: whether it can be evicted between two of its uses and recomputed in a window."""
+        """Whether each version can be evicted between two of its uses and recomputed in a window."""
         return [
             any(b - a > 1 and self.past.until[v.writer] > a + 1 and self.window_of[b] >= 0
                 for a, b in pairwise([v.writer, *v.uses]))
@@ -257,13 +257,13 @@ class Reruns:
         return [(self.runs(j, w), -1.0)] if self.can(j, w) else []
 
     def _need(self, j: int, i: int, whole: Terms, right: float, again: Callable[[int], Terms]) -> None:
-        """Adds whole <= right + (version i held at the start of window j) + (its writer recomputed)."""
+        """Adds the row whole <= right + (version i held at the start of window j) + (its writer recomputed)."""
         terms, constant = self.held(j, i)
         if constant < 1:
             self.lp.row([*whole, *((c, -f) for c, f in terms), *again(self.versions[i].writer)], right + constant)
 
     def _inputs(self, j: int, w: int, one: int, again: Callable[[int], Terms]) -> None:
-        """Requires the inputs of a recomputed kernel w (``one``): held at the start of window j, or recomputed."""
+        """Requires inputs of a recomputed kernel w (``one``) to be held at the start of window j or recomputed."""
         program = self.program
         for x in dict.fromkeys(program.kernels[w].inputs):
             writer = self.past.version(x, w)
@@ -303,7 +303,7 @@ class Reruns:
 
     @cached_property
     def _of_window(self) -> list[list[int]]:
-        """Per window: the versions that are kept or recomputed in it."""
+        """Versions that are kept or recomputed in each window."""
         found: list[set[int]] = [set() for _ in self.windows]
         for j, i in (*self.kept, *self.back):
             found[j].add(i)

@@ -50,8 +50,8 @@ def _beside(machine: Machine) -> set[tuple[float, float]]:
 class Transfers:
     """Columns and rows of a program's transfers.
 
-    Columns: swap[i], gap i is swapped; free[i], without a copy, because a valid one is on the host; early[i], the
-    fraction copied before the gap opens; wait[g].
+    Columns: swap[i], gap i is swapped; free[i], gap i is emptied without a copy, because the host has a valid one;
+    early[i], the fraction copied before the gap opens; wait[g], the wait before group g.
 
     Args:
         groups: merged kernels; the recurrences run over groups.
@@ -105,10 +105,7 @@ class Transfers:
         return max((w for w in writes if w <= g.after), default=writes[-1] - self.n)
 
     def _host_copies(self) -> None:
-        """Rule 4: limits the bytes that leave without a transfer in their gap.
-
-        Either a valid copy from an earlier gap is on the host, or the tensor is copied before its gap opens.
-        """
+        """Limits the bytes that are evicted without a transfer in their gap (rule 4)."""
         of_tensor: dict[int, list[int]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
             of_tensor[g.tensor].append(i)
@@ -212,7 +209,7 @@ class Transfers:
         """Limits memory at the start and the end of a single-kernel group, else at some time in the group.
 
         Bytes queued at the end of a group, less those of gaps that open from the kernel on, were queued at the kernel.
-        Bytes returned at its start, less those used up to the kernel, are still there.
+        Bytes returned at its start, less those used up to the kernel, are still resident.
         """
         lp, groups, total = self.lp, self.groups, float(self.size.sum())
         self.whole: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes that have not left, or that

@@ -45,7 +45,7 @@ class AutoSwap(RowsPlanner):
 
     @no_collections()
     def choose(self, engine: Engine) -> Rows:
-        """Selects swaps until the planned residency fits; raises Infeasible if all candidates are not enough."""
+        """Selects swaps until the planned residency fits; raises Infeasible if no selection suffices."""
         candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
         return candidates.rows[self.select(candidates, engine.program, engine.machine, engine.limit)]
 

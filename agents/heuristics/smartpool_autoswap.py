@@ -82,7 +82,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         raise infeasible(self, program, limit, None, self.simulator_calls)
 
     def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
-        """Returns, for each maximum overhead (at least 0), the plan of the smallest footprint: the inverse problem.
+        """Returns the plan of the smallest footprint for each maximum overhead, at least 0 (the inverse problem).
 
         Tries ``2 * steps`` load limits, from the peak to the minimum that swaps reach.
         """

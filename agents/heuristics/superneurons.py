@@ -130,7 +130,7 @@ def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: S
     """Returns the gaps that LRU empties to keep the planned residency within ``limit`` if possible (section 3.3.2).
 
     Args:
-        limit: bytes.
+        limit: memory limit in bytes.
         first: gaps of ``ways`` that are emptied in any case.
     """
     emptied = list(first)
@@ -165,7 +165,7 @@ def layer_bytes(program: Program, k: int) -> int:
 def segment_bytes(program: Program, dropped: Sequence[Gap]) -> int:
     """Returns the bytes of one segment that keeps its recomputed outputs.
 
-    These are its dropped outputs plus the tensors of one kernel that it serves, the one with the largest sum.
+    These are its dropped outputs plus the tensors of the largest kernel that needs one of them.
     """
     outputs = {g.tensor for g in dropped}
     return sum(program.tensors[t].nbytes for t in outputs) + max(

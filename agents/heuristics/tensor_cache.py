@@ -35,12 +35,12 @@ class TensorCache:
     misses: int = 0
 
     def insert(self, tensor: int) -> None:
-        """LRU.in: adds a tensor as the most recently used."""
+        """Adds a tensor as the most recently used (LRU.in)."""
         self.lru[tensor] = None
         self.lru.move_to_end(tensor)
 
     def evict(self) -> int | None:
-        """LRU.out: removes and returns the least recently used tensor without a lock, or None if all are locked."""
+        """Removes and returns the least recently used unlocked tensor (LRU.out), or None if all are locked."""
         tensor = next((t for t in self.lru if t not in self.locked), None)
         if tensor is not None:
             del self.lru[tensor]

@@ -89,7 +89,7 @@ class Best:
         self.found: dict[str, int | None] = {}
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Returns the best plan found; raises Infeasible if the floor proves it or no method finds a plan."""
+        """Returns the best plan found; raises Infeasible if the floor excludes every plan or no method finds one."""
         began, share_end = time.monotonic(), 0.0
         engine = Engine(program, machine, limit)
         self.floor, self.found = None, {}

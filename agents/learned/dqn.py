@@ -7,7 +7,7 @@ returns and prioritized replay (Schaul et al., 2016), as in Rainbow (Hessel et a
    order until one is accepted. Each is a transition; n counts forward passes.
 2. A batch is of one task, because programs differ in size; tasks alternate.
 3. Two auxiliary losses on tried edits: the effect, and whether the plan improves. The second enters Q (edit_net.py).
-4. Exploration is Boltzmann and ε-greedy with other parameters per walker; some walkers act randomly.
+4. Exploration is Boltzmann and ε-greedy with different parameters per walker; some walkers act randomly.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ class Rollout:
     """``passes`` + n - 1 states of the walkers of a task, with the tried edits and their returns.
 
     Attributes, for T = ``passes`` states, W walkers and K tries:
-        order, returns, discount, effects: (T, W, K). tried: bool (T, W, K).
-        observed: T + n states. priority: (T * W,).
+        order, returns, discount, effects: (T, W, K).
+        tried: bool (T, W, K).
+        observed: T + n states.
+        priority: (T * W,).
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class DQN:
 
     Attributes:
         net: the Q-network.
-        history: one row per iteration, see ``iterate``.
+        history: one row per iteration (``iterate``).
     """
 
     def __init__(self, tasks: Sequence[EditTask], references: Sequence[float], args: Args, seed: int = 0) -> None:
@@ -311,7 +313,7 @@ class DQN:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a ``state``."""
+        """Restores the training state that ``state`` returned."""
         self.net.load_state_dict(state["net"])
         self.target.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -395,5 +397,5 @@ class FineTuning(Trainer):
         return self.dqn.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a ``state``, see ``DQN.restore``."""
+        """Restores the training state that ``state`` returned."""
         self.dqn.restore(state)

@@ -110,7 +110,7 @@ class ExperienceBuffer:
         return {**out, "size": self.size, "head": self.head}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a ``state``."""
+        """Restores the transitions of a ``state``."""
         self.size, self.head = int(state["size"]), int(state["head"])
         for key, array in self.arrays.items():
             array[: self.size] = state[key].numpy()
@@ -329,7 +329,7 @@ class Trainer(OneTask):
         return {**super()._identity(), "variant": self.variant.names}
 
     def state(self) -> dict[str, Any]:
-        """Returns everything that the rest of the run depends on."""
+        """Returns the complete training state, from which the run resumes identically."""
         return {
             "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
@@ -340,7 +340,7 @@ class Trainer(OneTask):
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a ``state``."""
+        """Restores the training state that ``state`` returned."""
         self.q.load_state_dict(state["q"])
         self.target.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -225,7 +225,7 @@ class DQNPaper:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Trains on the program and returns the best plan found; raises Infeasible."""
+        """Trains on the program and returns the best plan found; raises Infeasible if it found none."""
         from agents.learned import dqn_paper
         from agents.learned.training import train
 

@@ -141,7 +141,7 @@ class EditNet(nn.Module):
     def forward(
         self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, edits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Encodes states and scores edits, see ``score``."""
+        """Encodes states and scores edits; arguments and result as in ``encode`` and ``score``."""
         return self.score(*self.encode(graph, gaps, bins, plan, self.static_parts(graph)), edits)
 
 

@@ -67,7 +67,7 @@ def make_pool(neighbours: int) -> Pool:
 
 @stage
 def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
-    """Returns the score of an edit. h: (G * MODES, w) and base: (w,), from the network's encoding."""
+    """Returns the score of an edit from the encoding h (G * MODES, w) and base (w,) of the network."""
     w, first, second = base.shape[0], head.hidden[0], head.hidden[1]
     for x in range(w):
         total = base[x]
@@ -143,7 +143,8 @@ def hunt(  # type: ignore[no-untyped-def]
     """Tries the best neighbors of walker i until one is accepted or the calls are used up.
 
     Args:
-        calls: maximum simulator calls. draws: neighbors drawn per call.
+        calls: maximum number of simulator calls.
+        draws: neighbors drawn per call.
         answer_ns: see ``walkers.step``.
         column: Q, IMPROVES or RANDOM.
 
@@ -193,7 +194,8 @@ class EditWalk(EditBatch):
         count: number of walkers.
         net: network that ranks the neighbors; None: they are tried as drawn.
         seed: random seed of the first walker.
-        neighbours: size of a pool. draws: neighbors drawn per call.
+        neighbours: size of a pool.
+        draws: neighbors drawn per call.
         column: Q, IMPROVES or RANDOM.
         hot, cold: first and last temperature, as fractions of the ideal time.
     """

@@ -255,7 +255,8 @@ def train(
 
     Args:
         net: network to train.
-        examples: training data. held_out: lessons for validation.
+        examples: training data.
+        held_out: lessons for validation.
         settings: hyperparameters.
         seed: random seed.
         state: file of the training state, written after every epoch and resumed from.

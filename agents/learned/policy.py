@@ -248,7 +248,7 @@ class PolicySearch(Policy):
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Returns the best plan found; raises as ``Policy.plan``."""
+        """Returns the best plan found; raises as in ``Policy.plan``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         found = self._begin(program, machine, limit, until)
         most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls

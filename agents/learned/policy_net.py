@@ -127,8 +127,12 @@ class Rounds(nn.Module):
         """Returns states of gaps and bins.
 
         Args:
-            gaps: (G, width). bins: (B, BINS, width). cover: (B, G', BINS), share of a gap's time in a bin.
-            there: bool (B, G'), padding mask. of: (G,), task of each gap. edges: edge indices (2, E).
+            gaps: (G, width).
+            bins: (B, BINS, width).
+            cover: (B, G', BINS), share of a gap's time in a bin.
+            there: bool (B, G'), padding mask.
+            of: (G,), task of each gap.
+            edges: edge indices (2, E).
         """
         s, b = gaps.relu(), bins.relu()
         of_gap = cover / cover.sum(2, keepdim=True).clamp(min=1e-6)
@@ -145,7 +149,7 @@ class Rounds(nn.Module):
 
 @torch.no_grad()
 def chances(net: PolicyNet, graph: GapGraph, decided: Choices) -> Chances:
-    """Returns the network's probabilities for each gap if some are ``decided``."""
+    """Returns the network's probabilities of all modes for each gap, given the ``decided`` modes."""
     found: Chances = net(batch_of([data_of(graph, decided)])).softmax(-1).numpy()
     return found
 
@@ -195,7 +199,7 @@ def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> R
 
 
 def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
-    """Returns int64[k, 6]: the rows that empty the gaps which do not stay."""
+    """Returns int64[k, 6], a row for each gap whose mode is not STAYS."""
     out = np.empty((len(ways), 6), np.int64)
     for way in (SWAPPED, RECOMPUTED, KEPT):
         chosen = np.flatnonzero(ways == way)

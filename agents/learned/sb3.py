@@ -63,7 +63,7 @@ class GraphFeatures(BaseFeaturesExtractor):
     graph state.
 
     Args:
-        observation_space: the environment's.
+        observation_space: observation space of the environment.
         graph: see ``graph_of``.
         forms: number of forms of an action.
         own: custom class instead of structure2vec (CustomNetwork); the sizes below are then ignored.

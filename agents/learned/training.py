@@ -47,9 +47,10 @@ class Trainer(ABC):
     """Stepwise training on one task.
 
     Attributes:
-        program, machine, limit: the task; the limit is in bytes. config: hyperparameters.
-        history: log entries. checkpoint_every: entries between checkpoints.
-        simulator_calls: calls so far. done: whether training is complete.
+        program, machine, limit: the task; the limit is in bytes.
+        config: hyperparameters.
+        history: log entries.
+        checkpoint_every: entries between checkpoints.
         best, best_overhead: best plan so far and its overhead.
 
     Args:
@@ -74,11 +75,13 @@ class Trainer(ABC):
 
     @property
     @abstractmethod
-    def simulator_calls(self) -> int: ...
+    def simulator_calls(self) -> int:
+        """Number of simulator calls made so far."""
 
     @property
     @abstractmethod
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether training is complete."""
 
     @abstractmethod
     def step(self) -> list[Episode]:
@@ -98,7 +101,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a ``state``."""
+        """Restores the training state that ``state`` returned."""
 
     def _identity(self) -> dict[str, Any]:
         """Returns the entries that a checkpoint of the same run must match; the run's length may differ."""

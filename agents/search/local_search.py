@@ -59,11 +59,13 @@ def walk(  # type: ignore[no-untyped-def]
     """Executes steps of ``anneal``, at most one per entry of ``chances``, until a plan reaches ``enough_ns``.
 
     Args:
-        rng to scratch: as for ``propose``.
+        rng, limit, gaps, now, new, scratch: as in ``propose``.
         engine: ``Engine.direct``.
+        cooling: schedule of the whole walk.
         chances: float64, uniform in [0, 1).
         best: output, rows of the best plan unless it is the start.
-        state: int64[STATE], see above.
+        state: int64[STATE], updated (entries: above).
+        enough_ns: iteration time in ns at which the walk ends.
 
     Returns:
         The reason for returning, and whether ``now`` and ``new`` are swapped.
@@ -104,7 +106,7 @@ def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
     enough_ns: int = 0, until: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
-    """Simulated annealing with Metropolis acceptance and geometric cooling from ``hot`` to ``cold``.
+    """Runs simulated annealing with Metropolis acceptance and geometric cooling from ``hot`` to ``cold``.
 
     Args:
         start: rows of a feasible plan, and its iteration time.

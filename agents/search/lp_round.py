@@ -3,7 +3,7 @@
 Three steps (reasons in README.md); entry point: ``LPRound.plan``.
 
 1. Solve the linear program of the floor. Few fractions of its optimum are neither 0 nor 1.
-2. Round: recompute gaps with a recomputed fraction above ``DROP``, swap all others that are emptied at all. For
+2. Round: recompute gaps with a recomputed fraction above ``DROP``, swap all other emptied gaps. For
    programs of more than FEW kernels, drop decisions that the limit does not need, smallest fractions first.
 3. Repair by annealing with moves weighted by the fractions: ``RUNS``, then kicks of the best plan, then cooling.
    With ``seconds``, runs of large programs use all cores, in threads.

@@ -6,7 +6,7 @@ copies that kernels were expected to hide become visible. Two independent error 
 1. Step error: all kernels are faster, or slower, by the same factor ``step``.
 2. Kernel error: each kernel shape (operator, FLOPs, bytes) has a log-normal factor; the step's sum is preserved.
 
-Overheads are relative to the ideal time under the times in question. ``ForFaster`` plans for the fast end.
+Overheads are relative to the ideal time under the perturbed times. ``ForFaster`` plans for the fast end.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Spread:
     """Overheads of a plan under different kernel times; infinite if infeasible.
 
     Attributes:
-        said: with the predicted times.
-        fast, slow: with all kernels faster or slower by the step error.
+        said: overhead with the predicted times.
+        fast, slow: overhead with all kernels faster or slower by the step error.
         low, high: 5th and 95th percentile over kernel errors.
     """
 
@@ -107,7 +107,7 @@ class OtherTimes:
     """A program within a limit under perturbed kernel times; deterministic for a seed.
 
     Args:
-        limit: bytes.
+        limit: memory limit in bytes.
         draws: number of samples of the kernel error.
     """
 

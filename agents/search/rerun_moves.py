@@ -192,7 +192,7 @@ def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-unty
 
 
 def counting(table: Tables, runs: Ints) -> Ints:
-    """Returns the runs of a state without those that write nothing that is read."""
+    """Returns the runs of a state that write data which a later kernel reads."""
     kept, counted = runs.copy(), np.zeros(len(runs), np.bool_)
     live, stamp = np.zeros(table.tensors.shape[1], np.int64), np.zeros(table.nodes.shape[1], np.int64)
     m, *_ = _sweep(table, 0, kept, len(runs), live, stamp, counted)
@@ -327,7 +327,7 @@ def _drop(rng, table, rules, runs, m):  # type: ignore[no-untyped-def]
 
 @jit
 def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):  # type: ignore[no-untyped-def]
-    """Simulated annealing; the temperature (ns) falls geometrically from ``hot`` to ``cold``.
+    """Runs simulated annealing; the temperature (ns) falls geometrically from ``hot`` to ``cold``.
 
     Args:
         rng: uint64[1], not 0.

@@ -156,7 +156,7 @@ class _Search:
             self.now, self.since_ns = self.best, self.best_ns
 
     def kick(self) -> None:
-        """Anneals briefly with a ban or a lock, then without; or restarts."""
+        """Anneals briefly with one node banned or locked, then without; restarts after PATIENCE failures."""
         self.dull += 1
         if self.dull > PATIENCE:
             self.starts += 1

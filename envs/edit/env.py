@@ -81,7 +81,7 @@ class MemoryEditEnv(BatchEnv):
             the start minus that of the best plan; "log": log((best + 0.3) / (new best + 0.3)) of points above
             ``reference``.
         shaping: weight of an additional reward for the current plan.
-        reference: of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
+        reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
         copy: if False, observations and masks are views of buffers that the next call overwrites.
 
     Raises:

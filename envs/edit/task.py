@@ -44,7 +44,8 @@ class EditTask:
     Attributes:
         static: (G, F) float32 columns of the gaps that no edit changes; the last four are the log prior of each mode.
         static_bins: (BINS, 12) float32 columns of the bins of time that no edit changes.
-        starts: feasible start plans, fastest first. start_calls: simulator calls spent on them.
+        starts: feasible start plans, fastest first.
+        start_calls: simulator calls spent on them.
 
     Raises:
         ValueError: if no start plan is feasible, or no gap of the program can be emptied.

@@ -155,7 +155,7 @@ def draw_all(walkers, which, limit, gaps, new, scratch):  # type: ignore[no-unty
 
 @stage(entry=True)
 def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
-    """Writes which (gap, mode) actions change the plan to ``mask``, (walkers, m * MODES)."""
+    """Writes to ``mask`` which (gap, mode) actions change the plan, (walkers, m * MODES)."""
     for i in which:
         on, rows = walkers.on[i], walkers.rows[i]
         for g in range(on.shape[0]):
@@ -253,8 +253,12 @@ def step(  # type: ignore[no-untyped-def]
         begin: first position in ``which``.
         answer_ns: iteration time of the first walker's plan from ``Engine.score``; -1 if not requested.
         actions: (walkers,) index of a neighbor, or gap * MODES + mode if ``by_gap``.
-        accept: METROPOLIS, BETTER or ALWAYS. hot, cold: first and last temperature, as fractions of ``ideal``.
-        ideal: ideal iteration time, ns. limit: bytes. gaps, new, scratch: of ``Moves``. engine: ``Engine.direct``.
+        accept: METROPOLIS, BETTER or ALWAYS.
+        hot, cold: first and last temperature, as fractions of ``ideal``.
+        ideal: ideal iteration time, ns.
+        limit: memory limit in bytes.
+        gaps, new, scratch: arrays of ``Moves``.
+        engine: ``Engine.direct``.
 
     Returns:
         The position in ``which`` of a walker whose plan needs ``Engine.score`` (plan in scratch.plan, number of rows in
@@ -386,9 +390,13 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
 
     Args:
         log: int64 (entries, 4), ``Engine.log``.
-        times: see ``Times``. walkers, i: the walker.
-        limit: bytes. excess: maximum load above the limit without a plan, bytes. ideal: ideal iteration time, ns.
-        gap_out: (m, >= PLAN_COLUMNS - 1) output. bin_out: (BINS, BIN_COLUMNS) output.
+        times: see ``Times``.
+        walkers, i: arrays of all walkers, and the index of the walker.
+        limit: memory limit in bytes.
+        excess: maximum load above the limit without a plan, bytes.
+        ideal: ideal iteration time, ns.
+        gap_out: (m, >= PLAN_COLUMNS - 1) output.
+        bin_out: (BINS, BIN_COLUMNS) output.
     """
     plan, nbytes = plan_of(walkers, i), gaps.nbytes
     on, rows, m, n = plan.on, plan.rows, plan.on.shape[0], plan.load.shape[0]

@@ -270,7 +270,7 @@ def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
 
 
 def _is_fused(given: Attention, grouped: bool) -> bool:
-    """Whether the arguments meet the requirements of all fused kernels; ``grouped`` allows grouped-query heads."""
+    """Returns whether the arguments meet all requirements of fused kernels; ``grouped`` allows grouped-query heads."""
     tensors = given.query, given.key, given.value
     if any(t.dim() != 4 or t.dtype != given.query.dtype or len(t) != len(given.query) for t in tensors):
         return False
@@ -281,7 +281,7 @@ def _is_fused(given: Attention, grouped: bool) -> bool:
 
 
 def _is_dense(given: Attention, singleton: bool) -> bool:
-    """Whether the last dimension is contiguous; ``singleton`` also accepts a width of 1."""
+    """Returns whether the last dimension is contiguous; ``singleton`` also accepts a width of 1."""
     dense = all(t.stride(-1) == 1 for t in (given.query, given.key, given.value))
     dense = dense or (singleton and given.query.shape[-1] == 1)
     return dense and (given.mask is None or given.mask.stride(-1) == 1)

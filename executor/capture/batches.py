@@ -39,7 +39,7 @@ def arguments(batch: Any) -> tuple[Any, ...]:
 
 
 def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any], Any], *batch: Any) -> Any:
-    """Returns the loss function's result for a batch (``arguments``), or the model's own loss without one.
+    """Returns the loss function's result for a batch (``arguments``); the model's own loss if ``loss_fn`` is None.
 
     Args:
         noted: Receives the model's result and returns it.

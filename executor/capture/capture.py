@@ -77,16 +77,22 @@ def capture(
     CPU model.
 
     Args:
+        model: Module to train.
+        loss_fn: Loss of model output and target, or None.
         optimizer: None captures only ``loss_fn(model(x), y)``, without gradients.
         example_batch: ``(x, y)`` or ``(inputs…, y)``, a mapping or one object (batches.py). Only shapes and dtypes
             matter.
         machine: The machine whose roofline gives the kernel durations (default: gtx1080ti).
+        name: Name of the program; default: the model's class.
         algorithms: Whether convolutions get workspaces and variants, as in ``Captured.on``.
         accumulate: Number of micro-batches per step. With more than one, each loss is divided by this number before
             its backward pass, gradients accumulate, and the optimizer steps after the last micro-batch. The step then
             takes that many batches and returns the sum of the divided losses. PlannedStep also accepts them one by one.
         average: False leaves the micro-batch losses undivided, for a ``loss_fn`` that normalizes them itself.
         others: Examples of the micro-batches after the first, if their shapes differ from it.
+        clip_norm: Applies ``clip_grad_norm_(model.parameters(), clip_norm)`` before the optimizer's step.
+            ``PlannedStep.grad_norm`` is its result.
+        keep_grads: Whether gradients stay after the step until the next one begins (``zero_grad`` comes first).
         autocast: The dtype of the ``torch.autocast`` context around the forward pass and the loss.
         scaler: Scales the loss and unscales gradients before clipping. ``scaler.step(optimizer)`` and
             ``scaler.update()`` end the step. The program is that of a step that is not skipped. A skipped step leaves
@@ -94,9 +100,6 @@ def capture(
         bucket_bytes: A multi-tensor update (``foreach``, ``fused``) is one kernel that needs all its parameters,
             gradients and state in memory. This limit in bytes splits it into several kernels, each for at most so many
             bytes of parameters (or for one parameter). Results are bit-identical. None does not split it.
-        clip_norm: Applies ``clip_grad_norm_(model.parameters(), clip_norm)`` before the optimizer's step.
-            ``PlannedStep.grad_norm`` is its result.
-        keep_grads: Whether gradients stay after the step until the next one begins (``zero_grad`` comes first).
         as_cuda: Captures a CPU model with the operators that the machine's GPU would run (as_cuda.py). The result can
             be planned but not executed.
         check: Whether to compare the step with its capture on a few examples of the batch

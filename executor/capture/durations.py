@@ -241,7 +241,7 @@ def _softmax_length(node: fx.Node) -> int:
 
 
 def _keeps_contiguous(node: fx.Node) -> bool:
-    """Whether a reduction keeps the dimension in which its input is contiguous."""
+    """Returns whether a reduction keeps the dimension in which its input is contiguous."""
     source, dims = _metas(node)[0], _given(node).get("dim")
     if not isinstance(dims, (list, tuple)) or not dims:
         return False
@@ -251,7 +251,7 @@ def _keeps_contiguous(node: fx.Node) -> bool:
 
 
 def _vectorised(node: fx.Node) -> bool:
-    """Whether an element-wise kernel loads several elements per instruction.
+    """Returns whether an element-wise kernel loads several elements per instruction.
 
     PyTorch does so for dense tensors of one layout and one type, and for the conversion from float32 to half precision.
     """
@@ -268,18 +268,18 @@ def _vectorised(node: fx.Node) -> bool:
 
 
 def _dense(meta: Any) -> bool:
-    """Whether a tensor's elements fill a range of memory."""
+    """Returns whether a tensor's elements fill a range of memory."""
     return sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) + 1 == prod(meta.shape)
 
 
 def _contiguous(meta: Any) -> bool:
-    """Whether a tensor is dense, its last dimension the fastest."""
+    """Returns whether a tensor is dense, its last dimension the fastest."""
     strides = [stride for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1]
     return _dense(meta) and strides == sorted(strides, reverse=True)
 
 
 def _rows_aligned(node: fx.Node) -> bool:
-    """Whether the rows of a product's operands and result begin at multiples of ALIGNMENT."""
+    """Returns whether the rows of a product's operands and result begin at multiples of ALIGNMENT."""
     strides = ((stride, meta.dtype.itemsize) for meta in _metas(node) + _results(node) for stride in meta.stride)
     return all(stride * itemsize % ALIGNMENT == 0 for stride, itemsize in strides if stride > 1)
 

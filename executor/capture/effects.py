@@ -92,7 +92,7 @@ class Effects:
                     self._entry(owner, key, was, now)
 
     def is_persistent(self, effect: Effect) -> bool:
-        """Whether the effect leaves only persistent tensors."""
+        """Returns whether the effect leaves only persistent tensors."""
         return all(id(self.tensors[i]) in self._persistent for i in effect.leaves if isinstance(i, int))
 
     def put_back(self) -> None:
@@ -131,7 +131,7 @@ class Effects:
             self._leave(owner, key, "set", now)
 
     def _read(self, was: Any, now: Any) -> bool:
-        """Whether the step uses tensors of a value that it replaces."""
+        """Returns whether the step uses tensors of a value that it replaces."""
         kept = {id(t) for t in tensors_in(now)}
         return any(id(t) in self._persistent and (id(t) in kept or self._used(t)) for t in tensors_in(was))
 

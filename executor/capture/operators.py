@@ -61,7 +61,7 @@ def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
 
 
 def for_profiler(node: fx.Node) -> bool:
-    """Whether a node only marks a range for PyTorch's profiler, or is a constant used only by such calls."""
+    """Returns whether a node only marks a range for PyTorch's profiler, or is a constant used only by such calls."""
     if node.op == "get_attr":
         return all(map(for_profiler, node.users))
     return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
@@ -152,7 +152,7 @@ def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> 
 
 
 def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether this ``add`` is autograd's own sum of two gradients in a form that autograd performs in place.
+    """Returns whether this ``add`` is autograd's own sum of two gradients in a form that autograd performs in place.
 
     The first operand must be dense and not a view. The caller has to check that it has no other reference.
 

@@ -51,7 +51,7 @@ _MISSING = object()
 
 
 def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
-    """Whether an optimizer with ``foreach=None`` uses multi-tensor updates for this group.
+    """Returns whether an optimizer with ``foreach=None`` uses multi-tensor updates for this group.
 
     Args:
         on_cuda: Whether to treat the parameters as CUDA tensors.
@@ -100,7 +100,7 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:
-    """Whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
+    """Returns whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -137,7 +137,7 @@ def fixed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_number(key: str, value: Any) -> bool:
-    """Whether this option can change without changing the graph; a learning rate may start as an integer."""
+    """Returns whether this option can change without changing the graph; a learning rate may start as an integer."""
     return type(value) is float or (key == "lr" and type(value) is int)
 
 
@@ -155,6 +155,7 @@ class Option:
         self.__module__ = "option"
 
     def __call__(self) -> Any:
+        """Returns the current value."""
         value = self.optimizer.param_groups[self.group][self.key]
         return value if self.part is None else value[self.part]
 

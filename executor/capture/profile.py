@@ -40,6 +40,7 @@ SHORT_NS, ROW = 1_000_000, 8
 EMPTY = 50  # empty kernels that are timed with and without events around each
 AWAKE = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
 CORE_BYTES = 2**22  # upper bound of a CPU core's private cache
+COMPUTE_BOUND = ("conv", "matmul")  # kinds of kernels whose time depends on the clock of the multiprocessors
 SLOW_NS = 50_000_000  # longer runs are repeated only three times
 
 Cache = Literal["cold", "hot", "step"]
@@ -81,8 +82,9 @@ class Profile:
         workspaces: Workspace of each kernel in bytes; None if the device does not report it.
         cache: State of the cache before each kernel (``measure``).
         event_ns: Overhead of the events around a kernel in ns, already subtracted from the durations.
-        step_ns: Duration in ns of all kernels of a step without events in between, an upper bound of the sum of
-            ``durations_ns``; 0 if not measured (on the CPU, or with each kernel alone).
+        step_ns: Duration in ns of all kernels of a step without events in between, at sustained clocks if the host
+            keeps the device busy; an upper bound of the sum of ``durations_ns``; 0 if not measured (on the CPU, or with
+            each kernel alone).
     """
 
     program: str
@@ -271,6 +273,10 @@ class _Runner:
             for k, ns in zip(kernels, shorter, strict=True):
                 times[k] = ns
         self.step_ns = sum(whole for _, whole in segments)
+        if self.device.type == "cuda" and (sustained := runner.sustained_ns()):
+            bound = [kernel.kind in COMPUTE_BOUND for kernel in self.captured.program.kernels]
+            times = slowed(times, bound, sustained - self.step_ns)
+            self.step_ns = max(self.step_ns, sustained)
         return list(zip(times, workspaces, strict=True))
 
     def _flush(self) -> None:
@@ -416,6 +422,13 @@ def together(times: Sequence[int], whole: int) -> list[int]:
     shorter = [max(ns / 2, ns - excess) for ns in times]
     scale = min(1.0, whole / sum(shorter))
     return [max(round(ns * scale), min(was, 1)) for ns, was in zip(shorter, times, strict=True)]
+
+
+def slowed(times: Sequence[int], bound: Sequence[bool], excess: int) -> list[int]:
+    """Returns kernel times (ns) with ``excess`` ns, if positive, spread over the ``bound`` ones in proportion."""
+    total = sum(ns for ns, is_bound in zip(times, bound, strict=True) if is_bound)
+    scale = 1 + max(0, excess) / max(total, 1)
+    return [round(ns * scale) if is_bound else ns for ns, is_bound in zip(times, bound, strict=True)]
 
 
 def _fresh(meta: Any, device: torch.device) -> Tensor:

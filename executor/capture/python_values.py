@@ -29,14 +29,14 @@ MOST = 64  # longest list whose entries are watched
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is immutable and can be compared at each step."""
+    """Returns whether a value is immutable and can be compared at each step."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_scalar, value))
     return isinstance(value, SCALARS)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two Python values are equal; False if they cannot be compared."""
+    """Returns whether two Python values are equal; False if they cannot be compared."""
     try:
         return a is b or bool(a == b)
     except Exception:  # tensors, for example
@@ -80,7 +80,7 @@ def put(container: Any, key: Any, value: Any) -> None:
 
 
 def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    """Whether two dictionaries hold the same objects as keys and values, in the same order."""
+    """Returns whether two dictionaries hold the same objects as keys and values, in the same order."""
     return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
 
 

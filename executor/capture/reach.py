@@ -125,7 +125,7 @@ class Reach:
         """Handles a tuple of tensors (such as an LSTM's state) at ``container[key]``; subclasses override it."""
 
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
-        """Walks ``value``; tensors that are not parameters are of ``kind``."""
+        """Walks ``value``; its tensors that are not parameters get the kind ``kind``."""
         self._walk(value, name, kind, 0)
         while functions := self.code.new_functions():  # methods that the step may call by name
             for function in functions:
@@ -333,7 +333,7 @@ class Reach:
 
 
 def is_table(value: Any) -> bool:
-    """Whether the value is a dictionary with plain lookups (transformers' lazy dictionaries import on lookup)."""
+    """Returns whether the value is a dictionary with plain lookups (transformers' lazy dictionaries import on them)."""
     kind = type(value)
     plain = isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
     ours = kind.__module__.startswith("executor.") and isinstance(value, dict)
@@ -351,7 +351,7 @@ def check_dense(tensor: Tensor, name: str) -> None:
 
 
 def uses_cudnn(module: nn.RNNBase) -> bool:
-    """Whether cuDNN executes this module."""
+    """Returns whether cuDNN executes this module."""
     return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
 
 

@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def used(self, tensor: Tensor) -> bool:
-        """Whether an operator has read or written the tensor."""
+        """Returns whether an operator has read or written the tensor."""
         s = self._storage(tensor)
         return any(s in op.reads or s in op.writes for op in self.ops)
 

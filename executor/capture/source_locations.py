@@ -101,7 +101,7 @@ def _named(frame: FrameType) -> str:
 
 
 def users(file: str) -> bool:
-    """Whether this file is the user's own code."""
+    """Returns whether this file is the user's own code."""
     return _owner(file) == "user"
 
 

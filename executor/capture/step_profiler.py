@@ -1,8 +1,8 @@
 """Times each kernel within repeated executions of a captured step.
 
-Caches, clock rates and power are those of a real step, but the whole step must fit the device. The step uses copies of
-the user's tensors. On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that host time is not
-measured. Each segment is also timed as a whole, because events between kernels take time.
+Caches are those of a real step, but the whole step must fit the device. The step uses copies of the user's tensors. On
+CUDA the host issues SEGMENT kernels while the stream is kept busy, so that host time is not measured. Each segment is
+also timed as a whole, because events between kernels take time, and steps in a row, because their power lowers clocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from executor.capture.state import over
 
 WARMUP = 2  # steps; the last one measures workspaces and the host's issue times
 SEGMENT = 250  # kernels; with two events each they fit a stream's queue of about a thousand entries
+SUSTAINED_S = 0.6  # seconds of steps in a row, until clocks have settled
 CYCLES_PER_NS = 2.0  # upper bound of a GPU's clock rate, to convert ns into cycles of ``_sleep``
 
 
@@ -158,6 +159,23 @@ class StepRunner:
             self._run(around)
             torch.cuda.synchronize()
         return [(k, round(1e6 * begin.elapsed_time(end))) for k, begin, end in marks]
+
+    def sustained_ns(self) -> int | None:
+        """Returns the median ns of steps in a row on CUDA, or None if the host does not keep the device busy."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            begin, marks = time.perf_counter(), [torch.cuda.Event(enable_timing=True)]
+            marks[0].record()
+            while len(marks) < 5 or time.perf_counter() - begin < SUSTAINED_S:
+                self._run(lambda _, call: call())
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+            issued = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            ahead = time.perf_counter() - begin - issued
+        times = [1e6 * first.elapsed_time(second) for first, second in zip(marks, marks[1:], strict=False)]
+        whole = median(times[len(times) // 2 :])
+        return round(whole) if 1e9 * ahead > whole / 4 else None
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, int]:

@@ -254,6 +254,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Splits a joint graph into forward and backward; part of PyTorch's interface."""
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         if self.mode != "recompute" and not self.in_order:
@@ -354,7 +355,7 @@ def read_after_write(forward: fx.GraphModule, backward: fx.GraphModule) -> set[s
 
 
 def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
-    """Makes a joint graph read copies of these inputs, which the partitioner saves for the backward."""
+    """Makes a joint graph read copies of the inputs ``names``, which the partitioner saves for the backward."""
     inputs = gm.graph.find_nodes(op="placeholder")
     for node in inputs:
         if node.name in names:

@@ -204,7 +204,7 @@ class Joint:
         return Program(name, tuple(tensors), tuple(kernels))
 
     def _again(self, launch: Launch) -> bool:
-        """Whether a forward launch can be recomputed: no random draws, no side effects, and unmodified inputs."""
+        """Returns whether a forward launch can be recomputed: no random draw, no side effect, unmodified inputs."""
         planned = {s for s in launch.writes if FORWARD + s in self.storages}
         nodes = {node.name: node for node in self.forward.graph.nodes}
         roots = [nodes[v] for v in launch.values if self.first.stored[v] in planned and v in nodes]
@@ -300,7 +300,7 @@ class _Ledger:
             self._end()
 
     def move(self, moves: Sequence[Move], size: list[int]) -> None:
-        """Accounts for starts and ends of copies, at which a joined C++ call ends."""
+        """Accounts for starts and ends of copies; each of them ends a joined C++ call."""
         if moves:
             self._end()
         self.now += sum(size[block] for kind, block in moves if kind == "in")

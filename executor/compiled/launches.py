@@ -274,7 +274,7 @@ class _Reader:
         return over
 
     def _returned(self, source: Any) -> bool:
-        """Whether a buffer is an argument that a call returns (``wait_tensor``)."""
+        """Returns whether a buffer is an argument that a call returns (``wait_tensor``)."""
         from torch._inductor import ir
 
         op = source.defining_op
@@ -282,7 +282,7 @@ class _Reader:
         return made and bool(source.node.get_inputs_that_alias_output())
 
     def _one_index(self, source: Any, group: Any) -> bool:
-        """Whether all of a fused kernel reads a buffer in the same order."""
+        """Returns whether all of a fused kernel reads a buffer in the same order."""
         name = source.get_name()
         inside = {n.get_name() for n in group.get_nodes()}
         users = [u.node for u in source.users if u.node.get_name() in inside]
@@ -355,7 +355,7 @@ def _stride(output: Any) -> tuple[int, ...] | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's value aliases another tensor's memory, according to its schema."""
+    """Returns whether the node's value aliases another tensor's memory, according to its schema."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -366,7 +366,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def repeatable(node: fx.Node) -> bool:
-    """Whether a call can be repeated with the same result and without side effects."""
+    """Returns whether a call can be repeated with the same result and without side effects."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator)
     if node.target._schema.is_mutable or node.target.namespace == "_c10d_functional":

@@ -39,6 +39,7 @@ class Updated:
         self._optimizer = optimizer
 
     def step(self, closure: Any = None) -> None:
+        """Marks the update as done for the learning-rate scheduler."""
         vars(self._optimizer)["_opt_called"] = True  # PyTorch's schedulers check for an update
 
     def __getattr__(self, name: str) -> Any:
@@ -66,6 +67,7 @@ class TrainersLoss(nn.Module):
             setattr(self, part, Named(table, names & {k for k, v in table.items() if isinstance(v, SCALARS)}))
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
+        """Returns the Trainer's loss of a batch that includes ``num_items_in_batch``."""
         inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
         trainer = self._trainer[0]
         loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=batch["num_items_in_batch"])
@@ -103,6 +105,7 @@ class Named(dict[str, Any]):
         self._table[name] = value
 
     def update(self, *args: Any, **kwargs: Any) -> None:
+        """Updates this dictionary and the table."""
         super().update(*args, **kwargs)
         self._table.update(*args, **kwargs)
 

@@ -54,7 +54,7 @@ def _pointer(context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _exchange(context, address, value):  # type: ignore[no-untyped-def]
-    """Atomically exchanges the int64 at an address and returns the old value."""
+    """Exchanges the int64 at an address atomically and returns the old value."""
 
     def make(context, builder, signature, args):  # type: ignore[no-untyped-def]
         place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -156,6 +156,7 @@ class Driver:
             torch.cuda.synchronize()  # makes the device's context current in this thread
 
     def __call__(self, function: str, *args: Any) -> None:
+        """Calls a driver function."""
         with torch.cuda.device(self.index):
             status = getattr(self._library, function)(*args)
         if status:

@@ -9,6 +9,7 @@ def open_backend(name: str, machine: Machine) -> Backend:
 
     Args:
         name: "cuda": the first GPU; "host": a simulated GPU in virtual time with the figures of ``machine``.
+        machine: machine whose copy engines are used.
 
     Raises:
         BackendError: if the name is unknown, no GPU is found, or CuPy is not installed.

@@ -95,16 +95,19 @@ def replay(
     (``Measured.fits``).
 
     Args:
+        program: program of the plan.
+        plan: plan to run.
         machine: predicts the time and has the pause between two graph nodes. ``issue_ns`` and ``copy_contention`` are
             ignored: the host issues nothing while a graph runs, and copies do not slow down spins.
         limit: memory limit in bytes, including persistent tensors.
+        backend: device to run it on.
         iterations: measured iterations, at least 2. This and ``warmup`` are rounded up to whole periods.
         warmup: earlier iterations of the graph, at least 1; the first starts with no copy in flight, unlike the others.
         mode: "time"; or "check": fills blocks with a pattern of their tensor and version and compares them at each
             read. Times are then not the plan's.
 
     Raises:
-        PlanError, OutOfMemory: as ``simulate``.
+        PlanError, OutOfMemory: as in ``simulate``.
         ReplayError: if the plan does not become steady, or a check fails; the message names tensor and kernel.
         BackendError: if the device refused or failed; its memory is freed.
     """

@@ -127,7 +127,7 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
         limit: memory limit in bytes.
 
     Raises:
-        PlanError, OutOfMemory: as ``simulate``; PlanError also for kinds of decisions that cannot be replayed.
+        PlanError, OutOfMemory: as in ``simulate``; PlanError also for kinds of decisions that cannot be replayed.
         ReplayError: if the plan does not become steady.
     """
     plan.only("a replay", "swap", "recompute", "rerun")

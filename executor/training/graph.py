@@ -364,7 +364,6 @@ class Dry:
         twins: for each tensor on the device at the iteration boundary, its requests before the first kernel and after
             the last.
         record: for each entry of PyTorch's allocation history: whether it allocates, the request, and the bytes.
-        intervals: lifetimes of the requests on a circle; the second of two twins has zero bytes.
     """
 
     requests: Requests
@@ -373,6 +372,7 @@ class Dry:
 
     @property
     def intervals(self) -> Intervals:
+        """Lifetimes of the requests on a circle; the second of two twins has zero bytes."""
         found = self.requests
         period = max(found.length, 1)
         lower, upper, nbytes = found.begin.copy(), found.end.copy(), found.nbytes.copy()

@@ -24,7 +24,7 @@ def beside_bytes(captured: Captured) -> int:
 
 
 def not_by_default(captured: Captured, undo: bool) -> str | None:
-    """Returns why a step is not captured as a graph by default, or None if it is (unless ``refused``)."""
+    """Returns the reason against capturing a step as a graph by default, or None; ``refused`` is checked separately."""
     if (device := device_of(captured)).type != "cuda":
         return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
     if captured.micro:

@@ -78,7 +78,7 @@ class Order:
         return self.schedule.program
 
     def held(self, alignment: int) -> Held:
-        """Returns the host slots; time counts moves, and a slot is held until its swap-in has been waited for."""
+        """Returns the host slots. The clock counts moves; a slot is held until compute has waited for its swap-in."""
         moves = [move for item in self.items for move in item.before + item.after]
         when: dict[str, dict[int, list[int]]] = {"out": {}, "wait": {}}
         for at, (kind, block) in enumerate(moves):

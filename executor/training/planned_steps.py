@@ -142,7 +142,7 @@ class PlannedSteps:
         self._told = True
 
     def step_for(self, *batch: Any) -> PlannedStep:
-        """Returns the step for batches of this form and makes it the current one; raises as ``begin``.
+        """Returns the step for batches of this form and makes it the current one; raises as in ``begin``.
 
         A single micro-batch stands for a step of ``accumulate`` such batches.
         """

@@ -110,7 +110,7 @@ class Random:
 
 
 def generators(captured: Captured, device: torch.device) -> tuple[list[torch.Generator], int]:
-    """Returns all generators that the step may draw from, PyTorch's own first, and how many those are."""
+    """Returns all generators that the step may draw from, PyTorch's own first, and the number of the latter."""
     found = [torch.default_generator]
     if device.type == "cuda":
         index = torch.empty(0, device=device).get_device()  # the first tensor initializes the generators

@@ -29,6 +29,7 @@ SUITES = (CORE, "checkmate", SPEED)
 
 @cli.entry("benchmark")
 def main(cfg: DictConfig) -> None:
+    """Runs the chosen suite: prints timings, or computes and draws the figure of its scores."""
     suite = cli.choice(cfg, "suite", SUITES)
     if suite == SPEED:
         print(json.dumps(speed(cfg), indent=1))

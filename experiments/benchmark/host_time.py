@@ -219,9 +219,11 @@ class NoCopies:
     """Stand-in for copy engines that copies nothing."""
 
     def pinned(self, nbytes: int) -> Bytes:
+        """Returns unpinned memory, uint8[nbytes]."""
         return HOST.take(nbytes)
 
     def nothing(self, *_: object) -> Any:
+        """Does nothing, for all other methods of ``Engines``."""
         pass
 
     borrow = event = begin = copy_out = copy_in = wait = join = synchronize = nothing

@@ -153,7 +153,7 @@ def plans(
 
 
 def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program]:
-    """Returns the shortest capture time of a workload in seconds and its program; raises as ``cli.workload``."""
+    """Returns the shortest capture time of a workload in seconds, and its program; raises as in ``cli.workload``."""
     from experiments import workloads
 
     config, programs = cli.workload(name), list[Program]()

@@ -211,7 +211,7 @@ def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> A
 
 
 def jobs(cfg: DictConfig) -> int:
-    """Returns ``cfg.jobs``, the number of worker processes (default: one per core); raises as ``integer``."""
+    """Returns ``cfg.jobs``, the number of worker processes (default: one per core); raises as in ``integer``."""
     return integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
 
 

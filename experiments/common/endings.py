@@ -18,7 +18,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # a full disk or quota; a p
 
 
 class UsageError(ValueError):
-    """The command line requests something impossible; the message is one sentence."""
+    """Raised if a command line cannot be executed; the message is one sentence."""
 
 
 def expected_errors() -> tuple[type[Exception], ...]:

@@ -13,7 +13,7 @@ LOCK = ".lock"  # exists in a directory while a run writes to it
 
 
 class Busy(UsageError):
-    """Another run holds the directory's lock."""
+    """Raised if another run holds the lock of the directory."""
 
 
 @contextmanager

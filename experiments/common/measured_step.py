@@ -39,7 +39,7 @@ class Operator:
         name: for example "aten.convolution.default".
         arguments, named: positional and keyword arguments; None replaces all but tensors, numbers, bools and lists.
         result: the output tensor; None if there are several.
-        flops, bytes: of one call, as in the program.
+        flops, bytes: FLOPs and bytes of one call, as in the program.
     """
 
     name: str
@@ -56,16 +56,19 @@ class MeasuredStep:
     """Measured training step; None marks a quantity that was not measured.
 
     Attributes:
-        source: author or publication of the measurement; ``licence``: license of the data.
+        source: author or publication of the measurement.
+        licence: license of the data.
         workload: display name.
-        device: name that the driver reports; ``machine``: the preset of configs/machine to compare with.
+        device: name that the driver reports.
+        machine: preset of configs/machine to compare with.
         cuda, cudnn: versions; "" without.
         cache, event_ns: as in ``Profile``.
         rates: the entries RATES, as ``executor.calibrate`` measures them.
         step_ns: median duration of an eager step.
         context_bytes: device memory of a process beyond its tensors (executor/memory/context.py).
         reserved_bytes, allocated_bytes: peaks of PyTorch's allocator in the first steps.
-        operators: without duplicates; ``kernels``: in order, (operator index, phase, ns, workspace in bytes).
+        operators: distinct operators.
+        kernels: kernels in order, (operator index, phase, ns, workspace in bytes).
     """
 
     source: str

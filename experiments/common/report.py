@@ -177,7 +177,7 @@ def score_plan(
 
 
 def made(name: str, **options: Any) -> agents.Planner:
-    """Makes a planner with those ``options`` that it has and that are not None; raises ValueError as ``make``."""
+    """Makes a planner with those ``options`` that it has and that are not None; raises as in ``agents.make``."""
     known = agents.options(name)
     return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
 
@@ -225,7 +225,7 @@ def planner_names(asked: list[Any], **options: Any) -> list[str]:
     """Expands the planners of a config: 'all' to every untrained planner, 'published' to ``heuristics``.
 
     Args:
-        options: as for ``made``.
+        options: options of the planners, as in ``made``.
 
     Raises:
         UsageError: a planner is unknown, needs training, or rejects its options.

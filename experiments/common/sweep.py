@@ -33,9 +33,11 @@ class SweepTable(Callback):
     folder: Path | None = None  # of the sweep that this process started
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Stores the folder of the sweep."""
         SweepTable.folder = Path(str(config.hydra.sweep.dir))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Records the overrides and the run directory of a completed job."""
         run = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
         if isinstance(run, Path):
             job = {"overrides": list(map(as_typed, job_return.overrides or ())), "run": str(run.absolute())}

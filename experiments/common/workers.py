@@ -79,8 +79,8 @@ class Pool(ProcessPoolExecutor):
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
         """Submits a task with SIGINT blocked, so that new workers inherit the mask.
 
-        Ctrl-C waits meanwhile: another thread (a progress bar) may receive it, and a half-started worker would print a
-        traceback.
+        Ctrl-C is deferred meanwhile, because another thread (a progress bar) may receive it, and a half-started worker
+        would print a traceback.
         """
         with ctrl_c_waits():
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -127,7 +127,7 @@ class Heard:
 
 
 def _heard(*task: Any) -> Heard:
-    """Runs ``_caught`` and captures its output, including that of subprocesses."""
+    """Runs ``_caught`` and captures its output and the output of its subprocesses."""
     with _taken(1) as out, _taken(2) as err:
         value = _caught(*task)
     return Heard(value, out.getvalue(), err.getvalue())

@@ -25,6 +25,8 @@ MASKED = -1e8  # value of an invalid action; not -inf, because 0 * -inf is NaN
 
 @dataclass
 class Args:
+    """Settings of a run, which are also its command-line options."""
+
     steps: int = 20_000  # total over all environments
     seed: int = 0
     limit: float = 0.7  # fraction of the peak of the built-in task

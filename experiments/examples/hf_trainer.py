@@ -53,6 +53,7 @@ def train(memory: int | float | str, steps: int, out: Path, accumulate: int, len
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Parses the command line, trains, and prints the report of the plan."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--memory", default="60%", help="memory limit: 24GiB, or part of a step's need (60%%)")
     parser.add_argument("--steps", type=int, default=20)

@@ -28,6 +28,8 @@ MASKED = -1e8  # logit of an invalid action; not -inf, because 0 * -inf is NaN
 
 @dataclass
 class Args:
+    """Settings of a run, which are also its command-line options."""
+
     task: str = "GpuMemory/vgg16-45-v0"
     steps: int = 400_000  # total over all environments
     seed: int = 0
@@ -83,6 +85,7 @@ class States:
         self.size = len(self.acts) + observation["nodes"].shape[1] + 2
 
     def __call__(self, observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Returns states, float32 (M, size), and masks of valid actions, bool (M, N)."""
         nodes, here = observation["nodes"], observation["current"][:, None] / observation["nodes"].shape[1]
         parts = np.concatenate([nodes[:, self.acts, VALID], nodes[:, :, PRESSURE], nodes[:, :1, STUCK], here], 1)
         return torch.from_numpy(parts.astype(np.float32)), torch.from_numpy(observation["action_mask"] != 0)

@@ -202,7 +202,7 @@ def measured(task: Row) -> Row:
         add(name, lambda own: compile(own, **settings), ours=True, mode=mode, **told)
 
     def beside(name: str) -> None:
-        """Measures our plan at a rival's peak, unless this equals another rival's."""
+        """Measures our plan at the peak of a rival, unless another rival has the same peak."""
         asked = rows[name]["peak_bytes"]
         near = any("beside" in m and abs(m["asked"] / asked - 1) < NEAR for m in rows.values())
         if asked < rows["none"]["peak_bytes"] and not near:

@@ -246,7 +246,7 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def order(budget: Budget) -> tuple[bool, float, float]:
-    """Sort key of budgets: calls before seconds, smallest first."""
+    """Returns the sort key of a budget: calls before seconds, smallest first."""
     calls, seconds = budget
     return (calls is None, calls or 0.0, seconds or 0.0)
 
@@ -396,7 +396,7 @@ def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
 
 
 def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Returns the table of some tasks, and the gain over the no-network ablation at equal calls."""
+    """Returns table lines per agent and budget, and the gains over the no-network ablation at equal calls."""
     found, lines, networks = gaps_of(rows), [], []
     for (line, calls), values in found.items():
         gaps = values[..., 0]

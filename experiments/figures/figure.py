@@ -49,7 +49,7 @@ class Figure:
     simulated = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        """Returns what to compute, by default one task per network, as JSON-serializable data.
+        """Returns the tasks, by default one per network, as JSON-serializable data.
 
         The longest task comes last, since tasks start from the end; a process runs one at a time.
 

@@ -279,7 +279,7 @@ def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
 
 
 def superneurons(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
-    """Yields SuperNeurons' plans in each mode, with everything evicted that may be."""
+    """Yields SuperNeurons' plans in each mode, with all evictable tensors evicted."""
     for mode in MODES:
         planner = agents.make("superneurons", mode=mode)
         limit = figures.least_limit(planner, program, machine, program.peak_bytes // 200)  # to 0.5 %

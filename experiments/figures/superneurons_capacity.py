@@ -76,7 +76,7 @@ def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
 
 
 def floor(method: str, program: Program) -> int:
-    """Returns a lower bound on a method's bytes: with all tensors it moves swapped out whenever unused."""
+    """Returns a lower bound on a method's bytes: the peak with its movable tensors swapped out while unused."""
     if method == "own":
         return sum(t.nbytes for t in program.tensors)
     if method == "none":
@@ -405,7 +405,7 @@ class Table5(Figure):
 
 
 def facts(row: Row, ours: Row) -> Row:
-    """Returns what fits for a network."""
+    """Returns the sizes of a network that fit, by method."""
     cells = [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
              for there in row["found"].values()]  # fmt: skip
     return {

@@ -260,7 +260,7 @@ class Table1(Figure):
 
 
 def facts(row: Row) -> Row:
-    """Returns a network and strategy with the paper's numbers."""
+    """Returns the numbers of a network under a strategy, next to those of the paper."""
     again, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
     return {
         **row, "label": figures.label(row["network"]), "named": TABLE1_LABELS[row["strategy"]], "paper": (again, peak),

@@ -79,7 +79,7 @@ class Speed(Figure):
 
 
 def facts(row: Row) -> Row:
-    """Returns the shares saved as planned, in the GPU's whole memory, and held to the plan's limit."""
+    """Returns the saved shares of the peak: as planned, in the whole GPU memory, and within the plan's limit."""
     saved = {
         key: 1 - row[key]["peak_bytes"] / row["peak_bytes"] if row["planned"] else 0.0 for key in ("alone", "held")
     }

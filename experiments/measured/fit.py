@@ -281,7 +281,7 @@ def h200() -> Fit:
 
 
 def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
-    """Returns the H100's coefficients with those that affect the steps' kernels fitted to the steps."""
+    """Fits the coefficients that affect the steps' kernels; the other ones keep the H100's values."""
     base = _times(Machine.load("h100"))
     base = replace(base, **{key: value for key, value in STEP_STARTS.items() if value is not None})  # type: ignore[arg-type]
 

@@ -75,7 +75,7 @@ class Point:
 
 
 def points(path: Path = DATA / "xmem_points.csv") -> list[Point]:
-    """Reads the runs of a CSV file; raises FormatError as ``read_csv``."""
+    """Reads the runs of a CSV file; raises FormatError as in ``read_csv``."""
     return read_csv(path, _point)
 
 
@@ -125,7 +125,7 @@ def predicted(point: Point) -> CardPeak:
 def rows(wanted: Iterable[Point] | None = None, tell: Callable[[dict[str, Any]], object] = str) -> list[dict[str, Any]]:
     """Returns a row per run with the measurement, our prediction by parts, and the estimators' predictions.
 
-    Runs that did not fit have no error.
+    Runs that did not fit have no prediction error.
 
     Args:
         wanted: runs; default: all published points.

@@ -171,7 +171,7 @@ def read_csv(path: Path, make: Callable[[dict[str, str]], T]) -> list[T]:
 
 
 def read_operators(path: Path) -> list[Operator]:
-    """Reads the rows of a trace; raises FormatError as ``read_csv``."""
+    """Reads the rows of a trace; raises FormatError as in ``read_csv``."""
 
     def operator(row: dict[str, str]) -> Operator:
         stage, us = row["stage"], float(row["us"])
@@ -228,7 +228,7 @@ def _class(kernel: Kernel) -> str:
 
 
 def with_trace_times(captured: Captured, trace: Sequence[Operator]) -> Program:
-    """Returns the captured program with the trace's times; raises ValueError as ``paired``."""
+    """Returns the captured program with the trace's times; raises ValueError as in ``paired``."""
     durations = [k.duration_ns for k in captured.program.kernels]
     for row, kernels in paired(captured, trace):
         total = sum(durations[k] for k in kernels)

@@ -76,6 +76,7 @@ Task = tuple[Program, Machine, int]
 
 @cli.entry("plan")
 def main(cfg: DictConfig) -> Path:
+    """Plans the step and returns the run directory; exits with status 1 if nothing fits."""
     began = time.monotonic()
     machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
@@ -320,7 +321,7 @@ def judged(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
 
 
 def wants_less(families: Sequence[Best]) -> bool:
-    """Whether the cheapest plan is not served, and served plans cost over ``times.ROOM`` more (or none exist)."""
+    """Returns whether an unserved plan beats all served plans by more than ``times.ROOM``."""
     least = {served: min((b.overhead for b in families if b.served == served), default=math.inf)
              for served in (True, False)}  # fmt: skip
     return least[False] < least[True] - times.ROOM
@@ -344,7 +345,7 @@ def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) 
 
 
 def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
-    """Sort key: overhead up to TIE, then number of decisions; infeasible plans last."""
+    """Returns a sort key: overhead up to TIE, then number of decisions; infeasible plans last."""
     if row is None or plan is None or not row["feasible"]:
         return math.inf, 0
     return round(row["overhead"] / times.TIE), len(plan.decisions)
@@ -372,7 +373,7 @@ def largest_batch(
         until = time.monotonic() + BATCHES * seconds
 
         def costs(step: Program, room: int) -> float | None:
-            """Overhead of the first plan that costs little enough."""
+            """Returns the overhead of the first plan of at most ``most_overhead``, or None."""
             nonlocal planner, tries, stopped
             if not floor(step, machine, room, mode, detail=0.0).feasible:
                 return None

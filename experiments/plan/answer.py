@@ -71,12 +71,13 @@ class Largest:
         without: largest batch without a plan; 0: none.
         planned: largest batch found for which ``planner`` has a plan with an overhead of at most ``most_overhead``;
             None: not searched.
-        checked: a capture confirmed the peak at ``without``.
-        micro: size and number of micro-batches that make up the original batch and fit without a plan, with gradients
-            held; None: none, or not needed. ``micro_overhead``: their overhead over the ideal time.
+        checked: whether a capture confirmed the peak at ``without``.
+        micro: size and number of micro-batches that make up the original batch and fit without a plan, including held
+            gradients; None: not found or not needed.
+        micro_overhead: overhead of the micro-batches over the ideal time.
         most: upper bound of the search.
         goes_on: planning time in s that would extend the search for ``planned``; None: the search finished.
-        why: why the batch cannot be changed, a sentence; "" if it can.
+        why: sentence on why the batch cannot be changed; "" if it can.
     """
 
     own: int | None = None

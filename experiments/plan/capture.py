@@ -24,7 +24,8 @@ class Step(NamedTuple):
 
     Attributes:
         card: device memory, for the given capacity if any; None: unknown.
-        arithmetic: a sentence on the data types; ``types``: data type of each kernel.
+        arithmetic: a sentence on the data types.
+        types: data type of each kernel.
         modules: paths of the callable modules.
     """
 
@@ -82,7 +83,7 @@ def batches(
 
 
 def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int) -> None:
-    """Captures a workload at a batch; raises BatchError if its peak is not ``peak_bytes``, else as ``batches``."""
+    """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does."""
     from experiments import workloads
 
     found = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes

@@ -43,7 +43,7 @@ def fit_call(target: str | None, memory: int | float | str, machine: str, folder
 
     Args:
         target: target= of the command; None: the user supplies model, loss, optimizer and batch.
-        memory, machine: as typed.
+        memory, machine: values as typed on the command line.
     """
     module, _, factory = (target or "").partition(":")
     parts = "*parts[:-1], example_batch=parts[-1]" if target else "model, loss_fn, optimizer, (x, y)"
@@ -57,8 +57,8 @@ class Checkpoints:
     """Modules whose checkpoints approximate a plan in plain PyTorch.
 
     Attributes:
-        overhead: simulated, relative to the ideal time.
-        peak_bytes: of the tensors.
+        overhead: simulated overhead, relative to the ideal time.
+        peak_bytes: simulated peak of the tensors.
     """
 
     names: tuple[str, ...]
@@ -71,7 +71,7 @@ class Checkpoints:
         return CHECKPOINT.format(names=self.names)
 
     def said(self, size: Unit) -> str:
-        """Describes their cost in a sentence or two."""
+        """Describes the cost of the checkpoints in one or two sentences."""
         return (
             f"The plan only recomputes, so checkpoints of {len(self.names)} modules approximate it: about "
             f"{self.overhead:+.1%}, and {size(self.peak_bytes)} of tensors. The loss is unchanged; batch norm "

@@ -46,7 +46,6 @@ class Batches:
 
     def at(self, batch: int) -> Program:
         """Returns the step at a batch size."""
-
         size = partial(self._size, batch)
         tensors = tuple(
             replace(t, nbytes=size(t.nbytes, u.nbytes))

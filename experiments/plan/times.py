@@ -81,7 +81,7 @@ def other_times(task: tuple[Program, Machine, int], error: TimesError | None, se
 
 
 def recommended(families: Sequence[Best], others: OtherTimes | None) -> Best | None:
-    """Returns the recommended plan, None without any.
+    """Returns the recommended plan, or None if no plan is given.
 
     Among plans whose overhead is at most ROOM above the lowest, it has the lowest expected cost; ties are broken by the
     number of decisions.

@@ -61,6 +61,7 @@ class Autocast(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the model under autocast."""
         with torch.autocast(x.device.type, torch.bfloat16):
             out: Tensor = self.model(x)
         return out

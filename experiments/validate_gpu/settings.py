@@ -38,7 +38,7 @@ class Settings:
         cache: cache mode of executor.capture.profile.measure; falls back to "cold" if a step does not fit.
         planners: planners of stages plan and replay.
         train: planners whose plans are used for training.
-        graph: planners of these whose plans also train as a CUDA graph.
+        graph: planners whose plans also train as a CUDA graph.
         steps: measured training steps, alternating with as many eager steps.
         methods: methods of stages compare and largest.
         seconds: time budget of all stages.

@@ -149,7 +149,7 @@ def row_of(gap: Gap, way: int) -> Row:
 
 
 def way_of(row: Sequence[int]) -> int:
-    """Returns how a row empties its gap, the inverse of ``row_of``; raises ValueError for other kinds."""
+    """Returns the way in which a row empties its gap, the inverse of ``row_of``; raises ValueError for other kinds."""
     if row[KIND] == SWAP:
         return SWAPPED
     if row[KIND] == RECOMPUTE:

@@ -181,7 +181,7 @@ class Engine:
         ``program`` stays the original one: ideal times are those of the original, and plans are checked against it.
 
         Raises:
-            ValueError: As ``Program.chosen``.
+            ValueError: As in ``Program.chosen``.
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0
@@ -214,6 +214,7 @@ class Engine:
         """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, kernel or row (encoding.py).
 
         Args:
+            rows: Encoded plan.
             limit_until: As in ``score``.
             iterations: Least number of simulated iterations.
         """
@@ -383,6 +384,7 @@ class Engine:
         """Simulates a plan with its variants and returns the timeline.
 
         Args:
+            plan: Plan for the engine's program.
             limit_until: Enforce the limit only for kernels before this one; None: everywhere.
             schedule: Result of ``lower`` for this plan; None: computed here.
 
@@ -472,6 +474,9 @@ def simulate(
     """Simulates a program under a plan by the rules in RULES.md.
 
     Args:
+        program: One iteration of the job.
+        plan: Plan for ``program``.
+        machine: Machine to simulate.
         limit: Memory limit in bytes, persistent tensors included.
         iterations: Least number of simulated iterations; the last one, which is steady, is reported (rule 10).
         limit_until: Enforce the limit only for kernels before this one; None: everywhere.

@@ -1,7 +1,7 @@
 """``jit``: numba.njit with a cache that depends on everything that is compiled in.
 
 Numba compiles the values of global names into a function, but invalidates its cache only if the function's own file
-changes: constants and functions of other files go stale silently. ``jit`` appends a hash of all that is compiled in to
+changes: constants and functions of other files go stale silently. ``jit`` appends a hash of all compiled-in values to
 ``__qualname__``, which is part of the cache's file name, so that a changed function is recompiled.
 
 If several processes need a function, one compiles it; the others wait and load it from the cache.
@@ -103,7 +103,7 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
 
 
 def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
-    """Returns its ``compile``, restricted to one process at a time and without garbage collection.
+    """Returns a dispatcher's ``compile``, restricted to one process at a time and without garbage collection.
 
     The compiler allocates very many objects, most of which live until it is done.
     """

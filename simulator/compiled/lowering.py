@@ -245,7 +245,7 @@ def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):
 def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
     """Builds a heap by by_row[READY] of the rows whose tensors are on the host at the start.
 
-    Copies that the previous iteration would have issued exist, too. Returns the root, and the bytes of the tensors.
+    It includes copies that the previous iteration would have issued. Returns the root, and the bytes of the tensors.
     """
     n, held, nbytes = by_kernel.shape[1] - 1, -1, 0
     gate, segment_of, copied = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED]

@@ -35,7 +35,7 @@ def score_plans(
         graph: ``ragged`` inputs and outputs of the kernels and writers of the tensors; then, for each input in this
             order, ``Program.available_until``.
         n_steps: Number of ``steps`` that ``lower_reruns`` made for the only plan; -1: none; None: only plans of swaps,
-            so that nothing else is compiled.
+            for which less code is compiled.
         limit_until, cutoff, iterations, log: As in ``event_loop``.
         by_kernel, by_segment, by_tensor, by_row, gaps, steps, states: Work arrays.
         results: int64 (plans, 5), filled.
@@ -103,7 +103,7 @@ def score_one(
     """Scores the first ``rows`` of ``plan`` like ``Engine.score``, from compiled code.
 
     Args:
-        where to log: Result of ``Engine.direct``; ``where`` is the address of ``score_plans``.
+        where, …, log: Elements of ``Engine.direct``; ``where`` is the address of ``score_plans``.
 
     Returns:
         Iteration time in ns, NEVER if infeasible; -1 if only ``Engine.score`` can tell.

@@ -31,7 +31,7 @@ def alike(one, two, columns):
 
 @stage
 def period_of(states, i, m):
-    """Returns rules._period after iteration i; the last column is the duration of each iteration."""
+    """Returns rules._period after iteration i. The last column of ``states`` is the duration of the iteration."""
     slowest, period, j = 0, 0, i - 1
     while j >= 0:
         slowest = max(slowest, states[j + 1, m + LASTED])

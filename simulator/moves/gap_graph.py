@@ -225,7 +225,7 @@ class GapGraph:
 
 
 def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float64]:
-    """Returns sign(x) · log(1 + scale · |x|)."""
+    """Compresses values logarithmically and keeps their signs: ±ln(1 + scale · |x|)."""
     found: NDArray[np.float64] = np.sign(x) * np.log1p(np.abs(x) * scale)
     return found
 
@@ -239,7 +239,7 @@ def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _before(key: Choices, amount: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns (G,) cumulative amounts in order of key, up to and including each gap; ties in their order."""
+    """Returns cumulative sums of ``amount`` (G,), gaps sorted by ``key`` (stable), each gap included."""
     out, order = np.empty(len(key)), np.argsort(key, kind="stable")
     out[order] = np.cumsum(amount[order])
     return out

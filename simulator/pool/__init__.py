@@ -78,6 +78,7 @@ def run(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.
     """Packs blocks with a named allocator.
 
     Args:
+        name: key of ``ALLOCATORS``.
         intervals: blocks on a circle or a line. For an online allocator a circle is unrolled over ``ITERATIONS``.
         alignment: bytes, for offline allocators; online ones apply their own rounding.
         seconds: time budget of timed allocators.

@@ -73,6 +73,7 @@ def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
     context are taken from the unplanned ``card``.
 
     Args:
+        card: device memory of the unplanned step.
         timeline: covers at least two iterations.
     """
     rest = card.context + card.loop + card.workspaces

@@ -40,6 +40,7 @@ def load(path: str | Path, iteration: bool | None = None) -> Buffers:
     """Reads the buffers of a file.
 
     Args:
+        path: file to read.
         iteration: for a snapshot or a log: True extracts its repeating iteration, on a circle; False returns
             everything, on a line; None extracts the iteration if one is found, else returns everything. A program is
             an iteration; False puts it on a line. A CSV is always on a line.
@@ -74,6 +75,8 @@ def save_solution(path: str | Path, buffers: Buffers, packing: Packing) -> None:
     On a circle, ``upper`` exceeds the period if a buffer stays into the next iteration.
 
     Args:
+        path: file to write.
+        buffers: blocks and their names.
         packing: packing of ``buffers.intervals``.
     """
     blocks = buffers.intervals

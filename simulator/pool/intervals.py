@@ -121,7 +121,7 @@ class Packing:
     driver_frees: int = 0
 
     def ratio(self, intervals: Intervals) -> float:
-        """Competitive ratio: the footprint over the peak load of the blocks; 1 without blocks."""
+        """Returns the competitive ratio: the footprint over the peak load of the blocks; 1 without blocks."""
         return self.footprint / intervals.peak_bytes if self.footprint else 1.0
 
 

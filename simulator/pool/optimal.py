@@ -36,6 +36,7 @@ def pack(
     """Returns the best packing found within the time budget; ``Packing.proven`` if it is optimal.
 
     Args:
+        intervals: blocks on a circle or a line.
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
         seconds: wall-clock budget of heuristics and search, without compilation. The search stops once the footprint
             is proven.

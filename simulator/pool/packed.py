@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 class DoesNotPack(RuntimeError):
-    """The packed blocks exceed the limit.
+    """Raised if the packed blocks exceed the limit.
 
     Attributes:
         packed_bytes: the smallest footprint found.
@@ -31,8 +31,9 @@ def pack_within(intervals: Intervals, limit: int, alignment: int = 1) -> Packing
     """Packs blocks with SmartPool, and searches for a better packing if its footprint exceeds the limit.
 
     Args:
-        limit: bytes.
-        alignment: bytes, of every offset.
+        intervals: blocks on a circle or a line.
+        limit: memory limit in bytes.
+        alignment: alignment of every offset in bytes.
     """
     packing = smartpool.pack(intervals, alignment)
     if packing.footprint <= limit or packing.footprint == intervals.rounded(alignment).peak_bytes:
@@ -48,8 +49,8 @@ def packed_bytes(timeline: Timeline, limit: int, alignment: int = 1) -> int:
 
     Args:
         timeline: covers at least two iterations.
-        limit: bytes; a packing within it is not improved further.
-        alignment: bytes, of every address (``Machine.alignment``).
+        limit: memory limit in bytes; a packing within it is not improved further.
+        alignment: alignment of every address in bytes (``Machine.alignment``).
     """
     return pack_within(timeline_lifetimes(timeline).intervals, limit, alignment).footprint
 
@@ -63,9 +64,11 @@ def first_that_packs(
     """Plans for decreasing fractions of a limit (``SHARES``) until the packed plan fits into the full limit.
 
     Args:
-        limit: bytes.
+        limit: memory limit in bytes.
         attempt: maps a limit in bytes to a result (such as a plan) and its timeline; raises ``stops`` if it finds
             none.
+        alignment: alignment of every offset in bytes.
+        stops: exceptions of ``attempt`` that mean "no result".
 
     Returns:
         The result and its packed bytes.

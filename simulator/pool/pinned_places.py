@@ -18,12 +18,12 @@ class Held:
     Args:
         copies: tensor -> start times of its swap-outs, 0 <= time < period.
         returns: tensor -> end times of its swap-ins, 0 <= time < period, distinct from all start times.
-        nbytes: bytes of all tensors.
+        nbytes: size of each tensor in bytes.
 
     Attributes:
         tensors: tensors with a slot, by ascending ``intervals.lower``.
         offsets: tensor -> offset, for tensors of nonzero size.
-        footprint: bytes of all slots.
+        footprint: total size of the slots in bytes.
     """
 
     def __init__(

@@ -66,9 +66,11 @@ def pack(
     """Returns the best packing found within the time budget; ``Packing.proven`` if its footprint is the peak load.
 
     Args:
+        intervals: blocks on a circle or a line.
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
         seconds: wall-clock budget, without compilation. One skyline run and SmartPool's two heuristics always run, and
             runs are not interrupted.
+        seed: seed of the search.
         work: budget in visited entries instead of ``seconds``, for deterministic packings.
 
     Raises:
@@ -354,8 +356,11 @@ def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-d
     """Executes a burst of guided ejection; returns its work.
 
     Args:
+        x: the blocks.
         offsets: int64[n], negative for ejected blocks.
         weight: float64[n] of each block.
+        target: footprint in bytes to reach.
+        rng: random generator.
         state: int64[2], the fewest ejected blocks so far, and steps since.
     """
     n = len(offsets)

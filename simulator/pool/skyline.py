@@ -286,7 +286,9 @@ def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyp
 
     Args:
         x: the State; unless the blocks fit, the caller must revert changes (``undo``).
-        begin, length: the arc; no waiting block crosses its ends unless it is the whole ring.
+        capacity: footprint in bytes.
+        begin: first section of the arc; no waiting block crosses its ends unless it is the whole ring.
+        length: sections of the arc.
         depth: recursion depth.
         by_weight: tie-break among equally few branches: most frequent failures first, else lowest skyline first.
 

@@ -24,6 +24,7 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     """Packs ``intervals`` with SmartPool.
 
     Args:
+        intervals: blocks on a circle or a line.
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
         fit: best or first.
 

@@ -23,7 +23,7 @@ MALLOC, WRITE, READ, FREE = range(4)
 
 
 class StreamError(ValueError):
-    """An operation on a block that is not live, or a malloc of a live block.
+    """Raised for an operation on a block that is not live, or a malloc of a live block.
 
     Attributes:
         operation: index of the operation.
@@ -35,7 +35,7 @@ class StreamError(ValueError):
 
 
 class NoIteration(ValueError):
-    """The stream has no repeating iteration; the message says what was found instead."""
+    """Raised if the stream has no repeating iteration; the message names what was found instead."""
 
 
 @dataclass(frozen=True)

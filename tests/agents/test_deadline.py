@@ -1,4 +1,4 @@
-"""Deadlines of code blocks, and time budgets of searches on large programs."""
+"""Tests deadlines of code blocks, and time budgets of searches on large programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
-def test_where_the_search_has_no_plan_in_time_a_quick_one_is_returned(mode: str) -> None:
+def test_a_quick_plan_is_returned_on_timeout(mode: str) -> None:
     search = Search(mode)
     plan = search.plan(PROGRAM, MACHINE, LIMIT)
     assert plan.planner == "search" and plan.decisions

@@ -1,4 +1,4 @@
-"""The floor: exact where it can be computed by hand, and never above the time of a plan."""
+"""Tests the floor: exact where it can be computed by hand, and never above the time of a plan."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def beside(engines: int, back: int, out: int) -> Machine:
     (HIDDEN, MACHINE, 100, "joint", Plan((Swap(0, 0, 4),)), 60 + 40),
     (IN_TURN, replace(MACHINE, host_bytes=100), 100, "joint", Plan((Swap(0, 0, 2), Swap(1, 3, 5))), 400),
 ])  # fmt: skip
-def test_it_is_the_time_of_the_best_plan_by_hand(
+def test_the_floor_equals_the_best_plan_by_hand(
     program: Program, machine: Machine, limit: int, mode: str, plan: Plan, extra: int
 ) -> None:
     assert simulate(program, plan, machine, limit).iteration_ns == program.ideal_ns + extra
@@ -202,7 +202,7 @@ def test_small_gaps_are_free_beyond_the_largest() -> None:
 
 
 def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is the dual value, whatever the solver returns: a wrong dual solution gives a lower bound."""
+    """The bound is the dual value, so a wrong dual solution of the solver only gives a lower bound."""
     program = pyramid(6, 0)
     limit = int(0.5 * program.peak_bytes)
     true = floor(program, MACHINE, limit).iteration_ns
@@ -211,7 +211,7 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     assert floor(program, MACHINE, limit).iteration_ns <= true
 
 
-def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again() -> None:
+def test_swaps_below_a_nanosecond_are_free_with_recomputation() -> None:
     """With kernels of zero duration, copying a byte takes a fraction of a nanosecond, and recomputing it takes none."""
     sizes = (11, 29, 21, 1, 1, 3, 1, 1, 1)
     tensors = tuple(Tensor(f"t{i}", nbytes, persistent=i == 0) for i, nbytes in enumerate(sizes))
@@ -241,8 +241,8 @@ def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) 
     return timeline
 
 
-def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
-    """The sandwich, then five parameters of 1 byte, each updated in 1000 ns and swapped out until the next iteration.
+def test_aperiodic_plans_are_not_below_the_floor() -> None:
+    """Runs the sandwich, then five updates of 1-byte parameters (1000 ns), swapped out until the next iteration.
 
     A byte leaves in 1013 ns, so five take 5065 ns, and an iteration with the sandwich recomputed takes 5060 ns: the
     queue grows by 5 ns per iteration until kernels wait. In the floor, 5 bytes of parameters and 95 of the sandwich
@@ -260,7 +260,7 @@ def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_that_can_run_again_is_never_below(seed: int) -> None:
+def test_no_enumerated_recomputation_is_below(seed: int) -> None:
     program = pyramid(3, seed)
     pairs = [Rerun(again, before) for again in range(3) for before in range(3, 6)]
     made = list(enumeration.rerun_plans(program, pairs, len(pairs)))
@@ -274,7 +274,7 @@ def test_all_that_can_run_again_is_never_below(seed: int) -> None:
 
 @pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (6, 6.0350)])
 def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
-    """U-Net, batch 11: overheads that Gurobi found in up to 24 hours.
+    """Compares with overheads that Gurobi found for U-Net, batch 11, in up to 24 hours.
 
     Source: utsaslab/monet-schedules, optimal within 1e-4 of the iteration at 10 and 6 GiB.
     """

@@ -1,4 +1,4 @@
-"""Several jobs: workload, static memory split, predicted kernel times, and the controller."""
+"""Tests several jobs: workload, static memory split, predicted kernel times, and the controller."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def test_kernel_times_are_learned_and_corrected() -> None:
     assert sequence(np.array([5, 7])) == [0, 5, 12]
 
 
-def test_what_is_measured_is_the_kernels_and_their_turns() -> None:
+def test_measured_times_exclude_waits_for_memory() -> None:
     jobs = [Job("a", PROGRAM, NONE, iterations=2), Job("b", PROGRAM, NONE, iterations=2)]
     ran = simulate_jobs(jobs, MACHINE, 2 * PROGRAM.peak_bytes).jobs[0]
     n = len(PROGRAM.kernels)
@@ -80,7 +80,7 @@ def test_what_is_measured_is_the_kernels_and_their_turns() -> None:
 
 
 @pytest.mark.parametrize("planner", [TENSILE(), Split("capuchin")])
-def test_the_controller_plans_anew_for_those_who_are_there(planner: agents.jobs.JobsPlanner) -> None:
+def test_the_controller_replans_for_active_jobs(planner: agents.jobs.JobsPlanner) -> None:
     ideal, limit = PROGRAM.ideal_ns, int(0.75 * 2 * PROGRAM.peak_bytes)
     jobs = [Job("stays", PROGRAM, NONE), Job("visits", PROGRAM, NONE, arrives_ns=2 * ideal + 1, iterations=3)]
     done = control(jobs, MACHINE, limit, planner, until_ns=20 * ideal, check_ns=ideal)

@@ -1,4 +1,4 @@
-"""Properties of every planner."""
+"""Tests properties of every planner."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     ("name", "options"), PLANNERS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
 )
 def test_every_planner_finds_something_to_move_and_repeats_it(name: str, options: dict[str, object]) -> None:
-    """Every planner but ``none`` evicts something, deterministically, at 90 % of a feature-rich network's peak."""
+    """Every planner except ``none`` evicts a tensor, deterministically, at 90 % of a feature-rich network's peak."""
     program = network([("conv", 10), ("norm", 10), ("activation", 10)] * 3 + [("matmul", 10)])
     limit = int(0.9 * program.peak_bytes)
     planner = agents.make(name, min_bytes=1, **{**FAST.get(name, {}), **options})
@@ -146,12 +146,12 @@ def test_unknown_names_name_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(("kind", "option"), [(VDNN, "policy"), (Checkpoint, "segments"), (AutoSwap, "score")])
-def test_no_class_makes_what_no_key_names(kind: Callable[[str], object], option: str) -> None:
+def test_planner_classes_refuse_unknown_options(kind: Callable[[str], object], option: str) -> None:
     with pytest.raises(ValueError, match=option):
         kind("best")
 
 
-def test_nothing_that_takes_long_is_imported_before_it_is_needed() -> None:
+def test_slow_imports_are_deferred() -> None:
     slow = {"torch", "torch_geometric", "sklearn", "scipy.optimize", "scipy.sparse", "gymnasium"}
     code = f"""if True:
         import agents, sys

@@ -1,4 +1,4 @@
-"""Compiled walks equal the reference walks in observations, positions, plans, rewards and ends, step by step."""
+"""Tests that compiled walks equal the reference walks in every step: observations, plans, rewards and ends."""
 
 from __future__ import annotations
 

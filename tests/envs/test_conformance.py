@@ -1,4 +1,4 @@
-"""Conformance of every registered environment: Gymnasium's and SB3's checkers, seeding, specification."""
+"""Tests every registered environment: Gymnasium's and SB3's checkers, seeding, specification."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_environment_conforms(name: str, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_named_task_is_the_same_everywhere(name: str) -> None:
-    """Checks the file's fingerprint."""
+    """Each task has the recorded fingerprint, limit and suite."""
     task = TASKS[name]
     program, machine = tasks.load(task.program)
     assert tasks.fingerprint(program, machine) == FINGERPRINTS[task.program]

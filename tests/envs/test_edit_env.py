@@ -1,4 +1,4 @@
-"""``GpuMemoryEdit-v0``: reported times, plans and observations agree with the simulator."""
+"""Tests that times, plans and observations of ``GpuMemoryEdit-v0`` agree with the simulator."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +34,7 @@ def episode(env: MemoryEditEnv, seed: int) -> Iterator[tuple[dict[str, Any], flo
 @pytest.mark.parametrize("edits", ["neighbours", "gap"])
 @pytest.mark.parametrize("accept", ["metropolis", "better", "always"])
 @pytest.mark.parametrize("mode", ["swap", "joint"])
-def test_an_episode_is_what_the_simulator_says(edits: str, accept: str, mode: str) -> None:
+def test_episodes_agree_with_the_simulator(edits: str, accept: str, mode: str) -> None:
     env = MemoryEditEnv(limit=0.6, mode=mode, edits=edits, accept=accept, start="empty", neighbours=8, budget=60)
     task = env.tasks[0]
     for seed in SEEDS:

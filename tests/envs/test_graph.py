@@ -1,4 +1,4 @@
-"""Operation graph: nodes, actions, features and edges."""
+"""Tests operation graph: nodes, actions, features and edges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def graph_of_tiny(mode: str) -> OperationGraph:
 
 
 def test_nodes_and_actions() -> None:
-    """Offloading is at the operation that opens a gap, removing at the one that closes it; w cannot be recomputed."""
+    """The operation that opens a gap offloads it, the one that closes it removes it; w cannot be recomputed."""
     graph = graph_of_tiny("joint")
     assert graph.gaps == (Gap(W, 0, 7), Gap(A1, 1, 6), Gap(A2, 2, 5)) and len(graph) == 16
     assert graph.kernel.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 5, 6, 6, 6, 7, 7, 7, 7]

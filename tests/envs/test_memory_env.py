@@ -1,4 +1,4 @@
-"""``GpuMemory-v0``: observations, sums of rewards, masks, arguments and rendering."""
+"""Tests ``GpuMemory-v0``: observations, sums of rewards, masks, arguments and rendering."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ from tests.envs.test_walk import RING
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
-def test_what_is_shown_of_the_moment():
+def test_features_of_the_current_position():
     """Checks validity, relief, distance and the current node.
 
     The nodes are those of test_graph.py; the relief at 145 bytes is that of test_walk.py.
@@ -86,14 +86,14 @@ def test_an_invalid_action_ends_the_episode_or_changes_nothing(invalid):
             np.testing.assert_equal(ours, theirs)
 
 
-def test_where_nothing_need_leave_the_first_step_ends():
+def test_a_fitting_program_ends_at_the_first_step():
     env = envs.MemoryEnv(PROGRAM, MACHINE, 1.0, min_bytes=1)
     env.reset(seed=0)
     _, *step, info = env.step(0)
     assert (*step, info["feasible"]) == (0.0, True, False, True)
 
 
-def test_what_is_returned_is_shared_only_where_it_is_asked_for():
+def test_observations_are_shared_only_on_request():
     for copied in (True, False):
         env = envs.MemoryEnv(limit=0.6, copy=copied)
         vector = envs.MemoryVectorEnv(2, limit=0.6, copy=copied)
@@ -107,7 +107,7 @@ def test_what_is_returned_is_shared_only_where_it_is_asked_for():
             assert not all((then[key] == kept[key]).all() for key in then)
 
 
-def test_what_is_kept_is_not_written_to_again():
+def test_held_observations_are_not_overwritten():
     """Observation buffers are reused only when no view of them is left."""
     vector = envs.MemoryVectorEnv(3, limit=0.6)
     observation, info = vector.reset(seed=0)
@@ -124,7 +124,7 @@ def test_what_is_kept_is_not_written_to_again():
 
 @pytest.mark.parametrize("make", [envs.MemoryEnv, envs.MemoryEditEnv, partial(envs.MemoryVectorEnv, 2),
                                   partial(envs.MemoryEditVectorEnv, 2)])  # fmt: skip
-def test_a_copy_goes_on_by_itself(make):
+def test_copied_and_pickled_environments_are_independent(make):
     env, rng = make(limit=0.6), np.random.default_rng(0)
     _, info = env.reset(seed=0)
     others = copy.deepcopy(env), pickle.loads(pickle.dumps(env))
@@ -159,7 +159,7 @@ def test_spaces():
     assert vector.observation_space.contains(vector.reset(seed=0)[0])
 
 
-def test_what_is_meant_where_nothing_is_given():
+def test_defaults():
     """Defaults: limit 0.7 of the peak, min_bytes 1 MiB, mode joint, the built-in task."""
     program, machine = small_task()
     assert program.fingerprint == "e1b0be3dd802cc53d8612efef0a3702a908d76cf0d625986510a6b800405be76"
@@ -261,7 +261,7 @@ def test_the_best_plan_is_kept_and_a_dead_end_has_no_overhead():
 # ---------------------------------------------------------------------------------------------------- pictures
 
 
-def test_what_is_shown_is_the_walk():
+def test_the_rendering_shows_the_walk():
     """A copy takes longer than the kernel beside it, so it is in flight while kernel 1 runs."""
     env = envs.MemoryEnv(PROGRAM, MACHINE, 145, min_bytes=1, mode="joint", render_mode="ansi")
     env.reset(seed=0)

@@ -1,4 +1,4 @@
-"""The vector environments equal Gymnasium's SyncVectorEnv of single environments, bit for bit."""
+"""Tests that the vector environments equal Gymnasium's SyncVectorEnv of single environments bit by bit."""
 
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ FORMS = {
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("form", FORMS)
-def test_vector_env_is_gymnasiums_of_many_envs(form, mode):
+def test_the_vector_env_equals_gymnasiums_vector_of_envs(form, mode):
     """Compares all steps, including ends of episodes, under the same seeds in every autoreset mode.
 
     Covers programs of two lengths, two machines, limits below and above the peak, random actions with a few invalid

@@ -1,4 +1,4 @@
-"""Episodes step by step: position, valid actions, plan and reward."""
+"""Tests episodes step by step: position, valid actions, plan and reward."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def nothing(walk: Walk) -> int:
 # ------------------------------------------------------------------------------- the program of tests/tiny.py
 
 
-def test_nothing_goes_to_the_next_opening_and_stops_where_a_kernel_cannot_start() -> None:
+def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
     """The gaps of w, a1 and a2 open when kernels 0, 1 and 2 have ended. Kernel 3 needs 170 bytes of 150."""
     walk = walk_of()
     assert (walk.position, walk.done, walk.overhead, allowed(walk)) == (0, False, 0.0, {(NOTHING,)})
@@ -103,7 +103,7 @@ def test_an_offload_that_is_not_enough_keeps_the_agent_where_it_waits() -> None:
     assert walk.plan().decisions == (Swap(W, 0, 7), Swap(A1, 2, 6))
 
 
-def test_a_removal_goes_on_as_nothing_does() -> None:
+def test_a_removal_moves_the_agent_like_doing_nothing() -> None:
     """a1 is dropped when its gap opens; then every kernel fits, and recomputing f1 takes 10 ns."""
     walk = walk_of(mode="joint")
     assert (nothing(walk), nothing(walk)) == (1, 2)
@@ -124,7 +124,7 @@ def test_a_dead_end() -> None:
     assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and allowed(walk) == {(NOTHING,)}
 
 
-def test_what_the_host_has_room_for() -> None:
+def test_host_memory_limits_offloads() -> None:
     """a1 takes 40 of 50 host bytes: a2 no longer fits, w does; a tensor uses host memory only once."""
     walk = walk_of(limit=100, machine=replace(MACHINE, host_bytes=50))
     assert (nothing(walk), nothing(walk)) == (1, 2)
@@ -142,10 +142,10 @@ def test_what_the_host_has_room_for() -> None:
     assert walk.step(node(walk, OFFLOAD, 0, before=4)).terminated and not walk.dead_end
 
 
-def test_relief_is_the_share_of_what_is_over() -> None:
+def test_relief_is_a_share_of_the_excess() -> None:
     """Relief is the share of the byte-time above the limit that an action removes.
 
-    Above 145 bytes are 25 for 10 ns, 35 for 20 ns and 5 for 20 ns, in kernels 3, 4 and 5: 250, 700 and 100. The gap of
+    Kernels 3, 4 and 5 exceed 145 bytes by 25 for 10 ns, 35 for 20 ns and 5 for 20 ns: 250, 700 and 100. The gap of
     a2 covers 3 and 4, those of a1 and w all three. With a1 swapped out nothing exceeds the limit.
     """
     walk = walk_of(limit=145)
@@ -231,7 +231,7 @@ def test_a_gap_over_the_boundary_may_be_entered_behind_it() -> None:
 # ---------------------------------------------------------------------------------------------- the causal reward
 
 
-def test_the_clock_waits_for_what_leaves_and_for_what_comes_back() -> None:
+def test_the_clock_waits_for_swap_outs_and_swap_ins() -> None:
     """The causal reward charges waits for copies as the agent passes them.
 
     Under 125 bytes w is copied [10, 20) and a1 [20, 60): kernel 3, which needs 120, waits for a1 until 60. The last
@@ -267,7 +267,7 @@ def test_the_clock_waits_for_data() -> None:
     assert walk.need.tolist() == [10, 30, 40, 60, 50] and walk.clock.ended[:4].tolist() == [0, 10, 30, 70]
 
 
-def test_what_runs_again_is_paid_at_once() -> None:
+def test_recomputation_is_charged_at_once() -> None:
     """Recomputing f1 for a1 costs 10 ns at once, although no kernel has waited yet; w is copied out after it."""
     walk = Walk(Task(PROGRAM, MACHINE, 139, 1, "joint"), "causal")
     assert (nothing(walk), nothing(walk)) == (1, 2)
@@ -314,7 +314,7 @@ def test_removals_that_keep_or_come_early() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_copy_is_of_what_has_stayed(first: int) -> None:
+def test_an_early_copy_needs_uninterrupted_residency(first: int) -> None:
     """An early copy requires that the tensor has been resident since the write.
 
     k0 writes t, k2 and k4 read it, with a gap before and after k2; u, of 10 bytes, is enough for the first. Once t has

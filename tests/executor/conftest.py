@@ -63,7 +63,7 @@ def make_tiny(
 
 
 def mlp() -> nn.Module:
-    """Three linear layers with dropout."""
+    """Returns three linear layers with dropout."""
     return nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, CLASSES)
     )
@@ -71,19 +71,19 @@ def mlp() -> nn.Module:
 
 @pytest.fixture(scope="session")
 def tiny_mlp() -> Tiny:
-    """Three linear layers, SGD with momentum, 256 rows."""
+    """Returns three linear layers, SGD with momentum and 256 rows."""
     return make_tiny(mlp, sgd, lambda: (torch.randn(256, 16), torch.randint(CLASSES, (256,))))
 
 
 @pytest.fixture(scope="session")
 def tiny_conv() -> Tiny:
-    """A residual block (convolution, batch normalization, dropout), SGD with momentum, images of 16 x 16."""
+    """Returns a residual block (convolution, batch normalization, dropout), SGD with momentum and 16 x 16 images."""
     return make_tiny(small, sgd, images(16))
 
 
 @pytest.fixture(scope="session")
 def tiny_gpt() -> Tiny:
-    """A GPT-2 of one layer (attention, layer norm, tied weights, dropout), AdamW, 12 words."""
+    """Returns a one-layer GPT-2 (attention, layer norm, tied weights, dropout), AdamW and 12 words."""
     return make_tiny(GPT2, adamw, words)
 
 
@@ -98,7 +98,7 @@ def gpu_backend(machine: Machine) -> Backend:
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphDouble]:
-    """A test double of CUDA that captures graphs, verified at the end."""
+    """Yields a test double of CUDA that captures graphs; verifies it at the end."""
     made = GraphDouble()
     made.install(monkeypatch)
     with made:

@@ -65,7 +65,7 @@ class ResNet(nn.Module):
 
 
 def small() -> nn.Module:
-    """A single block."""
+    """Returns a network of one residual block."""
     return ResNet(blocks=1)
 
 

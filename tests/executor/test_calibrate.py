@@ -22,7 +22,7 @@ def measured(machine, max_bytes=2**22):
     return calibrate(HostBackend(machine), base, max_bytes, "found")
 
 
-def test_the_figures_are_found_back(tmp_path):
+def test_the_figures_are_recovered(tmp_path):
     found = measured(MACHINE)
     assert [n for n, _ in found.transfers["h2d"]] == [2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
     machine = found.machine

@@ -22,7 +22,7 @@ MIB = 2**20
 
 @cache
 def linear(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, width: int = 1024) -> Captured:
-    """Two linear layers of 4 MiB and a result of 4 MiB."""
+    """Captures two linear layers of 4 MiB with a result of 4 MiB."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, width, bias=False))
         x = torch.empty(width, width)
@@ -141,7 +141,7 @@ def test_what_fits() -> None:
 
 
 def test_copies_of_a_convolution_are_image_result_and_filters() -> None:
-    """conv2 of VGG13, 512 images of 224 px, as measured on an H100: 13.15 GB beside its image and result."""
+    """An H100 used 13.15 GB besides image and result for conv2 of VGG13 with 512 images of 224 px."""
     with torch.device("meta"):
         model = nn.Conv2d(64, 64, 3, padding=1)
         x = torch.empty(512, 64, 224, 224)

@@ -49,7 +49,7 @@ def rows(count: int) -> Batch:
 
 
 def decaying(parts: Callable[[], Parts], batch: Callable[[int], Batch]) -> Loop:
-    """A loop with a decreasing learning rate and gradient clipping."""
+    """Returns a loop with a decreasing learning rate and gradient clipping."""
     model, loss_fn, optimizer, _ = parts()
     rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     loop = standard(model, loss_fn, optimizer, batch, clip_norm=0.05)
@@ -242,7 +242,7 @@ def test_a_gpu_has_the_preset_of_its_name_or_asks_for_a_machine(device: str, nam
     assert 0 < found.host_bytes <= preset.host_bytes
 
 
-def test_on_a_card_what_the_loop_has_of_the_last_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_the_loop_holds_count_as_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory in bytes is device memory: an extra result is alive until the next step returns one."""
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(MODULE, "measure", lambda c, device, name: measure(c, "cpu", name))
@@ -280,7 +280,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> N
     assert fit(*tiny_mlp.parts(), 0.8, machine="h100", planner="capuchin").machine.name == "h100"
 
 
-def test_without_the_solver_another_planner_is_named_and_does(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
+def test_a_missing_solver_suggests_another_planner(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(FitError, match=r"^planner 'best' needs highspy, .*'capuchin'"):
         fit(*tiny_mlp.parts(), memory=0.8)

@@ -49,7 +49,7 @@ class Reads(torch.optim.SGD):
 def captured(
     loss_fn: Any = nn.functional.cross_entropy, batch: Any = None, optimizer: Callable[..., Any] = sgd, **options: Any
 ) -> Captured:
-    """A capture of a small network."""
+    """Captures a small network."""
     model = small()
     x, y = torch.randn(2, 3, 16, 16), torch.zeros(2, dtype=torch.long)
     return capture(model, loss_fn, optimizer(model), batch or (x, y), **options)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: one sentence, the right status, and resumption as promised. Two runs in one directory."""
+"""Tests Ctrl-C and SIGTERM (one sentence, the right status, resumption), and two runs in one directory."""
 
 import fcntl
 import json
@@ -73,7 +73,7 @@ def interrupted(tmp_path: Path) -> Press:
 @pytest.mark.parametrize(("agent", "length", "count"), [
     ("dqn_paper", "episodes", 20), pytest.param("dqn", "iterations", 4, marks=pytest.mark.nightly),
 ])  # fmt: skip
-def test_a_terminated_training_goes_on(
+def test_a_terminated_training_resumes(
     agent: str, length: str, count: int, run: Run, program_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -111,7 +111,7 @@ def test_a_terminated_training_goes_on(
 
 
 @pytest.mark.nightly
-def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
+def test_an_interrupted_figure_resumes(run: Run, interrupted: Press, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16]", f"out={out}", "jobs=1")
     rows = out / "smartpool_table1.jsonl"
@@ -136,10 +136,10 @@ def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
         (("evaluate", "workload=mlp", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2"), None),
     ],
 )  # fmt: skip
-def test_what_does_not_go_on_leaves_nothing(
+def test_commands_that_do_not_resume_leave_nothing(
     words: tuple[str, ...], shown: str | None, interrupted: Press, tmp_path: Path
 ) -> None:
-    """Also in worker processes. The remaining time is shown."""
+    """The same holds in worker processes; the command shows its remaining time."""
     runs = tmp_path / "work" / "runs"
     status, screen, last = interrupted(
         lambda screen: bool(re.search(shown, screen) if shown else [*runs.glob("evaluate-*")]),
@@ -163,7 +163,7 @@ def test_before_a_command_has_begun(tmp_path: Path, words: tuple[str, ...]) -> N
         assert process.communicate(timeout=60) == ("", "interrupted\n") and process.returncode == 130
 
 
-def test_a_library_that_is_imported_leaves_ctrl_c_alone() -> None:
+def test_imports_do_not_change_ctrl_c() -> None:
     code = """if True:
         import os, signal, sys
         sys.argv[0] = "mine.py"
@@ -181,9 +181,7 @@ def test_a_library_that_is_imported_leaves_ctrl_c_alone() -> None:
     ("evaluate", "program={program}", "limits=[0.95]", "planners=[none]"), ("pretrain",),
     ("validate_gpu", "backend=host"),
 ])  # fmt: skip
-def test_a_directory_is_one_runs_at_a_time(
-    words: tuple[str, ...], run: Run, program_file: Path, tmp_path: Path
-) -> None:
+def test_a_run_directory_is_exclusive(words: tuple[str, ...], run: Run, program_file: Path, tmp_path: Path) -> None:
     (out := tmp_path / "out").mkdir()
     typed = [word.format(program=program_file) for word in (*words, f"out={out}")]
     with (out / LOCK).open("ab") as other:

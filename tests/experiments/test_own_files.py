@@ -1,4 +1,4 @@
-"""Machines, workloads and limits from the user's own files."""
+"""Tests machines, workloads and limits from the user's own files."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``network=module:Class``, ``reward=`` and ``actions=`` of train_dqn and train_sb3."""
+"""Tests ``network=module:Class``, ``reward=`` and ``actions=`` of train_dqn and train_sb3."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ class Wrong(nn.Module):
     (lambda n: (torch.zeros(2, n), torch.zeros(1, 1)), r"\(2, any\)"),
     (lambda n: 1 / 0, "ZeroDivisionError"),
 ])  # fmt: skip
-def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
+def test_invalid_networks_raise_clear_errors(made: Any, words: str) -> None:
     kind = type("Mine", (Wrong,), {"made": staticmethod(made)})
     with pytest.raises(CustomNetworkError, match=words):
         CustomNetwork(kind, task().graph, 11, 1)

@@ -1,4 +1,4 @@
-"""``pack`` from the user's view: numbers, plot and solution."""
+"""Tests ``pack`` from the user's view: numbers, plot and solution."""
 
 import csv
 import json

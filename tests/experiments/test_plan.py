@@ -1,4 +1,4 @@
-"""``experiments.plan``: largest batch, recommended plan, and the self-contained page."""
+"""Tests ``experiments.plan``: largest batch, recommended plan, and the self-contained page."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def sized(batch: int) -> Program:
 
 @pytest.fixture(scope="module")
 def mlp() -> Batches:
-    """Captured step at any batch."""
+    """Returns the captured step at any batch size."""
     return capture.batches(MLP, MACHINE, None, capture.step(MLP, MACHINE, None).program, 0)
 
 
@@ -128,7 +128,7 @@ def test_the_largest_batch_with_a_plan() -> None:
 
 
 def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
-    """10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
+    """The memory is 10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
     steps, limit = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB)), 100 * MB
     assert [steps.tensors(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
     most = steps.largest(limit)
@@ -181,7 +181,7 @@ def test_the_cheapest_plan_is_recommended() -> None:
     assert words.moves(a) in text and "Will <b>&amp;\"' fit?" in text  # escaped
 
 
-def test_the_card_is_told_in_parts_of_one_unit_that_add_up() -> None:
+def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     program = slow(chain(10))
     third = program.peak_bytes // 3 + 5_000
     card = CardPeak(program.peak_bytes, third, third, third, third, program.peak_bytes * 3 // 4, False)
@@ -201,7 +201,7 @@ def test_the_card_is_told_in_parts_of_one_unit_that_add_up() -> None:
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
 
 
-def test_a_search_that_stopped_says_so_and_how_it_goes_on() -> None:
+def test_a_stopped_search_reports_how_to_continue() -> None:
     program = slow(chain())
     a = replace(answered(program, program.peak_bytes * 8 // 10), budget=3.0)
     stopped = Largest(8, 4, 16, "tensile", 0.1, True, most=8192, goes_on=20.0)
@@ -242,7 +242,7 @@ def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
     assert "host memory" in report.reason({**row, "bound_overhead": 0.0})
 
 
-def test_where_it_fits_nothing_is_planned_and_where_nothing_fits_smaller_batches_are_named() -> None:
+def test_a_fitting_step_needs_no_plan_and_an_infeasible_one_lists_smaller_batches() -> None:
     a = answered(chain(), chain().peak_bytes)
     assert a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It fits")
     assert "Overhead by method" not in pages(a)
@@ -269,7 +269,7 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
     assert best.plan is None and best.row is None and best.left_out == ("autoswap_doa",)
 
 
-def test_where_no_plan_is_served_less_memory_is_planned_with() -> None:
+def test_unserved_plans_are_replanned_with_less_memory() -> None:
     """An activation lives from the first to the last kernel, while others are freed."""
     tensors = tuple(Tensor(f"t{i}", 12 * MB, "activation", False) for i in range(5))
     kernels = (
@@ -348,7 +348,7 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == list(stages)
 
 
-def test_the_exit_status_says_that_it_does_not_fit(run: Run, program_file: Path, tmp_path: Path) -> None:
+def test_the_exit_status_is_nonzero_if_nothing_fits(run: Run, program_file: Path, tmp_path: Path) -> None:
     done = run("plan", f"program={program_file}", "machine=gtx1080ti", "memory=40MiB", f"out={tmp_path / 'no'}")
     assert done.returncode == 1 and not (tmp_path / "no" / "plan.json").exists(), done.stderr
     assert (tmp_path / "no" / "report.html").exists()

@@ -1,4 +1,4 @@
-"""``experiments.plan``: code snippets for its plan, and the table of the slowest kernels."""
+"""Tests ``experiments.plan``: code snippets for its plan, and the table of the slowest kernels."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_a_plan_that_moves_nothing_is_code_for_plain_pytorch() -> None:
         assert how_to_run.checkpoints(program, MACHINE, limit, *nothing) is None
 
 
-def test_kernels_say_their_rate_and_what_bounds_them() -> None:
+def test_kernels_list_their_rate_and_bound() -> None:
     kernels = (
         Kernel("aten.mm.default", "matmul", "forward", (), (0,), 2_000_000, flops=10**11, bytes=10**6),
         Kernel("aten.add.Tensor", "elementwise", "forward", (0,), (1,), 1_000_000, bytes=2 * 10**9),

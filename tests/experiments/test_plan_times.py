@@ -1,4 +1,4 @@
-"""``experiments.plan``: uncertainty of kernel times, and its effect on the recommended plan."""
+"""Tests ``experiments.plan``: uncertainty of kernel times, and its effect on the recommended plan."""
 
 import json
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_the_plan_that_loses_little_is_recommended() -> None:
     assert times.recommended([nothing], others) is None and times.recommended([], None) is None
 
 
-def test_a_dear_plan_is_not_recommended_for_what_it_might_save() -> None:
+def test_an_expensive_plan_is_not_recommended_for_possible_savings() -> None:
     program, machine, limit = just_hidden()
     slow = replace(program.kernels[1], duration_ns=6 * 10**6)
     program = replace(program, kernels=(program.kernels[0], slow, *program.kernels[2:]))

@@ -1,4 +1,4 @@
-"""Adding a planner takes one file: everything else is derived from the facts at its class."""
+"""Tests that a planner is added by one file: everything else is derived from the facts at its class."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, text=True, check=False)  # fmt: skip
 
 
-def test_a_file_in_a_room_is_a_planner(tmp_path: Path) -> None:
+def test_a_file_in_a_planner_folder_is_a_planner(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "agents", tmp_path / "agents", ignore=shutil.ignore_patterns("__pycache__"))
     for room in agents.ROOMS:
         (tmp_path / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))

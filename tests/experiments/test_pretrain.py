@@ -1,4 +1,4 @@
-"""``experiments.pretrain``: a full run, a repeated run, and invalid settings."""
+"""Tests ``experiments.pretrain``: a full run, a repeated run, and invalid settings."""
 
 import json
 from pathlib import Path

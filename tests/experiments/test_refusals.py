@@ -1,4 +1,4 @@
-"""Invalid files and settings yield one sentence that names the cause, status 2, and no leftover files.
+"""Tests that invalid files and settings yield one sentence naming the cause, status 2, and no leftover files.
 
 Files are untrusted: they cannot run code, write elsewhere, control the terminal or use unbounded memory.
 """
@@ -71,7 +71,7 @@ def program(change: Callable[[dict[str, Any]], Any]) -> str:
     ("file=a.csv", "\n\n", ["a.csv"]),
     ("file=a.csv", "id,lower,upper,size\na,0,1,-1\n", ["a.csv", "line 2", "size"]),
 ])  # fmt: skip
-def test_a_malformed_file_is_one_sentence(
+def test_malformed_files_are_reported_in_one_line(
     word: str, content: str | None, named: list[str], run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "work" / word.partition("=")[2]
@@ -155,7 +155,7 @@ def test_a_malformed_file_is_one_sentence(
     ("pack {blocks} iteration=true", ["iteration"]),
     ("__main__ evaluete seed=1", ["'evaluete'", "'evaluate'"]),
 ])  # fmt: skip
-def test_a_setting_that_cannot_be_is_one_sentence(
+def test_invalid_settings_are_reported_in_one_line(
     words: str, named: list[str], run: Run, program_file: Path, tmp_path: Path
 ) -> None:
     other = chain(layers=7)
@@ -185,7 +185,7 @@ def test_a_name_is_no_path_no_formula_and_no_markup(
     assert capsys.readouterr().out == "[red]a[/red]\n"
 
 
-def test_a_file_is_as_large_as_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_over_the_maximum_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 1000)
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b" " * 10**6))
     (tmp_path / "a.csv").write_bytes(b" " * 1001)
@@ -201,7 +201,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
             read(tmp_path / "a.json")
 
 
-def test_pickles_that_take_for_ever_to_hash(tmp_path: Path) -> None:
+def test_pickles_that_are_slow_to_hash(tmp_path: Path) -> None:
     nested: tuple[Any, ...] = ()
     for _ in range(40):
         nested = (nested, nested)

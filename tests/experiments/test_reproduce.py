@@ -1,4 +1,4 @@
-"""``reproduce``: resumes interrupted runs, continues after failed tasks, and shows all results on its page."""
+"""Tests that ``reproduce`` resumes runs, continues after failed tasks, and shows all results on its page."""
 
 import json
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.C
     assert row["batch_size"] == 256 and "| 256 | 2.56 | 1.33 |" in (out / "README.md").read_text()
 
 
-def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_resumes(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(tmp_path)
     assert first.left == first.tasks == [{"x": 1}, {"x": 2}, {"x": 3}]
     for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], "processes", 1):
@@ -109,7 +109,7 @@ def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytes
     assert found["rows"] == second.rows and found["settings"] == {"x": [1, 2, 3]} and found["machine"] == "gtx1080ti"
 
 
-def test_the_others_go_on_where_one_fails(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_figures_continue_after_a_failure(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(task: dict[str, Any], machine: Machine) -> dict[str, Any]:
         return {"y": task["x"] // (2 - task["x"])}
 

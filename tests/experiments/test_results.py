@@ -1,4 +1,4 @@
-"""Committed results: every figure reads its own, the claims hold, and the cheapest are recomputed."""
+"""Tests the committed results: every figure reads its own, the claims hold, and the cheapest are recomputed."""
 
 import json
 from typing import Any

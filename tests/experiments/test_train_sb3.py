@@ -1,4 +1,4 @@
-"""Stable-Baselines3 on GpuMemory-v0: its training command, and the single-file DQN."""
+"""Tests Stable-Baselines3 on GpuMemory-v0: its training command, and the single-file DQN."""
 
 import json
 import math

@@ -98,7 +98,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_what_one_command_measured_another_reads_elsewhere(tmp_path):
+def test_measurements_are_readable_in_other_folders(tmp_path):
     """Profiles, plans and the machine of one folder work in other folders."""
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["workloads=tiny_gpt2", "limits=0.8", "planners=capuchin", "train=", "workers=1"]
@@ -135,7 +135,7 @@ def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):
     assert main(words) == command.FAILED and len(calls) == 6
 
 
-def test_what_ends_the_process_is_tried_once_more_and_then_left_out(tmp_path):
+def test_crashing_items_are_retried_once_then_skipped(tmp_path):
     for deaths in (1, 2):
         rows = record(tmp_path)
         assert not rows.rows
@@ -147,7 +147,7 @@ def test_what_ends_the_process_is_tried_once_more_and_then_left_out(tmp_path):
     )
 
 
-def test_after_cuda_has_failed_nothing_more_is_measured(tmp_path, monkeypatch):
+def test_a_cuda_failure_ends_the_measurements(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -277,7 +277,7 @@ def test_planners_in_processes_are_stopped(seconds, word, tmp_path):
 
 
 @pytest.mark.nightly
-def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
+def test_items_without_time_are_listed(tmp_path, monkeypatch):
     """Every workload, plan, replay and training has exactly one row, measured or with a reason."""
     out = tmp_path / "out"
     words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8", "planners=capuchin", "train=capuchin", "workers=1"]
@@ -337,7 +337,7 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
     assert "at its strongest it needs" in offload["failed"]  # on the CPU, offloading saves no memory
 
 
-def test_without_the_solver_the_other_planners_do(monkeypatch):
+def test_the_other_planners_run_without_the_solver(monkeypatch):
     monkeypatch.setitem(sys.modules, "highspy", None)
     plan = pytorch_baselines.best_plan(chain(), LINK, chain().peak_bytes * 7 // 10)
     assert plan.planner in pytorch_baselines.OURS and plan.planner != "lp_round"
@@ -388,7 +388,7 @@ def test_two_steps_take_turns():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tiny_resnet_bf16", "tiny_llama_bf16"])
-def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
+def test_bfloat16_networks_train_bit_identically_under_a_plan(name):
     """Losses equal eager's for autocast, channels-last images and a bfloat16 decoder."""
     eager = training.eager_bits(name, "cpu")
     program = build(name, "cpu").captured(LINK).program

@@ -1,7 +1,7 @@
 """Replays the spans of a timeline event by event and reports the first broken rule.
 
-At each instant, ended work is completed, and each stream is checked for a start: recorded starts must be allowed, and
-where nothing starts, nothing may be able to. Positions count kernels from the start of the simulation. Rules by
+At each instant, ended work is completed. Each stream is then checked: a recorded start must be allowed, and a stream
+without one must be unable to start work. Positions count kernels from the start of the simulation. Rules by
 number: simulator/RULES.md.
 """
 
@@ -20,7 +20,7 @@ from tests.oracle.steps import Block, Step, Steps
 
 
 class Broken(Exception):
-    """A rule is broken; the replay stops."""
+    """Raised if a rule is broken; the replay then stops."""
 
 
 @dataclass(eq=False)
@@ -227,7 +227,7 @@ class Replay:
     # ---------------------------------------------------------------------------------- what ends
 
     def _ends(self, work: Work) -> bool:
-        """Returns whether the work ends now as recorded; it must have been completed exactly now."""
+        """Returns whether the work ends now; checks that it is complete exactly at its recorded end."""
         done = work.left <= 0
         now = work.span.end_ns <= self.now
         just = done and (work.left + work.rate > 0 or work.span.start_ns == self.now)
@@ -294,7 +294,7 @@ class Replay:
     # -------------------------------------------------------------------------------- what starts
 
     def _next(self, stream: str, turn: Block | None) -> Span | None:
-        """Returns the recorded span that starts now, which must be of the block whose turn it is, if any."""
+        """Returns the recorded span that starts now, which must belong to the next block in the queue, if any."""
         spans, kind = self.spans[stream], "swap-out" if stream == "d2h" else "swap-in"
         span = spans[0] if spans else None
         if turn is None:

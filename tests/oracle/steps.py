@@ -226,7 +226,7 @@ class Steps:
     # -------------------------------------------------------------------------------- after the walk
 
     def next_use(self, tensor: int, position: int) -> int:
-        """Returns the first position from this one on that needs the tensor in place."""
+        """Returns the first position >= ``position`` at which a kernel needs the tensor."""
         iteration, k = divmod(position, self.n)
         kernels = self.used_at[tensor]
         later = kernels[bisect_left(kernels, k) :] + [k + self.n for k in kernels]
@@ -274,7 +274,7 @@ class Steps:
 
 
 def recovered(dropped: Mapping[int, Recompute], k: int, ran: Set[int], writers: Sequence[Sequence[int]]) -> set[int]:
-    """Returns tensors recovered for kernel k by ``ran``: due ones; with ``keep``, also all completely written ones."""
+    """Returns tensors that ``ran`` restores for kernel k: due ones, and with ``keep`` all completely written ones."""
     due = {t for t, d in dropped.items() if k == (d.before if d.at is None else d.at)}
     whole = {t for t in dropped if {w for w in writers[t] if w < k} <= ran}
     return due | whole if any(dropped[t].keep for t in due) else due

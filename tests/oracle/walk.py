@@ -169,7 +169,7 @@ class Walk:
         return masks
 
     def _early(self, g: int) -> int:
-        """Returns the kernel after the last one before the use that does not fit, from the position on; -1: all fit."""
+        """Returns the kernel after the last one above the limit before the use; -1: no such kernel before the use."""
         before = int(self.task.before[g])
         over = np.flatnonzero(self.need[self.position : before] > self.task.limit)
         at = self.position + int(over[-1]) + 1 if len(over) else before

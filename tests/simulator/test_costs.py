@@ -1,4 +1,4 @@
-"""Costs besides kernels and copies: issue by the host (RULES.md, i), events (j), copies beside kernels (k).
+"""Tests costs besides kernels and copies: issue by the host (RULES.md, i), events (j), copies beside kernels (k).
 
 Cases computed by hand in both simulators, properties, and the validator.
 """
@@ -27,7 +27,7 @@ CONTENDS = Machine("m", 10**6, 10**9, 10**9, 0, 0, memory_bytes_per_s=100 * 10**
 
 
 def program_of(*uses: tuple[int, ...], nbytes: int = 0) -> Program:
-    """Persistent tensors x and y of 100 bytes; kernels of 1000 ns that use some of them and move ``nbytes`` each."""
+    """Returns kernels of 1000 ns that move ``nbytes`` each, on persistent tensors x and y of 100 bytes."""
     tensors = tuple(Tensor(name, 100, "parameter", True) for name in "xy")
     kernels = tuple(Kernel(f"k{i}", "other", "forward", u, u, 1000, bytes=nbytes) for i, u in enumerate(uses))
     return Program("costs", tensors, kernels)
@@ -40,7 +40,7 @@ FOUR = ((), (0, 1), (), (0, 1))
 
 
 @pytest.mark.parametrize(("nbytes", "loss"), [(0, 0), (50_000, 0.125), (100_000, 0.25), (400_000, 0.25)])
-def test_the_nearer_to_the_bandwidth_the_more(simulate, nbytes, loss):
+def test_memory_bound_kernels_slow_down_more(simulate, nbytes, loss):
     """Tensor x is evicted in kernel 2: its swap-out and swap-in take 100 ns each, one after the other."""
     program, plan = program_of(*FOUR, nbytes=nbytes), Plan((Swap(0, 1, 3, prefetch=2),))
     timeline = simulate(program, plan, CONTENDS, 10**6)
@@ -114,7 +114,7 @@ def test_each_swap_pays_its_wait_once_an_iteration(data):
 
 
 def test_a_slow_host(simulate):
-    """Program of tests/tiny.py: eight kernels in 120 ns, with a swap 170 ns, with a recomputed ninth kernel 130 ns."""
+    """The program of tests/tiny.py has eight kernels in 120 ns; with a swap 170 ns, with a recomputed kernel 130 ns."""
     assert simulate(tiny.PROGRAM, Plan(), ISSUES, 180).iteration_ns == 8 * 20
     swapped = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, ISSUES, tiny.LIMIT)
     assert swapped.iteration_ns == 10 * 20 and swapped.breakdown == Breakdown(120, 0, 0, 20, 60, 60)
@@ -128,7 +128,7 @@ def test_a_slow_host(simulate):
     assert simulate(program, Plan(), replace(ISSUES, issue_ns=7), 10).iteration_ns == 7
 
 
-def test_in_a_file_it_stands_where_there_is_such_a_stall(tmp_path):
+def test_files_hold_issue_stalls_only_if_they_occur(tmp_path):
     for machine in (ISSUES, tiny.MACHINE):
         timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, machine, tiny.LIMIT)
         timeline.save(tmp_path / "t.json")
@@ -137,7 +137,7 @@ def test_in_a_file_it_stands_where_there_is_such_a_stall(tmp_path):
 
 
 def test_small_kernels_after_large_ones_use_up_the_queue(simulate):
-    """Four kernels of 100 ns, then eight of 1 ns; a launch takes 10 ns. The host's lead is the queue depth."""
+    """Four kernels take 100 ns, then eight take 1 ns; a launch takes 10 ns. The host's lead is the queue depth."""
     lengths = [100] * 4 + [1] * 8
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (), (), ns) for i, ns in enumerate(lengths))
     program, machine = Program("tail", (), kernels), Machine("m", 1, 1, 1, issue_ns=10)
@@ -201,7 +201,7 @@ def test_costs_that_are_left_out_are_found():
 
 
 @pytest.mark.parametrize("key", ALONE_ONLY)
-def test_several_jobs_refuse_them(key):
+def test_simulate_jobs_refuses_host_costs(key):
     machine = replace(tiny.MACHINE, **{key: 0.25 if key == "copy_contention" else 7})
     with pytest.raises(ValueError, match=rf"^machine\.{key} is "):
         simulate_jobs([Job("a", tiny.PROGRAM, Plan(), iterations=1)], machine, 200)

@@ -1,4 +1,4 @@
-"""Files are written atomically and reproducibly, and errors on reading are one sentence."""
+"""Tests that files are written atomically and reproducibly, and that errors on reading are one sentence."""
 
 import gzip
 import json

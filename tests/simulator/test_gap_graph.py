@@ -1,4 +1,4 @@
-"""Columns of the gap graph against brute force on random programs."""
+"""Tests columns of the gap graph against brute force on random programs."""
 
 from dataclasses import replace
 

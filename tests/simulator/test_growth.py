@@ -1,4 +1,4 @@
-"""Near-linear implementations equal their quadratic definitions."""
+"""Tests that near-linear implementations equal their quadratic definitions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_selection_by_areas(program: Program) -> None:
 
 
 def test_bytes_on_the_host() -> None:
-    """From a copy's issue until the swap-in ends, or until the next gap that reuses the copy."""
+    """A copy counts from its issue until the swap-in ends, or until the next gap that reuses the copy."""
     for seed, program in enumerate(PROGRAMS):
         plan = plan_of(Random(seed), program, reruns=False)
         schedule = lower(program, plan)

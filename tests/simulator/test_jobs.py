@@ -1,4 +1,4 @@
-"""Several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
+"""Tests several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
 
 
 def once(*programs: Program) -> list[Job]:
-    """Jobs a, b, ... without plans, for one iteration each."""
+    """Returns jobs a, b, ... without plans, for one iteration each."""
     return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
 
 
@@ -110,7 +110,7 @@ def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
     assert [s for s in timeline.jobs[0].spans if s.kind == "swap_in"] == [Span(10, 40, "h2d", "swap_in", 1)]
 
 
-def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what():
+def test_a_full_host_is_reported_as_a_deadlock():
     jobs = once(GROWS, GROWS)
     with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' asks for 30 bytes for kernel 1; 'b' asks for 30 bytes for"):
         simulate_jobs(jobs, replace(MACHINE, host_bytes=39), 100)
@@ -208,7 +208,7 @@ def test_a_change_of_plans_takes_effect_at_a_boundary():
                       Span(120, 150, "h2d", "swap_in", 0), Span(170, 200, "h2d", "swap_in", 0)]  # fmt: skip
 
 
-def test_what_the_new_plan_has_in_memory_comes_back():
+def test_tensors_resident_in_the_new_plan_are_swapped_in():
     """The first plan has w on the host at 10; the second never evicts it, so it is swapped in at once (10 to 40)."""
     program = straight([parameter(30), *activations(80)], ((0,), (), 10), ((), (1,), 40))
     job = Job("a", program, Plan((Swap(0, 0, 0, 1),)), iterations=2, switches=((1, Plan()),))
@@ -239,7 +239,7 @@ def test_what_is_not_a_simulation():
 
 
 def test_a_switch_to_the_same_decisions_changes_nothing():
-    """Regardless of copies in flight at the boundary and of the order of the decisions."""
+    """The result does not depend on copies in flight at the boundary or on the order of the decisions."""
     for seed in range(30):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)  # two plans in succession reserve more host memory
@@ -256,7 +256,7 @@ def test_a_switch_to_the_same_decisions_changes_nothing():
 
 
 @given(st.data())
-def test_one_job_alone_does_what_simulate_says(data):
+def test_a_single_job_equals_simulate(data):
     program, variants = data.draw((programs() | networks()).flatmap(with_algorithms))
     plan = replace(data.draw(plans(program, reruns=True)), variants=variants)
     machine = data.draw(jobs_machines())
@@ -278,7 +278,7 @@ def test_one_job_alone_does_what_simulate_says(data):
 
 
 def test_every_job_ends_and_no_rule_is_broken_on_the_way():
-    """With any limit, if the host has room."""
+    """This holds with any limit if the host has enough memory."""
     for seed in range(60):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)
@@ -299,7 +299,7 @@ def test_every_job_ends_and_no_rule_is_broken_on_the_way():
                 assert Steps(compute, job.program.with_variants(job.plan.variants), job.plan).found == []
 
 
-def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute():
+def test_with_enough_memory_jobs_wait_only_for_compute():
     for seed in range(30):
         case = jobs_case(seed)
         plain = tuple(replace(job, plan=Plan(), switches=()) for job in case.jobs)

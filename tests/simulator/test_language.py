@@ -1,4 +1,4 @@
-"""Hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
+"""Tests hand-computed cases of plan/2: early copies, early recomputation, reruns, and the link."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_a_copy_is_of_the_present_content(swap, reason):
         Plan((swap,)).check(program)
 
 
-def test_a_copy_is_of_what_is_there():
+def test_an_early_copy_needs_a_resident_tensor():
     program = straight(activations(10), ((), (0,), 1), ((), (), 1), ((0,), (), 1), ((), (), 1), ((0,), (), 1))
     for first in (Swap(0, 0, 2), Recompute(0, 0, 2)):
         with pytest.raises(PlanError, match="tensor 0 is evicted between the end of kernel 1 and that of 2"):
@@ -137,7 +137,7 @@ def test_what_a_later_run_reads_is_retained(simulate):
     assert simulate(program, plan, MACHINE, 60, iterations=1).iteration_ns == 7
 
 
-def test_run_twice_again(simulate):
+def test_a_tensor_is_recomputed_twice(simulate):
     """Between two uses, a tensor can be recomputed, kept for a while, and recomputed again."""
     plan = Plan((Rerun(0, 2), Rerun(1, 3), Rerun(0, 4)))
     schedule = lower(LINE, plan)
@@ -263,7 +263,7 @@ def test_what_does_not_fit_lets_swap_outs_go_first(simulate):
         assert work(simulate(program, plan, one, limit, iterations=1), "swap_out", "swap_in")[:3] == copies
 
 
-def test_the_host_holds_what_is_there_at_a_time(simulate):
+def test_the_host_needs_the_largest_concurrent_load(simulate):
     program = straight(
         activations(40, 40),
         ((), (0,), 10), ((), (), 100), ((0,), (), 10), ((), (1,), 10), ((), (), 100), ((1,), (), 10),

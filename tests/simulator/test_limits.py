@@ -1,4 +1,4 @@
-"""Memory limits as users write them."""
+"""Tests memory limits in the forms that users write."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Machines: presets, durations by hand, and errors."""
+"""Tests machines: presets, durations computed by hand, and errors."""
 
 import re
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_a_file_of_ones_own(tmp_path):
     assert machine.copy_engines == 2 and machine.efficiency == {"conv": 1}
 
 
-def test_what_may_be_left_out():
+def test_optional_keys_have_defaults():
     """Defaults: pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
     assert Machine.from_dict(GOOD) == Machine(
         "m", 100, 10**9, 10**9, d2h_latency_ns=10_000, h2d_latency_ns=10_000, copy_engines=2,
@@ -74,7 +74,7 @@ def test_copies_of_a_graph():
 
 
 def test_each_direction_beside_the_other():
-    """Units of 2**-20, rounded down, at least 1; 0, or more than alone, means full speed."""
+    """Shares are in units of 2**-20, rounded down, at least 1; 0, or more than alone, means full speed."""
 
     def shares(h2d, d2h, engines=2):
         rates = {"duplex_h2d_bytes_per_s": h2d, "duplex_d2h_bytes_per_s": d2h}
@@ -97,7 +97,7 @@ def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
 
 
 def test_kernels_at_once_share_the_speed():
-    """Units of 2**-20, rounded down, at least 1 and at most full speed."""
+    """Shares are in units of 2**-20, rounded down, at least 1 and at most full speed."""
     assert [Machine("m", 1, 1, 1).compute_share(k) for k in (0, 1, 2, 3)] == [2**20, 2**20, 2**19, 2**20 // 3]
     assert [Machine("m", 1, 1, 1, concurrency=1.5).compute_share(k) for k in (1, 2)] == [2**20, 3 * 2**18]
     assert Machine("m", 1, 1, 1, concurrency=8).compute_share(2) == 2**20

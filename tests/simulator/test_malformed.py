@@ -1,4 +1,4 @@
-"""A malformed file of any kind raises FormatError with one line that begins with the file, key or entry."""
+"""Tests that malformed files raise FormatError with one line that begins with the file, key or entry."""
 
 from __future__ import annotations
 

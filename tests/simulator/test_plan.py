@@ -1,4 +1,4 @@
-"""plan/2 and plan/1: reading, errors, and which plans fit a program."""
+"""Tests plan/2 and plan/1: reading, errors, and which plans fit a program."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ def test_file_and_back(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan and os.listdir(tmp_path) == ["plan.json"]
 
 
-def test_what_may_be_left_out():
+def test_optional_keys_have_defaults():
     assert Plan.from_dict({"format": "plan/1", "decisions": []}) == Plan() == Plan((), "", "", 0, "", ())
 
 
@@ -192,7 +192,7 @@ def can_be_made_again(program: Program, tensor: int, by: int, again_at: int) -> 
 
 @st.composite
 def overwriting(draw):
-    """Few tensors that many kernels write, in place or not, some of which cannot be recomputed."""
+    """Returns a program with few tensors that many kernels write, in place or not; some cannot be recomputed."""
     tensors = (Tensor("p", 1, "parameter", True), Tensor("q", 1, "buffer", True), *(Tensor(n, 1) for n in "xyz"))
     born, kernels = {0, 1}, []
     for i in range(draw(st.integers(3, 7))):
@@ -205,7 +205,7 @@ def overwriting(draw):
 
 
 @given(overwriting())
-def test_what_can_be_recomputed_is_what_can_be_made_again(program):
+def test_recomputable_tensors_by_enumeration(program):
     for t, after, before in program.gaps():
         possible = cannot_recompute(program, t, after, before) is None
         assert possible == (after < before and can_be_made_again(program, t, before, before))

@@ -1,4 +1,4 @@
-"""Transfer of a plan to another capture of the same step."""
+"""Tests transferring a plan to another capture of the same step."""
 
 from dataclasses import replace
 from random import Random
@@ -9,7 +9,7 @@ from simulator.schedule import lower
 from tests.random_cases import plan_of, program_of
 
 
-def test_what_is_adapted_fits():
+def test_adapted_plans_are_valid():
     for seed in range(50):
         rng = Random(seed)
         program = program_of(rng)
@@ -24,7 +24,7 @@ def test_what_is_adapted_fits():
 
 
 def layers(*names: str) -> Program:
-    """One layer per name, forward and backward, with tensors named as captures name them."""
+    """Returns one layer per name, forward and backward; tensors are named as captures name them."""
     tensors = [Tensor(f"{name}.weight", 10, "parameter", True) for name in names]
     tensors += [Tensor(f"mm_{i}", 40) for i in range(2 * len(names))]
     tensors += [Tensor(f"mm_{i + 2 * len(names)}", 10, "gradient") for i in range(len(names))]
@@ -65,7 +65,7 @@ def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
     assert adapted(plan, program, program).decisions == plan.decisions
 
 
-def test_what_cannot_be_said_there_is_left_out():
+def test_untransferable_decisions_are_dropped():
     program, other = layers("a", "b"), layers("a")
     assert adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, other).decisions == ()
     kept = adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, layers("a", "b", "c"))

@@ -1,4 +1,4 @@
-"""program/1: reading, errors, and the figures of a small program by hand."""
+"""Tests program/1: reading, errors, and the figures of a small program computed by hand."""
 
 import copy
 import os
@@ -24,7 +24,7 @@ def test_file_and_back(tmp_path, name):
     assert os.listdir(tmp_path) == [name]  # nothing temporary is left
 
 
-def test_what_may_be_left_out():
+def test_optional_keys_have_defaults():
     kernel = {"name": "k", "kind": "other", "inputs": [], "outputs": [0]}
     tensor = {"name": "t", "nbytes": 1, "kind": "activation", "persistent": False}
     read = Program.from_dict({"format": "program/1", "name": "p", "tensors": [tensor], "kernels": [kernel]})

@@ -1,4 +1,4 @@
-"""Hand-computed cases for the rules of RULES.md, one by one, for both simulators.
+"""Tests hand-computed cases for the rules of RULES.md, one by one, for both simulators.
 
 One byte takes one nanosecond to copy, except where a test states otherwise. Spans are written
 (kernel or tensor, start, end); memory is (time, bytes in use after the change).
@@ -47,7 +47,7 @@ def test_workspace_is_held_while_the_kernel_runs(simulate):
 
 
 def test_compute_waits_for_a_swap_out(simulate):
-    """The timeline in tests/tiny.py."""
+    """Checks the timeline that tests/tiny.py draws."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1)
     assert compute(timeline) == [
         (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 130, 150), (7, 150, 170),
@@ -145,14 +145,14 @@ def test_a_swap_in_waits_until_it_fits_at_every_kernel_to_its_use(simulate):
 
 
 def test_prefetch_pins_the_swap_in(simulate):
-    """As above, but issued at the end of b3 (80), not when it fits (60)."""
+    """The swap-in of the previous test is issued at the end of b3 (80), not when it fits (60)."""
     plan = Plan((Swap(A1, 1, 6, prefetch=5),))
     timeline = simulate(PROGRAM, plan, MACHINE, 180, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 80, 120)]
     assert timeline.iteration_ns == 160
 
 
-def test_tensors_come_back_in_order_of_next_use(simulate):
+def test_tensors_are_swapped_in_in_order_of_next_use(simulate):
     """Under 130 bytes: a1 out [20, 60), a2 out [60, 100), then g4 fits (b4 [100, 120)).
 
     a2 is needed first, at b3: in [120, 160). Beside a2 and g3 a1 does not fit: in [180, 220).
@@ -166,7 +166,7 @@ def test_tensors_come_back_in_order_of_next_use(simulate):
     assert timeline.breakdown == Breakdown(120, 0, 60, 80, 20)
 
 
-def test_a_kernel_whose_input_is_away_waits_for_it(simulate):
+def test_a_kernel_waits_for_its_evicted_input(simulate):
     """Under 140 bytes a1 (40) fits beside neither b4 (140) nor b3 (110): it is swapped in when b2 needs it, at 110."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 140, iterations=1)
     assert work(timeline, "swap_in") == [(A1, 110, 150)]
@@ -225,7 +225,7 @@ def test_a_chain_fetches_what_is_on_the_host_and_it_stays(simulate):
     assert compute(timeline)[-1] == (6, 100, 110)
 
 
-def test_what_stays_has_its_present_content(simulate):
+def test_kept_tensors_have_their_current_content(simulate):
     """k1 makes y from x (k0), then k2 updates x. For k4 y is recomputed from k0's x; k5 reads the x of k0 and k2."""
     program = straight(
         activations(10, 10),
@@ -246,7 +246,7 @@ def test_what_the_kernel_itself_overwrites_is_read_before(simulate):
     assert compute(timeline)[3:] == [(1, 30, 40), (3, 40, 50)]
 
 
-def test_what_runs_again_in_order():
+def test_recomputations_run_in_order():
     """k1 and k8 write t from x (k0), which is resident; if x is dropped, k0 is recomputed, too."""
     lines = [((), (), 10) for _ in range(11)]
     lines[0], lines[1], lines[8], lines[10] = ((), (0,), 10), ((0,), (1,), 10), ((1,), (1,), 10), ((0, 1), (), 10)
@@ -277,7 +277,7 @@ def test_inputs_that_changed_are_rebuilt_as_they_were(simulate):
     assert timeline.memory == ((0, 0), (0, 10), (5, 14), (10, 10), (15, 20), (20, 24), (25, 14), (30, 10), (35, 0))
 
 
-def test_every_writer_runs_again(simulate):
+def test_every_writer_is_recomputed(simulate):
     """k0 writes x, and k1, which has a workspace, updates it in place."""
     program = straight(activations(10), ((), (0,), 5), ((0,), (0,), 5, 3), ((), (), 5), ((0,), (), 5))
     timeline = simulate(program, Plan((Recompute(0, 1, 3),)), MACHINE, 13, iterations=1)

@@ -1,4 +1,4 @@
-"""Hand-computed cases for order, iterations and choices of RULES.md, for both simulators."""
+"""Tests hand-computed cases for order, iterations and choices of RULES.md, for both simulators."""
 
 import pytest
 from hypothesis import given, strategies as st

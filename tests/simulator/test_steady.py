@@ -1,4 +1,4 @@
-"""Rule 10 of RULES.md: a simulation continues until its iterations repeat."""
+"""Tests rule 10 of RULES.md: a simulation continues until its iterations repeat."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""timeline/2 and the Chrome trace."""
+"""Tests timeline/2 and the Chrome trace."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_a_period_other_than_one_is_written(timeline):
     assert cycle.to_dict()["period"] == 2 and Timeline.from_dict(cycle.to_dict()) == cycle and not cycle.steady
 
 
-def test_a_timeline_is_steady_where_nothing_else_is_said(timeline):
+def test_a_timeline_is_steady_by_default(timeline):
     values = {name: getattr(timeline, name) for name in timeline.__dataclass_fields__ if name != "period"}
     assert Timeline(**values) == timeline
     record = (timeline.boundaries, timeline.spans, timeline.events, timeline.events_until, [])

@@ -1,4 +1,4 @@
-"""The validator accepts all simulated timelines and detects every kind of error in them."""
+"""Tests that the validator accepts all simulated timelines and detects every kind of error in them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,7 +128,7 @@ LIES: list[tuple[str, str, Callable[[], Timeline]]] = [
 
 
 @pytest.mark.parametrize(("rule", "lie", "make"), LIES, ids=[f"{rule}: {lie}" for rule, lie, _ in LIES])
-def test_every_lie_is_named(rule, lie, make):
+def test_every_violation_is_named(rule, lie, make):
     assert rule in rules(make(), tiny.SWAP_PLAN)
 
 
@@ -139,7 +139,7 @@ def test_a_violation_says_when_and_what():
     assert [tuple(v) for v in found] == [("order", 340, "something is recorded after the last iteration")]
 
 
-def test_there_is_a_lie_for_every_rule():
+def test_every_rule_has_a_test_violation():
     others = {"content", "recompute", "limit", "host", "figures", "sync", "issued"}  # issued: test_costs
     assert set(oracle.RULES) == {rule for rule, _, _ in LIES} | others
     assert rules(SWAPPED, tiny.SWAP_PLAN) == set()
@@ -231,7 +231,7 @@ def test_memory_at_another_time_is_found(plan, tensor, sign, occurrence, right_n
 
 
 def program_of(*lines: tuple[tuple[int, ...], tuple[int, ...]], persistent: int = 0) -> Program:
-    """Tensors of 8 bytes, the first ``persistent`` persistent, and kernels of 10 ns that read and write them."""
+    """Returns kernels of 10 ns that use tensors of 8 bytes, of which the first ``persistent`` are persistent."""
     tensors = tuple(Tensor(f"t{t}", 8, persistent=t < persistent) for t in range(2))
     kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines))
     return Program("by hand", tensors, kernels)
@@ -269,7 +269,7 @@ def test_wrong_chains():
 
 
 def test_a_copy_of_the_iteration_before():
-    """Copied when k3 ends, for the gap of the next iteration; before the first iteration the copy exists."""
+    """The copy is made when k3 ends, for the gap of the next iteration; the first iteration starts with the copy."""
     program = program_of(((0,), ()), ((), (1,)), ((0,), (0,)), ((), ()), persistent=1)
     plan = Plan((Swap(0, 0, 2, copy=3),))
     timeline = simulate(program, plan, ALONE, 1000)

@@ -1,4 +1,4 @@
-"""Plans that select algorithms of kernels (``Plan.variants``)."""
+"""Tests plans that select algorithms of kernels (``Plan.variants``)."""
 
 from __future__ import annotations
 

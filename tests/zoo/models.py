@@ -121,7 +121,7 @@ for _name, (_kind, _batch, _config) in HUGGING_FACE.items():
 
 
 def graph(kind: str, **options: Any) -> Callable[[], Parts]:
-    """A model of ``torch_geometric`` that classifies nodes."""
+    """Returns a maker of a ``torch_geometric`` model that classifies nodes."""
 
     def make() -> Parts:
         models = importlib.import_module("torch_geometric.nn")

@@ -87,7 +87,8 @@ class _Run:
 
     Attributes:
         there: jobs for which the current plans were made.
-        times: latest estimate of each job's kernel times; used: the times used by its plan.
+        times: latest estimate of each job's kernel times.
+        used: kernel times used by each job's plan.
     """
 
     def __init__(

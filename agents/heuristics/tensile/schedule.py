@@ -200,7 +200,7 @@ class Schedule:
         return True
 
     def _copied(self, row: Row, gap: Gap) -> Row:
-        """Drops a swap's early copy if the new gap lies between it and the swap's gap: the host has a copy by then."""
+        """Drops a swap's early copy if the new gap lies between it and the swap's gap, as the host then has a copy."""
         kind, tensor, after, before, prefetch, copy = row
         between = (after - gap.before) % self.n < (after - copy) % self.n
         drops = kind == SWAP and tensor == gap.tensor and copy >= 0 and between

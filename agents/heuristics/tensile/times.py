@@ -108,7 +108,7 @@ def corrected(times: Times, measured: Times, beta: float) -> Times:
 
 
 def drift(times: Times, measured: Times) -> float:
-    """Returns how far the Tensor Access Sequence has moved from that of the plan.
+    """Returns the drift of the Tensor Access Sequence from the planned one.
 
     The result is the largest shift of a kernel's start as a fraction of the planned iteration. Single kernel times are
     not compared, because time slicing makes them arbitrary.

@@ -42,6 +42,7 @@ def serve(intervals: Intervals, limit: int | None = None, expandable: bool = Fal
     """Returns the peak of reserved bytes, and whether all requests are served.
 
     Args:
+        intervals: requests on a line.
         limit: bytes available to cudaMalloc. If it fails, all unused segments are released and the request is retried,
             as PyTorch does before it raises (``release_cached_blocks``).
         expandable: ``expandable_segments:True``: each pool is one segment that grows at its end, by 2 MiB (small) or

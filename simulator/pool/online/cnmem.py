@@ -24,6 +24,7 @@ def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
     """Returns offsets for blocks on a line.
 
     Args:
+        intervals: blocks on a line.
         reserve_bytes: initial pool size, rounded up to 512; None for far more than is needed.
 
     Raises:

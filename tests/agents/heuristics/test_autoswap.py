@@ -1,4 +1,4 @@
-"""AutoSwap against scores computed by hand."""
+"""Tests AutoSwap against scores computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AutoSwap's Bayesian optimization: equation 3 by hand, and its gain over the four scores."""
+"""Tests AutoSwap's Bayesian optimization: equation 3 by hand, and its gain over the four scores."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_standardised_scores_by_hand() -> None:
     assert candidates.first(descending(scores @ [0, -1, 0, 0]), 13).tolist() == [3, 2, 1]
 
 
-def test_a_score_that_is_the_same_for_all_has_no_say() -> None:
+def test_a_constant_score_has_no_effect() -> None:
     program = straight([(0, 4), (0, 4)], [3, 3], [5] * 5, [0, 0, 1, 0, 0])
     scores = standardised_scores(Candidates(program, peak_gaps(program, 1)), program, MACHINE)
     assert scores.tolist() == [[0, 0, 0, 1], [0, 0, 0, -1]]  # the second in SWDOA's order has less load to weigh it
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_finds_what_no_score_does_alone(seed: int) -> None:
+def test_bayesian_optimization_beats_every_single_score(seed: int) -> None:
     four = {score: overhead_ns(agents.make(f"autoswap_{score}", min_bytes=1), 10) for score in SCORES}
     # AOA takes tensor 3 alone (4 bytes): kernel 1 waits for it from 9 to 13, and it cannot return before kernel 4
     # has ended, at 25, so that kernel 5 waits 4 ns more. The others take 0 or 2 and then a large one.

@@ -1,4 +1,4 @@
-"""Capuchin against free times, lanes and MSPS computed by hand."""
+"""Tests Capuchin against free times, lanes and MSPS computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GeePS: the pinned set and the buffer pool by hand."""
+"""Tests GeePS: the pinned set and the buffer pool, computed by hand."""
 
 from __future__ import annotations
 

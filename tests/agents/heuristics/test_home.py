@@ -1,4 +1,4 @@
-"""HOME: particle updates computed by hand, and the swarm."""
+"""Tests HOME: particle updates computed by hand, and the swarm."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_plan_of_the_tiny_program() -> None:
     assert swaps.decisions == (Swap(A1, 1, 6),)
 
 
-def test_the_whole_is_seen() -> None:
+def test_home_recomputes_cheap_convolutions() -> None:
     """SuperNeurons always swaps convolution outputs; here recomputation is five times cheaper, and HOME finds it."""
     kernels = tuple(replace(k, kind="conv" if k.name == "f1" else "matmul") for k in PROGRAM.kernels)
     program = Program("conv", PROGRAM.tensors, kernels)
@@ -154,7 +154,7 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
 
 
 def test_stages_wait_for_swap_outs_as_in_algorithm_2():
-    """Swapping a (40 ns each way) is hidden, or delays the loss until it is out; recomputing it takes its kernel."""
+    """Swapping a (40 ns each way) is hidden, or delays the loss until a is out; recomputing a takes one kernel."""
     program = Program(
         "two convolutions",
         (Tensor("x", 10, persistent=True), Tensor("a", 40), Tensor("b", 30), Tensor("c", 50)),

@@ -1,4 +1,4 @@
-"""Memonger, on chains of equal layers computed by hand.
+"""Tests Memonger on chains of equal layers computed by hand.
 
     forward    m1 m2 … mn        m_i: a_(i-1) → a_i, 10 bytes, 10 ns
     backward   loss, tn … t1     t_i: a_(i-1) → ·, gradients have no bytes

@@ -1,4 +1,4 @@
-"""PyTorch's own methods, on chains computed by hand.
+"""Tests PyTorch's own methods on chains computed by hand.
 
 A layer of ``chain`` is a matrix product, which writes h_i, and an activation, which writes a_i:
 
@@ -121,7 +121,7 @@ def test_each_backward_kernel_unpacks_its_own_copy() -> None:
 THREE = chain(3, flops=[100, 300, 200], times=[30, 10, 20])
 
 
-def test_the_knapsack_keeps_what_is_dearest_to_run() -> None:
+def test_the_knapsack_saves_the_most_expensive_results() -> None:
     def dropped(budget: float, runtime: str = "flops") -> list[str]:
         return sorted(THREE.tensors[m.tensor].name for m in Partitioner(THREE, runtime, 1).dropped(budget))
 

@@ -1,4 +1,4 @@
-"""Smallest limit of each method, by hand: it finds a plan there, and names that limit when given one byte less."""
+"""Tests the smallest limit of each method: it finds a plan there, and names that limit for one byte less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmartPool+AutoSwap: the limit applies to addresses."""
+"""Tests that the limit of SmartPool+AutoSwap applies to addresses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_fragments_make_it_swap_more() -> None:
     assert simulate(FRAGMENTED, plan, MACHINE, 7).overhead == 0
 
 
-def test_the_same_as_autoswap_where_nothing_is_lost_between_blocks() -> None:
+def test_equals_autoswap_without_fragmentation() -> None:
     assert make().plan(FRAGMENTED, MACHINE, 9).decisions == ()
     for limit in (180, 170, 150):  # lives of tiny.py are nested
         plain = agents.make("autoswap_swdoa", min_bytes=1).plan(tiny.PROGRAM, tiny.MACHINE, limit)
@@ -106,7 +106,7 @@ def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
 
 
 @given(st.data())
-def test_the_footprint_fits_or_it_says_so(data: st.DataObject) -> None:
+def test_the_footprint_fits_or_the_limit_is_infeasible(data: st.DataObject) -> None:
     program = data.draw(programs() | networks())
     machine = data.draw(machines())
     limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 2, 2 * program.peak_bytes))

@@ -1,4 +1,4 @@
-"""SuperNeurons' rules on programs small enough to follow by hand."""
+"""Tests SuperNeurons' rules on programs that are small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_speed_and_memory_centric_recomputation_by_hand() -> None:
 
 
 def test_table_1_alexnet() -> None:
-    """Extra recomputations of AlexNet in Table 1: 14 speed-centric, 23 memory-centric, 17 cost-aware."""
+    """AlexNet needs 14 (speed-centric), 23 (memory-centric) and 17 (cost-aware) extra recomputations, as in Table 1."""
     blocks = [  # layers, and C * H * W of each one's output (section 4.1.1)
         ("conv activation lrn", 96 * 55 * 55), ("pool", 96 * 27 * 27),
         ("conv activation lrn", 256 * 27 * 27), ("pool", 256 * 13 * 13),

@@ -1,4 +1,4 @@
-"""TENSILE: schedules computed by hand."""
+"""Tests TENSILE: schedules computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor Cache at run time: Algorithm 2 and a run with waits, both computed by hand."""
+"""Tests tensor Cache at run time: Algorithm 2 and a run with waits, both computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TFLMS on the program of tests.tiny, its distances counted by hand."""
+"""Tests TFLMS on the program of tests.tiny, its distances counted by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vDNN on a small network, by hand."""
+"""Tests vDNN on a small network computed by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_all_offloads_every_input_and_waits() -> None:
     assert timeline.breakdown == Breakdown(80, 0, 30, 30, 40)
 
 
-def test_nobody_waits_without_sync() -> None:
+def test_compute_does_not_wait_without_sync() -> None:
     loose = plan("all", PLENTY, sync=False)
     assert loose.decisions == tuple(replace(d, sync=False) for d in ALL)
     # a1 leaves [10, 50), a2 [50, 60), beside k1 … k4; a2 returns [60, 70) for k5 and then a1 [70, 110) for k6.
@@ -84,7 +84,7 @@ def test_the_search_for_a_prefetch_ends_at_a_conv_layer() -> None:
     assert prefetches(network("norm"), [X1, X2]) == {X1: 4, X2: 3}  # one search, one layer
 
 
-def test_what_no_search_finds_is_fetched_when_it_is_needed() -> None:
+def test_a_tensor_without_prefetch_is_fetched_on_demand() -> None:
     """The first backward kernel needs x itself, but no search has run before it starts, at the end of k3."""
     kernels = (
         Kernel("k0", "conv", "forward", (), (0,), 10),

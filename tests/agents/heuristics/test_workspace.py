@@ -1,4 +1,4 @@
-"""Dynamic workspaces: small programs computed by hand, and properties on random programs."""
+"""Tests dynamic workspaces: small programs computed by hand, and properties on random programs."""
 
 from __future__ import annotations
 

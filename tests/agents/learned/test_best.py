@@ -1,4 +1,4 @@
-"""Planner ``best``: its table of shares, and that it is at least as good as each of its methods."""
+"""Tests the planner ``best``: its table of shares, and that it is at least as good as each of its methods."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ def ns(program: Program, plan: agents.planner.Plan, limit: int = LIMIT) -> int:
     return simulate(program, plan, MACHINE, limit).iteration_ns
 
 
-def test_the_parts_of_the_table_are_all_of_the_time() -> None:
+def test_time_shares_of_the_methods_add_up_to_one() -> None:
     for mode, kernels, seconds, network in product(
         MODES, (3, 500, 20_000, HUGE), (None, 0.1, 1.0, SOLVER, 10.0, 1e3), (False, True)
     ):
@@ -33,7 +33,7 @@ def test_the_parts_of_the_table_are_all_of_the_time() -> None:
     assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # restarts
 
 
-def test_no_method_is_better_alone_and_the_same_seed_is_the_same_plan() -> None:
+def test_no_method_alone_is_better_and_plans_are_deterministic() -> None:
     best, again = (agents.make("best", min_bytes=1, calls=601) for _ in range(2))
     plan = best.plan(PROGRAM, MACHINE, LIMIT)
     assert plan == again.plan(PROGRAM, MACHINE, LIMIT)
@@ -51,8 +51,8 @@ def test_recomputation_alone_ends_with_the_search_over_reruns() -> None:
     assert "rerun_search" in best.found and best.found["rerun_search"] == ns(PROGRAM, plan)
 
 
-def test_lp_rounding_goes_on_from_the_plan_that_it_is_given() -> None:
-    """With almost no calls of its own, it is no worse than the given plan."""
+def test_lp_rounding_continues_from_a_given_plan() -> None:
+    """With almost no simulator calls, LP rounding is no worse than the given plan."""
     start = agents.make("policy_search", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     alone, given = (LPRound(20, min_bytes=1) for _ in range(2))
     given.first = rows_of(start.decisions)
@@ -60,7 +60,7 @@ def test_lp_rounding_goes_on_from_the_plan_that_it_is_given() -> None:
     assert ns(PROGRAM, start) < ns(PROGRAM, alone.plan(PROGRAM, MACHINE, LIMIT))
 
 
-def test_where_there_is_no_plan_it_says_so_and_where_none_is_needed_it_makes_none() -> None:
+def test_infeasible_limits_raise_and_unneeded_plans_are_empty() -> None:
     with pytest.raises(agents.Infeasible, match=r"^best: .* cannot be planned within 1,?\d* bytes"):
         agents.make("best", min_bytes=1).plan(PROGRAM, MACHINE, 1)
     planner = agents.make("best", seconds=60)

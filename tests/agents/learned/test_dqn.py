@@ -1,4 +1,4 @@
-"""DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
+"""Tests DQN over edits: network, returns, training and planner; and the training loop shared with dqn_paper."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_message_passing_reads_the_edges_and_the_flat_network_does_not() -> None
     assert trained(WEIGHTS[True]).rounds and not trained(WEIGHTS[False]).rounds
 
 
-def test_q_of_an_edit_that_is_none_is_masked_and_changes_no_other() -> None:
+def test_padding_edits_are_masked_and_do_not_affect_others() -> None:
     task = pyramid_task()
     *state, edits = states(task)
     edits[0, 0] = -1
@@ -216,7 +216,7 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
 
 @settings(max_examples=12)
 @given(st.data())
-def test_plans_fit_and_take_as_many_calls_as_they_may(data: st.DataObject) -> None:
+def test_plans_fit_and_use_their_call_budget(data: st.DataObject) -> None:
     """If no plan of the policy fits, all heuristics run, as in annealing, which may exceed the budget."""
     program = data.draw(networks())
     machine, limit = data.draw(machines()), data.draw(reachable_limits(program))
@@ -234,7 +234,7 @@ def test_plans_fit_and_take_as_many_calls_as_they_may(data: st.DataObject) -> No
         assert simulate(program, plan, machine, limit).peak_bytes <= limit
 
 
-def test_more_calls_find_a_better_plan_that_a_seed_repeats_and_what_ranks_decides() -> None:
+def test_plans_improve_with_calls_and_depend_on_seed_and_ranking() -> None:
     program, found = pyramid(40, 5), set()
     limit = program.peak_bytes // 2
     choices = [*((ranks, True) for ranks in RANKS), ("q", False), ("improves", False)]
@@ -253,7 +253,7 @@ def test_more_calls_find_a_better_plan_that_a_seed_repeats_and_what_ranks_decide
     assert len(found) == len(choices)
 
 
-def test_a_walk_claims_what_the_simulator_says() -> None:
+def test_claimed_times_equal_simulated_times() -> None:
     task = pyramid_task()
     walk = EditWalk(task, 2, trained(WEIGHTS[True]), 0)
     for i in range(2):

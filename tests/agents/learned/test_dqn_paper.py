@@ -1,4 +1,4 @@
-"""The paper's DQN: equations against a plain loop, learning on a task with known optimum, reproducibility, resume."""
+"""Tests the paper's DQN: equations against a plain loop, learning on a solved task, reproducibility, resume."""
 
 import copy
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_the_policy_learns():
     ("settings", "greedy", "mean"),
     [("dqn_paper", 0.31184237547892724, 0.17542330268199233), ("dqn_paper_tuned", 0.0, 0.059074431034482754)],
 )
-def test_a_training_is_exact(settings, greedy, mean):
+def test_training_gives_the_recorded_overheads(settings, greedy, mean):
     """Checks the overheads of the greedy policy after 40 episodes and of the episodes.
 
     As printed, the policy is worse than chance; with the tuned settings it is optimal.
@@ -118,7 +118,7 @@ def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
         Trainer(*other, replace(SWAPS, weights=str(tmp_path / "nothing.pt")), 1)
 
 
-def test_keys_of_older_versions_are_named_anew(tmp_path):
+def test_keys_of_older_checkpoints_are_renamed(tmp_path):
     for old in RENAMED:
         with pytest.raises(cli.UsageError, match=f"agent.{old}: .*{RENAMED[old]}"):
             cli.dataclass_of(PaperConfig, OmegaConf.create({old: 1}), "agent")

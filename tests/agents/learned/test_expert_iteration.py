@@ -1,4 +1,4 @@
-"""Expert iteration: the teachers' plans, training items, and a bit-identical training after an interruption."""
+"""Tests expert iteration: the teachers' plans, training items, and bit-identical training after an interruption."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_limit_within_reach() -> None:
     assert not learning.first_plans(program, MACHINE, 1, "swap")
 
 
-def test_what_is_asked() -> None:
+def test_examples_have_targets_and_counts_per_gap() -> None:
     one = lesson(8)
     example = learning.Example(one)
     for ways, (ns, rows) in zip(example.ways, one.plans, strict=True):
@@ -67,7 +67,7 @@ def test_what_is_asked() -> None:
     assert (some.target.max(1).values == 1).all()
 
 
-def test_training_is_the_same_whether_stopped_or_not(tmp_path: Path) -> None:
+def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     lessons = [lesson(n) for n in (5, 6, 7, 8)]
     examples = [learning.Example(one) for one in lessons]
 
@@ -93,7 +93,7 @@ def test_training_is_the_same_whether_stopped_or_not(tmp_path: Path) -> None:
     assert any(not torch.equal(first[key], value) for key, value in other.items())
 
 
-def test_the_loss_counts_tasks_alike_and_gaps_by_what_they_count() -> None:
+def test_the_loss_weights_tasks_equally_and_gaps_by_their_count() -> None:
     """Uses a network with uniform probabilities over the eviction kinds of each gap: 1/2, 1/3 or 1/4."""
     example = learning.Example(lesson(6))
     net = learning.network([example], SETTINGS, 0)

@@ -1,4 +1,4 @@
-"""The policy: network, decoding, and planners, with random weights and with the shipped ones."""
+"""Tests the policy: network, decoding, and planners, with random weights and with the shipped ones."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def fresh(graph: GapGraph, seed: int = 0) -> PolicyNet:
     return net
 
 
-def test_a_batch_says_of_each_task_what_it_says_alone() -> None:
+def test_batched_outputs_equal_single_outputs() -> None:
     rng = np.random.default_rng(0)
     graphs = [graph_of(pyramid(n, n), 0.6) for n in (4, 9, 6)]
     decided = [np.where(rng.random(len(g)) < 0.5, STAYS, UNDECIDED) for g in graphs]
@@ -53,7 +53,7 @@ def test_a_batch_says_of_each_task_what_it_says_alone() -> None:
     assert (together[~ways] == MASKED).all() and (together[ways].abs() < 1e3).all()
 
 
-def test_a_decision_changes_what_is_said_of_the_others() -> None:
+def test_a_decision_changes_the_probabilities_of_other_gaps() -> None:
     graph = graph_of(pyramid(8, 0), 0.5)
     net, decided = fresh(graph), np.full(len(graph), UNDECIDED)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str)
         assert not engine.score(everything(program, mode, 1)).feasible
 
 
-def test_what_the_limit_allows_stays() -> None:
+def test_nothing_is_evicted_if_the_program_fits() -> None:
     graph = graph_of(pyramid(8, 0), 1.0)
     every = np.where(graph.ways[:, 1:].any(1), graph.ways[:, 1:].argmax(1) + 1, STAYS)
     assert len(rows_of_ways(graph, every)) == len(graph)
@@ -111,7 +111,7 @@ def test_the_plan_does_not_depend_on_the_cores() -> None:
     assert len({p.plan(program, MACHINE, limit).decisions for p in cores}) == 1
 
 
-def test_the_weights_that_come_with_it_are_worth_more_than_none() -> None:
+def test_shipped_weights_beat_the_no_network_ablation() -> None:
     """Compares with the ablation at equal calls on MobileNet and an H100, neither in the training data, over seeds."""
     machine = Machine.load("h100")
     program = bundled("mobilenet", machine)

@@ -25,7 +25,7 @@ def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
     enough_ns: int = 0, until: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
-    """Reference of ``local_search.anneal`` that always checks the clock after ``CLOCK`` calls."""
+    """Repeats ``local_search.anneal`` step by step; checks the clock after every ``CLOCK`` calls."""
     ideal = max(engine.program.ideal_ns, 1)
     rng = np.random.default_rng(seed)
     moves.reset(start)

@@ -1,4 +1,4 @@
-"""The compiled loop of the local search is bit-identical to its reference, however it ends."""
+"""Tests that the compiled loop of the local search is bit-identical to its reference, however it ends."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def drawn(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
     return program, machine, limit, rng.choice(["swap", "recompute", "joint"]), rng
 
 
-def test_the_same_as_step_by_step() -> None:
+def test_compiled_annealing_equals_the_stepwise_reference() -> None:
     accepted = asked = 0
     for seed in range(150):
         program, machine, limit, mode, rng = drawn(seed)
@@ -91,7 +91,9 @@ def test_the_same_as_step_by_step() -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
 @pytest.mark.parametrize("calls", [None, 150])
-def test_the_same_for_as_much_time(mode: str, calls: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_annealing_equals_the_reference_with_a_time_budget(
+    mode: str, calls: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Uses a clock that advances by a second per check, with equally many checks."""
     program = pyramid(12, 1)
     task = program, MACHINE, int(0.6 * program.peak_bytes), mode, 3, True

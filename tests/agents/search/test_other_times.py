@@ -1,4 +1,4 @@
-"""Overheads of plans under perturbed kernel times, and plans for faster kernels."""
+"""Tests overheads of plans under perturbed kernel times, and plans for faster kernels."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_kernels_that_are_faster_hide_less() -> None:
     ([Plan.of(PROGRAM, ())], 0), ([], 0),
     ([SWAP_PLAN], 1000),  # tensors that are too small to move
 ])  # fmt: skip
-def test_what_it_cannot_start_from(starts: list[Plan], min_bytes: int) -> None:
+def test_infeasible_starts_and_too_few_calls_are_refused(starts: list[Plan], min_bytes: int) -> None:
     with pytest.raises(Infeasible, match="no start plan fits"):
         ForFaster(starts, ERROR, calls=50, min_bytes=min_bytes).plan(PROGRAM, MACHINE, LIMIT)
     with pytest.raises(ValueError, match="calls"):

@@ -1,4 +1,4 @@
-"""Search over reruns: against brute force, the schedule's memory and time, and Checkmate's published results."""
+"""Tests the search over reruns against brute force, the schedule, and Checkmate's published results."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_as_good_as_every_set_of_reruns(seed: int, few_moves: None) -> None:
 
 
 @given(st.data())
-def test_the_sweep_says_what_the_schedule_says(data: st.DataObject) -> None:
-    """Programs with in-place kernels, several outputs and persistent results: computed costs match the plans found."""
+def test_costs_of_the_sweep_equal_those_of_the_schedule(data: st.DataObject) -> None:
+    """Computed costs match the plans found for in-place kernels, several outputs and persistent results."""
     program = data.draw(programs())
     table = tables(program, 1)
     least = least_bytes(program, table)
@@ -80,7 +80,7 @@ def in_place() -> Program:
     ))  # fmt: skip
 
 
-def test_writers_of_one_tensor_run_again_together() -> None:
+def test_writers_of_a_tensor_are_recomputed_together() -> None:
     program = in_place()
     assert nodes_of(program) == [[0], [1, 2, 3], [4, 6, 7], [5]]
     plan = agents.make("rerun_search", min_bytes=1, kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
@@ -90,7 +90,7 @@ def test_writers_of_one_tensor_run_again_together() -> None:
         lower(program, Plan((Rerun(3, 7),)))
 
 
-def test_where_nothing_fits_it_says_so() -> None:
+def test_infeasible_limits_name_the_smallest_one() -> None:
     program = in_place()
     table = tables(program, 1)
     least = least_bytes(program, table)
@@ -101,7 +101,7 @@ def test_where_nothing_fits_it_says_so() -> None:
     assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()
 
 
-def test_the_clock_ends_it(few_moves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_budget_ends_the_search(few_moves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     program = pyramid(8, 5)
     limit = int(0.6 * program.peak_bytes)
     monkeypatch.setattr(rerun_search, "time", ticking(1.0))  # a second at every look

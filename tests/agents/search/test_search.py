@@ -1,4 +1,4 @@
-"""Random search and simulated annealing: reproducible, within budget, and correct where the answer is known."""
+"""Tests random search and simulated annealing: reproducible, within budget, and correct for known optima."""
 
 from __future__ import annotations
 

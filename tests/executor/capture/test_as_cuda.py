@@ -31,7 +31,7 @@ NETWORKS = ["llama_bf16", "resnet50_imagenet_bf16", "gpt2_medium_bf16"]
 
 
 def one_now(network: str) -> pytest.MarkDecorator:
-    """Returns parameters: one network in every test run, the others only in nightly runs."""
+    """Returns the parameters: the first network runs in every test run, all others in nightly runs only."""
     marks = [pytest.param(n, marks=() if n == network else pytest.mark.nightly) for n in NETWORKS]
     return pytest.mark.parametrize("network", marks)
 
@@ -46,7 +46,7 @@ def untimed(program: Program) -> dict[str, Any]:
 
 @one_now("llama_bf16")
 def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
-    """Kernels, what they read and write, every tensor's bytes, traffic and FLOPs (PyTorch 2.11 on the GPU)."""
+    """Compares kernels, their inputs and outputs, and bytes, traffic and FLOPs (PyTorch 2.11 on the GPU)."""
     path = ROOT / "experiments" / "results" / "gpu_h200" / "graphs" / f"program-{network}.json.gz"
     measured = Program.from_dict(json.loads(gzip.decompress(path.read_bytes())))
     n = build(network, "meta", capturable=True)
@@ -60,7 +60,7 @@ def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
 
 @one_now("resnet50_imagenet_bf16")
 def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
-    """With one update per parameter, as in the oldest profiles."""
+    """Captures one update per parameter, as in the oldest profiles."""
     profile = json.loads((ROOT / "tests" / "data" / "measured" / f"nvidia_h200-{network}.json").read_text())
     measured = [profile["operators"][k[0]]["name"] for k in profile["kernels"]]
     n = build(network, "meta")
@@ -78,7 +78,7 @@ EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 
 
 def given(capability: tuple[int, int], dtype: torch.dtype, width: int = 64, **changes: Any) -> Attention:
-    """Attention of two sequences of 32 with eight heads, in training."""
+    """Returns training attention of two sequences of 32 tokens with eight heads."""
     q, k, v = (torch.empty(2, 8, 32, width, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
     return Attention(q, k, v, None, 0.0, True, False, capability)._replace(**changes)
 
@@ -143,7 +143,7 @@ def test_the_users_choice_of_a_kernel_counts() -> None:
 
 
 def captured(model: nn.Module, x: Tensor, machine: Machine = H200, as_cuda: bool = True) -> Captured:
-    """An SGD step that minimizes the model's result."""
+    """Captures an SGD step that minimizes the model's result."""
     model = model.to("meta")
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     return capture(model, lambda out, _: out.float().sum(), made, (x, x), machine=machine, as_cuda=as_cuda)
@@ -303,7 +303,7 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
         assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
 
 
-def test_captures_for_the_cpu_are_what_they_were() -> None:
+def test_cpu_captures_are_unaffected() -> None:
     """PyTorch's operators dispatch as before after a successful and after a failed capture."""
     model, x = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1)), torch.empty(2, 8, 16)
     before = names(captured(model, x, as_cuda=False))

@@ -84,7 +84,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Optimizer whose bias correction uses Python numbers, which are nodes of the graph."""
+    """Returns an optimizer whose bias correction uses Python numbers, which are nodes of the graph."""
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -189,7 +189,7 @@ def test_graph_is_bit_identical_to_eager(model_type, batch, optimizer):
             assert torch.equal(tensor, want[name]), name
 
 
-def test_nothing_of_the_users_changes():
+def test_capture_leaves_the_users_objects_unchanged():
     model, loss_fn, optimizer, example = build(Held, images)
     eager_step(model, loss_fn, optimizer, example)
     parameter = next(model.parameters())
@@ -327,7 +327,7 @@ def test_capture_step_finds_state_of_any_callable():
 
 
 def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):
-    """Also if PyTorch's setting that ignores them is lost in between."""
+    """The numbers are forgotten even if PyTorch's setting that ignores them is lost in between."""
     monkeypatch.setattr(ShapeEnv, "ignore_fresh_unbacked_symbols", lambda self: contextlib.nullcontext())
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())

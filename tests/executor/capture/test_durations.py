@@ -299,7 +299,7 @@ def test_a_trace_of_another_network_is_refused(resnet50):
     [("a,b\n1,2\n", "line 2: 'stage'"), ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
      ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward")],
 )  # fmt: skip
-def test_what_is_no_trace_is_refused(tmp_path, text, message):
+def test_files_without_a_trace_are_refused(tmp_path, text, message):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(FormatError, match=message):
         steps.read_operators(tmp_path / "trace.csv")

@@ -1,4 +1,4 @@
-"""Captured steps of stock ``transformers`` models against eager PyTorch: exact peaks, bit-identical results.
+"""Tests captures of stock ``transformers`` models against eager PyTorch: exact peaks, bit-identical results.
 
 The models are made from small configurations, without pretrained weights. Each runs with and without ``use_cache``,
 with three kinds of attention mask, at two input sizes, and with each kind of gradient checkpointing. The reference for

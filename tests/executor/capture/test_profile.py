@@ -1,13 +1,16 @@
 """Tests of profiles: every kernel runs alone, indices stay in range, and a profile fits only one program."""
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from executor import capture
+from executor.capture import step_profiler
 from executor.capture.profile import (
     PROFILES,
     WARMUP,
@@ -19,6 +22,7 @@ from executor.capture.profile import (
     measure,
     path_of,
     shape_of,
+    slowed,
     together,
     with_profile,
 )
@@ -78,7 +82,7 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
-    """The runner computes the step: its copies of the parameters end up equal to those of an eager step."""
+    """After a profiled step, the runner's parameters equal those of an eager step."""
     x, y = torch.randn(4, 6), torch.randint(3, (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -133,7 +137,7 @@ def test_equal_kernels_are_measured_once():
     [("cold", r"^kernel \d+ \(aten.addmm.default\) cannot be run alone: ", "was over at kernel 0 of "),
      ("step", "^the step cannot be run to profile it: ", "was over before a step was measured$")],
 )  # fmt: skip
-def test_what_cannot_be_run_is_named_and_the_time_may_be_over(cache, fails, ends):
+def test_unrunnable_kernels_and_timeouts_are_reported(cache, fails, ends):
     step = captured()
     node = next(n[0] for n in step.nodes if n and str(n[0].target) == "aten.addmm.default")
     node.args = (node.args[0], node.args[2], node.args[1])  # operands in the wrong order
@@ -152,7 +156,7 @@ def test_durations_and_workspaces_are_put_in():
 
 
 @pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, workspaces=None, cache="step", event_ns=3)])
-def test_a_profile_is_data(tmp_path, profile):
+def test_a_profile_survives_a_round_trip(tmp_path, profile):
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
     assert path_of(replace(profile, program="a/b c")) == PROFILES / "a_b_c-m.json"
@@ -188,6 +192,39 @@ def test_kernels_in_a_row_take_no_longer_than_the_row():
     assert together([5, 6], 20) == [5, 6]  # gaps belong to no kernel
     # 667 less is more than half of the short ones: they are halved, and all three are scaled from 2,333 to 2,000.
     assert together([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
+
+
+def test_compute_bound_kernels_carry_what_steps_in_a_row_take_longer():
+    assert slowed([10, 30, 60], [True, False, True], 35) == [15, 30, 90]
+    assert slowed([10, 30], [True, False], -5) == [10, 30] == slowed([10, 30], [False, False], 5)
+
+
+@pytest.mark.parametrize(("ahead", "found"), [(0.001, 3_000_000), (0.0, None)])
+def test_steps_in_a_row_count_if_the_device_is_behind_the_host(ahead, found, monkeypatch):
+    """``ahead``: seconds by which the host has issued its steps before the device ends them."""
+    waits, steps = iter([0.0, ahead]), []
+    clock = SimpleNamespace(now=0.0)
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            steps.append(self)
+
+        def elapsed_time(self, other):
+            return 3.0 if steps.index(other) > 2 else 1.0  # clocks settle after two steps
+
+    def synchronize():
+        clock.now += next(waits)
+
+    for name, double in {"Event": Event, "synchronize": synchronize, "device": lambda device: nullcontext()}.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(step_profiler.time, "perf_counter", lambda: clock.now)
+    runner = StepRunner.__new__(StepRunner)
+    runner.device = torch.device("cpu")
+    runner._run = lambda around: setattr(clock, "now", clock.now + 0.1)
+    assert runner.sustained_ns() == found and len(steps) == 7
 
 
 @pytest.mark.gpu

@@ -87,7 +87,7 @@ def test_tensors_belong_to_modules() -> None:
 
 
 def test_the_gradient_of_a_parameter_belongs_to_its_module() -> None:
-    """Also if another module's forward uses it."""
+    """A gradient belongs to its parameter's module even if another module's forward uses the parameter."""
 
     class Borrowed(nn.Module):
         def __init__(self) -> None:
@@ -107,7 +107,7 @@ def test_the_gradient_of_a_parameter_belongs_to_its_module() -> None:
 
 
 @pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
-def test_what_a_checkpoint_runs_again_is_where_it_first_was(again: str) -> None:
+def test_recomputed_checkpoints_keep_their_location(again: str) -> None:
     captured = captured_net(again)
     assert of(captured, "forward") == FORWARD
     found = of(captured, "backward")

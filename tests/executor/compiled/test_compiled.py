@@ -132,14 +132,14 @@ def test_a_buffer_that_is_read_and_then_changed_has_eagers_gradients() -> None:
 
 
 @pytest.mark.nightly
-def test_what_reads_a_buffer_that_is_changed_is_not_run_again() -> None:
+def test_readers_of_a_modified_buffer_are_not_recomputed() -> None:
     torch.manual_seed(0)
     net, x = Net(*(Statistics("mask") for _ in range(4))), torch.randn(256, 32)
     with pytest.raises(CompileError, match="does not fit"):
         step(compiled.compile(net, memory=0.8, planner=QUICK), net, x)
 
 
-def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_without_a_plan() -> None:
+def test_a_planned_model_has_the_predicted_peak_and_unplanned_bits() -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     plain = torch.compile(net, dynamic=False)
     expected = step(plain, net, x)
@@ -156,7 +156,7 @@ def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_witho
     assert "recomputed" in str(compiled.report(planned))
 
 
-def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     net = blocks(1)
     with pytest.raises(CompileError, match="needs a C\\+\\+ compiler on the CPU"):
@@ -193,7 +193,7 @@ def test_a_language_models_loss_whose_gradient_is_written_over_the_logits() -> N
 
 
 @pytest.mark.parametrize(("memory", "planned"), [(1.0, False), (0.9, True)])
-def test_of_a_model_with_convolutions_a_little_is_left_to_libraries(memory: float, planned: bool) -> None:
+def test_convolutions_reserve_memory_for_libraries(memory: float, planned: bool) -> None:
     net = Net(*(part for _ in range(6) for part in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())))
     partitioner = Partitioner(memory, planner=QUICK)
     step(graphs(net, partitioner), net, torch.randn(8, 4, 16, 16))
@@ -202,7 +202,7 @@ def test_of_a_model_with_convolutions_a_little_is_left_to_libraries(memory: floa
     assert not planned or graph.peak_bytes <= 0.99 * graph.limit
 
 
-def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
+def test_infeasible_memory_is_refused_with_the_minimum() -> None:
     with pytest.raises(CompileError, match=r"graph 0/0 does not fit into .*: every plan without swaps needs at least"):
         graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
 
@@ -286,7 +286,7 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
 
 
 @pytest.mark.parametrize(("least", "needs", "drafts"), [(0, 990, 2), (950, 0, 6)])
-def test_a_search_ends_with_what_was_seen_to_fit_or_with_why_nothing_does(least: int, needs: int, drafts: int) -> None:
+def test_a_search_returns_a_fitting_plan_or_the_reason(least: int, needs: int, drafts: int) -> None:
     """Inductor needs ten percent more than each plan's estimate."""
     asked: list[int] = []
 

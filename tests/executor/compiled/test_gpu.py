@@ -32,7 +32,7 @@ def on_a_gpu(mode: str, memory: float) -> compiled.CompiledReport:
 
 
 @pytest.mark.gpu
-def test_some_kernels_run_again_within_the_memory() -> None:
+def test_recomputation_keeps_within_the_memory() -> None:
     on_a_gpu("recompute", 0.7)
 
 

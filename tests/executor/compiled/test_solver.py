@@ -33,7 +33,7 @@ class Compared(ChainSolver):
         return sum(map(self._ns, seen))
 
 
-def test_chains_run_again_in_less_time_than_what_a_knapsack_leaves_out() -> None:
+def test_recomputed_chains_are_faster_than_the_knapsacks_plan() -> None:
     net, x, times = blocks(3), torch.randn(4, 64, 32), []
     expected = step(net, net, x)
     for budget in (0.2, 0.1):

@@ -40,7 +40,7 @@ def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() ->
     assert f"{len(swaps)} swaps" in str(compiled.report(model))
 
 
-def test_some_swapped_and_some_run_again() -> None:
+def test_swaps_and_recomputations_combine() -> None:
     net, x = blocks(3), torch.randn(4, 64, 32)
     expected = step(net, net, x)
 
@@ -92,7 +92,7 @@ class Rotated(nn.Module):
         return x + self.last(torch.cat((2 * a - b, 2 * b + a), -1))
 
 
-def test_what_is_put_together_is_swapped_as_one() -> None:
+def test_a_concatenated_tensor_is_swapped_as_one() -> None:
     torch.manual_seed(0)
     net, x = Net(*(Rotated(32) for _ in range(3))), torch.randn(4, 64, 32)
 
@@ -120,8 +120,8 @@ def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
     assert not POOL.under_way and POOL.held == 0
 
 
-def test_what_the_caller_has_is_not_swapped() -> None:
-    """The model's outputs, their gradients, and gradients of parameters."""
+def test_tensors_of_the_caller_are_not_swapped() -> None:
+    """Covers the model's outputs, their gradients, and gradients of parameters."""
     net, x = blocks(), torch.randn(4, 64, 32)
     seen: list[set[str]] = []
 
@@ -150,7 +150,7 @@ def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.
     assert batches and not batches & joint.movable and joint.movable
 
 
-def test_what_is_no_swap_is_refused() -> None:
+def test_unsupported_modes_and_waits_are_refused() -> None:
     on_the_cpu()
     with pytest.raises(RuntimeError, match="no pending transfer"):  # as PyTorch's operator says without a copy
         torch.ops.ao.wait_tensor(torch.ones(2))
@@ -163,7 +163,7 @@ def test_what_is_no_swap_is_refused() -> None:
 
 @pytest.mark.parametrize("schema", ["ao::reload(Tensor tensor, Device device) -> Tensor", None])
 def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11 lacks the operators, and those of 2.12 do not restore the layout."""
+    """PyTorch 2.11 lacks the operators; the operators of PyTorch 2.12 do not restore the layout."""
     if schema is None:
         monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
     else:

@@ -1,4 +1,4 @@
-"""``PlannedTrainer`` against Hugging Face's Trainer: bit-identical losses, norms, rates, weights, optimizer state."""
+"""Tests that ``PlannedTrainer`` equals Hugging Face's Trainer bit by bit: losses, norms, weights, optimizer state."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Mean(nn.Module):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("make", "counted"), [(model, True), (Mean, False)])
 def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Path) -> None:
-    """Three micro-batches of several shapes per step, and one at the end of each epoch.
+    """Trains three micro-batches of several shapes per step, and one at the end of each epoch.
 
     Losses are divided by the tokens of all micro-batches, or by the number of micro-batches.
     """
@@ -147,14 +147,14 @@ def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Pa
 
 @pytest.mark.nightly
 def test_autocast_and_batches_of_several_shapes(tmp_path: Path) -> None:
-    """Batches of two lengths, and a short batch at the end of the epoch."""
+    """Trains on batches of two lengths, and on a short batch at the end of the epoch."""
     pair = Pair(tmp_path, lengths=(40, 40, 40, 40, 48), samples=13, num_train_epochs=1, bf16=True).train()
     assert len(pair.ours.planned.steps) > 2 and "bfloat16" in str(pair.ours.planned.captured.graph.graph)
 
 
 @pytest.mark.nightly
 def test_float16_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate supports it only on GPUs, so the check is patched."""
+    """Accelerate supports float16 only on GPUs, so its check is patched."""
     pair = Pair(tmp_path)
     for trainer in pair.trainers:
         trainer.accelerator.scaler, trainer.accelerator.native_amp = GradScaler("cpu", init_scale=2.0**8), True
@@ -176,7 +176,7 @@ def of_texts(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.nightly
-def test_a_classifier_that_finds_out_about_its_labels(tmp_path: Path) -> None:
+def test_a_classifier_infers_its_problem_type(tmp_path: Path) -> None:
     """The first step sets ``problem_type`` in the model's configuration."""
     pair = Pair(tmp_path, classifier, collate=of_texts).train()
     assert pair.ours.model.config.problem_type == pair.own.model.config.problem_type == "single_label_classification"
@@ -202,7 +202,7 @@ class Distilled:
 
 
 @pytest.mark.nightly
-def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_loss(tmp_path: Path) -> None:
     """Trainer attributes that compute_loss reads are part of the step, and a changed number is detected."""
     pair = Pair(tmp_path, mixin=Distilled)
     for trainer in pair.trainers:
@@ -219,7 +219,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
         pair.ours.train()
 
 
-def test_other_ways_to_train_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_training_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(tmp_path, samples=8)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(CaptureError, match="with 2 processes, PlannedTrainer on one device"):

@@ -101,7 +101,7 @@ def test_threads_get_addresses_of_their_own(native):
     arena.close()
 
 
-def test_the_memory_goes_back_once_and_not_before_the_last_segment(native):
+def test_memory_is_freed_once_after_the_last_segment(native):
     take, give = native
     back = []
     arena = Arena(400 * MIB, MIB, release=lambda: back.append(1))
@@ -120,7 +120,7 @@ def test_the_memory_goes_back_once_and_not_before_the_last_segment(native):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("make", [Arena.resident, Arena.aliased])
-def test_without_a_driver_that_is_said(make):
+def test_a_missing_driver_is_reported(make):
     with pytest.raises(MemoryError, match="the CUDA driver is missing: libcuda"):
         make(torch.device("cuda", 0), 1)
 

@@ -15,7 +15,7 @@ def test_all_steps_of_a_device_have_one_pair_of_streams(double):
 
 
 @pytest.mark.parametrize("taken", ["d2h", "h2d"])
-def test_a_step_on_the_stream_that_copies_had_gets_others_for_its_copies(double, taken):
+def test_a_step_on_a_copy_stream_gets_other_copy_streams(double, taken):
     made = engines.CudaEngines(DEVICE)
     users = getattr(made, taken)  # created by the user 32 streams later
     with torch.cuda.stream(users):
@@ -25,7 +25,7 @@ def test_a_step_on_the_stream_that_copies_had_gets_others_for_its_copies(double,
     assert len(handles) == 4
 
 
-def test_what_pytorch_has_on_the_host_is_copied_at_once(double, monkeypatch):
+def test_host_tensors_are_copied_immediately(double, monkeypatch):
     """Host tensors, such as an optimizer's scalar or attention's seed, are copied synchronously."""
     made = engines.CudaEngines(DEVICE)
     number, place = torch.tensor([3.0]), torch.frombuffer(made.pinned(4), dtype=torch.float32)

@@ -54,7 +54,7 @@ def test_a_slab_that_is_too_small_goes_first(driver):
     assert list(driver.pinned.values()) == [5 * PAGE] and len(memory) == 5 * PAGE - 1
 
 
-def test_what_is_used_is_not_handed_out(driver):
+def test_used_memory_is_not_reused(driver):
     first = driver.slabs.take(2 * PAGE)
     view = torch.frombuffer(first, dtype=torch.uint8, count=8, offset=16).view(torch.int64)
     part = first[100:200]
@@ -73,7 +73,7 @@ def test_what_is_used_is_not_handed_out(driver):
     assert not driver.pinned and driver.slabs.nbytes == 0
 
 
-def test_what_cannot_be_had_is_refused_and_leaves_nothing(driver):
+def test_failed_allocations_raise_and_leave_nothing(driver):
     with pytest.raises(MemoryError, match=r"^4,611,686,018,427,387,904 bytes of host memory cannot be pinned: .* are "):
         driver.slabs.take(2**62)
     with pytest.raises(MemoryError, match=r"^413,696 bytes of host memory cannot be pinned: the driver says no$"):
@@ -108,7 +108,7 @@ def test_what_is_available_by_hand(tmp_path, files, left, source):
 
 
 @pytest.mark.parametrize("slabs", ["driver", HOST])
-def test_pages_may_be_huge_and_what_is_pinned_is_no_child_s(slabs, request):
+def test_huge_pages_are_allowed_and_children_inherit_no_pinned_memory(slabs, request):
     """Checks the mapping's flags in /proc/self/smaps: huge pages require a private mapping."""
     memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGE)
     address, found = memory.ctypes.data, ""

@@ -120,7 +120,7 @@ def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
     assert found > 100
 
 
-def test_what_is_on_the_host_in_the_end_is_looked_at():
+def test_host_contents_are_checked_at_the_end():
     """p, which only f2 updates, is on the host from f2 until its swap-in at f1's end."""
     p, f2 = len(LARGE.tensors), LARGE.kernels[1]
     kernels = list(LARGE.kernels)

@@ -31,7 +31,7 @@ def run(kernels, name, blocks, threads, *args, start=0):
 
 
 def test_fill_and_verify_are_numpys(kernels):
-    """Works at every alignment, and reports the first of several wrong bytes."""
+    """Both work at every alignment; ``verify`` reports the first of several wrong bytes."""
     rng = Random(0)
     memory = np.zeros(6000, np.uint8)
     base = -(-memory.ctypes.data // 16) * 16 - memory.ctypes.data
@@ -81,7 +81,7 @@ def test_the_timed_graph_has_kernels_copies_and_the_events_that_another_stream_w
     assert traced.nodes == {**timed.nodes, "spin": 32 + 2 * 8}
 
 
-def test_calibration_finds_what_the_double_plays(monkeypatch):
+def test_calibration_recovers_the_costs_of_the_double(monkeypatch):
     """Copies take the machine's times, the kernels' clock advances by 1 us per read, and the queue is unlimited."""
     machine = replace(LINK, memory_bytes=2**28, d2h_bytes_per_s=4 * 10**9, h2d_bytes_per_s=5 * 10**9,
                       d2h_latency_ns=9 * US, h2d_latency_ns=7 * US)  # fmt: skip

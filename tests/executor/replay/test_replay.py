@@ -113,7 +113,7 @@ def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
         (Plan((Rerun(0, 4), Rerun(0, 6), Swap(A2, 2, 5, copy=1))), [(0, 4), (0, 6)]),
     ],
 )
-def test_what_runs_again_by_hand(plan, again):
+def test_recomputation_by_hand(plan, again):
     measured = replay(PROGRAM, plan, BYTES, 200, HostBackend(BYTES))
     assert measured.iteration_ns == measured.predicted_ns
     order = circle(PROGRAM, plan, BYTES, 200)
@@ -142,7 +142,7 @@ ALTERNATING = Program(
 ALTERNATING_PLAN = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
 
 
-def test_iterations_that_repeat_in_turn_are_one_circle():
+def test_alternating_iterations_form_one_circle():
     """Iterations alternate between 60 and 80 ns, 70 ns on average (as in tests/simulator/test_steady.py)."""
     measured = replay(ALTERNATING, ALTERNATING_PLAN, BYTES, 1000, HostBackend(BYTES), iterations=5)
     assert measured.period == 2 and len(measured.iterations_ns) == 6
@@ -278,7 +278,7 @@ def test_random_plans_keep_every_byte(quick):
         assert measured.timeline.peak_bytes <= measured.footprint == measured.device_bytes, f"seed {seed}"
 
 
-def test_what_repeats_in_turn_keeps_every_byte(host):
+def test_alternating_iterations_keep_every_byte(host):
     machine = replace(LINK, alignment=1)
     program = replace(ALTERNATING, tensors=tuple(replace(t, nbytes=100 * t.nbytes) for t in ALTERNATING.tensors))
     program = program.with_durations([2000 * k.duration_ns * 10 for k in program.kernels])

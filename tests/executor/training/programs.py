@@ -320,7 +320,7 @@ def plan_of(program: Program, kind: str, seed: int = 0, nothing: float = 0.3) ->
 
 
 def moving(program: Program, *_: Any) -> Plan:
-    """Planner that uses nearly every gap."""
+    """Returns a plan that evicts a tensor in nearly every gap."""
     return random_plan(program, 0, nothing=0.1)
 
 

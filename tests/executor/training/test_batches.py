@@ -117,7 +117,7 @@ def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> No
 
 
 def test_an_optimizer_that_accelerate_has_wrapped() -> None:
-    """Wraps the optimizer and its learning-rate schedule."""
+    """Accelerate wraps the optimizer and its learning-rate schedule."""
     twins = Twins(lambda: standard(model := net(8, 32), F.cross_entropy, adamw(model), pairs))
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, 4) for loop in (twins.ours, twins.eager)]
     model, optimizer, schedules[0] = Accelerator(cpu=True).prepare(twins.ours.model, twins.ours.optimizer, schedules[0])
@@ -163,7 +163,7 @@ def test_batches_of_a_loaders_processes_are_copied() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_views_of_one_memory_are_one_tensor_of_the_plan(accumulate: int) -> None:
-    """Inputs and targets as slices of one text; batches with separate memory are another form."""
+    """Inputs and targets are slices of one text; batches with separate memory are another form."""
 
     def texts(number: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(40, (2, 13))

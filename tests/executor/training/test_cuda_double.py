@@ -13,7 +13,7 @@ import pytest
 from tests.executor.training import test_equal_to_eager, test_faults, test_micro_batches, test_planned_step
 from tests.fake_device.graphs import GraphDouble
 
-SAMPLE = {"small", "test_a_kernel_that_fails_is_as_if_the_step_had_not_been", "test_without_a_barrier_between_steps",
+SAMPLE = {"small", "test_a_failed_kernel_undoes_the_step", "test_without_a_barrier_between_steps",
           "test_one_memory_for_two_swapped_micro_batches_is_refused"}  # fmt: skip
 ROWS = ("small", "resnet", "gpt2", "accumulated")  # of the table
 
@@ -60,7 +60,7 @@ def test_on_the_double(function: Callable[..., None], given, double):
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["out", "in"])
 @pytest.mark.parametrize("function", [
-    test_faults.test_a_copy_that_fails_is_as_if_the_step_had_not_been,
+    test_faults.test_a_failed_copy_undoes_the_step,
     test_faults.test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing,
 ])  # fmt: skip
 def test_a_copy_that_fails_when_it_is_issued(function, way, double):

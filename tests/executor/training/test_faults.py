@@ -71,7 +71,7 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
 
 
 @pytest.mark.parametrize(("phase", "steps"), [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 2)])
-def test_a_kernel_that_fails_is_as_if_the_step_had_not_been(phase, steps):
+def test_a_failed_kernel_undoes_the_step(phase, steps):
     twins, step = planned()
     twins.train(step, steps)
     break_kernel(step, phase, once(RuntimeError("bad\nluck")))
@@ -103,7 +103,7 @@ def a_copy_fails(way: str, hosts: set[int], install: Fails, armed: list[int]) ->
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, moves):
+def test_a_failed_copy_undoes_the_step(way, moves):
     twins, step = planned()
     twins.train(step, 2)
     hosts = {b.host.data_ptr() for b in step.state.blocks.blocks.values() if not b.persistent}
@@ -140,7 +140,7 @@ def test_ctrl_c_before_the_optimizer_undoes_the_step():
 
 
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
-def test_what_ends_the_program_is_not_made_an_error(phase):
+def test_system_exit_is_not_converted(phase):
     twins, step = planned()
     twins.train(step, 1)
     break_kernel(step, phase, once(SystemExit(3)))
@@ -204,7 +204,7 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_step_that_nobody_holds_returns_memory_at_once(failed):
+def test_an_unreferenced_step_frees_its_memory_at_once(failed):
     """Memory is freed without the garbage collector; host copies that the user still holds stay valid."""
     gc.collect()
     gc.disable()

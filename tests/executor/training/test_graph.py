@@ -106,7 +106,7 @@ def test_a_graph_is_replayed_and_not_issued(double):
 
 
 @pytest.mark.nightly
-def test_what_changes_between_replays_counts(double):
+def test_changes_between_replays_take_effect(double):
     """Replays read changes in place; a replaced tensor causes a new capture."""
     twins, step = graphed()
     twins.train(step, 3)
@@ -130,7 +130,7 @@ def test_what_changes_between_replays_counts(double):
     assert step.graph.captures == 2
 
 
-def test_what_is_returned_is_the_callers(double):
+def test_results_belong_to_the_caller(double):
     twins, step = graphed("mlp", swaps=False)
     losses = [step(*twins.next_batch()) for _ in range(4)]
     kept = [loss.clone() for loss in losses]
@@ -245,7 +245,7 @@ def test_the_peak_is_known_before_the_first_replay(double):
 
 @pytest.mark.parametrize("wrong", ["packing", "lifetimes", "boundary"])
 def test_wrong_addresses_are_found(wrong, double, monkeypatch):
-    """The double detects memory with two owners and unordered uses."""
+    """The test double of CUDA detects memory with two owners and unordered uses."""
     twins, step = over_the_boundary(2)
     step(*twins.next_batch())
     if wrong == "packing":
@@ -318,7 +318,7 @@ def test_a_step_whose_graph_is_over_the_limit_goes_on_kernel_by_kernel(by_defaul
     twins.train(step, 2)
 
 
-def test_a_schedule_that_captures_again_and_again_is_no_graph(by_default):
+def test_repeated_captures_disable_the_graph(by_default):
     twins = Twins("mlp", sgd)
     captured = twins.captured()
     step = PlannedStep(captured, plan_for(captured), GPU, 2 * captured.program.peak_bytes)
@@ -401,7 +401,7 @@ def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
     ("small", sgd), ("vgg16", sgd), ("gpt2", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True)),
 ])  # fmt: skip
 def test_a_graph_on_a_gpu(name, optimizer, monkeypatch):
-    """Bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
+    """The step is bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     twins, step = graphed(name, optimizer, device="cuda")

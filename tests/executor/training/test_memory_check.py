@@ -41,7 +41,7 @@ def test_storages_are_as_large_as_the_program_says(network):
     assert sum(looked) > len(step.state.work)
 
 
-def test_what_a_library_keeps_for_the_backward_pass_is_not_in_a_trace():
+def test_library_buffers_for_the_backward_pass_are_not_traced():
     """Storages that are not swapped are compared, too; a failed step does not count as the first."""
     twins, step = planned("lstm")
     break_kernel(step, "backward", once(RuntimeError("bad luck")))

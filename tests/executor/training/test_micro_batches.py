@@ -129,7 +129,7 @@ def test_a_micro_batch_that_fails_undoes_all_of_the_step(which):
     twins.train(step, 2)
 
 
-def test_what_does_not_fit_leaves_the_step_where_it_was():
+def test_a_refused_micro_batch_leaves_the_step_unchanged():
     twins, step = accumulated(seed=0)
     micro(twins, step, 0)
     x, y = twins.next_batch()

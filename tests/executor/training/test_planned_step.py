@@ -186,7 +186,7 @@ def test_without_a_barrier_between_steps():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_equal_to_eager_on_a_gpu(network, monkeypatch):
-    """Bit-identical with deterministic cuDNN; the LSTM runs without cuDNN, which would draw its dropout on the host."""
+    """The step is bit-identical with deterministic cuDNN. The LSTM disables cuDNN, which draws dropout on the host."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", network != "lstm")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)

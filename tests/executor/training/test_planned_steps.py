@@ -150,7 +150,7 @@ def test_micro_batches_of_any_shapes():
     twins.compare()
 
 
-def test_a_shape_that_the_step_did_not_begin_with_leaves_it_where_it_was():
+def test_a_micro_batch_of_another_shape_leaves_the_step_unchanged():
     twins = Accumulated(2)
     first, other, last = twins.pairs(4, 3, 4)
     twins.pairs(4, 4)
@@ -188,7 +188,7 @@ def test_a_step_that_is_undone_begins_anew():
     twins.told(3)
 
 
-def test_what_is_no_micro_batch():
+def test_wrong_numbers_of_micro_batches_are_refused():
     twins = Accumulated(2)
     pair = twins.pairs(4)[0]
     for wrong in ([], [pair] * 3):
@@ -222,7 +222,7 @@ def test_an_x_and_a_y_that_are_pairs():
     twins.train(steps, 2)
 
 
-def test_what_the_planner_raises_is_passed_on_and_nothing_has_happened():
+def test_errors_of_the_planner_propagate_and_change_nothing():
     twins = several("small")
     steps = twins.steps_under(capuchin, 2000)
     with pytest.raises(agents.Infeasible):

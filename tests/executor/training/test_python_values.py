@@ -95,7 +95,7 @@ def test_a_closure_and_a_default() -> None:
         step(*twins.next_batch())
 
 
-def test_values_that_no_code_of_the_step_names_and_tensors_that_it_keeps_may_change() -> None:
+def test_unread_values_and_kept_tensors_may_change() -> None:
     twins = Twins(reading, lambda net, x: setattr(net, "kept", x + 1))
     step = PlannedStep(twins.captured(), Plan())
     twins.ours.model.epoch, twins.ours.model.note = 1, "second"
@@ -110,7 +110,7 @@ def test_values_that_no_code_of_the_step_names_and_tensors_that_it_keeps_may_cha
     (lambda net, x: random.random(), "Python's random"),
     (lambda net, x: np.random.rand(), "numpy.random"),  # noqa: NPY002 (what users do)
 ], ids=["counts", "random", "numpy"])  # fmt: skip
-def test_what_no_graph_does_again_is_refused(act: Any, named: str) -> None:
+def test_unrepeatable_values_are_refused(act: Any, named: str) -> None:
     class Counts(Net):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)

@@ -293,7 +293,7 @@ CHANGES: dict[str, tuple[Callable[[Loop], Any], str | None]] = {  # None: the st
 
 @pytest.mark.parametrize("kind", ["both", pytest.param("none", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_steps_counts_or_is_refused(change: str, kind: str) -> None:
+def test_a_change_between_steps_takes_effect_or_is_refused(change: str, kind: str) -> None:
     twins = Twins("small", sgd)
     captured = twins.captured()
     step = tight(captured, plan_of(captured.program, kind, nothing=0.1))

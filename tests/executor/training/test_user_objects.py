@@ -57,7 +57,7 @@ def fitted(twins: Twins, memory: float = 1.0, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_planned_step_leaves_what_the_step_leaves(name: str) -> None:
+def test_a_planned_step_has_the_side_effects_of_the_step(name: str) -> None:
     under_every_plan(Twins(loop_of, *CASES[name]), zlib.crc32(name.encode()))
 
 
@@ -116,7 +116,7 @@ def hidden() -> Loop:
         ("", "leaves a tensor in LEFT.*pass it as an argument"),
     ],
 )
-def test_what_cannot_be_done_again_is_refused(block: str, message: str) -> None:
+def test_unrepeatable_changes_are_refused(block: str, message: str) -> None:
     twins = Twins(loop_of, block) if block else Twins(hidden)
     with pytest.raises((CaptureError, StepError), match=message):
         fitted(twins, 0.9)
@@ -138,7 +138,7 @@ def test_the_check_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted(twins, check=False)
 
 
-def test_a_check_that_cannot_run_says_so() -> None:
+def test_a_check_that_cannot_run_is_reported() -> None:
     table = nn.Embedding(4, 4)
 
     def step(i: Tensor) -> Tensor:

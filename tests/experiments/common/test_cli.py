@@ -1,4 +1,4 @@
-"""Commands from the user's view: their keys and the files that they write."""
+"""Tests commands from the user's view: their keys and the files that they write."""
 
 import json
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Learning curves: the scalars of every trainer by simulator calls, and the file that stores them."""
+"""Tests learning curves: the scalars of every trainer by simulator calls, and the file that stores them."""
 
 import json
 import math

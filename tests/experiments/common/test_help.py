@@ -1,4 +1,4 @@
-"""``--help`` shows a command's purpose, examples, and every key with default and description."""
+"""Tests that ``--help`` shows a command's purpose, examples, and every key with default and description."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Rows, modes, options and the table of an evaluation."""
+"""Tests rows, modes, options and the table of an evaluation."""
 
 import subprocess
 import sys
@@ -97,7 +97,7 @@ def test_rows_of_the_three_workspaces(program: Program) -> None:
     assert bound.least_bytes <= tight and report.certified(found, bound)["gap"] >= 0
 
 
-def test_which_planners_a_word_stands_for() -> None:
+def test_words_expand_to_planners() -> None:
     names = report.planner_names(["all"])
     assert {"none", "home", "lp_round", "autoswap_bo", "geeps"} < set(names) and "dqn_paper" not in names
     assert set(evaluate.SLOW) <= set(names)

@@ -1,4 +1,4 @@
-"""``train_dqn resume=RUN``: settings of a run as arguments; settings of an untrusted run never name code."""
+"""Tests ``train_dqn resume=RUN``: a run's settings become arguments; settings of an untrusted run never name code."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def settings(folder: Path, config: object, command: object = COMMAND) -> Path:
     return folder / "summary.json"
 
 
-def test_every_setting_is_said_unless_it_is_typed(tmp_path: Path) -> None:
+def test_typed_words_override_recorded_settings(tmp_path: Path) -> None:
     file = settings(tmp_path, {
         "seed": 1, "limit": "24GiB", "out": "elsewhere", "resume": None, "workload": {"name": "vgg16"},
         "agent": {"lr": 0.5, "layers": [1, None]}, "planners": ["none", "it's"], "network": "mine:Net",
@@ -40,7 +40,7 @@ def test_every_setting_is_said_unless_it_is_typed(tmp_path: Path) -> None:
     ({"limit": "${oc.env:HOME}"}, r"\${oc.env:HOME}"),
     ([], "summary.json"),
 ])  # fmt: skip
-def test_what_is_no_setting_is_refused(config: Any, word: str, tmp_path: Path) -> None:
+def test_unknown_settings_are_refused(config: Any, word: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=word):
         resumed_words(settings(tmp_path, config), [])
 

@@ -1,4 +1,4 @@
-"""Trackers: files of TensorBoard and MLflow are read back; Weights & Biases is replaced by a stub."""
+"""Tests the trackers: reads back files of TensorBoard and MLflow; replaces Weights & Biases by a stub."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_mlflow_in_files_of_the_run_directory(tmp_path, monkeypatch) -> None:
     assert len(client.search_runs([run.info.experiment_id])) == 2
 
 
-def test_wandb_is_told_the_same(tmp_path, monkeypatch) -> None:
+def test_wandb_logs_the_same(tmp_path, monkeypatch) -> None:
     said: list[Any] = []
     run = SimpleNamespace(log=lambda values, step: said.append((step, values)), finish=lambda: said.append("finished"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: said.append(options) or run))
@@ -62,7 +62,7 @@ def test_wandb_is_told_the_same(tmp_path, monkeypatch) -> None:
     ]  # fmt: skip
 
 
-def test_nowhere_and_what_is_not_there(tmp_path, monkeypatch) -> None:
+def test_no_tracker_and_a_missing_tracker(tmp_path, monkeypatch) -> None:
     write("none", tmp_path)
     assert not list(tmp_path.iterdir())
     assert tracking.chosen(DictConfig({"tracker": "mlflow"})) == "mlflow"

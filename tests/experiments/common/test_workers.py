@@ -1,4 +1,4 @@
-"""Tasks on workers: one result per task with every launcher, even if a worker is killed."""
+"""Tests tasks on workers: one result per task with every launcher, even if a worker is killed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def hold(x: int, folder: str) -> int:
 
 
 @pytest.mark.nightly
-def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_a_lost_node_are_repeated(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a local Ray cluster: a head without tasks, and two nodes with one core each."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
@@ -109,7 +109,7 @@ def test_a_pool_that_fails_ends_its_processes_at_once() -> None:
     assert isinstance(long.exception(), BrokenProcessPool)
 
 
-def test_a_launcher_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.launcher(OmegaConf.create({"launcher": "ray", "jobs": None})) == ("ray", None)
     monkeypatch.setattr(workers, "find_spec", lambda name: None)
     with pytest.raises(cli.UsageError, match="launcher: ray"):

@@ -1,4 +1,4 @@
-"""Checkmate's published schedules as plans of this simulator."""
+"""Tests Checkmate's published schedules as plans of this simulator."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Small figure=compiled with the same partitions; FX's interpreter runs the graphs instead of Inductor's code."""
+"""Tests a small figure=compiled with the same partitions; FX's interpreter replaces Inductor's code."""
 
 from typing import Any
 

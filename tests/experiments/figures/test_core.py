@@ -1,4 +1,4 @@
-"""Benchmark suites: settings, a small task run through the public interface, and scores."""
+"""Tests benchmark suites: settings, a small task run through the public interface, and scores."""
 
 from typing import Any
 

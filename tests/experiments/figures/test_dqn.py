@@ -1,4 +1,4 @@
-"""Fig. 5 of the DQN paper, on handmade rows and on the environment's small task."""
+"""Tests Fig. 5 of the DQN paper, on handmade rows and on the environment's small task."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Templates of a figure's texts: filling, and repeated rows, columns and notes."""
+"""Tests templates of a figure's texts: filling, and repeated rows, columns and notes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""HOME's and TENSILE's tables and figures, on networks small enough to compute by hand.
+"""Tests HOME's and TENSILE's tables and figures, on networks small enough to compute by hand.
 
 ``chain(batch)`` has four layers. For b images, each activation x1 … x4 and gradient dx4 … dx1 has b MiB; the weight has
 4 MiB. Forward kernel i reads the weight and x(i-1), and writes x(i). Backward kernel i reads the weight, x(i) and

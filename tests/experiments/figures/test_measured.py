@@ -1,4 +1,4 @@
-"""figure=measured: tasks, computed rows, and error thresholds of the committed result."""
+"""Tests figure=measured: tasks, computed rows, and error thresholds of the committed result."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
+"""Tests rows of the papers' figures on a toy network: the keys of the committed rows, and a complete table."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def test_the_seeds_of_bayesian_optimisation_are_no_worse_than_the_scores(monkeyp
     assert len(figure.say(rows)[1]) == 2
 
 
-def test_overlapping_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_blocks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = program_lifetimes(chain()).intervals
     assert figures.packed("smartpool", lives).footprint == lives.peak_bytes
     monkeypatch.setattr(figures, "run", lambda *_: (lives, Packing(0 * lives.nbytes, 0)))

@@ -1,4 +1,4 @@
-"""Settings of every figure: valid defaults and rejected values."""
+"""Tests settings of every figure: valid defaults and rejected values."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ def test_a_figure_has_tasks(name: str) -> None:
     assert len({json.dumps(task) for task in every}) == len(every)
 
 
-def test_all_leaves_out_what_takes_hours_or_needs_runs() -> None:
+def test_all_skips_figures_that_take_hours_or_need_runs() -> None:
     on_demand = {name for name in reproduce.names() if reproduce.figure(name).on_demand}
     assert on_demand == {"compiled", "compiled_gpu", "dqn_paper", "learning"}
 

@@ -1,4 +1,4 @@
-"""Figures of the SmartPool paper, on cases small enough to compute by hand."""
+"""Tests figures of the SmartPool paper, on cases small enough to compute by hand."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def chain(durations: tuple[int, ...], last_ms: int = 10) -> Program:
     return Program("chain", tensors, (*forward, *backward))
 
 
-def test_as_much_leaves_as_in_the_paper() -> None:
+def test_as_many_bytes_are_swapped_as_in_the_paper() -> None:
     program = chain((10,) * 30)  # of 300 MB; VGG16's 647 MB less 500 MB are 147 MB
     assert program.peak_bytes == 300 * MB
     assert smartpool.our_limit(program, "vgg16", 500) == 153 * MB

@@ -1,4 +1,4 @@
-"""SuperNeurons' figures: accounting by layer, networks of any depth, and capacity, on cases computed by hand."""
+"""Tests SuperNeurons' figures: accounting by layer, networks of any depth, and capacity, on cases computed by hand."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Figure of predicted kernel times: R² on held-out networks, for both sources."""
+"""Tests of the figure of predicted kernel times: R² on held-out networks for both sources."""
 
 from __future__ import annotations
 

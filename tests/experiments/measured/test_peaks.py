@@ -25,7 +25,7 @@ def test_the_points() -> None:
     [("RTX 4060", "RTX 9", "gpu"), (",209,", ",0,", "batch"), (",209,", ",many,", "batch"),
      (",Adam,", ",_multi_tensor,", "optimizer"), ("zero_grad_mode", "mode", "zero_grad_mode")],
 )  # fmt: skip
-def test_what_is_no_point_is_refused(tmp_path: Path, old: str, new: str, word: str) -> None:
+def test_malformed_points_are_refused(tmp_path: Path, old: str, new: str, word: str) -> None:
     path = tmp_path / "points.csv"
     path.write_text((peaks.DATA / "xmem_points.csv").read_text().replace(old, new, 1))
     with pytest.raises(FormatError, match=f"line 2: .*{word}"):

@@ -17,7 +17,7 @@ def found() -> dict[str, plans.Row]:
 
 
 @pytest.mark.nightly
-def test_plans_cost_what_is_said_and_the_control_does_not(found: dict[str, plans.Row]) -> None:
+def test_plans_cost_what_the_model_predicts_and_the_control_does_not(found: dict[str, plans.Row]) -> None:
     model, exact, roofline = (found[name] for name in plans.BELIEFS)
     assert abs(model["said"] - model["measured"]) <= POINTS and model["low"] <= model["said"] <= model["high"]
     assert model["measured"] <= model["own"] + POINTS

@@ -49,7 +49,7 @@ def profile_of(captured, times: int = 2) -> Profile:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_the_model_says_of_a_step_what_it_says_of_the_capture(foreach):
+def test_predictions_of_a_step_equal_those_of_its_capture(foreach):
     captured = captured_step(foreach)
     step = measured_step(captured, profile_of(captured), rates=H100, **WORDS_OF)
     slower = replace(H100, memory_bytes_per_s=10**9)

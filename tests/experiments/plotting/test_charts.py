@@ -1,4 +1,4 @@
-"""Charts: every kind of mark is drawn."""
+"""Tests that every kind of mark is drawn."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Data behind the plots."""
+"""Tests data behind the plots."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -75,7 +75,7 @@ def state():
             torch.is_warn_always_enabled())  # fmt: skip
 
 
-def test_it_is_set_and_put_back():
+def test_settings_are_applied_and_restored():
     before = state()
     with deterministic() as loose:
         assert state() == (True, True, True, False, True)

@@ -31,7 +31,7 @@ RESNET = replace(ON_HOST, workloads=("tiny_resnet",))
         (StepError("kernel 3 failed"), False),
     ],
 )
-def test_a_lack_of_memory_is_told_from_other_failures(error, lack):
+def test_out_of_memory_errors_are_recognized(error, lack):
     assert lacks_memory(error) is lack
     try:
         try:

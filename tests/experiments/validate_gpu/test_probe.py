@@ -29,7 +29,7 @@ def run(tmp_path, section):
 
 
 def test_a_round_trip_by_hand():
-    """The gap between two kernels of a graph has the event, the copy, the wait and the launch of the second."""
+    """The pause between two kernels of a graph includes the event, the copy, the wait and the second launch."""
     machine = replace(HOST, graph_launch_ns=600, event_ns=30, wait_ns=110)
     with HostBackend(machine) as backend:
         assert round_trip_ns(backend, machine, "d2h") == round_trip_ns(backend, machine, "h2d") == 740

@@ -1,4 +1,4 @@
-"""Every family builds with its configuration's keys, has its published size, and rejects invalid keys."""
+"""Tests that every family builds with its configuration's keys, has its published size, and rejects invalid keys."""
 
 from functools import partial
 

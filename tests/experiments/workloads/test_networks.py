@@ -1,4 +1,4 @@
-"""Convolutional networks, the LSTM and K-means: structure and arithmetic."""
+"""Tests convolutional networks, the LSTM and K-means: structure and arithmetic."""
 
 import random
 
@@ -57,7 +57,7 @@ def tiny_kmeans() -> tuple:
 
 
 def lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, float]:
-    """Reference iteration of Lloyd's algorithm; an empty cluster keeps its centroid."""
+    """Computes an iteration of Lloyd's algorithm; an empty cluster keeps its centroid."""
     distances = ((points[:, None] - centroids[None]) ** 2).sum(2)
     labels = distances.argmin(1)
     moved = [points[labels == c].mean(0) if (labels == c).any() else centroids[c] for c in range(len(centroids))]

@@ -1,4 +1,4 @@
-"""Transformers: arithmetic against references, programs against hand counts."""
+"""Tests transformers: arithmetic against references, programs against hand counts."""
 
 from functools import cache
 

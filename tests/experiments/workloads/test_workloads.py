@@ -1,4 +1,4 @@
-"""Bundled workloads, their configurations, and user-defined models."""
+"""Tests bundled workloads, their configurations, and user-defined models."""
 
 import signal
 import sys
@@ -94,7 +94,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("factory", ["language", "slices", "two_models"])
 def test_own_models_of_other_forms_at_any_batch(own, factory):
-    """Labels that are the inputs or share their storage; a user-defined step with two optimizers."""
+    """Covers labels that are the inputs or share their storage, and a user-defined step with two optimizers."""
     workload = {"name": "own", "family": "module", "target": f"own_model:{factory}"}
     program, *larger = (load(workload, Machine.load("v100"), batch).program for batch in (None, 6, 5))
     assert {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}

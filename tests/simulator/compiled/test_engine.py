@@ -1,4 +1,4 @@
-"""The compiled simulator equals rules.py, and both keep the guarantees of RULES.md."""
+"""Tests that the compiled simulator equals rules.py, and that both keep the guarantees of RULES.md."""
 
 from itertools import pairwise
 from random import Random
@@ -101,7 +101,7 @@ def test_batches_are_scored_as_plans_one_by_one(monkeypatch):
 
 
 def test_long_plans_have_room():
-    """Plans with more rows and steps than an engine's initial arrays, alone and in a batch."""
+    """The engine enlarges its arrays for plans with more rows and steps, alone and in a batch."""
     n = 80
     tensors = tuple(Tensor(f"t{k}", 10) for k in range(2 * n))
     kernels = [Kernel("f", "other", "forward", (k - 1,) if k else (), (k,), 3) for k in range(n)]

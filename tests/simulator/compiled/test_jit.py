@@ -1,4 +1,4 @@
-"""Functions compiled by ``jit`` are recompiled when anything compiled into them changes."""
+"""Tests that functions compiled by ``jit`` are recompiled when anything compiled into them changes."""
 
 import os
 import re
@@ -66,7 +66,7 @@ class Workshop:
 
 
 @pytest.mark.nightly
-def test_what_is_compiled_in_is_compiled_anew_when_another_file_changes(tmp_path):
+def test_changes_in_other_files_trigger_recompilation(tmp_path):
     shop = Workshop(tmp_path)
     assert shop.run(factor=2) == [20, 20]
     before = shop.compiled()
@@ -103,7 +103,7 @@ TABLE = {1: 2}
 
 
 @pytest.mark.parametrize("name", ["plain", "TABLE", "subprocess", "Workshop", "not_there"])
-def test_what_has_no_stamp_is_refused(name):
+def test_values_without_a_stamp_are_refused(name):
     names: dict[str, object] = {**globals(), "__name__": "shop"}
     exec(f"def scaled(x):\n    return {name}", names)
     with pytest.raises(TypeError, match=rf"shop\.scaled: {name} "):
@@ -143,7 +143,7 @@ def test_nothing_is_compiled_without_a_stamp():
 
 
 @pytest.mark.nightly
-def test_a_damaged_cache_is_none(tmp_path):
+def test_a_damaged_cache_is_ignored(tmp_path):
     shop = Workshop(tmp_path)
     assert shop.run(3) == [30, 30]
     for damage in (b"garbage", None, b"\x80\x04\x8c\x05nopes\x8c\x01X\x93."):  # the last one names a missing class

@@ -1,4 +1,4 @@
-"""Of several processes, one compiles: the background process of a command, or whichever is first."""
+"""Tests that only one of several processes compiles: a command's background process, or whichever is first."""
 
 import multiprocessing
 import os
@@ -84,7 +84,7 @@ def output(folder: Path, script: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_what_another_process_compiles_is_waited_for_and_taken_from_the_cache(tmp_path: Path) -> None:
+def test_compilations_of_other_processes_are_awaited_and_reused(tmp_path: Path) -> None:
     script = "at_work(); print(warm.busy(), warm.start(), run(), warm.start())"
     assert output(tmp_path, script) == ["True", "None", "0", "None"]  # one at a time, and none once all is cached
 
@@ -104,7 +104,7 @@ def test_without_the_other_process_a_command_compiles_itself(tmp_path: Path, scr
     assert output(tmp_path, f"{script}; print(run())") == ["1"]
 
 
-def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_lock_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process keeps the lock; others must not wait forever."""
     slept: list[float] = []
     monkeypatch.setattr(jit, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))

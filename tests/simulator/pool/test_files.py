@@ -1,4 +1,4 @@
-"""Buffer files: one small file per format. Rejected files: tests/simulator/test_malformed.py."""
+"""Tests buffer files with one small file per format; rejected files: tests/simulator/test_malformed.py."""
 
 from __future__ import annotations
 

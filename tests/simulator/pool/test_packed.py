@@ -1,4 +1,4 @@
-"""Whether a plan fits: packing of its blocks, host memory, and device memory next to tensors."""
+"""Tests whether a plan fits: packing of its blocks, host memory, and device memory next to tensors."""
 
 from __future__ import annotations
 

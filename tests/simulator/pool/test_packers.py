@@ -1,4 +1,4 @@
-"""SmartPool, portfolio and exact search: by hand, against a slow checker, and on MiniMalloc's benchmark."""
+"""Tests SmartPool, portfolio and exact search: by hand, against a slow checker, and on MiniMalloc's benchmark."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_is_always_held_lies_at_the_bottom(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "n", "seed"), [("portfolio", 24, 0), ("portfolio", 24, 1), ("optimal", 30, 30)])
-def test_a_cut_rectangle_is_put_together_again(name: str, n: int, seed: int) -> None:
+def test_a_cut_rectangle_is_packed_without_waste(name: str, n: int, seed: int) -> None:
     blocks = perfect(n, seed)
     packing = portfolio.pack(blocks, work=20_000_000) if name == "portfolio" else PACKERS[name](blocks)
     right(blocks, packing)

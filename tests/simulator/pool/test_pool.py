@@ -1,4 +1,4 @@
-"""Lifetimes computed by hand, and packings validated by a slow checker."""
+"""Tests lifetimes computed by hand, and packings validated by a slow checker."""
 
 from __future__ import annotations
 

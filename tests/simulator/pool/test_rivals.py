@@ -1,4 +1,4 @@
-"""Online allocators: by hand where they differ, and random blocks validated by a slow checker."""
+"""Tests online allocators: hand-computed differences, and random blocks against a slow checker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Iteration detection: streams by hand, and programs whose iterations are recovered."""
+"""Tests iteration detection: hand-made streams, and programs whose iterations are recovered."""
 
 from __future__ import annotations
 
