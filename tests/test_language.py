@@ -29,7 +29,7 @@ LONGER = {  # pages with long tables or lists that comments cite
     "experiments/README.md": 1_750,
     "experiments/figures/README.md": 1_400,
     "experiments/figures/own.md": 1_350,
-    "experiments/figures/smartpool.md": 1_750,
+    "experiments/figures/smartpool.md": 1_700,
     "experiments/figures/superneurons.md": 1_550,
     "experiments/results/gpu_h200/README.md": 1_350,
     "simulator/RULES.md": 2_100,
