@@ -33,6 +33,7 @@ LONGER = {  # pages with long tables or lists that comments cite
     "experiments/figures/superneurons.md": 1_550,
     "experiments/results/gpu_h200/README.md": 1_350,
     "simulator/RULES.md": 2_100,
+    "simulator/pool/README.md": 1_350,
     "experiments/results/README.md": 10_900,  # generated
 }
 GENERATED = "experiments/results/README.md"

@@ -12,6 +12,7 @@ Source: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020)
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,13 +57,23 @@ class AutoSwapBO(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the swaps of the best weights; raises Infeasible if all candidates leave the peak above the limit."""
+        candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
+        return candidates.rows[self.select(candidates, engine)]
+
+    def select(
+        self, candidates: Candidates, engine: Engine, schedule: Callable[[Rows], Rows] = lambda rows: rows
+    ) -> NDArray[np.int64]:
+        """Returns the selection of the best weights, as indices of ``candidates``; all of them if none runs.
+
+        Args:
+            schedule: sets the prefetch times of the swaps, whose overhead is minimized.
+        """
         program, machine, limit = engine.program, engine.machine, engine.limit
-        candidates = self.reachable(engine, peak_gaps(program, self.min_bytes))
         rng = np.random.default_rng(self.seed)
         scores = standardised_scores(candidates, program, machine)
         tried: list[Floats] = []
         overheads: list[float] = []
-        best, best_overhead = candidates.rows, np.inf
+        best, best_overhead = np.arange(len(candidates)), np.inf
         for i in range(self.evaluations):
             if i < 4:
                 weights = np.eye(4)[i]
@@ -71,14 +82,14 @@ class AutoSwapBO(RowsPlanner):
                 drawn = i < 4 + self.random or not tried
                 weights = rng.uniform(-1, 1, 4) if drawn else propose(np.array(tried), np.array(overheads), rng)
                 order = descending(scores @ weights)
-            rows = candidates.rows[candidates.first(order, limit)]
-            score = engine.score(rows)
+            chosen = candidates.first(order, limit)
+            score = engine.score(schedule(candidates.rows[chosen]))
             if not score.feasible:
                 continue
             tried.append(weights)
             overheads.append(score.iteration_ns / max(program.ideal_ns, 1) - 1)
             if overheads[-1] < best_overhead:
-                best, best_overhead = rows, overheads[-1]
+                best, best_overhead = chosen, overheads[-1]
             if best_overhead <= 0:
                 break
         return best

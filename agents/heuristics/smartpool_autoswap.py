@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
+from agents.heuristics.autoswap_bo import AutoSwapBO
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, infeasible
 from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
 from simulator.compiled.engine import Engine, decisions_of
@@ -25,6 +27,9 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.pool import allocator, run as pack, timeline_lifetimes
 from simulator.program import Gap, Program
+
+TUNED = ("bo", "random")  # weights per load limit: by Bayesian optimization, and its control of equal evaluations
+COMBINED = ("all", *TUNED)
 
 
 class _Run(NamedTuple):
@@ -41,7 +46,9 @@ class SmartPoolAutoSwap(RowsPlanner):
     """AutoSwap under a load limit at which SmartPool's footprint fits.
 
     Args:
-        score: doa, aoa, wdoa or swdoa (autoswap.py); or all of them.
+        score: doa, aoa, wdoa or swdoa (autoswap.py); all of them; bo, which adds the weights that Bayesian optimization
+            finds for each load limit (autoswap_bo.py); or random, its control, with as many random weights.
+        evaluations: number of weights tried for each load limit by bo and random, including the four scores.
         pool: an offline packer (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
         seconds: time budget per packing, if ``pool`` is a search.
         align: round blocks up to the machine's alignment, as GPU addresses require.
@@ -60,12 +67,17 @@ class SmartPoolAutoSwap(RowsPlanner):
     seconds: float = 1.0
     align: bool = True
     steps: int = at_least(2, 16)
+    evaluations: int = at_least(4, 30)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if allocator(self.pool).online:
             raise ValueError(f"pool: expected an offline packer, got {self.pool!r}, which is online")
-        self.autoswaps = [AutoSwap(score) for score in (SCORES if self.score == "all" else (self.score,))]
+        scores = SCORES if self.score in COMBINED else (self.score,)
+        self.autoswaps: list[AutoSwap | AutoSwapBO] = [AutoSwap(score) for score in scores]
+        if self.score in TUNED:
+            drawn = 4 if self.score == "bo" else self.evaluations
+            self.autoswaps.append(AutoSwapBO(self.evaluations, drawn, seed=self.seed))
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns a plan whose footprint fits ``limit`` when executed under ``Plan.limit``.
@@ -111,9 +123,13 @@ class SmartPoolAutoSwap(RowsPlanner):
         loads = np.unique(np.linspace(highest, lowest, steps, dtype=np.int64))[::-1].tolist()
         engines = [Engine(program, machine, load) for load in loads]
         selections: dict[frozenset[int], NDArray[np.int64]] = {}
-        for autoswap, load in product(self.autoswaps, loads):
-            if candidates.least <= load:
-                chosen = autoswap.select(candidates, program, machine, load)
+        schedule = partial(just_in_time, program, machine)
+        for autoswap, engine in product(self.autoswaps, engines):
+            if candidates.least <= engine.limit:
+                if isinstance(autoswap, AutoSwapBO):
+                    chosen = autoswap.select(candidates, engine, schedule)
+                else:
+                    chosen = autoswap.select(candidates, program, machine, engine.limit)
                 selections.setdefault(frozenset(chosen.tolist()), chosen)
         found: dict[tuple[int, int, int], _Run] = {}
         for i, chosen in enumerate(selections.values()):

@@ -19,9 +19,10 @@ from experiments.common.report import MB as MEGABYTE, Row
 from experiments.figures.figure import Figure, span
 from experiments.figures.smartpool_loads import MB, PAPER, ZERO, last_kernels, limits_of, our_limit, planned, waits
 from experiments.plotting import plots
-from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, floor as floor_area, pairs
-from experiments.plotting.palette import FAINT, FLOOR, INK, LOAD, SWAPPED, look
+from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, floor as floor_area, pairs
+from experiments.plotting.palette import FAINT, INK, LOAD, SWAPPED, look
 from simulator import Machine, Plan, Program, Swap, Timeline, simulate
+from simulator.pool.device import Device, train
 
 LEAST = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
 NONE, MINIMUM = "no swap", "load_min"
@@ -217,7 +218,7 @@ class Table2(Figure):
         return {
             "load": program.peak_bytes, "reduced": reduced, "ideal_ns": program.ideal_ns, "least": least,
             "swapped_ns": at_reduced.breakdown.overlapped_transfer_ns, "at_theirs": at_theirs.overhead,
-            "link": slowest_link(program, machine, theirs),
+            "link": slowest_link(program, machine, theirs), "on_demand_ns": on_demand_ns(program, machine, reduced),
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -228,7 +229,7 @@ class Table2(Figure):
             **{kind: span(row["link"] for row in rows if row["network"].startswith(kind)) for kind in kinds},
             "further": sum(one["of_theirs"] > one["paper"] for one in networks),
             "links": span(row["link"] for row in rows) or span([FASTEST]),
-            "most": span(one["most"] for one in networks),
+            "most": span(one["most"] for one in networks), "early": span(one["early"] for one in networks),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -270,6 +271,17 @@ def lowest_floor(program: Program, machine: Machine) -> int:
     return low if free(low) else between(free, low, high, program.peak_bytes // 100)[0]
 
 
+def on_demand_ns(program: Program, machine: Machine, limit: int) -> int:
+    """Returns the time of the swaps in an early iteration, on demand and without overlap (section V)."""
+    device = Device(limit=limit)
+    iterations = train(device, program, 2)
+    next(iterations)
+    before = len(device.swapped_out), len(device.swapped_in)
+    next(iterations)
+    out, back = device.swapped_out[before[0] :], device.swapped_in[before[1] :]
+    return sum(map(machine.d2h_ns, out)) + sum(map(machine.h2d_ns, back))
+
+
 def slowest_link(program: Program, machine: Machine, limit: int) -> float | None:
     """Returns the smallest link speed without overhead at ``limit``, as a multiple of the machine's.
 
@@ -296,9 +308,9 @@ def facts(row: Row) -> Row:
     return {
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
         "link": f"more than {FASTEST:g}" if row["link"] is None else f"{row['link']:.2f}",
-        "left_paper": load - REDUCED[row["network"]], "left": left, "paper": 1 - REDUCED[row["network"]] / load,
+        "paper": 1 - REDUCED[row["network"]] / load,
         "ours": left / row["load"], "of_theirs": left / MB / load, "most": 1 - row["least"] / row["load"],
-        "most_of_theirs": (row["load"] - row["least"]) / MB / load,
+        "most_of_theirs": (row["load"] - row["least"]) / MB / load, "early": row["on_demand_ns"] / row["ideal_ns"],
     }  # fmt: skip
 
 
@@ -348,27 +360,25 @@ class Optimality(Figure):
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        every, x, marks = points(rows), [], []
-        for i, one in enumerate(every):
-            x.append(-1.0 if not x else x[-1] + (1.0 if every[i - 1]["network"] == one["network"] else 1.8))
-        low, known, ours, paper = (np.array([one[key] for one in every]) for key in ("floor", "known", "ours", "paper"))
-        top = 1.15 * max(ours.max(), 0.01)
-        marks += [
-            Bars(x, low, FLOOR, "no plan of swaps avoids it (proven)", across=False),
-            Bars(x, known - low, FAINT, "not known", base=low, hollow=True, across=False),
-            Bars(x, ours - known, look("annealing").colour, "avoided by a plan that we have", base=known, across=False),
-            Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "_", "", size=11, front=4),
-            Bars(x, paper, INK, "avoidable by the paper's way", 0.2, base=ours - paper, across=False),
-        ]
-        for network in dict.fromkeys(one["network"] for one in every):
-            mine = [place for place, one in zip(x, every, strict=True) if one["network"] == network]
-            marks.append(Words(sum(mine) / len(mine), 0.99, figures.label(network), top=True))
-        names = [named(one["share"], "350 MB") for one in every]
-        where = Axis("what must leave of the load (350 MB: the paper's example)", limits=(x[0] - 0.8, x[-1] + 0.8),
-                     ticks=x, names=names)  # fmt: skip
-        panel = Panel("", marks, where, Axis("overhead of an iteration", "%", (0, top)))
-        title = "AutoSwap's overhead, and how much of it is avoidable"
-        return Chart(title, [panel], size=(max(7.0, 0.34 * len(every) + 2.2), 4.6), keys=5 if len(every) > 12 else 2)
+        every, panels = points(rows), []
+        heights = Axis("overhead of an iteration", "%", (-0.015, 1.08 * max(0.01, *(one["ours"] for one in every))))
+        shares = Axis("swapped out, of the load", "%", (0.48, 0.72), ticks=(0.5, 0.55, 0.6, 0.65, 0.7))
+        for network, lines in figures.grouped(every).items():
+            lines = sorted(lines, key=lambda one: -one["limit"])
+            x, low, known, ours, paper = (
+                np.array([one[key] for one in lines]) for key in ("left", "floor", "known", "ours", "paper")
+            )
+            after = "AutoSwap BO less what the paper's method avoids"
+            marks: list[Mark] = [
+                floor_area(x, low),
+                Line(x, known, look("annealing").colour, "best plan known (annealing)", "s", DASHED),
+                Line(x, ours - paper, INK, after, "D", DOTTED, size=8, hollow=True),
+                Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "o", size=4.5, front=4),
+            ]
+            marks += [Rule(one["left"], colour=FAINT, text="350 MB,\nthe paper's\nexample") for one in lines
+                      if one["share"] is None]  # fmt: skip
+            panels.append(Panel(figures.label(network), marks, shares, heights))
+        return Chart("AutoSwap's overhead, and how much of it is avoidable", panels, 4, (3.6, 2.9))
 
 
 def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:
@@ -442,16 +452,13 @@ def points(rows: list[Row]) -> list[Row]:
         for found in row["limits"]:
             ours, known, low = (found[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
             paper = found["avoidable_ns"] / ideal
+            share = "paper" if found["share"] is None else f"{found['share']:.0%}"
             over = {"ours": ours, "paper": paper, "least": ours - known, "most": ours - low}
             out.append({
                 **found, **over, "known": known, "floor": low, "network": row["network"], "ideal_ns": ideal,
-                "label": f"{figures.label(row['network'])} {named(found['share'], 'paper')}",
+                "label": f"{figures.label(row['network'])} {share}",
+                "left": 1 - found["limit"] / row["load"],
                 "waits": found["forward_wait_ns"] / ideal, "ramp_ns": row["ramp_ns"],
                 "ms": {key: value * ideal / 1e6 for key, value in over.items()},
             })  # fmt: skip
     return out
-
-
-def named(share: float | None, paper: str) -> str:
-    """Formats the part of the load that must be swapped out."""
-    return paper if share is None else f"{share:.0%}"

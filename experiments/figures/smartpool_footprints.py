@@ -18,7 +18,7 @@ from experiments.common.report import Row
 from experiments.figures.figure import Figure, span
 from experiments.figures.smartpool_loads import MB, ZERO, kept_by_singa
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule
-from experiments.plotting.palette import ALLOCATORS, INK, SWAPPED, look
+from experiments.plotting.palette import ALLOCATORS, HUES, INK, SWAPPED, look
 from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.engine import decisions_of
 from simulator.modes import MODES
@@ -42,7 +42,7 @@ class Fig10(Figure):
         batches = figures.integers(settings, "batches", 2)
         pool = cli.choice(settings, "pool", tuple(name for name, how in KNOWN.items() if not how.online))
         seconds, steps = cli.number(settings, "seconds"), cli.integer(settings, "steps", least=2)
-        search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps}
+        search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps, **weights(settings)}
         return [{**task, "batch": batch, **search} for task in super().tasks(settings) for batch in batches]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -88,7 +88,9 @@ class Fig10(Figure):
             for i, overhead in enumerate(overheads):
                 y = [row["swapped"][i]["footprint"] / 2**30 for row in lines]
                 ink = SWAPPED[round(i * (len(SWAPPED) - 1) / max(len(overheads) - 1, 1))]
-                marks.append(Line(x, y, ink, marker="o", end=f"+AutoSwap {overhead:.0%}: −{saved(lines[-1], i):.0%}"))
+                marks.append(
+                    Line(x, y, ink, marker="o^vs"[i % 4], end=f"+AutoSwap {overhead:.0%}: −{saved(lines[-1], i):.0%}")
+                )
             for pool in PLAIN:
                 name, ink, marker = ALLOCATORS[pool]
                 y, name = [row["footprints"][pool] / 2**30 for row in lines], name.partition(",")[0]
@@ -118,10 +120,20 @@ def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
     return captured.on(machine, iteration_ns=round(measured * 1e6 * captured.program.ideal_ns / roofline)).program
 
 
+def weights(settings: DictConfig) -> Row:
+    """Returns the number of weights that Bayesian optimization tries for each load limit."""
+    return {"evaluations": cli.integer(settings, "evaluations", least=4)}
+
+
+def combined(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoSwap:
+    """Returns SmartPool+AutoSwap with the settings of a task."""
+    return SmartPoolAutoSwap(score, steps=task["steps"], evaluations=task["evaluations"], **options)
+
+
 def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
     """Returns the smallest footprint that the planner finds for each overhead."""
     pool, seconds = search["pool"], search["seconds"]
-    planner = SmartPoolAutoSwap(pool=pool, seconds=seconds, steps=search["steps"])
+    planner = combined(search, pool=pool, seconds=seconds)
     out = []
     plans = planner.smallest(program, machine, [max(overhead, ZERO) for overhead in search["overheads"]])
     for overhead, plan in zip(search["overheads"], plans, strict=True):
@@ -170,8 +182,12 @@ POOLS = {  # allocators without and with a plan
     "smartpool+autoswap": ("cnmem", "smartpool"), "memonger": ("cudamalloc", "cudamalloc"),
     "superneurons": ("superneurons", "superneurons"), "geeps": ("cudamalloc", "cudamalloc"),
 }  # fmt: skip
+OURS = POOLS["smartpool+autoswap"]
+CONTROLS = ("all", "random")  # weights of AutoSwap in place of Bayesian optimization's: the scores alone, random ones
 BUDGETS = (0.25, 0.5, 1.0)  # multiples of memonger's budget B
+OPTIONS = {"swap": "o", "recompute": "s", "both": "p"}  # of SuperNeurons, with their markers
 TOP = 0.8  # maximum overhead in the picture
+SAME = 0.05  # points of reduction that are not a difference
 CLOSE = 0.02  # points of overhead within which methods are comparable
 
 
@@ -186,21 +202,22 @@ class Fig11(Figure):
             for key, most in (("overheads", math.inf), ("geeps", 1.0))
         )
         shared = {"overheads": sorted(overheads), "geeps": sorted(limits, reverse=True)}
-        shared["steps"] = cli.integer(settings, "steps", least=2)
+        shared |= {"steps": cli.integer(settings, "steps", least=2), **weights(settings)}
         return [{**task, **shared} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
         lives = program_lifetimes(program).intervals
         plans: dict[str, Iterator[tuple[Plan, int]]] = {
-            "smartpool+autoswap": autoswap(program, machine, task["overheads"], task["steps"]),
+            "smartpool+autoswap": autoswap(program, machine, task),
             "memonger": memonger(program, machine),
             "superneurons": superneurons(program, machine),
             "geeps": geeps(program, machine, task["geeps"]),
+            **{score: autoswap(program, machine, task, score) for score in CONTROLS},
         }
         bases = {name: footprint(base, lives, machine) for name, (base, _) in POOLS.items()}
         points = {
-            name: [point(POOLS[name][1], plan, limit, program, machine) for plan, limit in found]
+            name: [point(POOLS.get(name, OURS)[1], plan, limit, program, machine) for plan, limit in found]
             for name, found in plans.items()
         }
         caffe = sum(tensor.nbytes for tensor in program.tensors)
@@ -213,7 +230,11 @@ class Fig11(Figure):
         beyond = int((off == -np.inf).sum())
         best = {kind: [one["memonger"][-1] for one in found if one["label"].lower().startswith(kind)] or ["–"]
                 for kind in ("vgg", "resnet")}  # fmt: skip
+        scores, drawn = (100 * np.array([one["gains"][i] for one in found]).ravel() for i in range(len(CONTROLS)))
         return {
+            "tuned": len(scores), "scores": int((scores > SAME).sum()), "scores_most": scores.max(),
+            "ahead": int((drawn > SAME).sum()), "behind": int((drawn < -SAME).sum()),
+            "random": [drawn.max(), -drawn.min()],
             "networks": found, "count": len(rows), "best": best, "points": len(off), "close": CLOSE, "beyond": beyond,
             **{key: sum(one[key] for one in found) for key in ("deeper", "dearer", "further")},
             "near": int((abs(off) <= CLOSE).sum()), "worse": int((off > CLOSE).sum()),
@@ -228,8 +249,10 @@ class Fig11(Figure):
             for name in POOLS:
                 points, how = reductions(row, name), look(name)
                 if name == "superneurons":
-                    label = f"{how.label} (s swap, r recompute, b both)"
-                    marks.append(Line(*points.T, how.colour, label, how.marker, "", texts="srb", side="above"))
+                    dark = HUES["swap and recompute"].slots[-1]
+                    for one, (option, marker) in zip(points, OPTIONS.items(), strict=True):
+                        label = f"{how.label}: {option}"
+                        marks.append(Line([one[0]], [one[1]], dark, label, marker, "", size=8, hollow=True, front=4))
                     continue
                 wide, points = name in ("smartpool+autoswap", "geeps"), points[points[:, 0].argsort()]
                 marks.append(Line(*points.T, how.colour, how.label, how.marker, "-" if wide else ""))
@@ -258,10 +281,10 @@ def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine)
     return [timeline.overhead, size, sum(program.tensors[s.index].nbytes for s in moved)]
 
 
-def autoswap(program: Program, machine: Machine, overheads: list[float], steps: int) -> Iterator[tuple[Plan, int]]:
+def autoswap(program: Program, machine: Machine, task: Row, score: str = "bo") -> Iterator[tuple[Plan, int]]:
     """Yields SmartPool alone, then with AutoSwap at each overhead."""
     yield Plan(), program.peak_bytes
-    found = SmartPoolAutoSwap(steps=steps).smallest(program, machine, [max(o, ZERO) for o in overheads])
+    found = combined(task, score).smallest(program, machine, [max(o, ZERO) for o in task["overheads"]])
     # Equal swaps under different limits give different timelines.
     yield from ((plan, plan.limit) for plan in {(plan.decisions, plan.limit): plan for plan in found}.values())
 
@@ -299,7 +322,8 @@ def geeps(program: Program, machine: Machine, shares: list[float]) -> Iterator[t
 def reductions(row: Row, method: str, base: int | None = None) -> np.ndarray:
     """Returns float64[points, 2]: footprint reduction (relative to no plan, or to ``base`` bytes) and overhead."""
     found = np.array(row["points"][method], dtype=float).reshape(-1, 3)
-    return np.stack([1 - found[:, 1] / (base or row["bases"][method]), found[:, 0]], 1)
+    base = base or row["bases"]["smartpool+autoswap" if method in CONTROLS else method]
+    return np.stack([1 - found[:, 1] / base, found[:, 0]], 1)
 
 
 def at(points: np.ndarray, reduction: float) -> float:
@@ -317,6 +341,9 @@ def fig11_facts(row: Row) -> Row:
     ours, memonger, both, geeps = (reductions(row, name) for name in POOLS)
     return {
         "label": figures.label(row["network"]), "free": free(ours), "at_15": free(ours, 0.15),
+        # Reduction beyond that of each control, at each overhead.
+        "gains": [[free(ours, max(o, ZERO)) - free(reductions(row, name), max(o, ZERO)) for o in row["overheads"]]
+                  for name in CONTROLS],
         "most": said(ours[ours[:, 0].argmax()]), "memonger": [said(p) for p in memonger[memonger[:, 0].argsort()]],
         "superneurons": [said(p) for p in both], "geeps_free": free(geeps),
         "geeps": said(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",

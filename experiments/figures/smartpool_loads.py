@@ -10,18 +10,20 @@ import agents
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, span
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, pairs
 from experiments.plotting.palette import ALLOCATORS, FAINT, KEPT, LOAD
 from simulator import Timeline, simulate
 from simulator.machine import Machine
 from simulator.pool import Intervals, program_lifetimes
+from simulator.pool.device import Device, train
 from simulator.pool.times import allocation_ns
 from simulator.program import Program, Tensor
 from simulator.timeline import Span
 
 MB = 2**20
 POOLS = ("cnmem", "smartpool")
+ITERATIONS = 8  # of the online Device
 PAPER: dict[str, dict[str, float]] = {  # ratios, ms of an iteration with cudaMalloc, speedups over it
     name: dict(zip(("load", "cnmem", "smartpool", "ms", "cnmem_speedup", "smartpool_speedup"), row, strict=True))
     for name, row in {
@@ -59,6 +61,7 @@ class Table1(Figure):
             "ratios": ratios(lives, machine),
             "weights": sum(t.nbytes for t in program.tensors if t.kind == "parameter"),
             "ideal_ns": program.ideal_ns,
+            "online": online(program),
             "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", *POOLS)},
             "singa": {
                 "load": singa.peak_bytes,
@@ -72,8 +75,12 @@ class Table1(Figure):
         return {
             "exact": max(row["ratios"]["smartpool"] for row in rows), "worst": WORST,
             "aligned": max(row["ratios"]["aligned"] for row in rows),
+            "first": max(row["ratios"]["smartpool_first"] for row in rows),
+            "apart": max(abs(row["ratios"]["smartpool_first"] - row["ratios"]["smartpool"]) for row in rows),
             "binary": multiples(rows) or None,
-            "networks": [facts(row) for row in rows],
+            "networks": (networks := [facts(row) for row in rows]),
+            "early": span(len(row["online"]["early"]) for row in rows), "count": len(rows),
+            "equal": sum(one["pool"] == round(one["ratios"]["smartpool"] * one["load"]) for one in networks),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -104,10 +111,18 @@ class Table1(Figure):
         )
 
 
+def online(program: Program) -> Row:
+    """Returns the peaks of iterations on the Device of section V: early ones, then those in which its pool serves."""
+    device, early, pooled = Device(), [], []
+    for peak in train(device, program, ITERATIONS):
+        (early if device.pool is None else pooled).append(peak)
+    return {"early": early, "pooled": pooled, "mismatches": device.mismatches}
+
+
 def ratios(lives: Intervals, machine: Machine) -> dict[str, float]:
     """Returns footprints relative to the load; ``aligned`` is SmartPool with the machine's alignment."""
     load = lives.peak_bytes
-    found = {name: figures.packed(name, lives).footprint / load for name in POOLS}
+    found = {name: figures.packed(name, lives).footprint / load for name in (*POOLS, "smartpool_first")}
     return {**found, "aligned": figures.packed("smartpool", lives, machine.alignment).footprint / load}
 
 
@@ -142,6 +157,7 @@ def facts(row: Row) -> Row:
         **row, "label": figures.label(row["network"]), "paper": paper,
         "cudamalloc_ms": (row["ideal_ns"] + row["allocation_ns"]["cudamalloc"]) / 1e6,
         "speedups": {pool: speedup(row, pool) for pool in POOLS},
+        "early": max(row["online"]["early"]), "pool": max(row["online"]["pooled"]),
         "captured": row["load"] / MB / paper["load"], "kept": singa["load"] / MB / paper["load"],
     }  # fmt: skip
 
@@ -203,9 +219,7 @@ class Fig2(Figure):
         differs = not any(row["same"][0] for row in rows)
         return {
             "networks": [
-                {**row, "label": figures.label(row["network"]), "paper": PAPER[row["network"]]["load"],
-                 "as_second": [i for i, same in enumerate(row["same"], 1) if same]}
-                for row in rows
+                {**row, "label": figures.label(row["network"]), "paper": PAPER[row["network"]]["load"]} for row in rows
             ],
             "iterations": rows[0]["iterations"], "count": len(rows),
             "middle": sum(all(row["same"][1:]) for row in rows),

@@ -118,8 +118,9 @@ def test_none_is_the_empty_plan_or_infeasible() -> None:
 # The option that the refusal names is the last one.
 REFUSED: list[tuple[str, dict[str, object]]] = [
     ("vdnn_all", {"policy": "conv"}), ("geeps", {"mode": "joint"}), ("autoswap_doa", {"score": "aoa"}),
-    ("smartpool+autoswap", {"pool": "cnmem"}), ("smartpool+autoswap", {"score": "bo"}),
-    ("smartpool+autoswap", {"steps": 1}), ("autoswap_bo", {"evaluations": 3}), ("autoswap_bo", {"random": -1}),
+    ("smartpool+autoswap", {"pool": "cnmem"}), ("smartpool+autoswap", {"score": "sum"}),
+    ("smartpool+autoswap", {"steps": 1}), ("smartpool+autoswap", {"evaluations": 3}),
+    ("autoswap_bo", {"evaluations": 3}), ("autoswap_bo", {"random": -1}),
     ("activation_budget", {"runtime": "guess"}), ("activation_budget", {"steps": 0}), ("capuchin", {"rounds": 0}),
     ("tensile", {"max_swap_ratio": 1.5}), ("superneurons", {"recompute": "fast"}), ("home", {"particles": 0}),
     ("home", {"jobs": 0}), ("home", {"iterations": 0}), ("home", {"calls": 1}), ("tflms", {"n_tensors": -1}),

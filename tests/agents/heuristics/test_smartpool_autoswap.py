@@ -17,6 +17,7 @@ from simulator.compiled.encoding import SWAP
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
 from tests import random_cases, tiny
 from tests.agents.heuristics.test_autoswap import MACHINE, straight
+from tests.agents.heuristics.test_autoswap_bo import PAIR
 from tests.oracle.packing import overlaps
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -129,6 +130,15 @@ def test_the_smallest_footprint_at_an_overhead() -> None:
     plans = SmartPoolAutoSwap(align=False, min_bytes=1).smallest(FRAGMENTED, MACHINE, [0.0, 10.0])
     assert plans[0].decisions == (Swap(0, 0, 5, prefetch=3),)
     assert [pack(FRAGMENTED, plan, MACHINE).footprint for plan in plans] == [7, 7]
+
+
+@pytest.mark.parametrize("score", ["all", "bo", "random"])
+def test_other_weights_find_what_no_score_does(score: str) -> None:
+    # Tensors 0 and 1 of test_autoswap_bo.py reach a footprint of 10 at an overhead of 3 of 23 ns; the scores take 5.
+    planner = SmartPoolAutoSwap(score, align=False, min_bytes=1, steps=3, evaluations=30)
+    (plan,) = planner.smallest(PAIR, MACHINE, [0.2])
+    assert pack(PAIR, plan, MACHINE).footprint == (11 if score == "all" else 10)
+    assert {d.tensor for d in plan.decisions} == ({0} if score == "all" else {0, 1})
 
 
 # Here the first iteration of a run needs more than the others: tensors swapped over the boundary are still present.

@@ -20,7 +20,10 @@ VGG, MB = "vgg16_imagenet", 2**20
     [
         ("smartpool_fig8", {"network": "vgg16", "curve": "load_min", "limit": None}),
         ("smartpool_fig9", {"network": "vgg16", "limits": [647, 607], "seed": None}),
-        ("smartpool_fig11", {"network": "vgg16", "overheads": [0.0, 1.0], "geeps": [1.0, 0.5], "steps": 2}),
+        (
+            "smartpool_fig11",
+            {"network": "vgg16", "overheads": [0.0, 1.0], "geeps": [1.0, 0.5], "steps": 2, "evaluations": 5},
+        ),
         ("smartpool_optimality", {"network": "vgg19", "leave": [0.3], "calls": 50}),
         ("smartpool_table2", {"network": "vgg16", "steps": 2}),
         ("superneurons_fig2", {"network": "inception_v4"}),

@@ -37,6 +37,7 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("smartpool_fig10", {"batches": [1.5]}, "figure.batches"),
         ("smartpool_fig10", {"overheads": [-0.1]}, "figure.overheads"),
         ("smartpool_fig10", {"pool": "cnmem"}, "pool"),
+        ("smartpool_fig11", {"evaluations": 3}, "evaluations"),
         ("smartpool_fig2", {"iterations": 2}, "iterations"),
         ("smartpool_fig8", {"limits": [648]}, "figure.limits"),
         ("smartpool_fig9", {"limits": [True]}, "figure.limits"),
