@@ -24,16 +24,16 @@ BETTER = {  # a regular expression, and what to write instead
 }
 WORDS = 1_200  # of a page, table pipes included
 LONGER = {  # pages with long tables or lists that comments cite
-    "agents/heuristics/README.md": 2_400,
+    "agents/heuristics/README.md": 2_450,
     "executor/training/README.md": 2_000,
     "experiments/README.md": 1_750,
     "experiments/figures/README.md": 1_400,
     "experiments/figures/own.md": 1_350,
-    "experiments/figures/smartpool.md": 1_700,
+    "experiments/figures/smartpool.md": 1_750,
     "experiments/figures/superneurons.md": 1_550,
     "experiments/results/gpu_h200/README.md": 1_350,
     "simulator/RULES.md": 2_100,
-    "simulator/pool/README.md": 1_350,
+    "simulator/pool/README.md": 1_300,
     "experiments/results/README.md": 10_900,  # generated
 }
 GENERATED = "experiments/results/README.md"
