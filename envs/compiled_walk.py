@@ -40,14 +40,14 @@ shapes_of = stage(work_shapes, inline=True)
 
 
 @stage(inline=True)
-def _part(array, at, shape):  # type: ignore[no-untyped-def]
+def _part(array, at, shape):
     """Returns a view of the given shape that begins at ``at``, and the offset after it."""
     to = at + shape[0] * shape[1]
     return array[at:to].reshape(shape), to
 
 
 @stage
-def draw(walk, tasks):  # type: ignore[no-untyped-def]
+def draw(walk, tasks):
     """Returns the next random task of a walk.
 
     Source: SplitMix64 (Steele, Lea, Flood 2014).
@@ -63,7 +63,7 @@ def draw(walk, tasks):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
+def _issue(task, state, g, time):
     """Queues a copy to the host (Clock.offload of the reference)."""
     walk = state.row
     walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[g].tensor]
@@ -74,7 +74,7 @@ def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _run_clock(task, state):  # type: ignore[no-untyped-def]
+def _run_clock(task, state):
     """Advances the clock from the previous position to the current one (Clock.run of the reference)."""
     gaps, begins, limit = task.gaps, task.begins, task.limit
     walk, need, ended, out_end, queue, taken = state
@@ -110,7 +110,7 @@ def _run_clock(task, state):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-untyped-def]
+def _act(task, state, rows, kind, g, form, early, causal):
     """Appends the action's row to the plan and moves the agent (Walk._offload and Walk._remove of the reference)."""
     walk, gaps, begins, opening, ended = state.row, task.gaps, task.begins, task.opening, state.ended
     p, stuck, ideal = walk.position, walk.stuck_at, begins[begins.size - 1]
@@ -158,7 +158,7 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
 
 
 @stage
-def swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
+def swap_out(need, after, before, size):
     """Subtracts a swapped tensor from the planned residency, from the end of kernel ``after`` to ``before``."""
     n = need.size - 1
     part, more = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
@@ -169,7 +169,7 @@ def swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _touch(graph, n, steps, n_steps, touched):  # type: ignore[no-untyped-def]
+def _touch(graph, n, steps, n_steps, touched):
     """Marks tensors that recomputation writes or reads; swapping others does not change the recomputation."""
     for t in range(touched.size):
         touched[t] = False
@@ -181,7 +181,7 @@ def _touch(graph, n, steps, n_steps, touched):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _begin(task, state):  # type: ignore[no-untyped-def]
+def _begin(task, state):
     """Resets a walk (Walk.reset of the reference)."""
     walk, need, n = state.row, state.need, task.begins.size - 1
     ideal, most = task.begins[n], 0
@@ -200,7 +200,7 @@ def _begin(task, state):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, causal):  # type: ignore[no-untyped-def]
+def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, causal):
     """Updates the planned residency after a step as far as no simulation is needed.
 
     Returns:
@@ -232,9 +232,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
 
 
 @stage(entry=True)
-def step_walks(  # type: ignore[no-untyped-def]
-    begin, end, resume, resets, actions, chosen, tables, arrays, work, shown
-):  # fmt: skip
+def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work, shown):
     """Steps walks ``begin`` to ``end`` - 1, or resets those in ``resets``.
 
     Args:

@@ -17,7 +17,7 @@ BLOCK = 32  # kernels that are checked together
 
 
 @stage
-def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
+def early_kernel(before, position, need, limit):
     """Returns the kernel at which early recomputation fits, or -1 (Walk._early of the reference)."""
     k = before - 1
     while k >= position and need[k] <= limit:
@@ -26,7 +26,7 @@ def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _copies(task, walk, g):  # type: ignore[no-untyped-def]
+def _copies(task, walk, g):
     """Returns whether gap g can be copied right after its last write (Walk.form_masks of the reference)."""
     gaps, first = task.gaps, task.gaps[g].first_since
     if gaps[g].copy_at < 0 or (gaps[g].wraps and (walk.row.position != 0 or first != g)):
@@ -38,14 +38,14 @@ def _copies(task, walk, g):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _is_open(task, walk, g):  # type: ignore[no-untyped-def]
+def _is_open(task, walk, g):
     """Returns whether gap g is open (Walk.open of the reference)."""
     gaps, p = task.gaps, walk.row.position
     return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.taken[g] < 0
 
 
 @stage
-def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
+def _show_gap(task, walk, g, mask, nodes):
     """Updates mask and validity of the nodes of a gap."""
     gaps, row = task.gaps, walk.row
     is_open = row.ended == 0 and _is_open(task, walk, g)
@@ -59,7 +59,7 @@ def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-untyped-def]
+def _show_forms(task, walk, mask, size, forms, language):
     """Updates the masks of the additional forms that ``language`` allows."""
     gaps = task.gaps
     for g in range(gaps.size):
@@ -78,7 +78,7 @@ def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-unt
 
 
 @stage
-def _divide(values, less, by, product, bits, out):  # type: ignore[no-untyped-def]
+def _divide(values, less, by, product, bits, out):
     """Writes (values - less) / by as float32 to ``out``, bit-identical to the division.
 
     The product with the reciprocal is off by at most 2 float64 units. ``bits`` shows whether a product is that close
@@ -97,14 +97,14 @@ def _divide(values, less, by, product, bits, out):  # type: ignore[no-untyped-de
 
 
 @stage
-def _fill(values, value):  # type: ignore[no-untyped-def]
+def _fill(values, value):
     """Sets every entry of ``values``."""
     for i in range(values.size):
         values[i] = value
 
 
 @stage
-def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
+def _any_over(need, limit, begin, end):
     """Returns whether an entry of need[begin:end] exceeds the limit."""
     part, over = need[begin:end], 0  # a slice and no early exit, so that the loop vectorizes
     for k in range(part.size):
@@ -113,7 +113,7 @@ def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
 
 
 @stage
-def first_over(need, limit):  # type: ignore[no-untyped-def]
+def first_over(need, limit):
     """Returns the start of the first block of kernels with one over the limit, or the number of kernels."""
     n, first = need.size - 1, 0
     while first < n and not _any_over(need, limit, first, min(first + BLOCK, n)):
@@ -122,7 +122,7 @@ def first_over(need, limit):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
+def _show_relief(task, need, scratch, nodes):
     """Updates the relief column of action nodes (Walk.relief), summing only over blocks around the excess."""
     gaps, begins, limit = task.gaps, task.begins, task.limit
     product, bits, shares = scratch.product, scratch.bits, scratch.shares
@@ -151,7 +151,7 @@ def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _show_pressure(task, need, first, last, shares, nodes):  # type: ignore[no-untyped-def]
+def _show_pressure(task, need, first, last, shares, nodes):
     """Updates (planned residency - limit) / limit at the nodes of kernels ``first`` to ``last`` - 1."""
     limit, node_at, fresh, part = task.limit, task.node_at, need[first:last], shares[first:last]
     per_byte = 1.0 / limit
@@ -164,7 +164,7 @@ def _show_pressure(task, need, first, last, shares, nodes):  # type: ignore[no-u
 
 
 @stage
-def _show_time(task, walk, scratch, nodes, moved):  # type: ignore[no-untyped-def]
+def _show_time(task, walk, scratch, nodes, moved):
     """Updates the distance to the nodes, the copy queue and the time until the walk is stuck."""
     starts, begins, ideal = task.times, task.begins, task.row.ideal_ns
     n = begins.size - 1
@@ -180,7 +180,7 @@ def _show_time(task, walk, scratch, nodes, moved):  # type: ignore[no-untyped-de
 
 
 @stage
-def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: ignore[no-untyped-def]
+def show(task, state, scratch, options, mask, nodes, g, moved, fresh):
     """Updates the walk (Walk._refresh of the reference) and its observation; returns the current node.
 
     Args:

@@ -101,5 +101,5 @@ class Scene(NamedTuple):
         axes.set_title(self.title, loc="left")
         axes.legend(loc="upper right", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-        canvas.draw()  # type: ignore[no-untyped-call]
-        return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

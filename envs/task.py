@@ -33,9 +33,7 @@ class Task:
     """
 
     @no_collections()
-    def __init__(
-        self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
-    ):  # fmt: skip
+    def __init__(self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"):
         self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
         self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
         self.engine = Engine(program, machine, self.limit)

@@ -148,7 +148,7 @@ def calibrate(
             median(_pause(backend, kind) for _ in range(REPEATS)) for kind in ("stream", "graph", "event", "wait")
         )
         depths = [_depth(backend) for _ in range(3)]
-        depth = None if None in depths else sorted(depths)[1]  # type: ignore[type-var]
+        depth = None if None in depths else sorted(depths)[1]
         for i, n in enumerate(sizes):
             if i >= 2 and time.monotonic() - begin > seconds:
                 break

@@ -375,7 +375,7 @@ def _asked(
         known = agents.options(planner)
         made = agents.make(planner, **{k: v for k, v in options.items() if k in known and v is not None})
     try:
-        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
+        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
     except ImportError as error:

@@ -236,8 +236,7 @@ class JobState:
         def ahead(k: int) -> int:
             return position + ((k - d.after - 1) % self.n) + 1
 
-        pinned = d.prefetch is not None and d.prefetch != d.after
-        ready = ahead(d.prefetch) + 1 if pinned else position + 1  # type: ignore[arg-type]
+        ready = (position if d.prefetch is None or d.prefetch == d.after else ahead(d.prefetch)) + 1
         before = ahead(self.schedule.returns[d])
         return Gap(d.tensor, self.schedule.moved[d], before, ready, d.sync, d.prefetch is not None)
 

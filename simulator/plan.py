@@ -43,7 +43,7 @@ class Plan:
     @classmethod
     def of(
         cls, program: Program, decisions: tuple[Decision, ...], planner: str = "", limit: int = 0, machine: str = ""
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """Returns a plan with the program's fingerprint and structure, so that it can be ``retimed``."""
         return cls(decisions, program.fingerprint, planner, limit, machine, structure=program.structure)
 

@@ -27,7 +27,7 @@ CASES, STEPS = 300, 60
 
 
 @stage(entry=True)
-def beyond(values):  # type: ignore[no-untyped-def]
+def beyond(values):
     """Reads one element beyond the end of an array."""
     return values[values.size]
 

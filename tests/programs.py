@@ -7,7 +7,7 @@ from simulator import Kernel, Machine, Program, Tensor, Timeline
 BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
 
 
-def straight(tensors: list[Tensor], *lines: tuple) -> Program:  # type: ignore[type-arg]
+def straight(tensors: list[Tensor], *lines: tuple) -> Program:
     """Returns a program from (inputs, outputs, duration_ns[, workspace]) lines."""
     kernels = tuple(
         Kernel(f"k{i}", "other", "forward", reads, writes, *rest) for i, (reads, writes, *rest) in enumerate(lines)

@@ -43,7 +43,7 @@ def keys(config: dict[str, object], prefix: str = "") -> list[str]:
     found = []
     for key, value in config.items():
         nested = isinstance(value, dict) and value and prefix.count(".") < 1
-        found += keys(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]  # type: ignore[arg-type]
+        found += keys(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]
     return found
 
 

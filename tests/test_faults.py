@@ -57,7 +57,7 @@ def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     print("1 µs – 2")
     print("nothing", file=sys.stderr)
     out.flush()
-    assert out.buffer.getvalue() == b"1 ?s ? 2\n"  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"1 ?s ? 2\n"
 
 
 def test_leftovers_of_killed_writes_are_removed_later(tmp_path: Path) -> None:

@@ -227,9 +227,9 @@ class _Problem:
         m = len(self.gaps)
         swapped = np.clip(x[self.transfers.swap], 0, 1) if self.transfers is not None else np.zeros(m)
         away = np.zeros(m)
-        for i, gap in enumerate(self.gaps if self.reruns is not None else []):
-            v = self.reruns.version_in(gap)  # type: ignore[union-attr]
-            if v >= 0 and self.reruns.droppable[v]:  # type: ignore[union-attr]
-                found = self.reruns.absent(v, gap)  # type: ignore[union-attr]
+        reruns = self.reruns
+        for i, gap in enumerate(self.gaps if reruns is not None else []):
+            if reruns is not None and (v := reruns.version_in(gap)) >= 0 and reruns.droppable[v]:
+                found = reruns.absent(v, gap)
                 away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in found)])
         return swapped, np.minimum(away, 1 - swapped)

@@ -98,7 +98,7 @@ def submodular_weighted_duration(candidates: Candidates, program: Program) -> It
 
 
 @stage
-def _until(gone, start, k):  # type: ignore[no-untyped-def]
+def _until(gone, start, k):
     """Returns the byte-nanoseconds evicted before kernel k, from two Fenwick trees.
 
     The trees hold the bytes that leave minus those that return at each kernel, and these times the kernel's start.
@@ -113,7 +113,7 @@ def _until(gone, start, k):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _leave(gone, start, k, nbytes):  # type: ignore[no-untyped-def]
+def _leave(gone, start, k, nbytes):
     """Marks ``nbytes`` as evicted from kernel k on."""
     i = k + 1
     while i < gone.shape[1]:
@@ -123,7 +123,7 @@ def _leave(gone, start, k, nbytes):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _sink(heap, size, scores):  # type: ignore[no-untyped-def]
+def _sink(heap, size, scores):
     """Sifts down the first heap entry: highest score first, ties by candidate index."""
     at, moved = 0, heap[0]
     while 2 * at + 1 < size:
@@ -140,7 +140,7 @@ def _sink(heap, size, scores):  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
-def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):  # type: ignore[no-untyped-def]
+def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):
     """Fills ``order`` and ``found`` of ``submodular_weighted_duration`` by lazy greedy selection.
 
     Scores only decrease, so a candidate that is still the highest after its score was updated is the maximum.

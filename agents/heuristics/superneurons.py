@@ -5,14 +5,15 @@ memory (section 3.3.2); outputs of cheap layers are dropped and recomputed (sect
 outputs, speed-centric recomputation executes k kernels and keeps their results, memory-centric k (k + 1) / 2 and keeps
 nothing; cost-aware (the paper's) is speed-centric if the peak of a single layer allows it. Liveness analysis (section
 3.2) is implicit in Program; dynamic choice of convolution algorithms (section 3.5) is workspace.py. Entry point:
-``SuperNeurons.choose``. Numbered choices and deviations: README.md.
+``SuperNeurons.choose``, by default with the fastest of the method's settings. Numbered choices and deviations:
+README.md.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,16 +21,18 @@ import numpy as np
 from agents.heuristics.workspace import plan_with_variants
 from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, one_of
 from simulator.compiled.encoding import EXTRA, row_of
-from simulator.compiled.engine import Engine
+from simulator.compiled.engine import Engine, Score
 from simulator.machine import Machine
 from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
+CONV = frozenset({"conv"})
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
 JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
 STRATEGIES = ("cost", "speed", "memory")
+BEST = "best"
 CACHES = ("lru", "off")
 
 
@@ -39,9 +42,9 @@ class SuperNeurons(RowsPlanner):
 
     Args:
         mode: swap (section 3.3 only), recompute (section 3.4 only) or joint.
-        recompute: cost, speed or memory, the strategy of section 3.4.
+        recompute: cost, speed or memory (section 3.4), or best: the fastest plan of all settings (choice 8).
         always: drop every cheap output, not only under memory pressure (choice 3).
-        early: leave every prefetch to the simulator (choice 5).
+        early: leave every prefetch to the simulator (choice 5); best tries that, too.
         joins: also offload outputs of joins (choice 1).
         cache: "lru": offload outputs when memory is short (section 3.3.2); "off": always (section 3.3.1).
         workspace: plan with minimal workspaces, then give kernels the fastest algorithms that fit (section 3.5).
@@ -54,7 +57,7 @@ class SuperNeurons(RowsPlanner):
     )  # fmt: skip
 
     mode: str = one_of(MODES, "joint")
-    recompute: str = one_of(STRATEGIES, "cost")
+    recompute: str = one_of((BEST, *STRATEGIES), BEST)
     always: bool = False
     early: bool = False
     joins: bool = False
@@ -73,20 +76,40 @@ class SuperNeurons(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Applies the rules with the kernels' current algorithms."""
+        found = [one._apply(engine) for one in self.settings()]
+        rows, score = min(found, key=lambda pair: (not pair[1].feasible, pair[1].iteration_ns))
+        if not score.feasible:
+            raise self.beyond_reach(engine, min(score.required_bytes for _, score in found))
+        return rows
+
+    def settings(self) -> list[SuperNeurons]:
+        """Returns a planner per setting, of which the fastest that fits is used (choice 8)."""
+        if self.recompute != BEST:
+            return [self]
+        return [
+            replace(self, mode=mode, recompute=strategy, early=early, always=always)
+            for mode in (MODES if self.mode == "joint" and not self.always else (self.mode,))
+            for strategy in (STRATEGIES if mode != "swap" else STRATEGIES[:1])
+            for early in {self.early or mode == "recompute", True}  # a recomputation has no prefetch
+            for always in {self.always, mode != "swap"}
+        ]
+
+    def _apply(self, engine: Engine) -> tuple[Rows, Score]:
+        """Applies the rules with one setting; returns rows that may exceed the limit, and their score."""
         program, limit = engine.program, engine.limit
         ways = leaving(program, self.mode, self.min_bytes, self.joins)
         regardless = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
         first = [g for g, way in ways.items() if way in regardless]
         for target in (limit, 0):
-            rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
-            if required <= limit:
-                return rows
-        raise self.beyond_reach(engine, required)
+            rows, score = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
+            if score.required_bytes <= limit:
+                break
+        return rows, score
 
     def _segments(
         self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
-    ) -> tuple[Rows, int]:
-        """Chooses the strategy of every segment (section 3.4); returns rows and required bytes."""
+    ) -> tuple[Rows, Score]:
+        """Chooses the strategy of every segment (section 3.4); returns rows and their score."""
         segment = segments(program)
         rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
@@ -99,31 +122,39 @@ class SuperNeurons(RowsPlanner):
         l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
         for s, members in dropped.items():
             rows[members, EXTRA] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
-        required = engine.score(rows).required_bytes
+        score = engine.score(rows)
         for s in sorted(dropped, key=lambda s: -cost[s]):
-            if required <= limit or self.recompute != "cost":
+            if score.required_bytes <= limit or self.recompute != "cost":
                 break
             if cost[s] <= l_peak:
                 rows[dropped[s], EXTRA] = False
-                required = engine.score(rows).required_bytes
-        return rows, required
+                score = engine.score(rows)
+        return rows, score
 
 
 def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
     """Returns the gaps in which an output may be evicted: SWAPPED for CONV (and joins), RECOMPUTED for cheap layers."""
     ways = {}
+    offloaded = layer_outputs(program, CONV | JOINS if joins else CONV) if mode != "recompute" else frozenset()
+    cheap = layer_outputs(program, CHEAP)
     for gap in program.gaps(min_bytes):
-        if program.tensors[gap.tensor].persistent:
-            continue
-        layer = program.kernels[program.writes[gap.tensor][0]]
-        if layer.phase != "forward":
-            continue
-        if (layer.kind == "conv" or (joins and layer.kind in JOINS)) and mode != "recompute":
+        if gap.tensor in offloaded:
             ways[gap] = SWAPPED
-        elif layer.kind in CHEAP and program.kernels[gap.before].phase == "backward":
+        elif gap.tensor in cheap and program.kernels[gap.before].phase == "backward":
             if RECOMPUTED in ways_to_empty(program, gap, mode):
                 ways[gap] = RECOMPUTED
     return ways
+
+
+def layer_outputs(program: Program, kinds: Collection[str], min_bytes: int = 0) -> frozenset[int]:
+    """Returns the non-persistent tensors of at least ``min_bytes`` that a forward layer of ``kinds`` writes first."""
+    layers = [program.kernels[writers[0]] if writers else None for writers in program.writes]
+    return frozenset(
+        t
+        for t, (tensor, layer) in enumerate(zip(program.tensors, layers, strict=True))
+        if not tensor.persistent and tensor.nbytes >= min_bytes
+        and layer is not None and layer.phase == "forward" and layer.kind in kinds
+    )  # fmt: skip
 
 
 def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from agents.heuristics.superneurons import CONV, layer_outputs
 from agents.planner import MIB, Infeasible
 from simulator.machine import Machine
 from simulator.program import Program
@@ -75,17 +76,6 @@ class CacheRun:
     peak_bytes: int
 
 
-def offloadable(program: Program, min_bytes: int = MIB) -> frozenset[int]:
-    """Returns the non-persistent tensors of at least ``min_bytes`` that a forward convolution writes first."""
-    kernels = program.kernels
-    return frozenset(
-        t
-        for t, (tensor, writers) in enumerate(zip(program.tensors, program.writes, strict=True))
-        if not tensor.persistent and tensor.nbytes >= min_bytes and writers
-        and kernels[writers[0]].kind == "conv" and kernels[writers[0]].phase == "forward"
-    )  # fmt: skip
-
-
 def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) -> CacheRun:
     """Executes one iteration within ``limit`` bytes with a Tensor Cache and no plan.
 
@@ -95,7 +85,7 @@ def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) ->
     Raises:
         Infeasible: a kernel does not fit with everything offloadable evicted.
     """
-    return _Run(program, machine, limit, offloadable(program, min_bytes)).iterate()
+    return _Run(program, machine, limit, layer_outputs(program, CONV, min_bytes)).iterate()
 
 
 class _Run:

@@ -212,7 +212,7 @@ class DQNPaper:
 
     facts = PlannerInfo(
         "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
-    )  # fmt: skip
+    )
     name = facts.key
 
     def __init__(

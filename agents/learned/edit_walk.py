@@ -66,7 +66,7 @@ def make_pool(neighbours: int) -> Pool:
 
 
 @stage
-def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
+def rank(h, base, head, codes, count, column):
     """Returns the score of an edit from the encoding h (G * MODES, w) and base (w,) of the network."""
     w, first, second = base.shape[0], head.hidden[0], head.hidden[1]
     for x in range(w):
@@ -89,7 +89,7 @@ def rank(h, base, head, codes, count, column):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _is_new(pool, codes, rows, count):  # type: ignore[no-untyped-def]
+def _is_new(pool, codes, rows, count):
     """Adds an edit's hash to the pool's set; returns False if it was already there."""
     key = np.uint64(1469598103934665603)
     for c in range(count):
@@ -111,7 +111,7 @@ def _is_new(pool, codes, rows, count):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _extreme(score, sign):  # type: ignore[no-untyped-def]
+def _extreme(score, sign):
     """Returns the first slot of the highest (``sign`` 1) or lowest (-1) score."""
     best = 0
     for e in range(1, score.shape[0]):
@@ -121,7 +121,7 @@ def _extreme(score, sign):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
+def _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):
     """Draws ``count`` neighbors into the slots of the lowest scores."""
     for _ in range(count):
         slot = _extreme(pool.score, -1.0)
@@ -136,7 +136,7 @@ def _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new,
 
 
 @stage(entry=True)
-def hunt(  # type: ignore[no-untyped-def]
+def hunt(
     walkers, i, calls, draws, answer_ns, pool, h, base, head, column, accept, hot, cold, ideal, limit, gaps, new,
     scratch, engine,
 ):  # fmt: skip

@@ -268,7 +268,7 @@ def train(
         optimizer,
         lambda step: min(1.0, (step + 1) / settings.warm_up) * max(0.02, 1 - step / (steps * settings.epochs)),
     )
-    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)  # type: ignore[no-untyped-call]
+    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)
     average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
     averaged = cast(PolicyNet, average.module)
     best, kept, first = float("inf"), net.state_dict(), 0

@@ -30,7 +30,7 @@ def on_one_thread() -> Iterator[None]:
 def descend(loss: Tensor, net: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> float:
     """Performs one gradient step with the gradient norm clipped to ``clip``; returns the loss."""
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if clip is not None:
         nn.utils.clip_grad_norm_(net.parameters(), clip)
     optimizer.step()

@@ -96,7 +96,7 @@ def decoded(
 
 def halving(
     found: Guided, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
-) -> tuple[int, Rows]:  # fmt: skip
+) -> tuple[int, Rows]:
     """Runs annealing from ``STARTS`` starts with successive halving until one run is left.
 
     The runs trust the network to different degrees, from ``LEAST`` to ``MOST``.

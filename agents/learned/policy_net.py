@@ -208,7 +208,7 @@ def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
 
 
 @stage(entry=True)
-def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):  # type: ignore[no-untyped-def]
+def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):
     """Repairs ``chosen`` (G,) to fit ``room`` (K,); ``load`` (K,) is updated. Returns False if that is impossible."""
     n = load.shape[0]
     while True:

@@ -167,7 +167,7 @@ def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Plann
     if mode != "swap":
         yield 3e-5, 0.0, Memonger(min_bytes=min_bytes)
         yield 0.0, 3e-8, ActivationBudget(min_bytes=min_bytes)
-        yield 0.0, 3e-8, SuperNeurons(mode, early=True, min_bytes=min_bytes)
+        yield 0.0, 3e-8, SuperNeurons(mode, "cost", early=True, min_bytes=min_bytes)
     yield 0.0, 1.5e-7, TENSILE(mode, min_bytes=min_bytes)
     yield 0.0, 3e-6, Capuchin(mode, min_bytes=min_bytes)
 

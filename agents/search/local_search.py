@@ -53,9 +53,7 @@ class Cooling(NamedTuple):
 
 
 @stage(entry=True)
-def walk(  # type: ignore[no-untyped-def]
-    rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns
-):
+def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns):
     """Executes steps of ``anneal``, at most one per entry of ``chances``, until a plan reaches ``enough_ns``.
 
     Args:

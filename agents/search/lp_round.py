@@ -21,16 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor import UNPROVEN, Floor, floor
-from agents.planner import (
-    LEAST,
-    PlannerInfo,
-    Rows,
-    RowsPlanner,
-    at_least,
-    infeasible,
-    one_of,
-    positive,
-)
+from agents.planner import LEAST, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal

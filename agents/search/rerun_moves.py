@@ -126,7 +126,7 @@ def again(program: Program, members: list[int]) -> tuple[int, int]:
 
 
 @jit
-def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-untyped-def]
+def _sweep(table, limit, runs, m, live, stamp, counted):
     """Sweeps backward over all steps and removes the runs that write nothing that is read.
 
     If only some members of a node are unused, they stay in the array but are not ``counted``.
@@ -200,7 +200,7 @@ def counting(table: Tables, runs: Ints) -> Ints:
 
 
 @jit
-def _across(table, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
+def _across(table, runs, m, live, use, stop):
     """Fills ``live`` at step ``stop``: 1 for retained tensors, 2 for tensors in use; fills ``use`` with next uses."""
     graph, n = table.graph, table.kernels.shape[1]
     live[:] = 0
@@ -223,7 +223,7 @@ def _across(table, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _insert(table, runs, m, node, b):  # type: ignore[no-untyped-def]
+def _insert(table, runs, m, node, b):
     """Adds runs of all members of a node before kernel b; returns the runs in use."""
     graph, n = table.graph, table.kernels.shape[1]
     for i in range(graph[3 * n + 3 + node], graph[3 * n + 4 + node]):
@@ -240,7 +240,7 @@ def _insert(table, runs, m, node, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _remove(table, runs, m, node, b):  # type: ignore[no-untyped-def]
+def _remove(table, runs, m, node, b):
     """Removes the runs of a node before kernel b; returns the runs in use."""
     kernels, n, z = table.kernels, table.kernels.shape[1], 0
     for i in range(m):
@@ -251,7 +251,7 @@ def _remove(table, runs, m, node, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _split(rng, table, rules, runs, m, live, before, use, stop):  # type: ignore[no-untyped-def]
+def _split(rng, table, rules, runs, m, live, before, use, stop):
     """Splits the lifetime of a tensor that is retained across step ``stop``; returns the runs in use."""
     nodes, tensors, worth, n = table.nodes, table.tensors, table.worth, table.kernels.shape[1]
     _across(table, runs, m, live, use, stop)
@@ -286,7 +286,7 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):  # type: ignore
 
 
 @jit
-def _shift(rng, table, runs, m, old):  # type: ignore[no-untyped-def]
+def _shift(rng, table, runs, m, old):
     """Moves a run or a pass; returns the runs in use."""
     kernels, nodes, graph = table.kernels, table.nodes, table.graph
     n, i = kernels.shape[1], int(uniform(rng) * m)
@@ -318,7 +318,7 @@ def _shift(rng, table, runs, m, old):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _drop(rng, table, rules, runs, m):  # type: ignore[no-untyped-def]
+def _drop(rng, table, rules, runs, m):
     """Removes a run, unless its node is locked; returns the runs in use."""
     n, i = table.kernels.shape[1], int(uniform(rng) * m)
     g = table.kernels[NODE, runs[i] % n]
@@ -326,7 +326,7 @@ def _drop(rng, table, rules, runs, m):  # type: ignore[no-untyped-def]
 
 
 @jit
-def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):  # type: ignore[no-untyped-def]
+def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
     """Runs simulated annealing; the temperature (ns) falls geometrically from ``hot`` to ``cold``.
 
     Args:

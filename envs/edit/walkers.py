@@ -66,20 +66,20 @@ class Walkers(NamedTuple):
 
 
 @stage
-def _log(x, scale):  # type: ignore[no-untyped-def]
+def _log(x, scale):
     """Returns sign(x) log(1 + scale |x|)."""
     return math.log1p(x * scale) if x >= 0 else -math.log1p(-x * scale)
 
 
 @stage(entry=True)
-def effect_of(ns, now_ns, ideal):  # type: ignore[no-untyped-def]
+def effect_of(ns, now_ns, ideal):
     """Returns the observed effect of a trial: log-scaled points of overhead in [-1.24, 1.24]."""
     points = FAILED if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -FAILED), FAILED)
     return _log(points, 20.0) / 3
 
 
 @stage
-def mode_of(on, rows, g):  # type: ignore[no-untyped-def]
+def mode_of(on, rows, g):
     """Returns the mode of gap g: FILL, SWAPPED, RECOMPUTED or KEPT."""
     if not on[g]:
         return 0
@@ -89,7 +89,7 @@ def mode_of(on, rows, g):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _same(a, b):  # type: ignore[no-untyped-def]
+def _same(a, b):
     """Returns whether two rows are equal."""
     for c in range(a.shape[0]):
         if a[c] != b[c]:
@@ -98,13 +98,13 @@ def _same(a, b):  # type: ignore[no-untyped-def]
 
 
 @stage
-def plan_of(walkers, i):  # type: ignore[no-untyped-def]
+def plan_of(walkers, i):
     """Returns the current plan of walker i."""
     return PlanArrays(walkers.rows[i], walkers.on[i], walkers.load[i])
 
 
 @stage
-def _read_changes(now, new, differ, codes, rows):  # type: ignore[no-untyped-def]
+def _read_changes(now, new, differ, codes, rows):
     """Writes the changes from ``now`` to ``new`` and returns their number; 0 if there are more than CHANGES."""
     count = 0
     codes[:] = -1
@@ -131,7 +131,7 @@ def _read_changes(now, new, differ, codes, rows):  # type: ignore[no-untyped-def
 
 
 @stage
-def draw(walkers, i, slot, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
+def draw(walkers, i, slot, limit, gaps, new, scratch):
     """Draws neighbor ``slot`` of walker i. ``new`` must match its plan, or scratch.differ[0] must be -1."""
     now = plan_of(walkers, i)
     walkers.counts[i, slot] = 0
@@ -145,7 +145,7 @@ def draw(walkers, i, slot, limit, gaps, new, scratch):  # type: ignore[no-untype
 
 
 @stage(entry=True)
-def draw_all(walkers, which, limit, gaps, new, scratch):  # type: ignore[no-untyped-def]
+def draw_all(walkers, which, limit, gaps, new, scratch):
     """Draws all neighbors of the walkers ``which``."""
     for i in which:
         scratch.differ[0] = -1
@@ -154,7 +154,7 @@ def draw_all(walkers, which, limit, gaps, new, scratch):  # type: ignore[no-unty
 
 
 @stage(entry=True)
-def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
+def mask_of(walkers, which, gaps, mask):
     """Writes to ``mask`` which (gap, mode) actions change the plan, (walkers, m * MODES)."""
     for i in which:
         on, rows = walkers.on[i], walkers.rows[i]
@@ -167,7 +167,7 @@ def mask_of(walkers, which, gaps, mask):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[no-untyped-def]
+def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):
     """Sets ``new`` to the plan with gap g in another mode, repaired and pruned as in ``propose``; False on failure."""
     nbytes, differ, rows = gaps.nbytes, scratch.differ, now.rows
     _start(now, new, differ)
@@ -184,7 +184,7 @@ def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):  # type: ignore[n
 
 
 @stage
-def open_trial(state, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped-def]
+def open_trial(state, rng, accept, hot, cold, ideal):
     """Counts a trial and draws its acceptance threshold (time in ns) into state.accept."""
     now_ns = state.now_ns
     state.steps += 1
@@ -196,7 +196,7 @@ def open_trial(state, rng, accept, hot, cold, ideal):  # type: ignore[no-untyped
 
 
 @stage
-def apply_edit(walkers, i, slot, gaps, new, scratch):  # type: ignore[no-untyped-def]
+def apply_edit(walkers, i, slot, gaps, new, scratch):
     """Sets ``new`` to neighbor ``slot`` of walker i."""
     codes, changed = walkers.codes[i, slot], walkers.changed_rows[i, slot]
     _start(plan_of(walkers, i), new, scratch.differ)
@@ -205,13 +205,13 @@ def apply_edit(walkers, i, slot, gaps, new, scratch):  # type: ignore[no-untyped
 
 
 @stage
-def score_trial(state, rows, ideal, scratch, engine):  # type: ignore[no-untyped-def]
+def score_trial(state, rows, ideal, scratch, engine):
     """Simulates the first ``rows`` rows of scratch.plan; returns -1 if ``Engine.score`` is needed."""
     return score_one(*engine, scratch.plan, rows, max(state.accept, state.now_ns + int(LOOK * ideal)))
 
 
 @stage
-def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignore[no-untyped-def]
+def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
     """Records the trial of neighbor ``slot`` and accepts or rejects its plan; returns whether it was accepted."""
     state, now, codes = walkers.state[i], plan_of(walkers, i), walkers.codes[i, slot]
     taken = ns < min(state.accept, NEVER)
@@ -242,9 +242,9 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):  # type: ignor
 
 
 @stage(entry=True)
-def step(  # type: ignore[no-untyped-def]
+def step(
     walkers, which, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
-):  # fmt: skip
+):
     """Tries the edit that each of the walkers ``which[begin:]`` chooses, and accepts or rejects it.
 
     Args:
@@ -303,7 +303,7 @@ def step(  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
-def show_trials(walkers, which, ages, out):  # type: ignore[no-untyped-def]
+def show_trials(walkers, which, ages, out):
     """Writes the trial columns of each gap to ``out``, (walkers, m, >= 1 + 3 MODES).
 
     Args:
@@ -334,7 +334,7 @@ class Times(NamedTuple):
 
 
 @stage
-def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
+def _read_log(log, times, plan, ideal, bins):
     """Reads the last complete iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
     kernels, copies, n = times.kernels, times.copies, times.duration.shape[0]
     kernels[:, :] = 0.0
@@ -385,7 +385,7 @@ def _read_log(log, times, plan, ideal, bins):  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
-def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_out):  # type: ignore[no-untyped-def]
+def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_out):
     """Writes a plan's columns of gaps and bins from the log of its simulation.
 
     Args:

@@ -83,7 +83,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Runs CUDA's dropout kernel, which saves one byte per element instead of the CPU's factors."""
     if train and 0 < p < 1 and x.numel():
         return torch.native_dropout(x, p, True)[0]
-    return _composite(aten.dropout.default, x, p, train)  # type: ignore[no-any-return]
+    return _composite(aten.dropout.default, x, p, train)
 
 
 def _batch_norm(
@@ -102,9 +102,9 @@ def _batch_norm(
         layout = torch._prims_common.suggest_memory_format(x)
         parts = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
         out: Any = aten.cudnn_batch_norm(x.contiguous(memory_format=layout), *parts, training, momentum, eps)
-        return out[0]  # type: ignore[no-any-return]
+        return out[0]
     given = x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
-    return _composite(aten.batch_norm.default, *given)  # type: ignore[no-any-return]
+    return _composite(aten.batch_norm.default, *given)
 
 
 def _composite(op: OpOverload, *args: Any) -> Any:
@@ -142,11 +142,11 @@ def _autocast_of_cuda(library: Library) -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    torch.autocast.__init__ = init
     try:
         yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        torch.autocast.__init__ = original
 
 
 def _in_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -141,7 +141,7 @@ def capture(
         if average and accumulate > 1:
             loss = loss / accumulate
         if optimizer is not None:
-            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            (loss if scaler is None else scaler.scale(loss)).backward()
         return loss, more
 
     def update() -> None:

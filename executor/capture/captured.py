@@ -141,7 +141,7 @@ def number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
     last: Any = None
     with torch.no_grad():
         for node in nodes:
-            assert isinstance(node.target, Callable)  # type: ignore[arg-type]
+            assert isinstance(node.target, Callable)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), table.__getitem__)
             last = table[node] = node.target(*args, **kwargs)
     return last.item()

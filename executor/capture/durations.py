@@ -89,7 +89,7 @@ def kernel_ns(
     if times is None:
         return machine.kernel_ns(kernel.kind, kernel.flops, kernel.bytes, dtype)
     bandwidth = machine.memory_bytes_per_s
-    name = nodes[0].target._overloadpacket.__name__  # type: ignore[union-attr]
+    name = nodes[0].target._overloadpacket.__name__
     if multi_tensor:
         launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
         return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
@@ -256,7 +256,7 @@ def _vectorised(node: fx.Node) -> bool:
     PyTorch does so for dense tensors of one layout and one type, and for the conversion from float32 to half precision.
     """
     metas = [meta for meta in _metas(node) + _results(node) if prod(meta.shape) > 1]
-    name = node.target._overloadpacket.__name__  # type: ignore[union-attr]
+    name = node.target._overloadpacket.__name__
     if name in JOINS:
         return all(map(_contiguous, metas))
     if not all(map(_dense, metas)):
@@ -291,7 +291,7 @@ def _occupied(node: fx.Node, times: KernelTimes, tile: int) -> float:
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    return named(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    return named(node.target, node.args, node.kwargs)
 
 
 def _metas(node: fx.Node) -> list[Any]:

@@ -173,7 +173,7 @@ def caller() -> str:
     """Returns the name of the innermost Python function outside this package and the dispatch machinery."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame.f_code.co_name if frame is not None else ""
 
 

@@ -93,8 +93,7 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
     """Returns the location of a changed number of an optimizer, or None."""
     for key, value in numbers_of(optimizer).items():
         before = was.get(key, was)
-        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before)
-                                    or value != before):  # fmt: skip
+        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before) or value != before):
             return key
     return None
 
@@ -231,7 +230,7 @@ class Numbers:
             assert mode is not None
             proxy = mode.tracer.create_proxy("call_function", option, (), {})
             track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
-            self._known[where] = option, symbol, number, proxy  # type: ignore[assignment]
+            self._known[where] = option, symbol, number, proxy
         return self._known[where][2]
 
     def close(self, read: set[Any]) -> None:

@@ -119,7 +119,7 @@ class Profile:
         optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
         top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, optional)
         if top.pop("format") != FORMAT:
-            raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")  # type: ignore[index]
+            raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")
         if top["cache"] not in get_args(Cache):
             raise FormatError(f"profile.cache: expected one of {', '.join(get_args(Cache))}, got {top['cache']!r}")
         top["durations_ns"] = integers(top["durations_ns"], "profile.durations_ns")
@@ -250,7 +250,7 @@ class _Runner:
                 raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
             try:
                 args, kwargs = self._inputs(node)
-                self.known[key] = self._measure(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+                self.known[key] = self._measure(lambda: node.target(*args, **kwargs))
             except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {reason}") from error
@@ -352,7 +352,7 @@ class _Runner:
                 meta = a.meta.get("tensor_meta")
                 if meta is not None and (meta.dtype == torch.uint8 or a in drawn) and (maker := _maker(a)):
                     args, kwargs = self._inputs(maker[0])
-                    values[a] = maker[0].target(*args, **kwargs)[maker[1]]  # type: ignore[operator]
+                    values[a] = maker[0].target(*args, **kwargs)[maker[1]]
                 else:
                     values[a] = _number(a) if meta is None else _fresh(meta, self.devices[a])
             return values[a]
@@ -447,8 +447,8 @@ def _fresh(meta: Any, device: torch.device) -> Tensor:
 def _maker(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Returns the multi-output kernel that produces a value, and the output's index."""
     while node.target in (aten.detach.default, aten.alias.default):
-        node = node.args[0]  # type: ignore[assignment]
-    return (node.args[0], node.args[1]) if node.target is operator.getitem else None  # type: ignore[return-value]
+        node = node.args[0]
+    return (node.args[0], node.args[1]) if node.target is operator.getitem else None
 
 
 def _number(node: fx.Node) -> Any:
@@ -457,4 +457,4 @@ def _number(node: fx.Node) -> Any:
         return getattr(node.graph.owning_module, str(node.target))
     if node.target is aten._local_scalar_dense.default:
         return 1
-    return node.target(*map_arg(node.args, _number), **map_arg(node.kwargs, _number))  # type: ignore[operator]
+    return node.target(*map_arg(node.args, _number), **map_arg(node.kwargs, _number))

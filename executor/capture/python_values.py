@@ -190,7 +190,7 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
         return [Watched(owner, content, tuple, tuple(content.values()))] if few else []
     every = names is None or owner.keys is not None
     found = {key: value for key, value in content.items()
-             if (every or not isinstance(key, str) or key in names) and is_scalar(value)}  # type: ignore[operator]  # fmt: skip
+             if (every or not isinstance(key, str) or key in names) and is_scalar(value)}  # fmt: skip
     if not found:
         return []
     if isinstance(owner.container, types.CellType):

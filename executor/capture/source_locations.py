@@ -55,7 +55,7 @@ class Places:
             if module is not None:  # of a checkpoint
                 place = Place(module, line or place.line)
         # The engine's GPU threads have their own counters, so existing entries are kept.
-        made, now = self._made.setdefault(task, {}), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        made, now = self._made.setdefault(task, {}), torch.autograd._get_sequence_nr()
         for number in range(self._next if self._next <= now else now - 1, now):
             made.setdefault(number, place)
         self._next, self._last = now, place
@@ -76,7 +76,7 @@ class Places:
                 module = self.modules.get(id(frame.f_locals["self"]))
             elif code is _ENGINE and backward:
                 break
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return module, line
 
     def _of_node(self, task: int) -> Place:
@@ -118,4 +118,4 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _HERE = str(Path(__file__).parents[1]) + "/"
 _CAPTURE = str(Path(__file__).with_name("capture.py"))
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
-_CALL, _ENGINE = nn.Module._call_impl.__code__, graph._engine_run_backward.__code__  # type: ignore[attr-defined]
+_CALL, _ENGINE = nn.Module._call_impl.__code__, graph._engine_run_backward.__code__

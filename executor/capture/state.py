@@ -244,7 +244,7 @@ class StepState(Reach):
     def begin(self) -> None:
         """Records the objects' content before the step's Python code runs, for ``effects`` to compare with."""
         for entry in self.entries:  # values memoized in an earlier step are not constants
-            entry.fake.grad = entry.fake.constant = entry.fake.item_memo = None  # type: ignore[attr-defined]
+            entry.fake.grad = entry.fake.constant = entry.fake.item_memo = None
         self._before = [(owner, owner.content()) for owner in (*self._owners, *self._fake_owners)]
         self._storages = [StorageWeakRef(entry.fake.untyped_storage()) for entry in self.entries]
 
@@ -409,7 +409,7 @@ def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Te
     ``device`` is explicit because the storage of a fake tensor is on the meta device.
     """
     empty = torch.empty(0, dtype=like.dtype, device=device)
-    return empty.set_(memory, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload,no-any-return]
+    return empty.set_(memory, like.storage_offset(), like.size(), like.stride())
 
 
 def copied(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:

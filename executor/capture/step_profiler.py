@@ -61,7 +61,7 @@ class StepRunner:
                 continue
             storage = source.untyped_storage()
             if storage.data_ptr() not in memory:
-                copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)  # type: ignore[call-overload]
+                copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)
                 memory[storage.data_ptr()] = copy.to(where, copy=True).untyped_storage()
             self.start[node] = over(memory[storage.data_ptr()], source, where)
         for w in self.work:  # once: a host copy in mid-step would wait for the stream
@@ -114,7 +114,7 @@ class StepRunner:
                     kwargs = {**kwargs, "device": self.device}
 
                 def call(node: fx.Node = node, args: Any = args, kwargs: Any = kwargs) -> Any:
-                    return node.target(*args, **kwargs)  # type: ignore[operator]
+                    return node.target(*args, **kwargs)
 
                 values[node] = around(w.kernel, call) if w.kernel >= 0 else call()
                 del args, kwargs, call

@@ -310,8 +310,7 @@ class Partitioner(CustomPartitionerFn):
     def _draft(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Draft:
         """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
         plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
-        done = (d for d in plan.decisions
-                if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)  # fmt: skip
+        done = (d for d in plan.decisions if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)
         plan = replace(plan, decisions=tuple(done))
         schedule = lower(program, plan)
         within = max(limit, schedule.required_bytes)
@@ -322,7 +321,7 @@ class Partitioner(CustomPartitionerFn):
     def _look(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
         begin = time.process_time()
         first = launches_of(forward, False)
-        names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+        names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]
         strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
         donated = nobody_elses(forward, backward, outputs)
         joint = Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)

@@ -317,14 +317,14 @@ def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int
         values = {n.name: n.meta.get("val") for n in nodes}
         return {n: StorageWeakRef(v.untyped_storage()) for n, v in values.items() if isinstance(v, torch.Tensor)}
 
-    returned = [x if isinstance(x, fx.Node) else None for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+    returned = [x if isinstance(x, fx.Node) else None for x in forward.graph.output_node().args[0]]
     others = (*forward.graph.find_nodes(op="placeholder"), *filter(None, returned[:outputs]), *_returned(backward))
     taken = set(memory(others).values())
     return {name for name, m in memory(filter(None, returned[outputs:])).items() if m not in taken}
 
 
 def _returned(forward: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in forward.graph.output_node().args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    return [node for node in forward.graph.output_node().args[0] if isinstance(node, fx.Node)]
 
 
 def _named(names: Iterator[str | None]) -> tuple[str, ...]:

@@ -220,7 +220,7 @@ class _Reader:
         dtypes = {str(x.meta["val"].dtype).removeprefix("torch.") for x, _ in products
                   if isinstance(x.meta.get("val"), torch.Tensor)}  # fmt: skip
         if products:
-            kind = kind_of(products[0][0].target, "forward")  # type: ignore[arg-type]
+            kind = kind_of(products[0][0].target, "forward")
         elif extern and len(origins) == 1 and isinstance(origins[0].target, torch._ops.OpOverload):
             kind = kind_of(origins[0].target, "forward")
         else:
@@ -357,7 +357,7 @@ def _stride(output: Any) -> tuple[int, ...] | None:
 def is_view(node: fx.Node) -> bool:
     """Returns whether the node's value aliases another tensor's memory, according to its schema."""
     if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
+        return is_view(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     returns = node.target._schema.returns

@@ -22,7 +22,7 @@ def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
         return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
     now = peak = 0
     for _, nbytes in sorted(changes, key=lambda change: change[0]):

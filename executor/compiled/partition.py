@@ -208,7 +208,7 @@ class _Writer:
 
 
 def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    return [x if isinstance(x, fx.Node) else None for x in graph.output_node().args[0]]  # type: ignore[union-attr]
+    return [x if isinstance(x, fx.Node) else None for x in graph.output_node().args[0]]
 
 
 def _is_tensor(node: fx.Node) -> bool:

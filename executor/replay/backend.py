@@ -111,7 +111,7 @@ class Backend(ABC):
                 self.wait(copies, fork)
             issue()
             for copies in ("d2h", "h2d"):
-                self.wait("compute", self.record(copies))  # type: ignore[arg-type]
+                self.wait("compute", self.record(copies))
         except BaseException:
             with suppress(BackendError):
                 self.end_capture()

@@ -90,7 +90,7 @@ def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[C
 
     def eager() -> Tensor:
         loss: Tensor = loss_fn(twin(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         eager_optimizer.step()
         eager_optimizer.zero_grad(set_to_none=True)
         return loss.detach()

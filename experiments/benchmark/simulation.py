@@ -129,7 +129,7 @@ def home_search(
 
 
 @jit
-def pick_valid(masks, draws, chosen):  # type: ignore[no-untyped-def]
+def pick_valid(masks, draws, chosen):
     """Chooses a random valid action per mask, from one draw in [0, 1) each; writes into ``chosen``."""
     for i in range(masks.shape[0]):
         left = int(draws[i] * masks[i].sum())

@@ -22,15 +22,7 @@ from omegaconf import DictConfig
 from agents.heuristics.autoswap import peak_gaps
 from experiments.benchmark.host_time import NETWORKS, host_times, step_overhead
 from experiments.benchmark.packing import packing
-from experiments.benchmark.simulation import (
-    batches,
-    environment,
-    home_search,
-    planned,
-    searching,
-    simulation,
-    swap_all,
-)
+from experiments.benchmark.simulation import batches, environment, home_search, planned, searching, simulation, swap_all
 from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.machine import Machine

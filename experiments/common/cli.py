@@ -287,7 +287,7 @@ def program(cfg: DictConfig, on: Machine) -> Program:
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """Converts a config node to a dictionary, interpolations resolved; raises an OmegaConf error for missing values."""
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
 def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:

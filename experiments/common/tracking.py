@@ -47,14 +47,14 @@ class _TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run logs all its steps again.
-        self._writer = SummaryWriter(str(out / "tb"), purge_step=0)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(out / "tb"), purge_step=0)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():
-            self._writer.add_scalar(key, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class _WandB(Tracker):

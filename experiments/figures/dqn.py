@@ -55,12 +55,6 @@ BASELINES = {
     ),
     "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P", ("lstm", *_OTHERS)),
 }
-BEST_OF: dict[str, list[dict[str, Any]]] = {  # candidate settings of a planner
-    "superneurons": [
-        {"early": early, **strategy} for early in (False, True)
-        for strategy in ({}, {"recompute": "speed"}, {"recompute": "memory"})
-    ],
-}  # fmt: skip
 SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by key of the rows; equal simulator calls
     "planned": ("dqn", {}), "uniform": ("dqn", {"ranks": "uniform"}),
     "policy_search": ("policy_search", {}), "annealing": ("annealing", {}),
@@ -219,15 +213,10 @@ def sweep(
 
 
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
-    """Returns a baseline's overhead within a limit, with its best settings, or None if it finds no plan."""
-    baseline, found = BASELINES[key], list[float]()
-    for settings in BEST_OF.get(baseline.planner, [{}]):
-        if "recompute" in settings and baseline.options.get("mode") == "swap":
-            continue
-        planner = agents.make(baseline.planner, min_bytes=min_bytes, **baseline.options, **settings)
-        plan = figures.attempt(planner, program, machine, limit)
-        found += [] if plan is None else [simulate(program, plan, machine, limit).overhead]
-    return min(found, default=None)
+    """Returns a baseline's overhead within a limit, or None if it finds no plan."""
+    planner = agents.make(BASELINES[key].planner, min_bytes=min_bytes, **BASELINES[key].options)
+    plan = figures.attempt(planner, program, machine, limit)
+    return None if plan is None else simulate(program, plan, machine, limit).overhead
 
 
 def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:

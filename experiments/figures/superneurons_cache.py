@@ -10,11 +10,13 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure, span
-from experiments.plotting.charts import Axis, Chart, Panel, groups
+from experiments.plotting.charts import Axis, Chart, Line, Panel, groups
+from experiments.plotting.palette import INK
 from simulator import simulate
 from simulator.machine import Machine
 from simulator.program import Program
 
+LOSS = 0.3333  # largest loss without the cache in the paper
 LINEAR = ("alexnet", "vgg16_imagenet")
 
 
@@ -55,14 +57,16 @@ class Fig11(Figure):
             for label, colour, key in (("with Tensor Cache", "#1f5fa8", "with_speed"), ("without", "#f16913", "speed"))
         ]
         names = Axis(names=[one["label"] for one in found])
-        panel = Panel("", groups(series), names, Axis("speed, of that without swaps", "%", (0, 1.15)))
-        return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 3.6))
+        ends, label = [-0.5, len(found) - 0.5], f"paper: at least {1 - LOSS:.0%} without"
+        paper = Line(ends, [1 - LOSS] * 2, INK, label, line="--", front=5)
+        panel = Panel("", [*groups(series), paper], names, Axis("speed, of that without swaps", "%", (0, 1.15)))
+        return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
 
 
 def always_offloaded(program: Program, machine: Machine) -> Row:
     """Returns the iteration with every CONV output offloaded (section 3.3.1)."""
     limit = machine.memory_bytes
-    plan = agents.make("superneurons", mode="swap", cache="off").plan(program, machine, limit)
+    plan = agents.make("superneurons", mode="swap", recompute="cost", cache="off").plan(program, machine, limit)
     timeline = simulate(program, plan, machine, limit)
     moved = sum(program.tensors[decision.tensor].nbytes for decision in plan.decisions)
     return {"iteration_ns": timeline.iteration_ns, "offloaded": moved}

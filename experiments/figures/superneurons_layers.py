@@ -243,7 +243,7 @@ class Table1(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         found, panels = figures.grouped(map(facts, rows)), []
-        shown = (("Layers computed again", "again", 1), ("Peak memory (MB)", "peak", MB))
+        shown = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MB))
         for i, (title, key, unit) in enumerate(shown):
             marks: list[Mark] = []
             for s, (strategy, label) in enumerate(TABLE1_LABELS.items()):
@@ -256,7 +256,7 @@ class Table1(Figure):
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
             names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in found.values()]
             panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
-        return Chart("Table 1 of the SuperNeurons paper: what is recomputed, and what it takes", panels, 2, (7.5, 3.8))
+        return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 2, (7.5, 3.8))
 
 
 def facts(row: Row) -> Row:
@@ -291,7 +291,9 @@ class Table3(Figure):
         bare = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
         kept = tuple(Tensor(name, weights, "parameter", True) for name in KEPT)
         program = Program(bare.name, (*bare.tensors, *kept), bare.kernels)
-        plan = figures.attempt(agents.make("superneurons", mode="swap"), program, machine, machine.memory_bytes)
+        plan = figures.attempt(
+            agents.make("superneurons", mode="swap", recompute="cost"), program, machine, machine.memory_bytes
+        )
         return {
             "weights": weights, "memory": machine.memory_bytes, "copied": copied(program, layerwise.plan(program)),
             "cached": plan and copied(program, plan), "peak": program.peak_bytes,
@@ -319,13 +321,16 @@ class Table3(Figure):
     def chart(self, rows: list[Row]) -> Chart:
         xs = [row["batch_size"] for row in rows]
         marks: list[Mark] = []
-        shown = (("copied", PREDICTED, "without cache"), ("cached", MEASURED, "Tensor Cache"))
-        for i, (key, ink, name) in enumerate(shown):
+        shown = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", "-"))
+        for i, (key, ink, name, marker, dash) in enumerate(shown):
             ours = [None if row[key] is None else row[key] / GB for row in rows]
             theirs = [TABLE3_PAPER[x][i] if x in TABLE3_PAPER else None for x in xs]
-            marks += [Line(xs, ours, ink, f"{name}, ours", width=2),
-                      Line(xs, theirs, ink, f"{name}, paper", "o", "", size=8, hollow=True)]  # fmt: skip
-        panel = Panel("", marks, Axis("batch size", limits=(0, None), ticks=xs), Axis("copied in one iteration (GB)"))
+            marks += [Line(xs, ours, ink, f"{name}, ours", marker, dash, width=2),
+                      Line(xs, theirs, ink, f"{name}, paper", marker, "", size=8, hollow=True)]  # fmt: skip
+        limit = self.numbers(rows)["limit"]
+        marks.append(Rule(limit, text=f"peak fills the memory at {limit:,}"))
+        x = Axis("batch size (above 1,024 only ours)", limits=(0, 1.04 * max(xs)), ticks=xs)
+        panel = Panel("", marks, x, Axis("copied in one iteration (GB)", room=1.06))
         return Chart("AlexNet on a 12 GB K40c: traffic over the host link", [panel], size=(9.5, 4.2))
 
 

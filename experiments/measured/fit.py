@@ -283,10 +283,10 @@ def h200() -> Fit:
 def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
     """Fits the coefficients that affect the steps' kernels; the other ones keep the H100's values."""
     base = _times(Machine.load("h100"))
-    base = replace(base, **{key: value for key, value in STEP_STARTS.items() if value is not None})  # type: ignore[arg-type]
+    base = replace(base, **{key: value for key, value in STEP_STARTS.items() if value is not None})
 
     def residuals(values: dict[str, float]) -> NDArray[np.float64]:
-        times = replace(base, **values)  # type: ignore[arg-type]
+        times = replace(base, **values)
         return np.concatenate([step.residuals(times) for step in steps])
 
     starts = _only(base, tuple(STEP_STARTS))
@@ -299,7 +299,7 @@ def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
         bounds=(np.full(len(starts), 0.01), most), diff_step=1e-2, xtol=1e-6,
     ).x * scale  # fmt: skip
     fitted = dict(zip(starts, map(float, found), strict=True))
-    return replace(base, **{**fitted, "launch_ns": round(fitted["launch_ns"])})  # type: ignore[arg-type]
+    return replace(base, **{**fitted, "launch_ns": round(fitted["launch_ns"])})
 
 
 def of_v100() -> Fit:

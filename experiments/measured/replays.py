@@ -53,7 +53,7 @@ def replays(folder: Path = FOLDER) -> list[Replay]:
     """Predicts every replay whose plan is in ``folder``."""
     machine = Machine.load(folder / "machine.yaml")
     costs = replace(machine, d2h_latency_ns=COPY_NS, h2d_latency_ns=COPY_NS, queue_depth=QUEUE_DEPTH)
-    rows = load_json(folder / "results.json", lambda data: data["rows"])  # type: ignore[index]
+    rows = load_json(folder / "results.json", lambda data: data["rows"])
     out, programs = [], {}
     for row in rows:
         name = f"{row.get('workload')}-{row.get('fraction')}-{row.get('planner')}"

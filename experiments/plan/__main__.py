@@ -128,8 +128,7 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
     """Returns the stages of planning in ``mode``, in order, with their expected shares of the time."""
     kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
     faster = {FASTER_NAME: FASTER} if error is not None else {}
-    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH, **faster,
-            FLOOR: DETAIL, LARGEST: BATCHES}  # fmt: skip
+    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH, **faster, FLOOR: DETAIL, LARGEST: BATCHES}
 
 
 def workload_of(cfg: DictConfig) -> dict[str, Any] | None:

@@ -120,7 +120,7 @@ class Batches:
 
     @cached_property
     def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))  # type: ignore[return-value]
+        return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))
 
 
 def _structure(program: Program) -> tuple[Any, ...]:

@@ -289,7 +289,7 @@ def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
         set_limits(*((n - 0.4, -0.6) if which == "y" else (-0.6, n - 0.4)))
         of.set_ticks(range(n), axis.names)
         of.set_tick_params(length=0)
-        axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
+        axes.grid(axis=which, visible=False)
         if which == "y":
             axes.spines["left"].set_visible(False)
             for row in range(0, n, 2):
@@ -303,7 +303,7 @@ def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
         set_limits(None, axis.room * limits()[1])
     if n:
         of.set_ticks(axis.ticks, axis.names, rotation=90, fontsize=9)
-        axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
+        axes.grid(axis=which, visible=False)
         return
     if axis.ticks is not None:
         of.set_ticks(axis.ticks)

@@ -42,9 +42,7 @@ HUES: dict[Family, Hues] = {
     "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f")),
     "swap and recompute": Hues("#238b45", ("#74c476", "#238b45", "#00441b")),
     "search": Hues(
-        "#cb181d",
-        ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#f4a582", "#e7298a", "#e34a33"),
-        "xos^DPX*",
+        "#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#f4a582", "#e7298a", "#e34a33"), "xos^DPX*"
     ),
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),

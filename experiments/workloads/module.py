@@ -42,7 +42,7 @@ def build(*, target: object) -> Parts:
     except Exception as error:
         raise WorkloadError(f"target: {target} raised {type(error).__name__}: {error}") from error
     expected = (nn.Module, (Callable, type(None)), optim.Optimizer, object)
-    if isinstance(parts, tuple) and len(parts) == 4 and all(map(isinstance, parts, expected)):  # type: ignore[arg-type]
+    if isinstance(parts, tuple) and len(parts) == 4 and all(map(isinstance, parts, expected)):
         return parts
     if isinstance(parts, tuple) and len(parts) == 2 and callable(parts[0]) and not isinstance(parts[0], nn.Module):
         return parts
@@ -119,10 +119,10 @@ def with_batch(parts: Parts, batch: int) -> Parts:
         if whole._cdata not in memory:
             memory[whole._cdata] = torch.UntypedStorage(whole.nbytes() // own * batch, device=tensor.device)
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(memory[whole._cdata], tensor.storage_offset(), shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+        return empty.set_(memory[whole._cdata], tensor.storage_offset(), shape, tensor.stride())
 
     leaves, spec = flatten(parts[-1])
-    return (*parts[:-1], tree_unflatten(list(map(resized, leaves)), spec))  # type: ignore[return-value]
+    return (*parts[:-1], tree_unflatten(list(map(resized, leaves)), spec))
 
 
 def _describe(value: object) -> str:

@@ -93,7 +93,7 @@ def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, pl
 @stage
 def _open_gaps(
     gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position, k, used, n_segments
-):  # fmt: skip
+):
     """Issues copies and opens gaps at the end of kernel k; returns used, held, queue_tail, n_log."""
     following, queue, ready = by_row[NEXT_OPEN], by_row[QUEUE], by_row[READY]
     n = gate.size - 1
@@ -130,9 +130,7 @@ def _open_gaps(
 
 
 @stage
-def event_loop(
-    tables, rows, lowering, work, limit_until, cutoff, iterations, result, log
-):  # fmt: skip
+def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, result, log):
     """Simulates one plan whose planned residency fits.
 
     Args:

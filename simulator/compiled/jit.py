@@ -222,7 +222,7 @@ def address(function: Any, *args: Any) -> int:
 
 @intrinsic
 @_stamped
-def call(typing, where, like, args):  # type: ignore[no-untyped-def]
+def call(typing, where, like, args):
     """Calls the function at an ``address`` from compiled code.
 
     A call by name would make LLVM optimize the function again as a part of its caller.
@@ -234,7 +234,7 @@ def call(typing, where, like, args):  # type: ignore[no-untyped-def]
     kinds = [_types.unliteral(kind) for kind in args]
     returned = _types.Tuple([_types.unliteral(kind) for kind in like])
 
-    def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def code(context, builder, signature, values):
         function = context.call_conv.get_function_type(returned, kinds)
         pointer = builder.inttoptr(values[0], function.as_pointer())
         given = _cgutils.unpack_tuple(builder, values[2])

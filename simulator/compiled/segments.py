@@ -111,9 +111,7 @@ def obstacle_of(segment_of, by_kernel, by_segment, enforced, at, due, fits, requ
     here = _expected(by_segment, segment)
     # Quick upper bound: all early swap-ins on top of the worst kernel.
     if segment < due and required + here - highest[segment] > fits:
-        later = _last_above(
-            expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits
-        )  # fmt: skip
+        later = _last_above(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits)
         if later >= 0:
             segment, at, here = later, first[later], _expected(by_segment, later)
         if here > fits:

@@ -277,7 +277,7 @@ def _next(gaps: list[Gap]) -> Choices:
 
 
 @stage(entry=True)
-def inside(after, before, nbytes, over, duration, need, most):  # type: ignore[no-untyped-def]
+def inside(after, before, nbytes, over, duration, need, most):
     """Fills ``need`` and ``most`` per gap: bytes x ns over the limit that it could relieve, and the largest excess."""
     n = over.shape[0]
     for g in range(after.shape[0]):

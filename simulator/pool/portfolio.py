@@ -210,7 +210,7 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
 
 
 @jit
-def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
+def _skyline(x, priority, limit, offsets):
     """Fills basins until no block waits; returns the footprint and the work.
 
     If the footprint would exceed ``limit``, it is NOTHING_WAITS, and the blocks of the failing section gain
@@ -274,7 +274,7 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sort(keys, n):  # type: ignore[no-untyped-def]
+def _sort(keys, n):
     """Sorts the first n entries."""
     if n > 40:
         keys[:n].sort()
@@ -288,7 +288,7 @@ def _sort(keys, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def]
+def _neighbours(x, offsets, block, bits, begins):
     """Writes offset << bits | block of the placed blocks that meet a block, ascending.
 
     Returns the number of neighbors and the number of blocks visited.
@@ -320,7 +320,7 @@ def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def
 
 
 @jit
-def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no-untyped-def]
+def _cheapest(begins, ends, bits, size, target, weight, rng):
     """Returns the offset below target - size where overlapping blocks weigh least in total; random ties."""
     d, mask = len(begins), (np.int64(1) << bits) - 1
     best, least, ties = np.int64(0), np.inf, 0
@@ -352,7 +352,7 @@ def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no
 
 
 @jit
-def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-def]
+def _eject(x, offsets, weight, target, rng, state):
     """Executes a burst of guided ejection; returns its work.
 
     Args:

@@ -80,7 +80,7 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
 
 
 @jit(nogil=True)
-def undo(x, placed, changed):  # type: ignore[no-untyped-def]
+def undo(x, placed, changed):
     """Restores an earlier state, given its numbers of placed blocks and changes."""
     m = len(x.skyline)
     while x.counters[PLACED] > placed:
@@ -103,7 +103,7 @@ def undo(x, placed, changed):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _log(x, index, before):  # type: ignore[no-untyped-def]
+def _log(x, index, before):
     at = x.counters[CHANGED]
     x.changes[0, at] = index
     x.changes[1, at] = before
@@ -111,13 +111,13 @@ def _log(x, index, before):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _lift(x, section, height):  # type: ignore[no-untyped-def]
+def _lift(x, section, height):
     _log(x, section, x.skyline[section])
     x.skyline[section] = height
 
 
 @jit(nogil=True)
-def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
+def _settle(x, capacity, n_raised):
     """Lifts the skyline to the lowest height at which a waiting block can be placed.
 
     Starts from the sections ``x.raised[:n_raised]`` whose skyline rose; returns False if a load does not fit above it.
@@ -157,7 +157,7 @@ def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
+def _place(x, capacity, j, ground):
     """Places block j on the ground; returns False if the remaining blocks cannot fit."""
     m = len(x.skyline)
     x.offsets[j] = ground
@@ -180,7 +180,7 @@ def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _mix(value):  # type: ignore[no-untyped-def]
+def _mix(value):
     """Computes splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
     value = np.uint64(value)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -189,7 +189,7 @@ def _mix(value):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _key(x, begin, length):  # type: ignore[no-untyped-def]
+def _key(x, begin, length):
     """Returns a nonzero 64-bit hash of a subproblem: the waiting blocks of the arc and the skyline under them."""
     m = len(x.skyline)
     key = np.uint64(0)
@@ -201,7 +201,7 @@ def _key(x, begin, length):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _find(table, key):  # type: ignore[no-untyped-def]
+def _find(table, key):
     """Returns the free slot for a key; negative if the table contains it."""
     mask = len(table) - 1
     at = np.int64(key >> np.uint64(8)) & mask
@@ -213,7 +213,7 @@ def _find(table, key):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _resting(x, section):  # type: ignore[no-untyped-def]
+def _resting(x, section):
     """Returns the blocks that can rest on a basin's ground in this section, by descending priority, and their count."""
     members = x.members[x.members_at[section] : x.members_at[section] + x.held[section]]
     found = np.empty(len(members), np.int64)
@@ -230,7 +230,7 @@ def _resting(x, section):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-untyped-def]
+def _branch(x, capacity, begin, length, closed, by_weight):
     """Returns the section of a basin with the fewest branches for its weight, and the height to leave empty.
 
     The height is the maximum up to which the section may stay empty; NOWHERE if it must not.
@@ -281,7 +281,7 @@ def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-u
 
 
 @jit(nogil=True)
-def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyped-def]
+def fits(x, capacity, begin, length, depth, by_weight):
     """Decides whether the waiting blocks of an arc of sections fit under ``capacity``; if so, ``x`` has their offsets.
 
     Args:

@@ -43,7 +43,7 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
 
 
 @jit
-def _colour(lower, upper, size, order, period, best_fit):  # type: ignore[no-untyped-def]
+def _colour(lower, upper, size, order, period, best_fit):
     """Returns int64[n] offsets (section III-C); ``order``: int64[n], the blocks in order of placement."""
     n = len(order)
     offsets = np.empty(n, np.int64)

@@ -226,7 +226,7 @@ def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def _z_function(text):  # type: ignore[no-untyped-def]
+def _z_function(text):
     """Returns int64[n], the length of the common prefix of the sequence and its suffix at i."""
     n = len(text)
     z = np.zeros(n, np.int64)

@@ -129,16 +129,3 @@ def test_a_vector_env_takes_the_first_of_several_seeds_and_an_action_for_each_wa
     assert drawn[0] == drawn[1] != drawn[2]
     with pytest.raises(ValueError):
         vector.step(np.zeros(3, np.int64))
-
-
-def test_an_episode_of_the_vector_env_that_has_ended_takes_no_action():
-    """Actions of ended episodes are ignored, even invalid ones; the next episode begins at position 0."""
-    vector = envs.MemoryVectorEnv(2, limit=0.6)
-    first, _ = vector.reset(seed=0)
-    invalid = int(vector.single_action_space.n) - 1
-    assert not first["action_mask"][0, invalid]
-    wait = vector.step(np.array([invalid, 0]))
-    assert wait[1].tolist() == [DEAD_END_REWARD, 0.0] and wait[2].tolist() == [True, False]
-    begun = vector.step(np.array([invalid, 0]))
-    assert begun[1][0] == 0.0 and not begun[2][0]
-    assert_same({key: value[:1] for key, value in begun[0].items()}, 0, {key: value[0] for key, value in first.items()})

@@ -89,10 +89,7 @@ def test_one_copy_engine_is_noticed():
     assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
 
 
-@pytest.mark.parametrize(
-    ("h2d", "d2h"),
-    [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)],
-)
+@pytest.mark.parametrize(("h2d", "d2h"), [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)])
 def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
     """Copies take 1 ns per byte in and 2 ns out, slowed to these shares; shares within DUPLEX_ERROR of 1 count as 1."""
     alone, share = {"h2d": 1, "d2h": 2}, {"h2d": h2d, "d2h": d2h}

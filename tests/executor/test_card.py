@@ -26,7 +26,7 @@ def linear(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, width: int 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, width, bias=False))
         x = torch.empty(width, width)
-        made = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        made = optimizer(model.parameters(), lr=0.1)
         return capture(model, F.mse_loss, made, (x, torch.empty(width, width)))
 
 
@@ -63,7 +63,7 @@ def test_gradients_that_live_into_the_next_forward_pass(zero_grad: str, more: in
         halfway = start[len(start) // 2 + 2]
         return int(blocks.nbytes[(blocks.lower < halfway) & (blocks.upper > halfway)].sum())
 
-    assert held(Loop(zero_grad=zero_grad)) - held(Loop(zero_grad="start")) == more * MIB  # type: ignore[arg-type]
+    assert held(Loop(zero_grad=zero_grad)) - held(Loop(zero_grad="start")) == more * MIB
 
 
 def test_where_the_captured_step_has_its_zero_grad() -> None:
@@ -113,7 +113,7 @@ def test_state_is_made_at_the_first_step_and_foreach_takes_as_much_as_the_parame
 def test_an_optimizer_that_cannot_be_followed_is_refused() -> None:
     class Reads(torch.optim.SGD):
         @torch.no_grad()
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
+        def step(self, closure: object = None) -> None:
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.device.type == "cuda" and float(p.grad.sum()) > 0:

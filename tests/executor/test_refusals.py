@@ -39,7 +39,7 @@ class Reads(torch.optim.SGD):
     """Reads numbers of tensors on a GPU."""
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:
         for p in self.param_groups[0]["params"]:
             if p.device.type == "cuda" and float(p.grad.sum()) > 0:
                 p.add_(1)
@@ -104,8 +104,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (FormatError, "profile: unknown key 'colour'", lambda: profile(colour=1)),
     (FormatError, "the profile is of another program", lambda: with_profile(OTHER, PROFILE)),
     (ValueError, "^repeats: ", lambda: measure(captured(), "cpu", repeats=0)),
-    (ValueError, "^cache: ", lambda: measure(captured(), "cpu", cache="warm")),  # type: ignore[arg-type]
-    (ValueError, "^zero_grad: ", lambda: Loop(zero_grad="now")),  # type: ignore[arg-type]
+    (ValueError, "^cache: ", lambda: measure(captured(), "cpu", cache="warm")),
+    (ValueError, "^zero_grad: ", lambda: Loop(zero_grad="now")),
     (ValueError, "^iterations: ", lambda: Loop(iterations=0)),
     (ValueError, "the step of Reads", lambda: card_peak(linear(Reads), H200)),
     (ValueError, "expected at least 16,384", lambda: calibrate(HostBackend(SLOW), SLOW, 2**22)),

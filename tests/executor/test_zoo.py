@@ -7,10 +7,7 @@ import torch
 
 from tests.zoo import __main__ as zoo
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 
 @pytest.fixture(autouse=True)

@@ -70,9 +70,9 @@ def slow(program: Program) -> Program:
 
 
 def sized(batch: int) -> Program:
-    return replace(chain(4, MB * batch), kernels=tuple(
-        replace(k, duration_ns=1000 + 100 * batch) for k in chain(4).kernels
-    ))  # fmt: skip
+    return replace(
+        chain(4, MB * batch), kernels=tuple(replace(k, duration_ns=1000 + 100 * batch) for k in chain(4).kernels)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,7 @@ def test_the_single_files_mask() -> None:
     state, mask = states_of(observation)
     policy = ppo_single_file.Agent(states_of.size, mask.shape[1], 8).policy(state, mask)
     assert torch.equal(policy.probs > 0, mask) and state.shape == (2, states_of.size)
-    graph = env.unwrapped.tasks[0].graph  # type: ignore[attr-defined]
+    graph = env.unwrapped.tasks[0].graph
     network = dqn_single_file.QNetwork(graph.edges, graph.weights, observation["nodes"].shape[2], 8, 3)
     q = network(*dqn_single_file.state_of(observation))
     assert torch.equal(q == MASKED, torch.from_numpy(observation["action_mask"] == 0))

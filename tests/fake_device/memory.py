@@ -131,8 +131,7 @@ class Memory:
         for event in events:
             Clocks.join(after, event.clock)
         span = (block.at, block.at + block.nbytes)
-        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of freed memory", (),
-                        (span,), after)  # fmt: skip
+        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of freed memory", (), (span,), after)
         block.after = after
         if isinstance(block.pool, tuple):
             self.limbo.append((block, events))

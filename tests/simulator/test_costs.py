@@ -13,7 +13,6 @@ from agents.floor import floor
 from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, Timeline, simulate, simulate_jobs
 from simulator.compiled.engine import rows_of
 from simulator.job_state import ALONE_ONLY
-from simulator.machine import ALONE
 from simulator.schedule import lower
 from simulator.timeline import Breakdown
 from tests import random_cases, tiny
@@ -56,29 +55,6 @@ def test_both_directions_take_twice(simulate):
     plan = Plan((Swap(0, 0, 3, prefetch=1), Swap(1, 1, 4, prefetch=3)))
     for machine in (CONTENDS, replace(CONTENDS, copy_engines=1)):  # one after the other: as long at 3/4
         assert lasts(simulate(program, plan, machine, 10**6))[-5:] == [1000, 1025, 1050, 1000, 1000]
-
-
-def test_a_copy_longer_than_the_kernel(simulate):
-    """1000 ns of work at 3/4 of the speed take 1334; the swap-out takes 2000."""
-    timeline = simulate(program_of(*FOUR, nbytes=100_000), Plan((Swap(0, 1, 3),)),
-                        replace(CONTENDS, d2h_bytes_per_s=50_000_000), 10**6)  # fmt: skip
-    assert lasts(timeline)[-2] == 1334
-
-
-def test_variants_move_the_same_bytes_in_another_time(simulate):
-    """The faster algorithm is memory-bound, the other is not."""
-    program = program_of(*FOUR, nbytes=50_000)
-    program = replace(program, kernels=tuple(replace(k, variants=((1000, 0), (500, 0))) for k in program.kernels))
-    fast = Plan((Swap(0, 1, 3, prefetch=2),), variants=((2, 1),))
-    timeline = simulate(program, fast, CONTENDS, 10**6)
-    assert lasts(timeline)[-2] == 525 and violations(timeline, program, fast, CONTENDS, 10**6) == []
-
-
-def test_what_a_copy_takes():
-    assert CONTENDS.copy_loss(100_000, 1000) == ALONE // 4 == CONTENDS.copy_loss(10**9, 1000)
-    assert CONTENDS.copy_loss(10_000, 1000) == ALONE // 40
-    assert CONTENDS.copy_loss(0, 1000) == CONTENDS.copy_loss(1000, 0) == 0
-    assert replace(CONTENDS, copy_contention=0.0).copy_loss(100_000, 1000) == 0
 
 
 # ---------------------------------------------------------------------------------------------------- waits
@@ -148,14 +124,6 @@ def test_small_kernels_after_large_ones_use_up_the_queue(simulate):
         return timeline.iteration_ns
 
     assert [step(depth) for depth in (1024, 8, 3, 1)] == [408, 410, 460, 480]
-
-
-def test_an_event_is_recorded_once_for_all_copies_that_wait_for_it(simulate):
-    program = program_of((0, 1), (), (), (0, 1))
-    machine = replace(CONTENDS, event_ns=7, copy_contention=0.0)
-    plan = Plan((Swap(0, 0, 3), Swap(1, 0, 3, prefetch=1)))
-    assert lasts(simulate(program, plan, machine, 10**6))[-4:] == [1007, 1007, 1000, 1000]
-    assert simulate(program, Plan(), machine, 10**6).iteration_ns == 4000
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60), st.integers(1, 20))

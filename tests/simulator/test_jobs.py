@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from simulator import Job, JobsDeadlock, Machine, OutOfMemory, Plan, PlanError, Program, Swap, simulate, simulate_jobs
 from simulator.job import Eviction, Stall
 from simulator.schedule import lower
-from simulator.timeline import BlockEvent, Span
+from simulator.timeline import Span
 from tests import tiny
 from tests.oracle.steps import Steps
 from tests.programs import activations, parameter, straight
@@ -22,8 +22,6 @@ MACHINE = Machine("a byte per ns", 1000, 10**9, 10**9, d2h_latency_ns=0, h2d_lat
 
 
 GROWS = straight(activations(40, 30), ((), (0,), 10), ((0,), (1,), 10))
-READER = straight([parameter(30)], ((0,), (), 10), ((), (), 40))
-HELD = straight([parameter(60)], ((0,), (), 10))
 
 
 def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
@@ -33,55 +31,6 @@ def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
 def once(*programs: Program) -> list[Job]:
     """Returns jobs a, b, ... without plans, for one iteration each."""
     return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
-
-
-def compute(job):
-    return [(s.start_ns, s.end_ns, s.kind) for s in job.spans if s.stream == "compute"]
-
-
-# ------------------------------------------------------------------------------------------------ compute
-
-
-def test_kernels_that_take_more_time_in_every_other_iteration():
-    """Includes recomputed kernels: an iteration of tiny under RECOMPUTE_PLAN is its kernels plus f1."""
-    plain, slow = tuple(k.duration_ns for k in tiny.PROGRAM.kernels), tuple(range(1, len(tiny.PROGRAM.kernels) + 1))
-    job = Job("a", tiny.PROGRAM, tiny.RECOMPUTE_PLAN, iterations=3, durations=(plain, slow))
-    job = simulate_jobs([job], tiny.MACHINE, tiny.LIMIT).jobs[0]
-    assert job.iterations_ns == (sum(plain) + plain[0], sum(slow) + slow[0], sum(plain) + plain[0])
-    assert [s.end_ns - s.start_ns for s in job.spans if s.kind == "recompute"] == [plain[0], slow[0], plain[0]]
-    assert job.ideal_ns == sum(plain)
-
-
-def test_kernels_take_turns():
-    """Job b has been ready since 0 when a's second kernel becomes ready at 10."""
-    jobs = [Job("a", one_kernel(10), Plan(), iterations=2), Job("b", one_kernel(10), Plan(), iterations=2)]
-    a, b = simulate_jobs(jobs, MACHINE, 100).jobs
-    assert (a.boundaries, b.boundaries) == ((10, 30), (20, 40))
-    assert a.stalls == (Stall(10, 20, "compute"),)
-    assert b.stalls == (Stall(0, 10, "compute"), Stall(20, 30, "compute"))
-    assert (a.left_ns, b.left_ns, b.iterations_ns, b.mean_ns) == (30, 40, (20, 20), 20)
-
-
-def test_a_switch_costs_time_and_takes_the_memory_at_its_start():
-    jobs = [Job("a", one_kernel(10), Plan(), iterations=2), Job("b", one_kernel(10), Plan(), iterations=1)]
-    a, b = simulate_jobs(jobs, replace(MACHINE, switch_ns=5), 100).jobs
-    assert compute(a) == [(0, 10, "kernel"), (25, 30, "switch"), (30, 40, "kernel")]
-    assert compute(b) == [(10, 15, "switch"), (15, 25, "kernel")]
-    assert b.events == (BlockEvent(10, 0, 0, 10), BlockEvent(25, 0, 0, -10))
-
-
-def test_two_at_once_share_the_speed_and_one_that_is_left_alone_speeds_up():
-    """At half speed 10 ns take 20, and the other has 20 of 30 left. At 3/4 they take 14, and the other ends at 33.5."""
-    for concurrency, first, second in ((1.0, 20, 40), (1.5, 14, 34)):
-        machine = replace(MACHINE, concurrency=concurrency)
-        a, b = simulate_jobs(once(one_kernel(10), one_kernel(30)), machine, 100, sharing="shared").jobs
-        assert (a.boundaries, b.boundaries) == ((first,), (second,)) and a.stalls == b.stalls == ()
-
-
-def test_what_does_not_fit_beside_the_other_waits_for_it():
-    timeline = simulate_jobs(once(one_kernel(10, 60), one_kernel(10, 60)), MACHINE, 100, sharing="shared")
-    assert [job.boundaries for job in timeline.jobs] == [(10,), (20,)]
-    assert timeline.peak_bytes == 60 and timeline.jobs[1].stalls == (Stall(0, 10, "memory"),)
 
 
 # ------------------------------------------------------------------------------------- memory, on demand
@@ -117,32 +66,6 @@ def test_a_full_host_is_reported_as_a_deadlock():
     simulate_jobs(jobs, replace(MACHINE, host_bytes=40), 100)
 
 
-# A job with parameters: w is used in the first kernel, v in the last.
-IDLE = straight([parameter(20), parameter(30)], ((0,), (), 10), ((), (), 10), ((1,), (), 10))
-
-
-def test_the_furthest_next_touch_of_the_others_leaves_first():
-    """At 20, b is between k1 and k2: it needs w in 20 ns and v now. Job a requests 60 beside 50 of b."""
-    big = straight(activations(40, 20), ((), (0,), 20), ((0,), (1,), 5))
-    jobs = [Job("a", big, Plan(), iterations=1), Job("b", IDLE, Plan(), iterations=2)]
-    timeline = simulate_jobs(jobs, MACHINE, 100, sharing="shared")
-    assert timeline.evictions == ()  # b continues, and a waits for it
-    blocked = replace(IDLE, kernels=(*IDLE.kernels[:2], replace(IDLE.kernels[2], workspace=50)))
-    timeline = simulate_jobs(once(big, blocked), MACHINE, 100)
-    # a: k0 from 0 to 20; b: k0 from 20 to 30; a's k1 requests 20 beside 90, b's k1 runs, k2 requests 50: deadlock.
-    assert timeline.evictions == (Eviction(40, 1, 0, 0, 20, 0),)
-    assert timeline.jobs[0].boundaries == (65,)
-
-
-def test_a_program_that_does_not_fit_runs_without_a_plan():
-    """With 130 of its 180 bytes tiny runs without a plan, by slower evictions on demand."""
-    timeline = simulate_jobs([Job("a", tiny.PROGRAM, Plan(), iterations=2)], tiny.MACHINE, 130)
-    assert timeline.peak_bytes <= 130 and timeline.evictions
-    assert {e.job for e in timeline.evictions} == {e.wanted_by for e in timeline.evictions} == {0}
-    planned = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
-    assert timeline.jobs[0].iterations_ns[0] > planned.iteration_ns
-
-
 def test_a_step_that_never_fits_is_refused_by_name():
     with pytest.raises(OutOfMemory, match="job 'a': kernel 1 needs 30 bytes beside 40 in use, over the limit of 69"):
         simulate_jobs(once(GROWS), MACHINE, 69)
@@ -150,62 +73,6 @@ def test_a_step_that_never_fits_is_refused_by_name():
 
 
 # ------------------------------------------------------------------------------------ coming and leaving
-
-
-def test_admission_waits_for_memory_and_keeps_its_order():
-    """Job b waits until a has left, and c waits behind b although it fits."""
-    jobs = [Job("a", HELD, Plan(), iterations=2), Job("b", HELD, Plan(), arrives_ns=5, iterations=1),
-            Job("c", one_kernel(10), Plan(), arrives_ns=6, iterations=1)]  # fmt: skip
-    timeline = simulate_jobs(jobs, MACHINE, 100)
-    a, b, c = timeline.jobs
-    assert (a.boundaries, b.admitted_ns, c.admitted_ns) == ((10, 20), 20, 20)
-    assert (b.boundaries, c.boundaries) == ((30,), (40,))
-    assert b.stalls == (Stall(5, 20, "admission"),)
-    assert c.stalls == (Stall(6, 20, "admission"), Stall(20, 30, "compute"))
-    assert a.held == ((0, 0), (0, 60), (20, 0))
-    assert timeline.end_ns == 40
-
-
-def test_a_job_that_would_leave_before_it_is_admitted_never_begins():
-    jobs = [Job("a", HELD, Plan(), iterations=3), Job("b", HELD, Plan(), arrives_ns=5, leaves_ns=15),
-            Job("c", one_kernel(10, 30), Plan(), arrives_ns=6, iterations=1)]  # fmt: skip
-    a, b, c = simulate_jobs(jobs, MACHINE, 100).jobs
-    assert (b.admitted_ns, b.left_ns, b.boundaries, b.stalls) == (None, None, (), (Stall(5, 15, "admission"),))
-    assert c.admitted_ns == 15  # it was behind b
-    assert a.boundaries == (10, 20, 40)
-
-
-def test_from_until_ns_on_all_leave_at_their_next_boundary():
-    jobs = [
-        Job("a", one_kernel(10), Plan()),
-        Job("b", one_kernel(15), Plan()),
-        Job("late", one_kernel(1), Plan(), arrives_ns=25),
-    ]
-    a, b, late = simulate_jobs(jobs, MACHINE, 100, until_ns=25).jobs
-    assert (a.boundaries, b.boundaries) == ((10, 35), (25,))
-    assert (late.admitted_ns, late.stalls) == (None, ())
-
-
-def test_a_job_that_leaves_ends_the_copy_under_way_and_drops_the_next():
-    """At 10 both tensors are to be swapped out; the first copy ends at 30, and the job leaves then."""
-    program = straight([parameter(20), parameter(30)], ((), (0, 1), 10), ((), (), 5))
-    plan = Plan((Swap(0, 0, 0), Swap(1, 0, 0)))
-    timeline = simulate_jobs([Job("a", program, plan, iterations=1)], MACHINE, 100)
-    job = timeline.jobs[0]
-    assert [s for s in job.spans if s.stream == "d2h"] == [Span(60, 80, "d2h", "swap_out", 0)]
-    assert (job.boundaries, job.left_ns) == ((65,), 80)
-    assert job.events[-2:] == (BlockEvent(80, 0, 0, -20), BlockEvent(80, 1, 1, -30))
-
-
-def test_a_change_of_plans_takes_effect_at_a_boundary():
-    """At 50 w is swapped out [50, 80) and needed at once [80, 110); then its copy is valid: it is dropped at 120."""
-    job = Job("a", READER, Plan(), iterations=3, switches=((15, Plan((Swap(0, 0, 0),))),))
-    job = simulate_jobs([job], MACHINE, 100).jobs[0]
-    assert job.switches == ((50, 1),)
-    assert job.boundaries == (50, 160, 210)
-    copies = [s for s in job.spans if s.stream != "compute"]
-    assert copies == [Span(50, 80, "d2h", "swap_out", 0), Span(80, 110, "h2d", "swap_in", 0),
-                      Span(120, 150, "h2d", "swap_in", 0), Span(170, 200, "h2d", "swap_in", 0)]  # fmt: skip
 
 
 def test_tensors_resident_in_the_new_plan_are_swapped_in():
@@ -297,15 +164,6 @@ def test_every_job_ends_and_no_rule_is_broken_on_the_way():
             if len(job.plans) == 1 and kernels:  # every kernel reads the right content
                 compute = [s for s in ran.spans if s.stream == "compute" and s.kind != "switch"]
                 assert Steps(compute, job.program.with_variants(job.plan.variants), job.plan).found == []
-
-
-def test_with_enough_memory_jobs_wait_only_for_compute():
-    for seed in range(30):
-        case = jobs_case(seed)
-        plain = tuple(replace(job, plan=Plan(), switches=()) for job in case.jobs)
-        timeline = simulate_jobs(plain, case.machine, 10**9, case.until_ns, case.sharing)
-        assert timeline.evictions == (), f"seed {seed}"
-        assert {stall.cause for job in timeline.jobs for stall in job.stalls} <= {"compute"}, f"seed {seed}"
 
 
 # ----------------------------------------------------------------------------------------------- JSON, Perfetto

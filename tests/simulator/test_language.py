@@ -7,7 +7,7 @@ import pytest
 from simulator import Engine, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.compiled.engine import NEVER, rows_of
 from simulator.schedule import lower
-from tests.programs import activations, compute, parameter, straight, work
+from tests.programs import activations, parameter, straight, work
 from tests.simulator.test_reference import PLENTY
 from tests.simulator.test_steady import NEVER_STEADY
 from tests.tiny import MACHINE
@@ -29,27 +29,6 @@ def test_a_copy_is_made_while_the_tensor_is_read(simulate):
     early = simulate(READ_MEANWHILE, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 100)
     assert (late.iteration_ns, early.iteration_ns) == (430, 330)
     assert work(early, "swap_out")[0] == (0, 10, 110) and work(early, "swap_in")[0] == (0, 120, 220)
-
-
-def test_the_memory_is_free_when_the_gap_is_open(simulate):
-    """The copy of 30 bytes ends at 40, r1 at 110."""
-    program = replace(READ_MEANWHILE, tensors=tuple(replace(t, nbytes=30) for t in READ_MEANWHILE.tensors))
-    timeline = simulate(program, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 60, iterations=1)
-    assert work(timeline, "swap_out") == [(0, 10, 40)]
-    assert timeline.memory[:4] == ((0, 0), (0, 30), (110, 0), (110, 60))  # big, and it returns
-
-
-def test_a_copy_of_the_iteration_before(simulate):
-    """Tensor p is written by the last kernel, copied at once, and evicted after its use in the next iteration."""
-    program = straight(
-        [parameter(40), *activations(40)],
-        ((0,), (), 10), ((), (1,), 10), ((), (), 50), ((0,), (0,), 10),
-    )  # fmt: skip
-    plan = Plan((Swap(0, 0, 3, copy=3),))
-    timeline = simulate(program, plan, MACHINE, 40, iterations=4)
-    # The first iteration starts with a copy. Later swap-outs take 40 ns, of which kernel 0 hides 10.
-    assert [b - a for a, b in zip((0, *timeline.boundaries), timeline.boundaries, strict=False)] == [80, 110, 110, 110]
-    assert lower(program, plan).on_host == (40, 40, 40, 40)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +68,6 @@ def test_an_early_copy_needs_a_resident_tensor():
 # -------------------------------------------------------------------------------------- Recompute.at
 
 
-def test_recomputed_early(simulate):
-    plan = Plan((Recompute(0, 1, 4, at=3),))
-    timeline = simulate(LINE, plan, MACHINE, 30, iterations=1)
-    assert compute(timeline) == [(0, 0, 10), (1, 10, 20), (2, 20, 25), (0, 25, 35), (3, 35, 45), (4, 45, 55)]
-    assert lower(LINE, plan).residency == (10, 30, 20, 30, 10)
-
-
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_not_before_it_is_dropped_and_not_after_its_use(at):
     with pytest.raises(PlanError, match=rf"decisions\[0\].at: kernel {at} is not after 1 and up to 4"):
@@ -116,13 +88,6 @@ def test_early_where_late_is_impossible():
 # -------------------------------------------------------------------------------------------- Rerun
 
 
-def test_a_tensor_is_away_from_its_last_use_to_the_next_run(simulate):
-    plan = Plan((Rerun(0, 4),))
-    timeline = simulate(LINE, plan, MACHINE, 30, iterations=1)
-    assert compute(timeline)[4:] == [(0, 35, 45), (4, 45, 55)]
-    assert lower(LINE, plan).residency == lower(LINE, Plan((Recompute(0, 1, 4),))).residency == (10, 30, 20, 20, 10)
-
-
 def test_what_a_later_run_reads_is_retained(simulate):
     """Tensor b dies at kernel 3, but kernel 4 reads c, which kernel 2 computes from b."""
     program = straight(
@@ -135,15 +100,6 @@ def test_what_a_later_run_reads_is_retained(simulate):
     b, c, again = (block for block in schedule.blocks if block.owner in (1, 2))
     assert (b.first, b.last) == (1, 5) and (c.first, c.last) == (2, 2) and (again.first, again.last) == (5, 6)
     assert simulate(program, plan, MACHINE, 60, iterations=1).iteration_ns == 7
-
-
-def test_a_tensor_is_recomputed_twice(simulate):
-    """Between two uses, a tensor can be recomputed, kept for a while, and recomputed again."""
-    plan = Plan((Rerun(0, 2), Rerun(1, 3), Rerun(0, 4)))
-    schedule = lower(LINE, plan)
-    assert [s.kernel for s in schedule.steps if s.again] == [0, 1, 0]
-    assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 is recomputed
-    assert simulate(LINE, plan, MACHINE, 30, iterations=1).iteration_ns == 45 + 30
 
 
 def test_a_plan_of_recomputation_as_reruns(simulate):
@@ -199,68 +155,6 @@ def test_reruns_that_do_not_fit(decisions, reason):
 
 
 # ------------------------------------------------------------------------------------------ the link
-
-
-def test_both_directions_share_the_link(simulate):
-    """At half speed each: b's swap-in starts at 70, when 10 of the 40 ns of a's swap-out are done."""
-    program = straight(
-        activations(40, 40),
-        ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (), 10), ((1,), (), 10), ((), (), 10), ((0,), (), 10),
-    )  # fmt: skip
-    plan = Plan((Swap(1, 0, 4, prefetch=3), Swap(0, 2, 6)))
-    shared = MACHINE.with_shared_link(MACHINE.d2h_bytes_per_s)
-    timeline = simulate(program, plan, shared, PLENTY, iterations=1)
-    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 130)]
-    assert work(timeline, "swap_in") == [(1, 70, 140), (0, 140, 180)]
-    alone = simulate(program, plan, MACHINE, PLENTY, iterations=1)
-    assert work(alone, "swap_in") == [(1, 70, 110), (0, 110, 150)]
-    plenty = MACHINE.with_shared_link(2 * MACHINE.d2h_bytes_per_s)
-    assert simulate(program, plan, plenty, PLENTY, iterations=1) == alone
-    # Out at 3/4, in at 1/4: a copies for 10 ns alone, then for 40 ns beside b, which transfers 10 bytes meanwhile.
-    unequal = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000, duplex_d2h_bytes_per_s=750_000_000)
-    timeline = simulate(program, plan, unequal, PLENTY, iterations=1)
-    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 110)]
-    assert work(timeline, "swap_in") == [(1, 70, 140), (0, 140, 180)]
-    # Out at full speed, in at 1/4: b transfers 7.5 bytes beside a; the other 32.5 take 33 ns, rounded up.
-    one_sided = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000)
-    timeline = simulate(program, plan, one_sided, PLENTY, iterations=1)
-    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
-    assert work(timeline, "swap_in") == [(1, 70, 133), (0, 133, 173)]
-    # On one stream b is swapped in after a's swap-out, at full speed, regardless of the shares.
-    timeline = simulate(program, plan, unequal.one_copy_stream(), PLENTY, iterations=1)
-    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
-    assert work(timeline, "swap_in") == [(1, 100, 140), (0, 140, 180)]
-
-
-def test_one_engine_serves_in_order_of_issue(simulate):
-    """When the engine is free at 100, b's swap-in was issued at 70, and c's swap-out at 80."""
-    program = straight(
-        activations(40, 40, 40),
-        ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (2,), 10), ((), (), 10), ((), (), 100),
-        ((1,), (), 10), ((0,), (), 10), ((2,), (), 10),
-    )  # fmt: skip
-    one = replace(MACHINE, copy_engines=1)
-
-    def copies(prefetch, limit):
-        plan = Plan((Swap(0, 2, 7), Swap(1, 0, 6, prefetch=prefetch), Swap(2, 4, 8)))
-        return work(simulate(program, plan, one, limit, iterations=1), "swap_out", "swap_in")
-
-    assert copies(None, PLENTY)[:4] == [(1, 10, 50), (1, 50, 90), (0, 90, 130), (2, 130, 170)]
-    assert copies(3, PLENTY)[:4] == [(1, 10, 50), (0, 60, 100), (1, 100, 140), (2, 140, 180)]
-
-
-def test_what_does_not_fit_lets_swap_outs_go_first(simulate):
-    """The swap-in of b is issued at 70 but does not fit beside c, which is evicted at 80."""
-    program = straight(
-        activations(40, 40), ((), (0,), 10), ((), (), 40), ((), (), 10), ((), (1,), 10), ((), (), 10), ((), (), 100),
-        ((0,), (), 10), ((1,), (), 10),
-    )  # fmt: skip
-    one, plan = replace(MACHINE, copy_engines=1), Plan((Swap(0, 0, 6, prefetch=3), Swap(1, 4, 7)))
-    for limit, copies in (
-        (70, [(0, 10, 50), (1, 80, 120), (0, 120, 160)]),
-        (80, [(0, 10, 50), (0, 70, 110), (1, 110, 150)]),
-    ):
-        assert work(simulate(program, plan, one, limit, iterations=1), "swap_out", "swap_in")[:3] == copies
 
 
 def test_the_host_needs_the_largest_concurrent_load(simulate):

@@ -90,7 +90,7 @@ MISFITS = [
     (Swap(W, 7, 0, 3), "decisions[0].prefetch: kernel 3 is not from 7 up to 0"),
     (Recompute(W, 0, 7), "decisions[0]: tensor 0 is persistent; only tensors born in the iteration can be recomputed"),
     (Recompute(W, 7, 0), "decisions[0]: a persistent tensor cannot be recomputed over the iteration boundary"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("decision", "message"), MISFITS, ids=[f"{d}" for d, _ in MISFITS])

@@ -2,17 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
-
 from simulator import Plan, Swap, Tensor
 from tests.programs import straight, work
 from tests.simulator.test_reference import PLENTY
-from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
-
-# p0 (50 bytes), updated by k0 [10 ns], and p1 (20 bytes), read by k1 [20 ns], are evicted between their uses.
-NOT_STEADY_AT_ONCE = straight(
-    [Tensor("p0", 50, "parameter", True), Tensor("p1", 20, "parameter", True)], ((0,), (0,), 10), ((1,), (), 20)
-)
+from tests.tiny import MACHINE
 
 # Three swap-outs of 1001 ns each, in iterations of 3000 ns: the queue grows by 3 ns per iteration, and kernels wait
 # after some 1000 ns.
@@ -20,31 +13,6 @@ NEVER_STEADY = (
     straight([Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)], *(((i,), (i,), 1000) for i in range(3))),
     Plan(tuple(Swap(i, i, i) for i in range(3))), replace(MACHINE, h2d_bytes_per_s=10**12), 10**4,
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("iterations", [1, 2, 3])
-def test_the_second_iteration_need_not_be_steady(simulate, iterations):
-    """Between two executions of k0, p0 is swapped out and in (50 ns each): a steady iteration takes at least 110 ns.
-
-    Both start on the host. p0 is swapped out from 60 on; at the first boundary, 90, 20 ns remain. It is resident at
-    160, so that the second iteration ends at 190, after 100 ns. From then on, 30 ns remain at each boundary.
-    """
-    timeline = simulate(NOT_STEADY_AT_ONCE, Plan((Swap(0, 0, 0), Swap(1, 1, 1))), MACHINE, PLENTY, iterations)
-    assert timeline.boundaries == (90, 190, 300)
-    assert work(timeline, "swap_out") == [(0, 60, 110), (0, 170, 220), (0, 280, 330)]
-    assert work(timeline, "swap_in")[:4] == [(0, 0, 50), (1, 50, 70), (1, 90, 110), (0, 110, 160)]
-    assert (timeline.iteration_ns, timeline.steady) == (110, True)
-
-
-def test_an_iteration_more_where_a_host_copy_stays_valid(simulate):
-    """Tensor p, never written, is evicted while k1 runs: first copied [10, 20), in [20, 30); later just dropped."""
-    program = straight([Tensor("p", 10, "parameter", True)], ((0,), (), 10), ((), (), 10), ((0,), (), 10))
-    timeline = simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, PLENTY, iterations=1)
-    assert timeline.boundaries == (40, 70) and timeline.steady
-
-
-def test_one_iteration_where_nothing_is_carried_over(simulate):
-    assert simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1).boundaries == (170,)
 
 
 def test_iterations_that_repeat_in_turn(simulate):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Engine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, rules, simulate
+from simulator import Engine, OutOfMemory, Plan, PlanError, Program, Recompute, rules, simulate
 from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
 from simulator.schedule import lower
@@ -28,32 +28,6 @@ RECOMPUTE = Recompute(A1, 1, 6)
 
 
 # ------------------------------------------------------------------------------------------ by hand
-
-
-def test_a_kernel_and_its_recomputation_use_the_variant(simulate):
-    plan = Plan((RECOMPUTE,), variants=((F1, 0),))
-    timeline = simulate(PROGRAM, plan, MACHINE, tiny.LIMIT)
-    # Without variants 120, plus 10 for recomputing f1 for b2; f1 is 6 ns faster both times.
-    assert timeline.iteration_ns == 130 - 6 - 6
-    assert (timeline.breakdown.compute_ns, timeline.breakdown.recompute_ns) == (114, 4)
-    # The ideal time is that of the program as given, so that the overhead may be negative.
-    assert timeline.ideal_ns == PROGRAM.ideal_ns == 120 and timeline.overhead == 118 / 120 - 1
-    assert timeline.required_bytes == 140  # b4: w a2 a3 a4 g4; recomputed f1: w a2 g3 a1 and 20 is 120
-    assert violations(timeline, PROGRAM, plan, MACHINE, tiny.LIMIT) == []
-
-
-def test_the_workspace_of_a_variant_counts(simulate):
-    # Before b2: w 10, a2 40, g3 10; the recomputed f1 writes a1, 40, beside a workspace of 60.
-    with pytest.raises(OutOfMemory, match=r"^kernel 6 needs 100 bytes beside 60 in use, over the limit of 150$"):
-        simulate(PROGRAM, Plan((RECOMPUTE,), variants=((F1, 1),)), MACHINE, 150)
-    assert simulate(PROGRAM, Plan((RECOMPUTE,), variants=((F1, 1),)), MACHINE, 160).iteration_ns == 130 - 7 - 7
-
-
-def test_a_slower_variant_hides_a_transfer() -> None:
-    # tiny.py shows the swap of a1: b3 starts at 90 and b2 waits for 20 ns. Now b4 lasts from 70 to 120; a1 is still
-    # swapped in while b3 runs, from 120 to 160, and b2 waits from 140 on.
-    timeline = simulate(PROGRAM, Plan((Swap(A1, 1, 6),), variants=((B4, 0),)), MACHINE, tiny.LIMIT)
-    assert timeline.iteration_ns == 170 + 30 and timeline.breakdown.stall_data_ns == 20
 
 
 def test_the_checker_knows_the_variants() -> None:

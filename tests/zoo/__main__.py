@@ -28,10 +28,7 @@ KNOWN = {
         253_952,
         "under MemTracker, a dispatch mode, autograd sums gradients into new tensors instead of in place",
     ),
-    "Swin": (
-        -32_768,
-        "the trace of a layer norm's gradient has other strides than the operator and makes one copy",
-    ),
+    "Swin": (-32_768, "the trace of a layer norm's gradient has other strides than the operator and makes one copy"),
 }
 
 

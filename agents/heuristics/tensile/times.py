@@ -71,7 +71,7 @@ class KernelTimes:
         for _ in range(STEPS):
             loss = nn.functional.mse_loss(net(inputs)[:, 0], targets)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             rate.step()
         return cls(net, mean, scale, float(y.min()), float(y.max()))

@@ -58,7 +58,7 @@ def serve(intervals: Intervals, limit: int | None = None, expandable: bool = Fal
 
 
 @jit
-def _segment(nbytes):  # type: ignore[no-untyped-def]
+def _segment(nbytes):
     """Returns the bytes requested from cudaMalloc."""
     if nbytes <= SMALL_SIZE:
         return SMALL_BUFFER
@@ -68,7 +68,7 @@ def _segment(nbytes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _depth(m):  # type: ignore[no-untyped-def]
+def _depth(m):
     """Returns the number of binary digits of m."""
     digits = 0
     while m:
@@ -78,14 +78,14 @@ def _depth(m):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _fill(blocks, block, nbytes, offset, before, after):  # type: ignore[no-untyped-def]
+def _fill(blocks, block, nbytes, offset, before, after):
     """Writes the table row of a new free block."""
     blocks[_SIZE, block], blocks[_OFFSET, block], blocks[_FREE, block] = nbytes, offset, 1
     blocks[_PREV, block], blocks[_NEXT, block] = before, after
 
 
 @jit
-def _join(blocks, low, high):  # type: ignore[no-untyped-def]
+def _join(blocks, low, high):
     """Merges two neighbors; returns the lower one."""
     after = blocks[_NEXT, high]
     blocks[_SIZE, low] += blocks[_SIZE, high]
@@ -96,7 +96,7 @@ def _join(blocks, low, high):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
+def _place(blocks, pool, m, nbytes, offset):
     """Returns the index of the first of m free blocks that is not below (nbytes, offset)."""
     low, high = 0, m
     while low < high:
@@ -110,7 +110,7 @@ def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
+def _insert(blocks, pool, m, block):
     """Inserts a block into a pool of m; returns the new m."""
     at = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
     for j in range(m, at, -1):
@@ -120,7 +120,7 @@ def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _remove(pool, m, at):  # type: ignore[no-untyped-def]
+def _remove(pool, m, at):
     """Removes the block at index ``at`` from a pool of m; returns the new m."""
     for j in range(at, m - 1):
         pool[j] = pool[j + 1]
@@ -128,7 +128,7 @@ def _remove(pool, m, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _released(blocks, pools, counts):  # type: ignore[no-untyped-def]
+def _released(blocks, pools, counts):
     """Removes free blocks that are whole segments from both pools; returns their bytes."""
     nbytes = 0
     for which in range(2):
@@ -145,7 +145,7 @@ def _released(blocks, pools, counts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _serve(order, size, limit, expandable):  # type: ignore[no-untyped-def]
+def _serve(order, size, limit, expandable):
     """Serves all mallocs and frees. The two pools of expandable segments lie _ENDLESS bytes apart.
 
     Returns:

@@ -43,7 +43,7 @@ def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
 
 
 @jit
-def _serve(order, size, reserve):  # type: ignore[no-untyped-def]
+def _serve(order, size, reserve):
     """Serves all mallocs and frees; returns offsets, bytes of the pool, list entries visited, and cudaMalloc calls."""
     n = len(size)
     offsets, head = np.zeros(n, np.int64), np.zeros(n, np.int64)

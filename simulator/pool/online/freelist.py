@@ -28,7 +28,7 @@ def events(intervals: Intervals) -> Ints:
 
 
 @jit
-def insert(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
+def insert(free, m, at, begin, end, head):
     """Inserts [begin, end) at index ``at`` of m pieces; ``head``: a cudaMalloc begins there. Returns the new m."""
     for j in range(m, at, -1):
         for row in range(3):
@@ -38,7 +38,7 @@ def insert(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
 
 
 @jit
-def remove(free, m, at):  # type: ignore[no-untyped-def]
+def remove(free, m, at):
     """Removes the piece at index ``at`` of m; returns the new m."""
     for j in range(at, m - 1):
         for row in range(3):
@@ -47,7 +47,7 @@ def remove(free, m, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take(free, m, at, nbytes):  # type: ignore[no-untyped-def]
+def take(free, m, at, nbytes):
     """Cuts the first bytes off the piece at index ``at`` of m, or removes it entirely; returns the new m."""
     free[BEGIN, at] += nbytes
     free[HEAD, at] = 0
@@ -55,7 +55,7 @@ def take(free, m, at, nbytes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def give_back(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
+def give_back(free, m, at, begin, end, head):
     """Inserts [begin, end) into m pieces, ``at`` of which lie below, and merges; returns the new m.
 
     Neighbors merge unless a cudaMalloc begins between them.

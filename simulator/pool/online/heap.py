@@ -31,7 +31,7 @@ def pack(intervals: Intervals) -> Packing:
 
 
 @jit
-def _serve(order, size):  # type: ignore[no-untyped-def]
+def _serve(order, size):
     """Serves all allocations and deallocations; returns offsets and list entries visited."""
     n = len(size)
     offsets, steps = np.zeros(n, np.int64), 0

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 import agents
-from agents.heuristics.autoswap import (
-    AutoSwap,
-    area_of_absence,
-    duration_of_absence,
-    peak_gaps,
-    weighted_duration,
-)
+from agents.heuristics.autoswap import AutoSwap, area_of_absence, duration_of_absence, peak_gaps, weighted_duration
 from agents.planner import Candidates
 from simulator import Gap, Kernel, Program, Swap, Tensor
 from tests.programs import BYTE_PER_NS as MACHINE

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+from math import inf
+
 import agents
 from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
+from experiments import figures
 from simulator import Gap, Kernel, Program, Recompute, Swap, Tensor, simulate
-from simulator.modes import RECOMPUTED, SWAPPED
+from simulator.modes import MODES, RECOMPUTED, SWAPPED
 from tests.programs import BYTE_PER_NS as MACHINE
 
 
@@ -17,13 +21,13 @@ def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Pro
     """
     n = len(layers)
     tensors = [Tensor("x", 1, "input", True)] + [Tensor(kind, size) for kind, size in layers]
-    kernels = [Kernel(kind, kind, "forward", (i,), (i + 1,), 10) for i, (kind, _) in enumerate(layers)]  # type: ignore[arg-type]
+    kernels = [Kernel(kind, kind, "forward", (i,), (i + 1,), 10) for i, (kind, _) in enumerate(layers)]
     for i in reversed(range(n)):
         gradient = (len(tensors) - 1,) if i < n - 1 else ()
         tensors.append(Tensor(f"gradient{i}", tensors[i].nbytes if large_gradients else 1, "gradient"))
         kind = layers[i][0]
         reads = (i, i + 1, *gradient)
-        kernels.append(Kernel(f"{kind}_backward", kind, "backward", reads, (len(tensors) - 1,), 10))  # type: ignore[arg-type]
+        kernels.append(Kernel(f"{kind}_backward", kind, "backward", reads, (len(tensors) - 1,), 10))
     return Program("network", tuple(tensors), tuple(kernels))
 
 
@@ -74,9 +78,9 @@ def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert segment_bytes(NET, [Gap(2, 2, 9), Gap(3, 3, 8)]) == 32
     assert prefetch(NET, Gap(1, 1, 10)) == 7  # the start of conv_backward, kernel 8
     assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
-    planner = agents.make("superneurons", min_bytes=1)
+    planner = agents.make("superneurons", min_bytes=1, recompute="cost")
     assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
-    both = agents.make("superneurons", min_bytes=1, mode="recompute").plan(NET, MACHINE, 51).decisions
+    both = agents.make("superneurons", min_bytes=1, mode="recompute", recompute="cost").plan(NET, MACHINE, 51).decisions
     assert both == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
 
 
@@ -124,3 +128,14 @@ def test_table_1_alexnet() -> None:
 def test_every_cheap_output_is_dropped_on_request() -> None:
     plan = agents.make("superneurons", min_bytes=1, always=True).plan(NET, MACHINE, NET.peak_bytes)
     assert {(type(d), d.tensor) for d in plan.decisions} == {(Recompute, 2), (Recompute, 3)}
+
+
+def test_the_default_is_the_fastest_of_all_settings() -> None:
+    def iteration(limit: int, **options: object) -> float:
+        plan = figures.attempt(agents.make("superneurons", min_bytes=1, **options), SEGMENT, MACHINE, limit)
+        return inf if plan is None else simulate(SEGMENT, plan, MACHINE, limit).iteration_ns
+
+    every = list(product(MODES, ("cost", "speed", "memory"), (False, True), (False, True)))
+    for limit in range(40, SEGMENT.peak_bytes + 1):
+        explicit = [iteration(limit, mode=m, recompute=r, always=a, early=e) for m, r, a, e in every]
+        assert iteration(limit) == min(explicit)

@@ -32,12 +32,7 @@ def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list
 #   channel       |-- a out --|b out|       ...   |b in|--- a in --|
 #                 10         40    60            110  130         160
 USES = [("", "a"), ("", "b"), ("", ""), ("", ""), ("", ""), ("", ""), ("b", ""), ("a", "")]
-TWO = straight(
-    [Tensor("a", 30), Tensor("b", 20)],
-    USES,
-    [10, 10, 60, 10, 30, 30, 10, 10],
-    peak=3,
-)
+TWO = straight([Tensor("a", 30), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
 
 
 def test_swaps_lie_in_the_free_intervals_of_the_channel() -> None:

@@ -22,7 +22,7 @@ SAME = Convolution(2, 3, (8, 8), 5, (3, 3), (1, 1))
 
 
 def by_name(conv: Convolution, what: str = "forward") -> dict[str, int]:
-    return {a.name: a.workspace for a in algorithms(conv, what)}  # type: ignore[arg-type]
+    return {a.name: a.workspace for a in algorithms(conv, what)}
 
 
 def test_workspaces_by_hand() -> None:
@@ -81,7 +81,7 @@ def test_times_by_hand() -> None:
 @given(st.integers(1, 64), st.integers(1, 300), st.integers(3, 64), st.integers(1, 300), st.sampled_from([1, 3, 5]))
 def test_a_front_gives_time_for_bytes(batch: int, channels: int, size: int, filters: int, taps: int) -> None:
     conv = Convolution(batch, channels, (size, size), filters, (taps, taps), (taps // 2, taps // 2))
-    one, other = (front(conv, (what,), GPU) for what in ("images", "filters"))  # type: ignore[arg-type]
+    one, other = (front(conv, (what,), GPU) for what in ("images", "filters"))
     both = front(conv, ("images", "filters"), GPU)
     assert both[0][1] == 0  # something runs without any workspace
     for a, b in zip(both, both[1:], strict=False):

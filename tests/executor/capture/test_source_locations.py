@@ -63,7 +63,7 @@ BACKWARD = [
 def captured_net(again: str = "", **options: object) -> Captured:
     model = Net(again)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return capture(model, loss_fn, optimizer, BATCH, **options)  # type: ignore[arg-type]
+    return capture(model, loss_fn, optimizer, BATCH, **options)
 
 
 def test_every_kernel_has_the_place_of_its_forward() -> None:

@@ -51,7 +51,7 @@ def test_swaps_and_recomputations_combine() -> None:
         again = agents.make("capuchin", mode="recompute", min_bytes=1).plan(
             program, machine, int(0.85 * program.peak_bytes)
         )
-        empty = {d.tensor for d in again.decisions}  # type: ignore[union-attr]
+        empty = {d.tensor for d in again.decisions}
         gaps = [g for g in program.gaps(60_000) if g.tensor not in empty][:2]
         return Plan.of(program, (*again.decisions, *(Swap(*gap) for gap in gaps)), "both", limit, machine.name)
 

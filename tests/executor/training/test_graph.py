@@ -100,7 +100,7 @@ def test_equal_to_eager_with_other_batches_and_learning_rates(name, optimizer, d
 def test_a_graph_is_replayed_and_not_issued(double):
     twins, step = graphed("mlp", swaps=False)
     twins.train(step, 2)
-    step.state.work = None  # type: ignore[assignment]
+    step.state.work = None
     twins.train(step, 2)
     assert step.graph.captures == 1
 

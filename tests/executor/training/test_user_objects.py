@@ -267,7 +267,7 @@ def test_kernels_that_do_not_repeat_themselves_may_differ_as_much_as_eager_steps
 
     def step(x: Tensor) -> Tensor:
         loss = _jittered(layer(x), 1e-6).square().mean() * (1 + hidden * next(calls))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -285,7 +285,7 @@ def test_a_step_with_atomic_additions_is_captured_on_a_gpu() -> None:
 
     def step(x: Tensor) -> Tensor:
         loss = nn.functional.grid_sample(image, x, align_corners=True).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

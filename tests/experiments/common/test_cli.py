@@ -105,7 +105,7 @@ def test_evaluate_scores_a_plan_also_under_other_times(run: Run, program: Progra
     plan = Plan.of(program, tuple(Swap(*g) for g in program.gaps(2**20)))
     other = program.with_durations([k.duration_ns // 3 for k in program.kernels])
     for name, one in (("plan", plan), ("program", program), ("other", other)):
-        one.save(tmp_path / f"{name}.json")  # type: ignore[attr-defined]
+        one.save(tmp_path / f"{name}.json")
     words = (f"plan={tmp_path / 'plan.json'}", "limits=0.7", f"out={tmp_path / 'out'}", "jobs=1")
     assert run("evaluate", f"program={tmp_path / 'program.json'}", *words).returncode == 0
     (row,) = rows_in(tmp_path / "out")

@@ -44,10 +44,10 @@ def test_the_table_has_the_floor_of_each_limit(program: Program) -> None:
 def test_options_go_to_the_planners_that_have_them() -> None:
     options = {"mode": "swap", "calls": 77, "jobs": 1}
     annealing, swarm = report.made("annealing", **options), report.made("home", **options)
-    assert (annealing.mode, annealing.calls) == ("swap", 77)  # type: ignore[attr-defined]
-    assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)  # type: ignore[attr-defined]
+    assert (annealing.mode, annealing.calls) == ("swap", 77)
+    assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)
     report.made("autoswap_doa", **options)  # has none of these options
-    assert report.made("annealing", calls=None).calls == agents.make("annealing").calls  # type: ignore[attr-defined]
+    assert report.made("annealing", calls=None).calls == agents.make("annealing").calls
     assert "score" not in agents.options("autoswap_doa")  # this option defines the planner
     with pytest.raises(UsageError, match="planners: annealing: calls"):
         report.planner_names(["autoswap_doa", "annealing"], calls=5)

@@ -75,8 +75,7 @@ def test_a_training_of_the_dqn(tmp_path: Path, drawn: list[Figure]) -> None:
     assert greedy.get_xydata().tolist() == [[0, 0.05], [200, 0.03]]
     assert (control.get_label(), control.get_ydata()[0]) == ("uniform edits, equal calls", 0.035)
     assert overhead.collections[0].get_offsets().tolist() == [[200, 0.04]]
-    assert [line.get_xydata().tolist() for line in hits.lines] == [
-        [[100, 0.1], [200, 0.2]], [[100, 0.05], [200, 0.05]]]  # fmt: skip
+    assert [line.get_xydata().tolist() for line in hits.lines] == [[[100, 0.1], [200, 0.2]], [[100, 0.05], [200, 0.05]]]
     assert [line.get_xydata().tolist() for line in error.lines] == [[[200, 0.3]], [[200, 0.2]]]
 
 
