@@ -283,9 +283,10 @@ def page(out: Path) -> str:
     parts = [
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
-        f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core). Capuchin, GeePS, "
-        "memonger, TFLMS and vDNN are reconstructions from descriptions in other papers.",
-        "\n".join(f"- [{figure(name).title}](#{name})" for name in there),
+        f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core). Tables show a "
+        "selection; the JSON has all. experiments/figures/README.md names the papers. Capuchin, GeePS, memonger, "
+        "TFLMS and vDNN are reconstructions from descriptions in other papers.",
+        ", ".join(f"[{name}](#{name})" for name in there),
     ]
     for name, found in there.items():
         parts += _section(out / f"{name}.json", found, figure(name))
@@ -303,16 +304,16 @@ def result(path: Path) -> dict[str, Any]:
 def _section(path: Path, found: dict[str, Any], figure: Figure) -> list[str]:
     rows = found["rows"]
     try:
-        heads, cells, notes = figure.say(rows)
+        heads, cells, notes = figure.say(rows, brief=True)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a result of this figure ({error})") from None
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *cells]
+    lines = [f"| {' | '.join(line)} |" for line in (heads, *cells)]
     return [
         f'<a id="{path.stem}"></a>',
         f"## {figure.title}",
         figure.about,
-        f"![{figure.title}]({path.stem}.png)",
-        "\n".join(f"| {' | '.join(line)} |" for line in lines),
+        f"![{path.stem}]({path.stem}.png)",
+        "\n".join([lines[0], f"|---|{'---:|' * (len(heads) - 1)}", *lines[1:]]),
         "\n".join(f"- {note}" for note in notes),
         f"`{found['command']}` ([JSON]({path.name}))",
     ]

@@ -24,23 +24,18 @@ BETTER = {  # a regular expression, and what to write instead
 }
 WORDS = 1_200  # of a page, table pipes included
 LONGER = {  # pages with long tables or lists that comments cite
-    "README.md": 900,
-    "CHANGELOG.md": 1_650,
-    "agents/README.md": 1_400,
-    "agents/heuristics/README.md": 2_600,
-    "agents/learned/README.md": 1_600,
-    "envs/README.md": 1_400,
-    "executor/training/README.md": 2_460,
-    "experiments/README.md": 2_200,
-    "experiments/figures/README.md": 1_400,
+    "agents/heuristics/README.md": 2_460,
+    "executor/training/README.md": 2_000,
+    "experiments/README.md": 1_750,
     "experiments/figures/home.md": 1_250,
-    "experiments/figures/own.md": 1_600,
-    "experiments/figures/smartpool.md": 1_950,
-    "experiments/figures/superneurons.md": 1_800,
-    "experiments/results/gpu_h200/README.md": 1_420,
+    "experiments/figures/README.md": 1_460,
+    "experiments/figures/own.md": 1_350,
+    "experiments/figures/smartpool.md": 1_750,
+    "experiments/figures/superneurons.md": 1_600,
+    "experiments/results/gpu_h200/README.md": 1_350,
     "simulator/RULES.md": 2_100,
-    "simulator/pool/README.md": 1_350,
-    "tests/README.md": 1_250,
+    "simulator/pool/README.md": 1_300,
+    "experiments/results/README.md": 11_700,  # generated
 }
 GENERATED = "experiments/results/README.md"
 # What asserts phrases as data, a text in the digests of random cases, an axis of a committed picture.
@@ -70,5 +65,5 @@ def test_module_docstrings_have_at_most_twelve_lines() -> None:
 
 
 def test_pages_are_within_their_words() -> None:
-    words = {name: len((ROOT / name).read_text().split()) for name in PAGES if name != GENERATED}
+    words = {name: len((ROOT / name).read_text().split()) for name in PAGES}
     assert not {name: count for name, count in words.items() if count > LONGER.get(name, WORDS)}

@@ -39,7 +39,6 @@ from simulator.machine import Machine
 from simulator.plan import Swap
 
 NEAR = 0.005  # of the memory; closer peaks count as one point
-EMPTY = {"predicted": "", "time": "", "spread": ""}  # cells of methods that refused
 
 
 class WithLoss(nn.Module):
@@ -95,13 +94,10 @@ class Compiled(Figure):
             methods = row["methods"]
             none, there = methods["none"], {name: m for name, m in methods.items() if "refused" not in m}
             for name, m in methods.items():
-                line = {"network": row["network"], "method": name, "peak": "refused", **EMPTY}
+                line = {"network": row["network"], "method": name, "peak": "refused", "time": ""}
                 if name in there:
-                    low, _, high = (seconds / none["step_s"][1] for seconds in m["step_s"])
-                    line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}",
-                             "spread": f"{low:.2f} to {high:.2f}"}  # fmt: skip
+                    line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}"}
                 if name in there and m.get("ours"):
-                    line["predicted"] = f"{m['predicted_bytes'] / none['peak_bytes']:.1%}"
                     planned.append({**m, "name": f"{row['network']} {name}", "own": none["peak_bytes"]})
                 lines.append(line)
             pairs += [m["against"] for m in there.values() if "against" in m]

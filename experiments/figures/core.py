@@ -112,12 +112,9 @@ class Core(Figure):
         for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
             values = found[agent, budget]
             of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
-            times = [one["plan_s"] for row in rows for one in row["runs"]
-                     if (one["agent"], (one["calls"], one["seconds"])) == (agent, budget)]  # fmt: skip
             lines.append({
                 "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
-                "splits": [iqm(part) if part.size else None for part in of], "median": np.median(values),
-                "without": (values >= WITHOUT).sum(), "size": values.size, "seconds": np.median(times),
+                "splits": [iqm(part) if part.size else None for part in of], "without": (values >= WITHOUT).sum(),
             })  # fmt: skip
         over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
                 for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
@@ -403,13 +400,10 @@ def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     found, lines, networks = gaps_of(rows), [], []
     for (line, calls), values in found.items():
         gaps = values[..., 0]
-        there, whole = gaps[~np.isnan(gaps)], not np.isnan(gaps).any()
+        whole = not np.isnan(gaps).any()
         lines.append({
             "label": label(line), "calls": f"{calls:,}" if calls else "–", "seconds": np.median(values[..., 1]),
             "mean": gaps.mean() if whole else None, "interval": mean_interval(gaps.mean(1)),
-            "without": np.isnan(gaps).sum(),
-            "median": np.median(there) if len(there) else None,
-            "quartiles": Range(np.percentile(there, [25, 75])) if len(there) else None,
         })  # fmt: skip
         without = found.get((NO_NETWORK, calls))
         if line.startswith("policy_search") and without is not None:

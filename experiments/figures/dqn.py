@@ -21,7 +21,7 @@ from experiments.common import cli
 from experiments.common.bisection import between
 from experiments.common.report import Row
 from experiments.figures import grouped, network, program, share_of_peak
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
 from experiments.plotting.palette import FAINT, colour
 from simulator import Machine, Program, simulate
@@ -98,7 +98,7 @@ class Fig5(Figure):
         return {"found": found}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found, limits = panels(rows), rows[0]["limits"]
+        found, limits = panels(rows), rows[0]["limits"][-4:]
         every = [duel for panel in found for duel in duels(panel)]
         above = [duel for duel in every if duel["worst"] > duel["theirs"] + SAME]
         below = [d["theirs"] - d["mean"] for d in every if d["theirs"] > SAME and d["mean"] < float("inf")]
@@ -110,10 +110,9 @@ class Fig5(Figure):
         gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
                 for limit, bound in panel.first["floor"] if panel.dqn["joint"].get(limit)]  # fmt: skip
         changes = {name: keys for row in rows for name, keys in row.get("changes", {}).items()}
-        near = min(limits, key=lambda f: abs(f - 0.4))
         cannot = [(panel, key, panel.first["baselines"][key]) for panel in found for key in BASELINES]
         return {
-            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "near": near, "pairs": len(every),
+            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "pairs": len(every),
             "networks": [{"label": figures.label(panel.name), "cells": cells(panel, limits)} for panel in found],
             "changes": [f"{figures.label(name)} has {', '.join(f'{key} {value:,}' for key, value in keys.items())} here"
                         for name, keys in changes.items()] or None,
@@ -126,11 +125,6 @@ class Fig5(Figure):
             "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
             "at_floor": sum(entry[0] <= SAME for entry in gaps),
             "no_floor": [figures.label(panel.name) for panel in found if not panel.first["floor"]] or None,
-            "architectures": [
-                f"{figures.label(p.name)} {' / '.join(f'{np.mean(o):.1%}' if o else 'no plan' for o in means)} "
-                f"({p.first['transfer_ns'] / p.first['ideal_ns']:.0%})"
-                for p in found for means in [[at(p.dqn[mode], near) for mode in MODES]]
-            ],
             "never": who([(p, key) for p, key, plans in cannot if not plans]),
             "why": " ".join(WHY[n] for n in WHY if any(not plans and family(p.name) == n for p, _, plans in cannot)),
         }  # fmt: skip
@@ -286,21 +280,14 @@ def at(points: dict[float, list[float]], limit: float) -> list[float]:
     return next((found for there, found in points.items() if abs(there - limit) < SAME), [])
 
 
-def mean(overheads: list[float]) -> str:
-    """Formats the mean, with the range over the seeds."""
-    if not overheads:
-        return "–"
-    spread = f" ({span(overheads):.2%})" if max(overheads) - min(overheads) >= 0.00005 else ""
-    return f"{np.mean(overheads):.2%}{spread}"
-
-
 def cells(panel: Network, limits: list[float]) -> list[str]:
     """Returns, for each limit, the means of both modes over the seeds and the best baseline."""
     out = []
     for limit in limits:
         theirs = [(o, BASELINES[key].label) for key in BASELINES for there, o in panel.first["baselines"][key]
                   if abs(there - limit) < SAME]  # fmt: skip
-        parts = [mean(at(panel.dqn[mode], limit)) for mode in reversed(MODES)]
+        ours = [at(panel.dqn[mode], limit) for mode in reversed(MODES)]
+        parts = [f"{np.mean(o):.2%}" if o else "–" for o in ours]
         out.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
     return out
 
@@ -369,9 +356,7 @@ class Paper(Figure):
             learns = runs[0]["updates"] > 0
             lines.append({
                 "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
-                "before": _cell(runs, "greedy_before", learns), "greedy": _cell(runs, "greedy", learns),
-                "q": _cell(runs, "q_after", learns, ".3g"),
-                "steps": _cell(runs, "steps", spec=".0f"), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
+                "greedy": _cell(runs, "greedy", learns), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
                 "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
                 "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
             })  # fmt: skip
@@ -411,5 +396,5 @@ def percent(overhead: float) -> float | None:
     return None if math.isnan(overhead) else round(100 * overhead, 4)
 
 
-def _cell(runs: list[Row], key: str, known: bool = True, spec: str = ".2f") -> str:
-    return ", ".join("none" if run[key] is None else format(run[key], spec) for run in runs) if known else "–"
+def _cell(runs: list[Row], key: str, known: bool = True) -> str:
+    return ", ".join("none" if run[key] is None else f"{run[key]:.2f}" for run in runs) if known else "–"

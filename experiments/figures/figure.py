@@ -3,7 +3,8 @@
 A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
 paragraph that names the paper, a table and a list of notes; text after its ``###`` is not on the generated page.
 ``{name}`` is replaced as in ``str.format`` (see ``fill``). A table row or note that begins with ``[networks]`` is
-repeated for each mapping in the list ``networks``; a cell ``[limits]`` becomes a column per entry of that list.
+repeated for each mapping in the list ``networks`` (``[networks if batch in 1; 8]``, in brief: for those
+with such a ``batch``, if all of these exist); a cell ``[limits]`` becomes a column per entry of that list.
 """
 
 from __future__ import annotations
@@ -84,13 +85,16 @@ class Figure:
         """First paragraph of the section."""
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
-    def say(self, rows: list[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-        """Returns headings and cells of the table (empty without a value), and the notes with all values present."""
+    def say(self, rows: list[Row], brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
+        """Returns headings and cells of the table (empty without a value), and the notes with all values present.
+
+        ``brief`` selects the rows of the committed page.
+        """
         head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
         numbers = self.numbers(rows)
-        cells = [_cells(cut, one) for line in table[2:] for cut, one in _each(line, numbers)]
-        said = [fill(cut[0], one) for note in notes for cut, one in _each([" ".join(note.split())], numbers)]
+        cells = [_cells(cut, one) for line in table[2:] for cut, one in _each(line, numbers, brief)]
+        said = [fill(cut[0], one) for note in notes for cut, one in _each([" ".join(note.split())], numbers, brief)]
         return _cells(table[0], numbers), cells, [note for note in said if note]
 
     def draw(self, rows: list[Row], path: Path) -> None:
@@ -152,10 +156,15 @@ def fill(template: str, values: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _each(parts: list[str], numbers: Row) -> Iterator[tuple[list[str], Row]]:
+def _each(parts: list[str], numbers: Row, brief: bool) -> Iterator[tuple[list[str], Row]]:
     """Yields a row or note once per entry of the list that it names, with the values of each."""
-    found = re.match(r"\[(\w+)\] ", parts[0])
-    for one in numbers[found[1]] if found else [{}]:
+    found = re.match(r"\[(\w+)(?: if (\w+) in ([^\]]+))?\] ", parts[0])
+    entries = numbers[found[1]] if found else [{}]
+    if found and found[2] and brief:
+        kept = set(found[3].split("; "))
+        if kept <= {str(one[found[2]]) for one in entries}:  # else a user's own settings: show all
+            entries = [one for one in entries if str(one[found[2]]) in kept]
+    for one in entries:
         yield [parts[0][found.end() :] if found else parts[0], *parts[1:]], {**numbers, **one}
 
 

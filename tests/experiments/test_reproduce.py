@@ -141,8 +141,8 @@ def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
     made.keep({"x": 3}, {"x": 3, "y": 9})
     made.finish()
     page = reproduce.page(tmp_path)
-    assert "- [Squares](#squares)" in page
-    for words in ("## Squares", 'Fig. 1 of "Numbers".', "![Squares](squares.png)", "| 3 | 9 |", "- There are 1."):
+    assert "[squares](#squares)" in page
+    for words in ("## Squares", 'Fig. 1 of "Numbers".', "![squares](squares.png)", "| 3 | 9 |", "- There are 1."):
         assert words in page
     assert "More." not in page and "](squares.json)" in page
     (tmp_path / "squares.png").unlink()

@@ -14,6 +14,7 @@ section 2.
 | number | square | [heads] |
 |---|---:|---:|
 | [lines] {x} | {y:.1f} | [more] |
+| [lines if x in 3] {x} | only | [more] |
 | all | {sum:,} | |
 
 - There are {count}.
@@ -36,9 +37,10 @@ def figure(**numbers: Any) -> Figure:
 def test_what_is_said_of_rows() -> None:
     made = figure()
     assert made.title == "Squares" and made.about == 'Fig. 1 of "Numbers", section 2.'
-    heads, cells, notes = made.say([])
+    heads, cells, notes = made.say([], brief=True)
     assert heads == ["number", "square", "p", "q"] == made.say([])[0]
-    assert cells == [["2", "4.0", "a", "b"], ["3", "", "c", "d"], ["all", "1,300", ""]]
+    assert cells == [["2", "4.0", "a", "b"], ["3", "", "c", "d"], ["3", "only", "c", "d"], ["all", "1,300", ""]]
+    assert ["2", "only", "a", "b"] in made.say([])[1]
     assert notes == ["There are 2.", "2 makes 4."]
     assert figure(nobody="home").say([])[2][2] == "Nobody is at home."
     with pytest.raises(KeyError, match="unknown"):
