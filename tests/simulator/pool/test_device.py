@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from simulator import Program
-from simulator.pool import Intervals, program_lifetimes, smartpool
+from simulator.pool import program_lifetimes
 from simulator.pool.device import Block, Device, train
 from tests.strategies import networks, programs
 
@@ -79,19 +79,17 @@ def test_swaps_on_demand() -> None:
 
 
 @given(programs() | networks(), st.integers(1, 4))
-def test_the_pool_is_as_large_as_the_offline_one(program: Program, alignment: int) -> None:
+def test_the_pool_serves_the_iteration_and_is_the_peak(program: Program, alignment: int) -> None:
     # Each tensor has bytes of its own, so that nothing repeats inside the iteration.
     tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
     program = Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
     lives = program_lifetimes(program)
     own = np.array([not tensors[t].persistent for t in lives.owner], bool)
     assume(own.any())
-    blocks = lives.intervals
-    blocks = Intervals(blocks.lower[own], blocks.upper[own], blocks.nbytes[own], blocks.period)
     device = Device(alignment, first_test=2, shortest=2 * int(own.sum()))
     peaks = list(train(device, program, 8))
     assert device.pool is not None and not device.mismatches
     assert len(device.pool.steps) == 2 * own.sum()
     persistent = sum(t.nbytes for t in tensors if t.persistent)
     assert peaks[0] == program.peak_bytes
-    assert peaks[-1] - persistent == device.pool.footprint == smartpool.pack(blocks, alignment).footprint
+    assert peaks[-1] - persistent == device.pool.footprint >= program.peak_bytes - persistent
