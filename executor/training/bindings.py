@@ -240,7 +240,7 @@ class _First(dict[Any, Any]):
 
 
 def create_state(b: Binding, bindings: list[Binding]) -> None:
-    """Creates the state that an optimizer's first step would create for a parameter (README, choice 4).
+    """Creates the state that an optimizer's first step would create for a parameter.
 
     Raises:
         StepError: the tensor has moved since the capture, or its initial state cannot be determined.
