@@ -1,7 +1,7 @@
 """Replaces the memset nodes of a captured CUDA graph by kernel nodes.
 
-Libraries clear a few bytes before a kernel (a matrix product's counter of finished tiles). As a node of a graph such a
-memset delays the next kernel by about 20 us, ten times the delay of a kernel node.
+Libraries clear a few bytes before a kernel (a matrix product's counter of finished tiles). As a node of a graph, such a
+memset delays the next kernel far more than a kernel node does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def replace_memsets(device: torch.device, graph: int) -> int:
             continue
         parents = _list(driver, "cuGraphNodeGetDependencies", node)
         children = _list(driver, "cuGraphNodeGetDependentNodes", node)
-        new, launch = c_void_p(), _launch(memset, _fill(driver.index))
+        new, launch = c_void_p(), _launch(memset, _fill(driver.index).func)
         driver("cuGraphAddKernelNode_v2", byref(new), c_void_p(graph), _nodes(parents), c_size_t(len(parents)),
                byref(launch))  # fmt: skip
         driver("cuGraphAddDependencies", c_void_p(graph), _nodes([new.value] * len(children)), _nodes(children),
@@ -78,7 +78,7 @@ def replace_memsets(device: torch.device, graph: int) -> int:
     return replaced
 
 
-def _launch(memset: _Memset, function: int) -> _Kernel:
+def _launch(memset: _Memset, function: c_void_p) -> _Kernel:
     """Returns the launch of ``fill`` that does the same as a memset; the driver copies its arguments at once."""
     arguments = c_uint64(memset.target), c_uint(memset.value), c_uint(memset.size), c_uint64(memset.width)
     addresses = (c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
@@ -90,15 +90,10 @@ def _launch(memset: _Memset, function: int) -> _Kernel:
 
 
 @cache
-def _fill(index: int) -> int:
-    """Compiles ``fill`` for a device and returns its handle."""
+def _fill(index: int) -> Any:
+    """Compiles ``fill`` for a device and returns it; the cache keeps its module loaded."""
     with torch.cuda.device(index):
-        kernel: Any = torch.cuda._compile_kernel(SOURCE, "fill")
-    _KERNELS.append(kernel)
-    return int(kernel.func.value)
-
-
-_KERNELS: list[Any] = []  # keeps the modules loaded
+        return torch.cuda._compile_kernel(SOURCE, "fill")
 
 
 def _nodes(handles: Sequence[int | None]) -> Any:

@@ -119,16 +119,17 @@ class _Twin:
         except torch.OutOfMemoryError:
             _not_run("the device has no memory for a copy of the step's state")
             return
-        spread: float | None = None
+        tolerance: float | None = None
 
         def same(a: Any, b: Any) -> bool:
-            nonlocal spread
+            nonlocal tolerance
             if equal(a, b) or repeats(self.device):
                 return equal(a, b)
-            if spread is None:
+            if tolerance is None:
                 with self.restored():
                     spread = distance(eager, self.run(self.step, tracked=False))
-            return difference(a, b) <= SPREAD * spread and spread <= NOISE * eager.largest()
+                tolerance = SPREAD * spread if spread <= NOISE * eager.largest() else -1.0
+            return difference(a, b) <= tolerance
 
         for name in dict.fromkeys((*eager.state, *planned.state)):
             a, b = eager.state.get(name), planned.state.get(name)

@@ -38,7 +38,7 @@ from experiments.validate_gpu.networks import MIB, build, limit_of, made
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
-from experiments.validate_gpu.traces import copy_speeds, save_trace
+from experiments.validate_gpu.traces import copy_speeds, traced
 from experiments.validate_gpu.training import Case, batch_stays, beside_eager
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
@@ -291,7 +291,7 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
                         program.save(f"{saved}-program.json.gz")
                         plan.save(f"{saved}-plan.json")
                         try:
-                            save_trace(Path(f"{saved}-trace.json.gz"), lambda: step(*network.batch))
+                            write_json(f"{saved}-trace.json.gz", traced(lambda: step(*network.batch), 3, probe.out))
                         except Exception as error:  # the measurement is complete without it
                             probe.failed(f"trace of {what}", line(error))
             except StepError as error:

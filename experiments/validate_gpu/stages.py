@@ -334,7 +334,7 @@ def train(run: Run) -> None:
             return got
         with deterministic():
             bits = train_capped(device, case, plan, machine, losses_only, graph=graph)
-        timeline = simulate(case.program, plan, machine, case.limit)
+        timeline = simulate(case.program, plan, machine.in_graph() if graph else machine, case.limit)
         got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
                 "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
                 "predicted_ns": timeline.iteration_ns if device == "cuda" else None,

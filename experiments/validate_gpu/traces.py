@@ -12,28 +12,27 @@ import torch
 
 from executor.memory.pinned import CUDA
 from experiments.validate_gpu.networks import MIB
-from simulator.files import read_json, write_json
 
 KERNELS, NBYTES = 60, 32 * MIB
 
 
-def save_trace(file: Path, step: Callable[[], Any], count: int = 3) -> None:
-    """Saves the kernels and copies of ``count`` steps, as PyTorch's profiler sees them.
+Event = tuple[float, float, int | None, str, str, int | None]  # begin and duration in us, stream, category, name, bytes
 
-    Each entry is (begin in us, duration in us, stream, category, name, bytes).
-    """
+
+def traced(step: Callable[[], Any], count: int, folder: Path) -> list[Event]:
+    """Returns the kernels and copies of ``count`` steps by begin; PyTorch writes a temporary file into ``folder``."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
-    raw = file.with_name("chrome-trace.json")
+    raw = folder / "chrome-trace.json"
     profiler.export_chrome_trace(str(raw))
     events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
               for e in json.loads(raw.read_text())["traceEvents"]
               if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
     raw.unlink()
-    write_json(file, sorted(events, key=lambda event: float(event[0])))
+    return sorted(events, key=lambda event: float(event[0]))
 
 
 def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
@@ -71,9 +70,6 @@ def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
             run()
         graph.replay()
         for form, call, count in (("streams", run, 1), ("graph", graph.replay, 1), ("graph", graph.replay, 3)):
-            file = out / "copies.json"
-            save_trace(file, call, count)
-            found = [event for event in read_json(file) if event[3] == "gpu_memcpy"]
-            file.unlink()
+            found = [event for event in traced(call, count, out) if event[3] == "gpu_memcpy"]
             speed = 1e6 * sum(event[5] for event in found) / sum(event[1] for event in found)
             yield form, f"joined {lag} kernels later, {width} copy streams, {count} in a row", speed

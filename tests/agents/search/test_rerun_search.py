@@ -1,4 +1,4 @@
-"""Tests the search over reruns against brute force, the schedule, and Checkmate's published results."""
+"""Tests rerun_search against brute force, the schedule, and Checkmate's published results."""
 
 from __future__ import annotations
 

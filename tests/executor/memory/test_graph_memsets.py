@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Double:
         4: Node(MEMSET, [2], (512, 0, 1, 8, 2)), 5: Node(MEMSET, [3, 4], (8192, 0, 1, 1000, 1)),
     })  # fmt: skip
     monkeypatch.setattr(graph_memsets, "Driver", lambda device: made)
-    monkeypatch.setattr(graph_memsets, "_fill", lambda index: 99)
+    monkeypatch.setattr(graph_memsets, "_fill", lambda index: SimpleNamespace(func=ctypes.c_void_p(99)))
     return made
 
 
