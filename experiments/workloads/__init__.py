@@ -87,7 +87,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
-    name = str(workload.get("name") or type(parts[0]).__name__)
+    name = str(workload.get("name") or (type(parts[0]).__name__ if _own(workload) else _family(workload)))
     buckets = BUCKET_BYTES if as_cuda else None
     options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # the program is planned, not trained
     with ctrl_c_waits():  # an interrupt within PyTorch's C++ may abort the process

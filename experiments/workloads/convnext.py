@@ -48,23 +48,17 @@ class Block(nn.Module):
         return y
 
 
-class ConvNeXt(Layers):
-    """Module for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
-
-    def __init__(self, counts: tuple[int, ...], width: int, drop: float, classes: int = 1000) -> None:
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, eps=1e-6)]
-        done = 0
-        for stage, count in enumerate(counts):
-            if stage:
-                layers += [ChannelNorm(width, eps=1e-6), nn.Conv2d(width, 2 * width, 2, 2)]
-                width *= 2
-            for _ in range(count):
-                layers.append(Block(width, drop * done / (sum(counts) - 1)))
-                done += 1
-        layers += [nn.AdaptiveAvgPool2d(1), ChannelNorm(width, eps=1e-6), nn.Flatten(), nn.Linear(width, classes)]
-        super().__init__(*layers)
-
-
 def convnext(*, size: str = "tiny", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
     """Returns a ConvNeXt of one of SIZES, for images of at least 32 px; see ``_shared.classifier``."""
-    return classifier(ConvNeXt(*one_of(SIZES, size, "size", "convnext"), classes), batch_size, image, least=32)
+    counts, width, drop = one_of(SIZES, size, "size", "convnext")
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, eps=1e-6)]
+    done = 0
+    for stage, count in enumerate(counts):
+        if stage:
+            layers += [ChannelNorm(width, eps=1e-6), nn.Conv2d(width, 2 * width, 2, 2)]
+            width *= 2
+        for _ in range(count):
+            layers.append(Block(width, drop * done / (sum(counts) - 1)))
+            done += 1
+    layers += [nn.AdaptiveAvgPool2d(1), ChannelNorm(width, eps=1e-6), nn.Flatten(), nn.Linear(width, classes)]
+    return classifier(Layers(*layers), batch_size, image, least=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads._shared import SMALL, Dropout, Layers, ReLU, classifier, counts, head, labels
+from experiments.workloads._shared import SMALL, Dropout, Layers, ReLU, classifier, conv, counts, head, labels
 from experiments.workloads.module import Parts, WorkloadError
 
 LAYERS = (6, 12, 24, 16)
@@ -35,32 +35,30 @@ class Block(nn.ModuleList):
         return torch.cat(results, 1)
 
 
-class DenseNet(Layers):
-    """DenseNet121 (Huang et al., "Densely Connected Convolutional Networks", 2017, Table 1).
+def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
+    """Returns DenseNet121 (Huang et al., "Densely Connected Convolutional Networks", 2017, Table 1).
 
-    Growth rate 32; 6, 12, 24 and 16 layers of batch-norm, ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU and
-    3x3 convolution to 32. A transition between blocks halves channels and image. 7,978,856 parameters for 1000 classes.
-    Unspecified or different (experiments/workloads/README.md):
+    Images have at least 8 px; see ``_shared.classifier``. Growth rate 32; 6, 12, 24 and 16 layers of batch-norm,
+    ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU and 3x3 convolution to 32. A transition between blocks
+    halves channels and image. 7,978,856 parameters for 1000 classes. Unspecified or different:
 
     1. Every layer concatenates all earlier outputs, as in torchvision without ``memory_efficient``.
     2. On images of at most 64 px the stem is a 3x3 convolution of stride 1 without max-pool, as in CIFAR-10
        collections.
     3. ReLU keeps its input (``_shared.ReLU``), as in the frameworks of its time.
     """
-
-    def __init__(self, image: int = 224, classes: int = 1000) -> None:
-        small = image <= SMALL
-        kernel, stride = (3, 1) if small else (7, 2)
-        layers: list[nn.Module] = [nn.Conv2d(3, STEM, kernel, stride, padding=kernel // 2, bias=False)]
-        layers += [nn.BatchNorm2d(STEM), ReLU(), *([] if small else [nn.MaxPool2d(3, 2, padding=1)])]
-        channels = STEM
-        for block, count in enumerate(LAYERS):
-            if block:
-                layers += [*preactivated(channels, channels // 2, 1), nn.AvgPool2d(2)]
-                channels //= 2
-            layers.append(Block(channels, count))
-            channels += count * GROWTH
-        super().__init__(*layers, nn.BatchNorm2d(channels), ReLU(), *head(channels, classes))
+    small = image <= SMALL
+    layers = conv(3, STEM, *((3, 1) if small else (7, 2)), ReLU)
+    layers += [] if small else [nn.MaxPool2d(3, 2, padding=1)]
+    channels = STEM
+    for block, count in enumerate(LAYERS):
+        if block:
+            layers += [*preactivated(channels, channels // 2, 1), nn.AvgPool2d(2)]
+            channels //= 2
+        layers.append(Block(channels, count))
+        channels += count * GROWTH
+    model = Layers(*layers, nn.BatchNorm2d(channels), ReLU(), *head(channels, classes))
+    return classifier(model, batch_size, image, least=8)
 
 
 class FCBlock(nn.ModuleList):
@@ -124,11 +122,6 @@ class FCDenseNet(nn.Module):
         for grow, block in zip(self.grow, self.up, strict=True):
             x, new = block(torch.cat([grow(new), skips.pop()], 1))
         return self.classify(x)
-
-
-def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """Returns a DenseNet121 for images of at least 8 px; see ``_shared.classifier``."""
-    return classifier(DenseNet(image, classes), batch_size, image, least=8)
 
 
 def fc_densenet(*, stages: str, growth: int = 16, batch_size: int = 3, image: int = 224, classes: int = 11) -> Parts:

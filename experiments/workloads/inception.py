@@ -11,10 +11,12 @@ outputs are concatenated by channel, and a tuple is a sequence of any of these (
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads._shared import SMALL, Dropout, ReLU, classifier
+from experiments.workloads._shared import SMALL, Dropout, ReLU, classifier, head
 from experiments.workloads.module import Parts, WorkloadError
 
 # Steps: ``64`` is a 1x1 convolution to 64 channels, ``64/5`` a 5x5 one, ``64/1x7`` one of height 1 and width 7; ``avg``
@@ -102,24 +104,14 @@ def _step(step: str, channels: int) -> tuple[nn.Module, int]:
     return nn.Sequential(conv, nn.BatchNorm2d(int(what), eps=0.001), ReLU()), int(what)
 
 
-class Inception(nn.Module):
-    """Module for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
-
-    def __init__(self, version: int, image: int = 299, classes: int = 1000) -> None:
-        super().__init__()
-        small = image <= SMALL
-        stem, body = (STEM3_SMALL if small else STEM3, V3) if version == 3 else (STEM4_SMALL if small else STEM4, V4)
-        self.features, channels = network((stem, *body), 3)
-        self.head = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), Dropout(0.5 if version == 3 else 0.2), nn.Linear(channels, classes)
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))
-
-
 def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:
     """Returns Inception V3 or V4; see ``_shared.classifier``."""
     if version not in (3, 4):
         raise WorkloadError(f"workload.version: inception has 3 and 4, not {version}")
-    return classifier(Inception(version, image, classes), batch_size, image, least=7 if image <= SMALL else 75)
+    small = image <= SMALL
+    stem, body = (STEM3_SMALL if small else STEM3, V3) if version == 3 else (STEM4_SMALL if small else STEM4, V4)
+    features, channels = network((stem, *body), 3)
+    pool, flatten, linear = head(channels, classes)
+    top = nn.Sequential(pool, flatten, Dropout(0.5 if version == 3 else 0.2), linear)
+    model = nn.Sequential(OrderedDict(features=features, head=top))
+    return classifier(model, batch_size, image, least=7 if small else 75)

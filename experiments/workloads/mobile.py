@@ -33,8 +33,8 @@ SEPARABLE = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *5 * ((5
 FIRES = (128, 128, 256, 0, 256, 384, 384, 512, 0, 512)
 
 
-class MobileNet(Layers):
-    """MobileNet (Howard et al., "MobileNets", 2017).
+def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
+    """Returns MobileNet (Howard et al., "MobileNets", 2017); see ``_shared.classifier``.
 
     Table 1: a 3x3 convolution to 32 channels, thirteen depthwise separable blocks (3x3 depthwise, then 1x1; each
     followed by batch-norm and ReLU), average pooling and a linear layer; 4.2 M parameters at 224 px.
@@ -43,13 +43,11 @@ class MobileNet(Layers):
        here.
     2. On images of at most 64 px the first convolution has stride 1, as in CIFAR-10 collections: 32 px end in 2x2.
     """
-
-    def __init__(self, image: int = 32, classes: int = 10) -> None:
-        layers, channels = conv(3, 32, 3, 1 if image <= SMALL else 2, ReLU), 32
-        for width, stride in SEPARABLE:
-            layers += conv(channels, channels, 3, stride, ReLU, channels) + conv(channels, width, 1, act=ReLU)
-            channels = width
-        super().__init__(*layers, *head(channels, classes))
+    layers, channels = conv(3, 32, 3, 1 if image <= SMALL else 2, ReLU), 32
+    for width, stride in SEPARABLE:
+        layers += conv(channels, channels, 3, stride, ReLU, channels) + conv(channels, width, 1, act=ReLU)
+        channels = width
+    return classifier(Layers(*layers, *head(channels, classes)), batch_size, image)
 
 
 class Fire(nn.Module):
@@ -72,27 +70,25 @@ class Fire(nn.Module):
         return y + x if self.bypass else y
 
 
-class SqueezeNet(Layers):
-    """SqueezeNet 1.0 (Iandola et al., "SqueezeNet", 2016, Table 1).
+def squeezenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
+    """Returns SqueezeNet 1.0 (Iandola et al., "SqueezeNet", 2016, Table 1) for images of at least 8 px.
 
     A convolution to 96 channels, eight fire modules, a 1x1 convolution to the classes, average pooling. 1.25 M
-    parameters (1,248,424) at 224 px.
+    parameters (1,248,424) at 224 px. See ``_shared.classifier``.
 
     1. On images of at most 64 px it has the form common in PyTorch collections for CIFAR-10.
     """
-
-    def __init__(self, image: int = 32, classes: int = 10) -> None:
-        small = image <= SMALL
-        pool = nn.MaxPool2d(2) if small else nn.MaxPool2d(3, 2, ceil_mode=True)
-        layers = conv(3, 96, 3, act=ReLU, bias=True) if small else [nn.Conv2d(3, 96, 7, 2), ReLU()]
-        layers.append(pool)
-        channels = 96
-        for width in FIRES:
-            layers.append(Fire(channels, width, small, bypass=small and channels == width) if width else pool)
-            channels = width or channels
-        classify = nn.Conv2d(channels, classes, 1)
-        layers += [classify] if small else [Dropout(0.5), classify, ReLU()]
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    small = image <= SMALL
+    pool = nn.MaxPool2d(2) if small else nn.MaxPool2d(3, 2, ceil_mode=True)
+    layers = conv(3, 96, 3, act=ReLU, bias=True) if small else [nn.Conv2d(3, 96, 7, 2), ReLU()]
+    layers.append(pool)
+    channels = 96
+    for width in FIRES:
+        layers.append(Fire(channels, width, small, bypass=small and channels == width) if width else pool)
+        channels = width or channels
+    classify = nn.Conv2d(channels, classes, 1)
+    layers += [classify] if small else [Dropout(0.5), classify, ReLU()]
+    return classifier(Layers(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), batch_size, image, least=8)
 
 
 # --------------------------------------------------------------------------- inverted residual blocks
@@ -133,33 +129,6 @@ class Block(Layers):
         return y + x if self.residual else y
 
 
-class InvertedResiduals(Layers):
-    """MobileNetV2, MobileNetV3 and MnasNet as in torchvision, with in-place activations.
-
-    Sandler et al., "MobileNetV2", 2018, Table 2; Howard et al., "Searching for MobileNetV3", 2019, Tables 1 and 2; Tan
-    et al., "MnasNet", 2019, Figure 7. Parameters, as torchvision documents them: 3,504,872 (mobilenet_v2), 4,383,312
-    (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small).
-
-    Args:
-        stem, last: Channels after the first and after the last convolution.
-        act, last_act: Activations after the first and after the last convolution.
-        linear: Width of a linear layer after the last convolution; 0 for none.
-    """
-
-    def __init__(
-        self, stem: int, blocks: list[Shape], last: int, act: Activation, last_act: Activation, linear: int = 0,
-        eps: float = 1e-5, classes: int = 1000,
-    ) -> None:  # fmt: skip
-        layers, channels = conv(3, stem, 3, 2, act, eps=eps), stem
-        for shape in blocks:
-            layers.append(Block(channels, shape, eps))
-            channels = shape.out
-        layers += [*conv(channels, last, 1, act=last_act, eps=eps), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        if linear:
-            layers += [nn.Linear(last, linear), last_act()]
-        super().__init__(*layers, nn.Dropout(0.2, inplace=bool(linear)), nn.Linear(linear or last, classes))
-
-
 def expanded(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
     """Returns the blocks of stages (kernel, expansion, channels, repeats, stride) after a stem of 32 channels."""
     shapes, channels = [], 32
@@ -186,31 +155,50 @@ V3_SMALL = [Shape(*row) for row in (
     (5, 240, 40, True, H, 1), (5, 240, 40, True, H, 1), (5, 120, 48, True, H, 1), (5, 144, 48, True, H, 1),
     (5, 288, 96, True, H, 2), (5, 576, 96, True, H, 1), (5, 576, 96, True, H, 1),
 )]  # fmt: skip
-# Arguments of InvertedResiduals.
+
+
+class Network(NamedTuple):
+    """Network of inverted residuals.
+
+    Attributes:
+        stem, last: Channels after the first and after the last convolution.
+        act, last_act: Activations after the first and after the last convolution.
+        linear: Width of a linear layer after the last convolution; 0 for none.
+    """
+
+    stem: int
+    blocks: list[Shape]
+    last: int
+    act: Activation
+    last_act: Activation
+    linear: int = 0
+    eps: float = 1e-5
+
+
 NETWORKS = {
-    "mobilenet_v2": (32, expanded(V2, R6), 1280, R6, R6),
-    "mnasnet1_0": (32, expanded(MNASNET, R), 1280, R, R),
-    "mobilenet_v3_large": (16, V3_LARGE, 960, H, H, 1280, 1e-3),
-    "mobilenet_v3_small": (16, V3_SMALL, 576, H, H, 1024, 1e-3),
+    "mobilenet_v2": Network(32, expanded(V2, R6), 1280, R6, R6),
+    "mnasnet1_0": Network(32, expanded(MNASNET, R), 1280, R, R),
+    "mobilenet_v3_large": Network(16, V3_LARGE, 960, H, H, 1280, 1e-3),
+    "mobilenet_v3_small": Network(16, V3_SMALL, 576, H, H, 1024, 1e-3),
 }
-
-
-# ------------------------------------------------------------------------------------------- families
-
-
-def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
-    """Returns MobileNet; see ``_shared.classifier``."""
-    return classifier(MobileNet(image, classes), batch_size, image)
-
-
-def squeezenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
-    """Returns SqueezeNet for images of at least 8 px; see ``_shared.classifier``."""
-    return classifier(SqueezeNet(image, classes), batch_size, image, least=8)
 
 
 def inverted_residual(
     *, network: str = "mobilenet_v2", batch_size: int = 32, image: int = 224, classes: int = 1000
 ) -> Parts:
-    """Returns one of NETWORKS; see ``InvertedResiduals`` and ``_shared.classifier``."""
-    settings = one_of(NETWORKS, network, "network", "inverted_residual")
-    return classifier(InvertedResiduals(*settings, classes=classes), batch_size, image)
+    """Returns MobileNetV2, MobileNetV3 or MnasNet as in torchvision, with in-place activations.
+
+    Sandler et al., "MobileNetV2", 2018, Table 2; Howard et al., "Searching for MobileNetV3", 2019, Tables 1 and 2; Tan
+    et al., "MnasNet", 2019, Figure 7. Parameters, as torchvision documents them: 3,504,872 (mobilenet_v2), 4,383,312
+    (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small). See ``_shared.classifier``.
+    """
+    stem, blocks, last, act, last_act, linear, eps = one_of(NETWORKS, network, "network", "inverted_residual")
+    layers, channels = conv(3, stem, 3, 2, act, eps=eps), stem
+    for shape in blocks:
+        layers.append(Block(channels, shape, eps))
+        channels = shape.out
+    layers += [*conv(channels, last, 1, act=last_act, eps=eps), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    if linear:
+        layers += [nn.Linear(last, linear), last_act()]
+    layers += [nn.Dropout(0.2, inplace=bool(linear)), nn.Linear(linear or last, classes)]
+    return classifier(Layers(*layers), batch_size, image)

@@ -12,6 +12,7 @@ stages whose widths double; a 1x1 convolution to 1280 channels, average pooling 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -62,22 +63,6 @@ class Stage(nn.Module):
         return sum((done[i] for i in self.last[1:]), done[self.last[0]]) / len(self.last)
 
 
-class RandWire(nn.Module):
-    """Module for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
-
-    def __init__(self, nodes: int, width: int, draw: int, classes: int) -> None:
-        super().__init__()
-        rng = random.Random(draw)
-        self.stem = nn.Sequential(*conv(3, width // 2, 3, 2))
-        sizes = [(width // 2, width, nodes // 2), (width, width, nodes), (width, 2 * width, nodes),
-                 (2 * width, 4 * width, nodes)]  # fmt: skip
-        self.stages = nn.Sequential(*(Stage(c, w, graph(n, rng)) for c, w, n in sizes))
-        self.head = nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.stages(self.stem(images)))
-
-
 def randwire(
     *, nodes: int = 32, width: int = 78, draw: int = 1, batch_size: int = 32, image: int = 224, classes: int = 1000
 ) -> Parts:
@@ -90,4 +75,10 @@ def randwire(
         raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBOURS}, got {nodes}")
     if width < 2:
         raise WorkloadError(f"workload.width: expected at least 2, got {width}")
-    return classifier(RandWire(nodes, width, draw, classes), batch_size, image)
+    rng, widths = random.Random(draw), (width // 2, width, width, 2 * width, 4 * width)
+    graphs = (graph(n, rng) for n in (nodes // 2, nodes, nodes, nodes))
+    model = nn.Sequential(OrderedDict(
+        stem=nn.Sequential(*conv(3, width // 2, 3, 2)), stages=nn.Sequential(*map(Stage, widths, widths[1:], graphs)),
+        head=nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes)),
+    ))  # fmt: skip
+    return classifier(model, batch_size, image)

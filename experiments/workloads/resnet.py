@@ -129,27 +129,27 @@ class StochasticBlock(nn.Module):
         return F.relu_(self.residual(x) + shortcut) if self.survives else shortcut
 
 
-class StochasticResNet(Layers):
-    """ResNet with stochastic depth (Huang et al., "Deep Networks with Stochastic Depth", 2016) on CIFAR-10.
+def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128) -> Parts:
+    """Returns a ResNet with stochastic depth (Huang et al., "Deep Networks with Stochastic Depth", 2016) on CIFAR-10.
 
-    Three stages of 16, 32 and 64 channels, 18 blocks each (110 layers). In every iteration block l of L survives with
-    probability 1 - l / L * (1 - 0.5) (equation 4 with p_L = 0.5); a dropped block is replaced by its shortcut in both
-    passes. From the authors' code (github.com/yueatsprograms/Stochastic_Depth): a shortcut that changes the shape is an
-    average pool with zero channels; SGD with Nesterov momentum 0.9 and weight decay 1e-4. A captured step is
-    straight-line code, so blocks are drawn beforehand: one program per draw.
+    Three stages of 16, 32 and 64 channels with ``blocks`` blocks each (18: 110 layers). In every iteration block l of L
+    survives with probability 1 - l / L * (1 - 0.5) (equation 4 with p_L = 0.5); a dropped block is replaced by its
+    shortcut in both passes. From the authors' code (github.com/yueatsprograms/Stochastic_Depth): a shortcut that
+    changes the shape is an average pool with zero channels; SGD with Nesterov momentum 0.9 and weight decay 1e-4. A
+    captured step is straight-line code, so blocks are drawn beforehand, with seed ``draw``: one program per draw.
 
     1. PyTorch's SGD skips the parameters of a dropped block: no momentum, no weight decay.
     2. ReLU after the sum is in place, as in the authors' code. A dropped block has none, since its input is
        nonnegative.
     3. The DQN paper says "ResNet with stochastic depth" and CIFAR-10, but no depth; 110 is the main one of Huang et al.
     """
-
-    def __init__(self, survives: list[bool]) -> None:
-        """Builds the network; ``survives`` has an entry for every block."""
-        widths = [width for width in STOCHASTIC for _ in range(len(survives) // len(STOCHASTIC))]
-        blocks = map(StochasticBlock, [STOCHASTIC[0], *widths], widths, survives)
-        super().__init__(*conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True), *blocks, nn.AvgPool2d(8), nn.Flatten(),
-                         nn.Linear(widths[-1], 10))  # fmt: skip
+    widths = [width for width in STOCHASTIC for _ in range(blocks)]
+    residuals = map(StochasticBlock, [STOCHASTIC[0], *widths], widths, survival(len(widths), draw))
+    model = Layers(*conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True), *residuals, nn.AvgPool2d(8), nn.Flatten(),
+                   nn.Linear(widths[-1], 10))  # fmt: skip
+    _, loss_fn, _, batch = classifier(model, batch_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    return model, loss_fn, optimizer, batch
 
 
 def survival(blocks: int, draw: int, last: float = 0.5) -> list[bool]:
@@ -206,22 +206,6 @@ class RegBlock(Residual):
         return self.relu(self.shortcut(x) + self.residual(x))
 
 
-class RegNet(Layers):
-    """RegNetX and RegNetY of 400 MFLOP (Radosavovic et al., "Designing Network Design Spaces", 2020), from torchvision.
-
-    A stem of 32 channels and four stages of blocks, with the widths and depths of Table 12. Parameters for 1000
-    classes, as torchvision documents them: 5,495,976 (x_400mf), 4,344,144 (y_400mf).
-    """
-
-    def __init__(
-        self, blocks: tuple[int, ...], widths: tuple[int, ...], group: int, squeeze: bool, classes: int = 1000
-    ) -> None:
-        table = zip(blocks, widths, (2, 2, 2, 2), strict=True)
-        super().__init__(*conv(3, 32, 3, 2, IN_PLACE),
-                         *stages(32, table, partial(RegBlock, group=group, squeeze=squeeze)),
-                         *head(widths[-1], classes))  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------- families
 
 
@@ -240,13 +224,6 @@ def plain(
     return classifier(Plain(blocks, width, residual, classes), batch_size, image)
 
 
-def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128) -> Parts:
-    """Returns a ``StochasticResNet`` of ``blocks`` per stage, drawn with seed ``draw``."""
-    model, loss_fn, _, batch = classifier(StochasticResNet(survival(3 * blocks, draw)), batch_size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    return model, loss_fn, optimizer, batch
-
-
 def resnet_imagenet(
     *, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, halve: int = 1
 ) -> Parts:
@@ -258,5 +235,11 @@ def resnet_imagenet(
 
 
 def regnet(*, size: str = "x_400mf", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """Returns one of REGNETS; see ``RegNet`` and ``_shared.classifier``."""
-    return classifier(RegNet(*one_of(REGNETS, size, "size", "regnet"), classes), batch_size, image)
+    """Returns RegNetX or RegNetY of 400 MFLOP (Radosavovic et al., "Designing Network Design Spaces", 2020).
+
+    A stem of 32 channels and four stages of blocks, with the widths and depths of Table 12, as in torchvision. Its
+    parameters for 1000 classes: 5,495,976 (x_400mf), 4,344,144 (y_400mf). See ``_shared.classifier``.
+    """
+    counts, widths, group, squeeze = one_of(REGNETS, size, "size", "regnet")
+    blocks = stages(32, zip(counts, widths, (2, 2, 2, 2), strict=True), partial(RegBlock, group=group, squeeze=squeeze))
+    return classifier(Layers(*conv(3, 32, 3, 2, IN_PLACE), *blocks, *head(widths[-1], classes)), batch_size, image)

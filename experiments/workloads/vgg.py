@@ -46,30 +46,6 @@ class VGG(Layers):
                          Dropout(0.5), nn.Linear(512, classes))  # fmt: skip
 
 
-class ImageNetVGG(Layers):
-    """VGG for ImageNet: convolutions without batch-norm, two linear layers of 4096 with dropout 0.5, one of classes.
-
-    Configuration D of Table 1 has 138 M parameters (138,357,544) at 224 px and 1000 classes. SuperNeurons (2018) and,
-    with 16 or 19 layers, TENSILE (2021, which says only "VGG") use this network. torchvision's variant (``pooled``) has
-    in-place ReLU and PyTorch's dropout, and pools to 7x7 before the linear layers, which then have the parameters of
-    224 px.
-    """
-
-    def __init__(self, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False) -> None:
-        relu, dropout = (IN_PLACE, nn.Dropout) if pooled else (ReLU, Dropout)
-        side = 7 if pooled else image // 32
-        layers: list[nn.Module] = []
-        channels = 3
-        for count, width in zip(BLOCKS[depth], WIDTHS, strict=True):
-            for _ in range(count):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), relu()]
-                channels = width
-            layers.append(nn.MaxPool2d(2))
-        layers += [nn.AdaptiveAvgPool2d(side)] if pooled else []
-        super().__init__(*layers, nn.Flatten(), nn.Linear(channels * side**2, 4096), relu(), dropout(0.5),
-                         nn.Linear(4096, 4096), relu(), dropout(0.5), nn.Linear(4096, classes))  # fmt: skip
-
-
 class AlexNet(nn.Sequential):
     """AlexNet as in SuperNeurons (section 4.1.1, footnote 3): images ``[batch, 3, 227, 227]`` to logits.
 
@@ -108,9 +84,26 @@ def vgg_imagenet(
     *, batch_size: int = 32, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False,
     adam: bool = False,
 ) -> Parts:  # fmt: skip
-    """Returns an ``ImageNetVGG`` for images of at least 32 px; see ``_shared.classifier``."""
-    one_of(BLOCKS, depth, "depth", "vgg_imagenet")
-    return classifier(ImageNetVGG(max(image, 32), classes, depth, pooled), batch_size, image, 32, adam)
+    """Returns VGG for images of at least 32 px: no batch-norm, two linear layers of 4096 with dropout 0.5.
+
+    Configuration D of Table 1 has 138 M parameters (138,357,544) at 224 px and 1000 classes. SuperNeurons (2018) and,
+    with 16 or 19 layers, TENSILE (2021, which says only "VGG") use this network. torchvision's variant (``pooled``) has
+    in-place ReLU and PyTorch's dropout, and pools to 7x7 before the linear layers, which then have the parameters of
+    224 px. See ``_shared.classifier``.
+    """
+    relu, dropout = (IN_PLACE, nn.Dropout) if pooled else (ReLU, Dropout)
+    side = 7 if pooled else max(image // 32, 1)  # ``classifier`` refuses smaller images
+    layers: list[nn.Module] = []
+    channels = 3
+    for count, width in zip(one_of(BLOCKS, depth, "depth", "vgg_imagenet"), WIDTHS, strict=True):
+        for _ in range(count):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), relu()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.AdaptiveAvgPool2d(side)] if pooled else []
+    layers += [nn.Flatten(), nn.Linear(channels * side**2, 4096), relu(), dropout(0.5), nn.Linear(4096, 4096), relu(),
+               dropout(0.5), nn.Linear(4096, classes)]  # fmt: skip
+    return classifier(Layers(*layers), batch_size, image, 32, adam)
 
 
 def alexnet(*, batch_size: int = 200) -> Parts:
