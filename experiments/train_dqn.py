@@ -29,7 +29,7 @@ from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.curves import Curve
 from experiments.common.resume import resumed_words
-from experiments.common.tracking import Tracker, chosen, open_tracker
+from experiments.common.tracking import Tracker, chosen
 from simulator.files import write_json
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -90,7 +90,7 @@ def main(cfg: DictConfig) -> Path:
         def begin() -> Tracker:
             program.save(out / "program.json")
             write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
-            return open_tracker(tracker, out, cli.plain(cfg))
+            return tracker(out, cli.plain(cfg))
 
         told = ", from scratch" if edits and config.init == "scratch" else variant.told
         about = {"agent": f"train_dqn, {choice}{told}", "seed": seed}

@@ -25,7 +25,7 @@ from envs.memory_env import small_task
 from envs.tasks import TASKS, load
 from experiments.common import cli, report
 from experiments.common.curves import Curve
-from experiments.common.tracking import chosen, open_tracker
+from experiments.common.tracking import chosen
 from experiments.train_dqn import compared, variant_of
 from simulator.limits import limit_bytes
 from simulator.modes import MODES
@@ -75,7 +75,7 @@ def main(cfg: DictConfig) -> Path:
             sb3.greedy(model, environment, agent)
             for planner in ("annealing", "lp_round"):  # moves, weighted moves
                 report.warm_up(machine, planner)
-        with report.progress() as bar, closing(open_tracker(tracker, out, cli.plain(cfg))) as scalars:
+        with report.progress() as bar, closing(tracker(out, cli.plain(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
             told = Variant(reward, actions).told
             about = {"agent": f"train_sb3, {algorithm}{told}", "seed": seed, "reward": reward}

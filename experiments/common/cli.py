@@ -35,6 +35,7 @@ from agents.learned.dqn_config import moved
 from experiments import begun
 from experiments.common import endings, help, ray_launcher, sweep, workers
 from experiments.common.endings import UsageError
+from experiments.common.help import CONFIGS
 from experiments.common.own_files import IN_GLOBAL, SUFFIXES, as_typed, quoted, read_workload, with_own_files
 from simulator.compiled import warm
 from simulator.files import FormatError
@@ -43,8 +44,6 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 T = TypeVar("T")
-
-CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
 def entry(
@@ -131,7 +130,7 @@ def entry(
 def help_text(name: str, doc: str, words: list[str]) -> str:
     """Returns the help of a command (help.py), with the footer of its YAML file."""
     footer = OmegaConf.select(OmegaConf.load(CONFIGS / f"{name}.yaml"), "hydra.help.footer")
-    return "\n\n".join([help.text(CONFIGS, name, doc, words), *([footer] if footer else [])])
+    return "\n\n".join([help.text(name, doc, words), *([footer] if footer else [])])
 
 
 def explained(error: HydraException, config_name: str, words: list[str]) -> str:
@@ -142,7 +141,7 @@ def explained(error: HydraException, config_name: str, words: list[str]) -> str:
     if found := re.match(r"Could not override '(\S+)'", text):
         key = found[1]
         why = moved(key.removeprefix("agent."))
-        return f"{key}: {why or f'unknown key{nearest(key, help.names(CONFIGS, config_name, words))}'}"
+        return f"{key}: {why or f'unknown key{nearest(key, help.names(config_name, words))}'}"
     return f"{text}; a file of your own ends in .yaml" if re.search("'(machine|workload)/", text) else text
 
 
@@ -158,7 +157,7 @@ def keyed(words: list[str], key: str) -> list[str]:
 
 def keys(config_name: str) -> set[str]:
     """Returns the top-level keys of a command and of its config groups, without Hydra's."""
-    return {name.partition(".")[0] for name in help.names(CONFIGS, config_name)} | set(IN_GLOBAL)
+    return {name.partition(".")[0] for name in help.names(config_name)} | set(IN_GLOBAL)
 
 
 def nearest(word: object, known: Collection[str]) -> str:

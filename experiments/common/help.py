@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 WIDTH = 118
 HYDRA = """\
 Options:
@@ -26,39 +27,38 @@ Options:
 GROUP = re.compile(r"  - (\w+): (\S+)(?:  # (.*))?")  # entry of a command's defaults list: group, option, meaning
 
 
-def text(configs: Path, name: str, doc: str, chosen: Sequence[str] = ()) -> str:
+def text(name: str, doc: str, chosen: Sequence[str] = ()) -> str:
     """Returns the help of a command.
 
     Args:
-        configs: folder of the YAML files.
-        name: name of the command's YAML file in it.
+        name: name of the command's YAML file.
         doc: docstring of the command's module.
         chosen: command-line arguments; for each GROUP=OPTION the keys of that option are listed.
     """
-    parts = [doc.strip(), f"Keys, set as KEY=VALUE:\n{_written(configs / f'{name}.yaml')}"]
-    for group, (option, meaning) in groups(configs, name, chosen).items():
-        known = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+    parts = [doc.strip(), f"Keys, set as KEY=VALUE:\n{_written(CONFIGS / f'{name}.yaml')}"]
+    for group, (option, meaning) in groups(name, chosen).items():
+        known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
         lines = [f"{group}={option}: {meaning}" if meaning else f"{group}={option}"]
         lines.append(textwrap.fill(", ".join(known), WIDTH, initial_indent="  one of ", subsequent_indent="  "))
         if option in known:
-            lines += [f"  as {group}.KEY=VALUE:", _written(configs / group / f"{option}.yaml", " " * 4)]
+            lines += [f"  as {group}.KEY=VALUE:", _written(CONFIGS / group / f"{option}.yaml", " " * 4)]
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, HYDRA])
 
 
-def groups(configs: Path, name: str, chosen: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+def groups(name: str, chosen: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
     """Returns option and meaning of each config group of a command; options in ``chosen`` override the defaults."""
     options = dict(word.split("=", 1) for word in chosen if "=" in word)
-    defaults = (configs / f"{name}.yaml").read_text().partition("defaults:\n")[2].partition("  - _self_")[0]
+    defaults = (CONFIGS / f"{name}.yaml").read_text().partition("defaults:\n")[2].partition("  - _self_")[0]
     found = map(GROUP.fullmatch, defaults.splitlines())
     return {line[1]: (options.get(line[1], line[2]), line[3] or "") for line in found if line}
 
 
-def names(configs: Path, name: str, chosen: Sequence[str] = ()) -> set[str]:
+def names(name: str, chosen: Sequence[str] = ()) -> set[str]:
     """Returns all dotted keys of a command, with its config groups and the keys of their options."""
-    found = [key for key, _ in flat(yaml.safe_load((configs / f"{name}.yaml").read_text()))]
-    for group, (option, _) in groups(configs, name, chosen).items():
-        file = configs / group / f"{option}.yaml"
+    found = [key for key, _ in flat(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))]
+    for group, (option, _) in groups(name, chosen).items():
+        file = CONFIGS / group / f"{option}.yaml"
         own = yaml.safe_load(file.read_text()) if file.is_file() else {}
         found += [group, *(key for key, _ in flat(own, f"{group}."))]
     parts = (key.split(".") for key in found if not key.startswith(("defaults", "hydra.")))

@@ -345,9 +345,9 @@ def progress(on: Console | None = None, still: bool = False) -> Progress:
                     redirect_stdout=sys.stdout.isatty())  # fmt: skip  # keep redirected stdout out of stderr
 
 
-def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterator[T]:
+def tracked(items: Sequence[T], doing: str) -> Iterator[T]:
     """Yields the items with a progress bar labeled ``doing`` and the current item's name."""
-    with progress(on) as bar:
+    with progress() as bar:
         shown = bar.add_task(doing, total=len(items))
         for item in items:
             bar.update(shown, description=f"{doing} {getattr(item, 'name', item)}")

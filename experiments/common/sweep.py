@@ -18,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import agents
 from experiments.common import report
 from experiments.common.own_files import as_typed
 from simulator.files import write_json, write_text
@@ -85,7 +86,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         lines.setdefault((row["run"], row["workload"], row["limit_bytes"]), []).append(row)
     planners = list(dict.fromkeys(row["planner"] for row in rows))
     found = {name: [row["overhead"] for row in rows if row["planner"] == name and row["feasible"]] for name in planners}
-    planners.sort(key=lambda name: (not _learned(name), -len(found[name]), sum(found[name])))
+    trained = {name for name, facts in agents.PLANNERS.items() if facts.learned}
+    planners.sort(key=lambda name: (name not in trained, -len(found[name]), sum(found[name])))
     chosen = [name for name in planners if found[name]][:PLANNERS]
     out = Table(*swept, box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("limit", "floor", *chosen):
@@ -102,12 +104,6 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             *(values.get(key, "") for key in swept), f"{own[0]['limit_fraction']:.0%}", _percent(floor), *marked
         )
     return out
-
-
-def _learned(name: str) -> bool:
-    import agents
-
-    return name in agents.PLANNERS and agents.PLANNERS[name].learned
 
 
 def _percent(part: float | None) -> str:

@@ -93,14 +93,9 @@ KINDS: dict[str, type[Tracker]] = {
 }  # fmt: skip
 
 
-def chosen(cfg: DictConfig) -> str:
-    """Returns the tracker of the config; raises UsageError if it is unknown or not installed."""
+def chosen(cfg: DictConfig) -> type[Tracker]:
+    """Returns the class of the config's tracker; raises UsageError if it is unknown or not installed."""
     name: str = cli.choice(cfg, "tracker", tuple(KINDS))
     if name in ("wandb", "mlflow") and find_spec(name) is None:
         raise cli.UsageError(f"tracker: {name} is not installed; the extra is {name}")
-    return name
-
-
-def open_tracker(name: str, out: Path, config: Mapping[str, Any]) -> Tracker:
-    """Opens the tracker ``name`` of KINDS for the run directory ``out``."""
-    return KINDS[name](out, config)
+    return KINDS[name]

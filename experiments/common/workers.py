@@ -19,9 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
-from io import StringIO
 from itertools import islice
 from typing import Any
 
@@ -50,10 +48,15 @@ def results(
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                yield under_way.pop(future), error or _printed(future.result())
+                found = future.exception()
+                if found is None:
+                    found, *output = future.result()
+                    for stream, text in zip((sys.stdout, sys.stderr), output, strict=True):
+                        stream.write(text)
+                        stream.flush()
+                elif not isinstance(found, Exception):
+                    raise found
+                yield under_way.pop(future), found
 
 
 def missing(launcher: str) -> str | None:
@@ -106,59 +109,36 @@ def _begin(begin: Callable[..., None] | None, shared: tuple[Any, ...]) -> None:
         begin(*shared)
 
 
-def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
-    """Returns the function's result, or its exception with the traceback as a note."""
+def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Any, str, str]:
+    """Returns the function's result, or its exception with the traceback as a note; and no captured output."""
     os.chdir(folder)
     os.environ["HEADROOM_WORKER"] = "1"  # workers share the cores (simulator/compiled/engine.py)
     try:
-        return function(*task)
+        return function(*task), "", ""
     except Exception as error:
         error.add_note("".join(traceback.format_exception(error)))
-        return error
+        return error, "", ""
 
 
-@dataclass(frozen=True)
-class Heard:
-    """Result of a task with its captured output."""
-
-    value: Any
-    out: str
-    err: str
-
-
-def _heard(*task: Any) -> Heard:
-    """Runs ``_caught`` and captures its output and the output of its subprocesses."""
-    with _taken(1) as out, _taken(2) as err:
-        value = _caught(*task)
-    return Heard(value, out.getvalue(), err.getvalue())
-
-
-@contextmanager
-def _taken(descriptor: int) -> Iterator[StringIO]:
-    """Captures this process's output on a file descriptor; the text is available after the context."""
-    said, stream = StringIO(), (sys.stdout, sys.stderr)[descriptor - 1]
-    with tempfile.TemporaryFile() as file:
-        stream.flush()
-        before = os.dup(descriptor)
-        os.dup2(file.fileno(), descriptor)
-        try:
-            yield said
-        finally:
+def _captured(*task: Any) -> tuple[Any, str, str]:
+    """Runs ``_caught`` and captures stdout and stderr of this process and its subprocesses."""
+    streams = ((1, sys.stdout), (2, sys.stderr))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        copies = []
+        for (number, stream), file in zip(streams, (out, err), strict=True):
             stream.flush()
-            os.dup2(before, descriptor)
-            os.close(before)
+            copies.append(os.dup(number))
+            os.dup2(file.fileno(), number)
+        try:
+            found, *_ = _caught(*task)
+        finally:
+            for (number, stream), copy in zip(streams, copies, strict=True):
+                stream.flush()
+                os.dup2(copy, number)
+                os.close(copy)
+        for file in (out, err):
             file.seek(0)
-            said.write(file.read().decode(errors="replace"))
-
-
-def _printed(found: Any) -> Any:
-    """Returns the task's result and forwards its captured output."""
-    if not isinstance(found, Heard):
-        return found
-    for text, stream in ((found.out, sys.stdout), (found.err, sys.stderr)):
-        stream.write(text)
-        stream.flush()
-    return found.value
+        return found, out.read().decode(errors="replace"), err.read().decode(errors="replace")
 
 
 @contextmanager
@@ -192,7 +172,7 @@ def _ray(jobs: int | None) -> Iterator[Submit]:
 
     # Output is returned with the result: Ray's forwarding would prefix each line with "(name pid=…)".
     start_ray(num_cpus=jobs, include_dashboard=False)
-    remote = ray.remote(max_retries=RETRIES)(_heard)
+    remote = ray.remote(max_retries=RETRIES)(_captured)
     try:
         yield lambda _, *task: remote.remote(*task).future()
     finally:

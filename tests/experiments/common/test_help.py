@@ -30,12 +30,12 @@ def test_every_key_has_a_meaning(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_in_the_help(name: str) -> None:
-    text = helping.text(CONFIGS, name, "What it does.")
+    text = helping.text(name, "What it does.")
     assert text.startswith("What it does.\n") and "defaults:" not in text and "hydra:" not in text
-    for key in helping.names(CONFIGS, name):
+    for key in helping.names(name):
         assert re.search(rf"\b{key.rpartition('.')[2]}[:=]", text), key
     if name == "train_dqn":
-        assert "optimizer: sgd" in helping.text(CONFIGS, name, "", ["agent=dqn_paper"])
+        assert "optimizer: sgd" in helping.text(name, "", ["agent=dqn_paper"])
 
 
 def test_a_command_prints_its_help(run: Run, tmp_path: Path) -> None:
