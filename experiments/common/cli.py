@@ -33,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import moved
 from experiments import begun
-from experiments.common import endings, help, ray_launcher, sweep, workers
+from experiments.common import endings, help, sweep, workers
 from experiments.common.endings import UsageError
 from experiments.common.help import CONFIGS
 from experiments.common.own_files import IN_GLOBAL, SUFFIXES, as_typed, quoted, read_workload, with_own_files
@@ -88,7 +88,7 @@ def entry(
                 begun()
                 atexit.register(endings.last_words)
                 warm.start()
-                ray_launcher.register()
+                sweep.register_ray()
                 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach this function
                 args = get_args_parser().parse_intermixed_args()
                 if args.help:

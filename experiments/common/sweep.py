@@ -1,25 +1,39 @@
-"""Summary table of a sweep (``-m``): limits and planners of all jobs side by side.
+"""Sweeps (``-m``): a summary table of all jobs, and a Hydra launcher for Ray.
 
-It is printed at the end and saved in the sweep's directory as table.txt; results.jsonl holds all rows of all jobs.
+The table has limits and planners side by side. It is printed at the end and saved in the sweep's directory as
+table.txt; results.jsonl holds all rows of all jobs.
+
+``hydra/launcher=ray`` runs every job as a task of a Ray cluster; ``hydra.launcher.jobs=N`` limits the concurrent jobs.
+workers.py documents the choice of cluster and the retries. hydra-ray-launcher is no alternative: it depends on the AWS
+cluster launcher, the dashboard and an old cloudpickle.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import agents
-from experiments.common import report
+from experiments.common import report, workers
 from experiments.common.own_files import as_typed
 from simulator.files import write_json, write_text
 
@@ -108,3 +122,50 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _percent(part: float | None) -> str:
     return "–" if part is None else f"{part:.2%}"
+
+
+class RayLauncher(Launcher):
+    """Runs the jobs of a sweep on Ray; a failed job does not stop the others."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Stores context, task and config (called by Hydra)."""
+        self.context, self.task, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs the jobs and returns their results in order; raises Ray's error for a job that ran out of retries."""
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        tasks = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(config):
+                config.hydra.job.id, config.hydra.job.num = f"{config.hydra.job.name}_{number}", number
+            tasks.append((self.context, config, self.task, Singleton.get_state()))
+        found = dict(workers.results("ray", self.jobs, run_one, tasks))
+        for job in found.values():
+            if isinstance(job, Exception):
+                raise job
+        return [found[i] for i in range(len(tasks))]
+
+
+def run_one(context: HydraContext, config: DictConfig, task: TaskFunction, state: dict[Any, Any]) -> JobReturn:
+    """Runs one job on a worker; the result carries its errors."""
+    setup_globals()
+    Singleton.set_state(state)
+    HydraConfig.instance().set_config(config)
+    return run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+
+
+def register_ray() -> None:
+    """Registers ``hydra/launcher=ray`` if Ray is installed; Hydra only accepts plugins in ``hydra_plugins``."""
+    if find_spec("ray"):
+        RayLauncher.__module__ = "hydra_plugins.headroom"
+        Plugins.instance().register(RayLauncher)  # after the installed plugins
+        sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+        sys.modules[RayLauncher.__module__] = sys.modules[__name__]
+        node = {"_target_": f"{RayLauncher.__module__}.RayLauncher", "jobs": None}
+        ConfigStore.instance().store("ray", node, "hydra/launcher", provider="headroom")

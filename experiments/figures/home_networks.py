@@ -16,7 +16,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.plan.max_batch import Batches
+from experiments.plan.capture import Batches
 from experiments.plotting.palette import CAPUCHIN_LAYERS, Look, look
 from simulator.compiled.engine import simulate
 from simulator.kernel_times import scaled

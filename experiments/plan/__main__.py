@@ -39,9 +39,8 @@ from experiments.common.endings import expected_errors
 from experiments.common.report import Row
 from experiments.plan import capture, times
 from experiments.plan.answer import Answer, Best, Largest, Times
-from experiments.plan.capture import Step
+from experiments.plan.capture import MOST, BatchError, Step
 from experiments.plan.how_to_run import checkpoints, fit_call
-from experiments.plan.max_batch import MOST, BatchError
 from experiments.plan.words import rounded_up, slowest, verdict
 from simulator import simulate
 from simulator.compiled.engine import Engine

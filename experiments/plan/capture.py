@@ -1,15 +1,22 @@
-"""Captures of the workload of ``experiments.plan``: at its own batch, at twice that, and at the largest found.
+"""Captured steps of ``experiments.plan``, and the same step at any batch size.
 
 Each capture is the program as it runs on the machine's GPU, with the update buckets of ``fit``. The first capture
-imports PyTorch.
+imports PyTorch. If the kernels of a step do not depend on its batch, tensor sizes are affine in the batch, and captures
+at two batches determine them at any other (``Batches``). Peaks without a plan are then exact, and planners get a
+program without a capture per tried batch. Durations are also taken as affine; rooflines are only piecewise affine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.plan.max_batch import BatchError, Batches, on_its_scale
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.common.bisection import largest
 from simulator.machine import Machine
 from simulator.pool.card import CardPeak
 from simulator.program import Program
@@ -17,6 +24,133 @@ from simulator.report import Origins
 
 if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.captured import Captured
+
+MOST = 1024  # multiple of the original batch: upper bound of the search
+PART = 32  # relative precision 1 / PART of the largest batch with a plan
+
+
+class BatchError(ValueError):
+    """Raised if the batch size of a step cannot be changed; the message gives the reason in one sentence."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Step at any batch size, interpolated from captures at two batch sizes.
+
+    Raises:
+        BatchError: the kernels of the two captures differ in more than sizes and durations.
+    """
+
+    own: int  # examples
+    program: Program  # captured at batch ``own``
+    other: int
+    larger: Program  # captured at batch ``other``
+    beside: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
+
+    def __post_init__(self) -> None:
+        if _structure(self.program) != _structure(self.larger):
+            raise BatchError(f"the step's kernels differ between batch {self.own} and {self.other}")
+
+    def at(self, batch: int) -> Program:
+        """Returns the step at a batch size."""
+        size = partial(self._size, batch)
+        tensors = tuple(
+            replace(t, nbytes=size(t.nbytes, u.nbytes))
+            for t, u in zip(self.program.tensors, self.larger.tensors, strict=True)
+        )
+        kernels = tuple(
+            replace(k, duration_ns=size(k.duration_ns, u.duration_ns), workspace=size(k.workspace, u.workspace),
+                    flops=size(k.flops, u.flops), bytes=size(k.bytes, u.bytes), variants=())
+            for k, u in zip(self.program.kernels, self.larger.kernels, strict=True)
+        )  # fmt: skip
+        return Program(self.program.name, tensors, kernels)
+
+    def peak_bytes(self, batch: int) -> int:
+        """Returns the peak in bytes at a batch size, without a plan."""
+        small, large = self._live
+        return int(np.ceil(small + (large - small) * ((batch - self.own) / (self.other - self.own))).max())
+
+    def tensors(self, limit: int, batch: int) -> int:
+        """Returns the bytes of ``limit`` that are left for tensors at a batch size."""
+        return max(limit - self._size(batch, *self.beside), 0)
+
+    def _size(self, batch: int, small: int, large: int) -> int:
+        """Interpolates a quantity from its values at the two captured batches."""
+        return max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
+
+    def largest(self, limit: int) -> int:
+        """Returns the largest batch whose peak fits ``limit`` bytes, up to MOST times the original; 0 if none."""
+        return largest(lambda batch: self.peak_bytes(batch) <= self.tensors(limit, batch), self.own, MOST * self.own)
+
+    def largest_planned(
+        self, costs: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
+    ) -> int:
+        """Returns the largest batch with a plan of at most ``most_overhead``, to a relative precision of 1 / PART.
+
+        Args:
+            costs: returns the overhead of a plan for a program within a number of bytes; None without a plan.
+            least: a batch that fits without a plan; 0: none.
+        """
+
+        def fits(batch: int) -> bool:
+            if batch <= least:
+                return True
+            room = self.tensors(limit, batch)
+            found = costs(self.at(batch), room) if room else None
+            return found is not None and found <= most_overhead
+
+        return largest(fits, max(least, 1), MOST * self.own, PART)
+
+    def accumulated(self, limit: int) -> tuple[int, int, float] | None:
+        """Returns the fewest micro-batches that make up the original batch and fit without a plan.
+
+        The gradients of all parameters are held between micro-batches.
+
+        Returns:
+            Size and number of micro-batches, and their overhead over the ideal time; None if none fit, or without an
+            optimizer.
+        """
+        phases = {k.phase for k in self.program.kernels}
+        held = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
+        if "optimizer" not in phases or self.own == 1:
+            return None
+        most = largest(
+            lambda batch: self.peak_bytes(batch) + held <= self.tensors(limit, batch), self.own - 1, self.own - 1
+        )
+        if not most:
+            return None
+        count = -(-self.own // most)
+        each = -(-self.own // count)
+        small = sum(k.duration_ns for k in self.at(each).kernels if k.phase != "optimizer")
+        update = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
+        return each, count, (small * self.own / each + update) / max(self.program.ideal_ns, 1) - 1
+
+    @cached_property
+    def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))
+
+
+def _structure(program: Program) -> tuple[Any, ...]:
+    return (
+        [(t.kind, t.persistent) for t in program.tensors],
+        [(k.name, k.inputs, k.outputs, k.recomputable) for k in program.kernels],
+    )
+
+
+def on_its_scale(larger: Program, program: Program) -> Program:
+    """Rescales the durations of the step at the larger batch to those of ``program``, which may be measured.
+
+    Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the larger step is
+    taken to last twice as long.
+    """
+    if _structure(larger) != _structure(program) or not larger.ideal_ns:
+        return larger
+    pairs = [(k.duration_ns, u.duration_ns) for k, u in zip(program.kernels, larger.kernels, strict=True)
+             if (k.flops, k.bytes) == (u.flops, u.bytes)]  # fmt: skip
+    ours, theirs = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if not ours or not theirs:
+        ours, theirs = 2 * program.ideal_ns, larger.ideal_ns
+    return larger.with_durations([round(k.duration_ns * ours / theirs) for k in larger.kernels])
 
 
 class Step(NamedTuple):

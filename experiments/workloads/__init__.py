@@ -26,17 +26,14 @@ from executor.capture.capture import Captured, capture, capture_step
 from executor.capture.optimizers import BUCKET_BYTES
 from experiments import ctrl_c_waits
 from experiments.workloads import (
-    convnext,
     densenet,
     huggingface,
     inception,
-    kmeans,
     llama,
-    lstm,
     maps,
-    mlp,
     mobile,
     module,
+    others,
     randwire,
     resnet,
     transformers,
@@ -49,11 +46,11 @@ from simulator.machine import Machine
 __all__ = ["WorkloadError", "batch_of", "build", "load"]
 
 FAMILIES: dict[str, Callable[..., Parts]] = {
-    "alexnet": vgg.alexnet, "bert": transformers.bert, "convnext": convnext.convnext, "densenet": densenet.densenet,
+    "alexnet": vgg.alexnet, "bert": transformers.bert, "convnext": resnet.convnext, "densenet": densenet.densenet,
     "fc_densenet": densenet.fc_densenet, "gpt2": transformers.gpt2, "hourglass": maps.hourglass,
     "huggingface": huggingface.huggingface, "inception": inception.inception,
-    "inverted_residual": mobile.inverted_residual, "kmeans": kmeans.kmeans, "llama": llama.llama, "lstm": lstm.lstm,
-    "mixtral": llama.mixtral, "mlp": mlp.mlp, "mobilenet": mobile.mobilenet, "module": module.build,
+    "inverted_residual": mobile.inverted_residual, "kmeans": others.kmeans, "llama": llama.llama, "lstm": others.lstm,
+    "mixtral": llama.mixtral, "mlp": others.mlp, "mobilenet": mobile.mobilenet, "module": module.build,
     "plain": resnet.plain, "randwire": randwire.randwire, "regnet": resnet.regnet, "resnet": resnet.resnet,
     "resnet_imagenet": resnet.resnet_imagenet, "resnet_stochastic": resnet.resnet_stochastic,
     "squeezenet": mobile.squeezenet, "transformer": transformers.transformer, "unet": maps.unet, "vgg": vgg.vgg,

@@ -46,6 +46,11 @@ def conv(
     return [layer, nn.BatchNorm2d(width, eps), *([act()] if act else [])]
 
 
+def preactivated(channels: int, width: int, kernel: int, act: Activation = ReLU, bias: bool = False) -> list[nn.Module]:
+    """Returns batch-norm, an activation and a convolution with same padding."""
+    return [nn.BatchNorm2d(channels), act(), nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=bias)]
+
+
 class Layers(nn.Module):
     """Sequence of modules for images ``[batch, 3, image, image]``, returning logits ``[batch, classes]``."""
 

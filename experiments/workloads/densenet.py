@@ -5,18 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads._shared import SMALL, Dropout, Layers, ReLU, classifier, conv, counts, head, labels
+from experiments.workloads._shared import (
+    SMALL,
+    Dropout,
+    Layers,
+    ReLU,
+    classifier,
+    conv,
+    counts,
+    head,
+    labels,
+    preactivated,
+)
 from experiments.workloads.module import Parts, WorkloadError
 
 LAYERS = (6, 12, 24, 16)
 GROWTH = 32
 STEM, FC_STEM = 64, 48
-
-
-def preactivated(channels: int, width: int, kernel: int) -> list[nn.Module]:
-    """Returns batch-norm, ReLU and a convolution."""
-    conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=False)
-    return [nn.BatchNorm2d(channels), ReLU(), conv]
 
 
 class Block(nn.ModuleList):
@@ -61,11 +66,16 @@ def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> 
     return classifier(model, batch_size, image, least=8)
 
 
+def convolution(channels: int, width: int, kernel: int) -> nn.Sequential:
+    """Returns batch-norm, ReLU, a convolution and dropout."""
+    return nn.Sequential(*preactivated(channels, width, kernel, nn.ReLU, bias=True), Dropout(0.2))
+
+
 class FCBlock(nn.ModuleList):
     """Dense block that returns its input with ``layers · growth`` more channels, and these new channels alone."""
 
     def __init__(self, channels: int, layers: int, growth: int) -> None:
-        super().__init__(FCDenseNet.convolution(channels + i * growth, growth, 3) for i in range(layers))
+        super().__init__(convolution(channels + i * growth, growth, 3) for i in range(layers))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         new = []
@@ -96,7 +106,7 @@ class FCDenseNet(nn.Module):
             self.down.append(FCBlock(channels, layers, growth))
             channels += layers * growth
             skips.append(channels)
-            self.shrink.append(nn.Sequential(self.convolution(channels, channels, 1), nn.MaxPool2d(2)))
+            self.shrink.append(nn.Sequential(convolution(channels, channels, 1), nn.MaxPool2d(2)))
         self.bottleneck = FCBlock(channels, stages[-1], growth)
         below = stages[-1]
         for layers, skip in zip(stages[-2::-1], skips[::-1], strict=True):
@@ -105,12 +115,6 @@ class FCDenseNet(nn.Module):
             self.up.append(FCBlock(added + skip, layers, growth))
             channels, below = added + skip + layers * growth, layers
         self.classify = nn.Conv2d(channels, classes, 1)
-
-    @staticmethod
-    def convolution(channels: int, width: int, kernel: int) -> nn.Sequential:
-        """Returns batch-norm, ReLU, a convolution and dropout."""
-        conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2)
-        return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv, Dropout(0.2))
 
     def forward(self, images: Tensor) -> Tensor:
         x, skips = self.stem(images), []

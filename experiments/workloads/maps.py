@@ -5,11 +5,13 @@ Unspecified details and deviations from the papers: experiments/workloads/README
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.workloads._shared import Dropout, conv, counts, labels
+from experiments.workloads._shared import Dropout, conv, counts, labels, preactivated
 from experiments.workloads.module import Parts, WorkloadError
 
 WIDTHS = (64, 128, 256, 512, 1024)  # U-Net's channels per level
@@ -103,11 +105,8 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         half = width // 2
-        self.layers = nn.Sequential(
-            nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, half, 1),
-            nn.BatchNorm2d(half), nn.ReLU(), nn.Conv2d(half, half, 3, padding=1),
-            nn.BatchNorm2d(half), nn.ReLU(), nn.Conv2d(half, width, 1),
-        )  # fmt: skip
+        part = partial(preactivated, act=nn.ReLU, bias=True)
+        self.layers = nn.Sequential(*part(channels, half, 1), *part(half, half, 3), *part(half, width, 1))
         self.shortcut = nn.Identity() if channels == width else nn.Conv2d(channels, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Residual networks: ResNets for ImageNet and CIFAR-10 in the variants of the reproduced papers, and RegNet.
+"""Residual networks: ResNets for ImageNet and CIFAR-10 in the variants of the reproduced papers, RegNet and ConvNeXt.
 
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", 2016, Table 1 (ImageNet) and section 4.2
 (CIFAR-10). Unless noted otherwise, a shortcut that changes the shape is a 1x1 convolution with batch-norm (He's option
@@ -41,6 +41,8 @@ REGNETS = {
     "y_400mf": ((1, 3, 6, 6), (48, 104, 208, 440), 8, True),
 }
 STOCHASTIC = (16, 32, 64)  # widths
+# ConvNeXts: blocks per stage, width of the first stage (it doubles), drop probability of the last block's branch.
+CONVNEXTS = {"tiny": ((3, 3, 9, 3), 96, 0.1), "small": ((3, 3, 27, 3), 96, 0.4), "base": ((3, 3, 27, 3), 128, 0.5)}
 
 
 def projection(channels: int, width: int, stride: int, bias: bool = False) -> list[nn.Module]:
@@ -206,6 +208,34 @@ class RegBlock(Residual):
         return self.relu(self.shortcut(x) + self.residual(x))
 
 
+class ChannelNorm(nn.LayerNorm):
+    """Layer norm over the channels of ``[batch, channels, height, width]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return y.permute(0, 3, 1, 2)
+
+
+class ConvNeXtBlock(nn.Module):
+    """Residual block on ``[batch, width, height, width]``."""
+
+    def __init__(self, width: int, drop: float) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.scale, self.drop = nn.Parameter(torch.full((width, 1, 1), 1e-6)), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale * self.mlp(self.depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        if self.training and self.drop:
+            keep = y.new_empty(y.shape[0], 1, 1, 1).bernoulli_(1 - self.drop)
+            y = y * keep.div_(1 - self.drop)
+        y += x
+        return y
+
+
 # ------------------------------------------------------------------------------------------- families
 
 
@@ -243,3 +273,26 @@ def regnet(*, size: str = "x_400mf", batch_size: int = 32, image: int = 224, cla
     counts, widths, group, squeeze = one_of(REGNETS, size, "size", "regnet")
     blocks = stages(32, zip(counts, widths, (2, 2, 2, 2), strict=True), partial(RegBlock, group=group, squeeze=squeeze))
     return classifier(Layers(*conv(3, 32, 3, 2, IN_PLACE), *blocks, *head(widths[-1], classes)), batch_size, image)
+
+
+def convnext(*, size: str = "tiny", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
+    """Returns a ConvNeXt (Liu et al., "A ConvNet for the 2020s", 2022), as in torchvision.
+
+    A 4x4 stem, four stages of blocks (7x7 depthwise convolution, layer norm, two linear layers with GELU, a learned
+    scale, stochastic depth), and 2x2 convolutions of stride 2 between stages. Parameters for 1000 classes, as
+    torchvision documents them: 28,589,128 (tiny), 50,223,688 (small), 88,591,464 (base). Images have at least 32 px;
+    see ``_shared.classifier``. Stochastic depth scales each sample's branch by a random factor, so the kernels do not
+    depend on the draw.
+    """
+    blocks, width, drop = one_of(CONVNEXTS, size, "size", "convnext")
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, eps=1e-6)]
+    done = 0
+    for stage, count in enumerate(blocks):
+        if stage:
+            layers += [ChannelNorm(width, eps=1e-6), nn.Conv2d(width, 2 * width, 2, 2)]
+            width *= 2
+        for _ in range(count):
+            layers.append(ConvNeXtBlock(width, drop * done / (sum(blocks) - 1)))
+            done += 1
+    layers += [nn.AdaptiveAvgPool2d(1), ChannelNorm(width, eps=1e-6), nn.Flatten(), nn.Linear(width, classes)]
+    return classifier(Layers(*layers), batch_size, image, least=32)

@@ -17,9 +17,9 @@ from agents.host import host_needed
 from agents.search.other_times import TimesError
 from experiments import workloads
 from experiments.common import report
-from experiments.plan import __main__ as command, capture, max_batch, words
+from experiments.plan import __main__ as command, capture, words
 from experiments.plan.answer import Answer, Best, Largest
-from experiments.plan.max_batch import BatchError, Batches
+from experiments.plan.capture import BatchError, Batches
 from experiments.plan.page import html as page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
@@ -95,10 +95,10 @@ def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
 
 def test_durations_at_two_batches_are_on_one_scale(mlp: Batches) -> None:
     measured = mlp.program.with_durations([3 * k.duration_ns for k in mlp.program.kernels])
-    assert max_batch.on_its_scale(mlp.larger, measured).ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
+    assert capture.on_its_scale(mlp.larger, measured).ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
     # No equal kernels: proportional to the batch.
     other = replace(mlp.larger, kernels=tuple(replace(k, flops=k.flops + 1) for k in mlp.larger.kernels))
-    assert max_batch.on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
+    assert capture.on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
 
 
 def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from executor import capture
 from experiments import workloads
-from experiments.workloads import kmeans, lstm, randwire, resnet
+from experiments.workloads import others, randwire, resnet
 from simulator import Machine
 from tests.experiments.workloads.conftest import config
 
@@ -27,7 +27,7 @@ def test_the_graph_of_randwire_is_that_of_watts_and_strogatz():
 
 def test_unrolled_lstm_equals_torchs():
     torch.manual_seed(0)
-    ours, theirs = lstm.CharRNN(5, 4, 2), nn.LSTM(5, 4, 2)
+    ours, theirs = others.CharRNN(5, 4, 2), nn.LSTM(5, 4, 2)
     order = [0, 1, 3, 2]  # PyTorch orders the gates as in, forget, write, out
     with torch.no_grad():
         for i, cell in enumerate(ours.cells):
@@ -47,7 +47,7 @@ def test_unrolled_lstm_equals_torchs():
 
 def tiny_kmeans() -> tuple:
     """Returns twelve points in three chunks, and four centroids, the last far from all points."""
-    model, loss_fn, optimizer, (chunks, squares) = kmeans.kmeans(batch_size=12, dimensions=3, clusters=4, chunks=3)
+    model, loss_fn, optimizer, (chunks, squares) = others.kmeans(batch_size=12, dimensions=3, clusters=4, chunks=3)
     generator = torch.Generator().manual_seed(0)
     for chunk in chunks:
         chunk.copy_(torch.rand(chunk.shape, generator=generator))

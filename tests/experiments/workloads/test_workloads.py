@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from experiments import workloads
-from experiments.plan.max_batch import Batches
+from experiments.plan.capture import Batches
 from experiments.workloads import WorkloadError, load, with_batch
 from simulator import Machine
 from tests.experiments.workloads.conftest import CONFIGS, config
