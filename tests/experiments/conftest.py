@@ -25,7 +25,18 @@ from simulator import Kernel, Program, Tensor
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
 
-Done = subprocess.CompletedProcess[str]
+
+class Done(subprocess.CompletedProcess[str]):
+    """Result of a command."""
+
+    def ok(self) -> "Done":
+        """Returns the result of a command that ended with status 0 and printed its directory last."""
+        assert self.returncode == 0, self.stderr
+        out = [word.removeprefix("out=") for word in self.args if word.startswith("out=")]
+        assert not out or self.stdout.splitlines()[-1] == out[-1]
+        return self
+
+
 Run = Callable[..., Done]
 
 
@@ -102,7 +113,7 @@ def run(tmp_path: Path) -> Run:
         typed = [f"experiments.{name}", *map(str, words)]
         with process_state(work), captured_output() as output:
             status = status_of(typed)
-        return subprocess.CompletedProcess(typed, status, *output)
+        return Done(typed, status, *output)
 
     return call
 
@@ -123,7 +134,7 @@ def start(tmp_path: Path) -> Run:
             )  # fmt: skip
             for file in (out, err):
                 file.seek(0)
-            return subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
+            return Done(done.args, done.returncode, out.read(), err.read())
 
     return call
 

@@ -92,16 +92,14 @@ def test_a_terminated_training_resumes(
     assert (out / "checkpoint.pt").exists() and not (out / LOCK).exists()
     # The directory alone determines the settings; typed arguments override them.
     refused(run("train_dqn", f"resume={out}", "seed=1"), "seed")
-    done = run("train_dqn", f"resume={out}")
-    assert done.returncode == 0, done.stderr
+    done = run("train_dqn", f"resume={out}").ok()
     summary = json.loads((out / "summary.json").read_text())
     assert summary["episodes"] >= count and not (out / SETTINGS).exists()
     config = summary["config"]
     assert (config["limit"], config["planners"], config["agent"]["mode"]) == (0.5, [], "swap")
     assert config["machine"]["name"] == "h100" and config["machine"]["host_bytes"] == 2**33
     # A finished run is extended in a new directory, with more episodes or iterations.
-    done = run("train_dqn", f"resume={out}", f"agent.{length}={count + 6}", f"out={tmp_path / 'more'}")
-    assert done.returncode == 0, done.stderr
+    done = run("train_dqn", f"resume={out}", f"agent.{length}={count + 6}", f"out={tmp_path / 'more'}").ok()
     more = json.loads((tmp_path / "more" / "summary.json").read_text())
     assert (
         more["episodes"] >= count + 6
@@ -120,8 +118,8 @@ def test_an_interrupted_figure_resumes(run: Run, interrupted: Press, tmp_path: P
     assert status == 130 and last == "interrupted; run the same command to continue", screen
     kept = len(re.findall(r'"code"', rows.read_text()))
     assert 0 < kept < 3 and not (out / "smartpool_table1.json").exists()
-    done = run("reproduce", *words)
-    assert done.returncode == 0 and done.stderr == ""
+    done = run("reproduce", *words).ok()
+    assert done.stderr == ""
     assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 3 and not rows.exists()
 
 

@@ -60,16 +60,14 @@ SLOW = ("plan", "train_dqn", "train_sb3", "validate_gpu")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in SLOW)) for n in SMOKE])
 def test_a_command_runs_in_a_process_of_its_own(name: str, start: Run, program_file: Path) -> None:
-    done = start(name, *SMOKE[name].format(program=program_file).split())
-    assert done.returncode == 0 and done.stdout, done.stderr
+    done = start(name, *SMOKE[name].format(program=program_file).split()).ok()
+    assert done.stdout, done.stderr
 
 
 def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = (f"program={program_file}", "limits=[0.8,0.01]", "planners=[none,autoswap_swdoa]", "jobs=1")
-    done = run("evaluate", *words, f"out={out}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(out)
+    done = run("evaluate", *words, f"out={out}").ok()
     names = {"summary.json", "program.json", "results.jsonl", "overhead.png", ".hydra"}
     assert {f.name for f in out.iterdir()} == names
     rows = rows_in(out)
@@ -89,8 +87,8 @@ def test_evaluate_in_a_mode_with_a_budget(run: Run, program: Program, program_fi
     base = (f"program={program_file}", "limits=[0.8]", "planners=[annealing,home,memonger]", "calls=400", "jobs=1")
     for mode in ("swap", "recompute"):
         out = tmp_path / mode
-        done = run("evaluate", *base, f"mode={mode}", "scale=linear", f"out={out}")
-        assert done.returncode == 0 and f"floor ({mode})" in done.stdout, done.stderr
+        done = run("evaluate", *base, f"mode={mode}", "scale=linear", f"out={out}").ok()
+        assert f"floor ({mode})" in done.stdout, done.stderr
         rows = rows_in(out)
         check_rows(rows)
         bound = floor(program, GPU, int(0.8 * program.peak_bytes), mode)
@@ -107,20 +105,19 @@ def test_evaluate_scores_a_plan_also_under_other_times(run: Run, program: Progra
     for name, one in (("plan", plan), ("program", program), ("other", other)):
         one.save(tmp_path / f"{name}.json")
     words = (f"plan={tmp_path / 'plan.json'}", "limits=0.7", f"out={tmp_path / 'out'}", "jobs=1")
-    assert run("evaluate", f"program={tmp_path / 'program.json'}", *words).returncode == 0
+    run("evaluate", f"program={tmp_path / 'program.json'}", *words).ok()
     (row,) = rows_in(tmp_path / "out")
     assert row["iteration_ns"] == simulate(program, plan, GPU, limit).iteration_ns
     words = (f"program={tmp_path / 'other.json'}", *words)
     refused(run("evaluate", *words), "retime=true")
-    assert run("evaluate", *words, "retime=true").returncode == 0
+    run("evaluate", *words, "retime=true").ok()
     (row,) = rows_in(tmp_path / "out")
     assert row["iteration_ns"] == simulate(other, plan.retimed(other), GPU, limit).iteration_ns
 
 
 def test_a_sweep_ends_with_a_common_table_and_keeps_it(run: Run, program_file: Path, tmp_path: Path) -> None:
     words = (f"program={program_file}", "planners=[none,autoswap_swdoa]", "jobs=1")
-    done = run("evaluate", "-m", *words, "limits=0.8,0.9", "seed=0,5")
-    assert done.returncode == 0, done.stderr
+    done = run("evaluate", "-m", *words, "limits=0.8,0.9", "seed=0,5").ok()
     assert len(list((tmp_path / "work" / "runs").glob("evaluate-chain-*"))) == 4
     folder = tmp_path / "work" / done.stdout.splitlines()[-1]
     assert folder.parent.name == "runs" and {f.name for f in folder.iterdir()} == {
@@ -141,9 +138,7 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     out = tmp_path / "runs" / "out"
     words = (f"program={program_file}", "limit=0.5", "seed=1", "agent.iterations=5", "agent.greedy_calls=300",
              "greedy_every=200", "planners=[autoswap_doa,annealing]")  # fmt: skip
-    done = run("train_dqn", *words, f"out={out}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(out)
+    done = run("train_dqn", *words, f"out={out}").ok()
     files = {"program.json", "summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "weights.pt", "tb",
              "learning_curve.png", "memory_curve.png", "timeline.json", "curve.json", ".hydra"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == files
@@ -169,8 +164,8 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     (tmp_path / "runs" / "other").mkdir()
     (tmp_path / "runs" / "other" / "summary.json").write_text('{"results": []}')  # no compared planners
     words = ("figure=learning", f"figure.runs={tmp_path / 'runs'}", "jobs=1", f"out={tmp_path / 'figure'}")
-    done = run("reproduce", *words)
-    assert done.returncode == 0 and "1 of 2 runs" in done.stdout, done.stderr
+    done = run("reproduce", *words).ok()
+    assert "1 of 2 runs" in done.stdout, done.stderr
     learned, curve = json.loads((tmp_path / "figure" / "learning.json").read_text())["rows"]
     assert (learned["seed"], learned["dqn"], learned["autoswap"]) == (1, dqn["overhead"], rows[0]["overhead"])
     assert learned["uniform_calls"] == equal["overhead"] and curve["agent"] == "train_dqn, dqn"

@@ -63,8 +63,8 @@ def test_every_trainer_writes_the_same_scalars(run: Run, program_file: Path, tmp
     files = {name: tmp_path / name / "curve.json" for name in ("train_dqn", "train_sb3", "dqn", "ppo")}
     words = (f"program={program_file}", "limit=0.6", "planners=null", "greedy_every=50")
     agent = ("agent=dqn_paper", "agent.episodes=32", "agent.mode=swap")
-    assert run("train_dqn", *words, *agent, f"out={files['train_dqn'].parent}").returncode == 0
-    assert run("train_sb3", *words, "steps=300", "algo.n_steps=16", f"out={files['train_sb3'].parent}").returncode == 0
+    run("train_dqn", *words, *agent, f"out={files['train_dqn'].parent}").ok()
+    run("train_sb3", *words, "steps=300", "algo.n_steps=16", f"out={files['train_sb3'].parent}").ok()
     dqn_single_file.main(dqn_single_file.Args(steps=1200, greedy_every=400, curve=str(files["dqn"])))
     ppo = ppo_single_file.Args("GpuMemory-v0", 512, num_envs=4, num_steps=32, greedy_every=128, curve=str(files["ppo"]))
     ppo_single_file.main(ppo)

@@ -39,8 +39,7 @@ def test_every_key_is_in_the_help(name: str) -> None:
 
 
 def test_a_command_prints_its_help(run: Run, tmp_path: Path) -> None:
-    done = run("evaluate", "machine=h100", "--help")
-    assert done.returncode == 0, done.stderr
+    done = run("evaluate", "machine=h100", "--help").ok()
     for words in ("python -m experiments.evaluate workload=", "  seed: 0", "machine=h100", "lp_round", "--multirun"):
         assert words in done.stdout
     done = run("validate_gpu", "--help")

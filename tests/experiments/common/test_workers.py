@@ -129,8 +129,7 @@ def test_a_sweep_on_other_launchers(
 ) -> None:
     """A slow planner runs in a subprocess of each job, so its functions must not belong to __main__."""
     words = (f"program={program_file}", "limits=[0.5],[0.55]", f"planners=[{planner}]", "calls=100", "jobs=2")
-    done = start("evaluate", "-m", *words, f"hydra/launcher={launcher}")
-    assert done.returncode == 0, done.stderr
+    done = start("evaluate", "-m", *words, f"hydra/launcher={launcher}").ok()
     found = [json.loads(file.read_text()) for file in (tmp_path / "work").glob("runs/evaluate-*/summary.json")]
     assert sorted(one["config"]["limits"][0] for one in found) == [0.5, 0.55]
     for one in found:
