@@ -113,8 +113,7 @@ def score_all(
     queue = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     tasks = [(name, limit) for name in [FLOOR, *queue] for limit in reversed(limits)]  # tight limits take longest
     found: dict[Task, Any] = {}
-    bar = report.progress()
-    with bar:
+    with report.progress() as bar:
         shown = bar.add_task("starting", total=len(tasks))
         for task, result in _done(tasks, jobs, (program, machine, seed, options)):
             found[task] = result

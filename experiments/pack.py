@@ -107,22 +107,17 @@ def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment
         RuntimeError: two blocks overlap or one lies outside the footprint (a bug of the allocator).
     """
     done = []
-    bar = report.progress()
-    with bar:
-        shown = bar.add_task("", total=len(names))
-        for name in names:
-            bar.update(shown, description=f"packing with {name}")
-            warm_up(name, intervals.period != NEVER)
-            start = time.perf_counter()
-            packed, packing = run(name, intervals, alignment, seconds)
-            took = time.perf_counter() - start
-            done.append(Packed(name, packed, packing, took, allocation_ns(name, intervals, machine)))
-            if pair := overlap(packed, packing.offsets):
-                raise RuntimeError(f"{name}: blocks {pair[0]} and {pair[1]} overlap")
-            ends = packing.offsets + packed.nbytes
-            if packing.offsets.min() < 0 or (name not in VIRTUAL and ends.max() > packing.footprint):
-                raise RuntimeError(f"{name}: a block lies outside the footprint")
-            bar.update(shown, advance=1)
+    for name in report.tracked(names, "packing with"):
+        warm_up(name, intervals.period != NEVER)
+        start = time.perf_counter()
+        packed, packing = run(name, intervals, alignment, seconds)
+        took = time.perf_counter() - start
+        done.append(Packed(name, packed, packing, took, allocation_ns(name, intervals, machine)))
+        if pair := overlap(packed, packing.offsets):
+            raise RuntimeError(f"{name}: blocks {pair[0]} and {pair[1]} overlap")
+        ends = packing.offsets + packed.nbytes
+        if packing.offsets.min() < 0 or (name not in VIRTUAL and ends.max() > packing.footprint):
+            raise RuntimeError(f"{name}: a block lies outside the footprint")
     return done
 
 

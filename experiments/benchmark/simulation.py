@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-import agents
 from agents import Infeasible
 from agents.heuristics.home import HOME
 from agents.planner import MIB
@@ -74,11 +73,6 @@ def simulation(
         "speedup_vs_simpy": round(simpy / fast, 1),
         "speedup_vs_reference": round(slow / fast, 1),
     }
-
-
-def planned(program: Program, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> Plan:
-    """Returns the plan found by ``calls`` steps of annealing."""
-    return agents.make("annealing", mode=mode, calls=calls, seed=seed).plan(program, machine, limit)
 
 
 def searching(program: Program, plan: Plan, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> float:

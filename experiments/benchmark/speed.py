@@ -19,10 +19,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+import agents
 from agents.heuristics.autoswap import peak_gaps
 from experiments.benchmark.host_time import NETWORKS, host_times, step_overhead
 from experiments.benchmark.packing import packing
-from experiments.benchmark.simulation import batches, environment, home_search, planned, searching, simulation, swap_all
+from experiments.benchmark.simulation import batches, environment, home_search, searching, simulation, swap_all
 from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -133,7 +134,7 @@ def plans(
             programs[of] = Program.load(file) if file.is_file() else capture(of, machine, 1)[1]
         program = programs[of]
         limit = limit_bytes(task["limit"], program)
-        plan = planned(program, machine, limit, mode, plan_calls, seed)
+        plan = agents.make("annealing", mode=mode, calls=plan_calls, seed=seed).plan(program, machine, limit)
         speed = simulation(program, plan, machine, calls, limit)
         found["plan_us"][name] = speed["simulate_us"]
         for peer in ("simpy", "reference"):

@@ -82,7 +82,7 @@ def row(
     workspace: Workspace = False,
 ) -> Row:
     """Returns a row of results.jsonl without its bounds; without a timeline it is infeasible for ``reason``."""
-    found = {
+    found = dict.fromkeys(ROW_KEYS) | {
         "workload": program.name,
         "machine": machine.name,
         "limit_bytes": limit,
@@ -92,18 +92,14 @@ def row(
         "workspace": workspace,
         "seed": seed,
         "feasible": timeline is not None,
-        "overhead": timeline.overhead if timeline else None,
-        "bound_overhead": None,
-        "bound_bytes": None,
-        "gap": None,
-        "iteration_ns": timeline.iteration_ns if timeline else None,
         "ideal_ns": program.ideal_ns,
-        "peak_bytes": timeline.peak_bytes if timeline else None,
         "plan_ms": None if plan_s is None else round(plan_s * 1000, 3),
         "simulator_calls": calls,
-        "breakdown": asdict(timeline.breakdown) if timeline else None,
     }
-    return found if timeline else {**found, "reason": reason}
+    if timeline is None:
+        return {**found, "reason": reason}
+    measured = {key: getattr(timeline, key) for key in ("overhead", "iteration_ns", "peak_bytes")}
+    return found | measured | {"breakdown": asdict(timeline.breakdown)}
 
 
 def certified(found: Row, floor: Floor) -> Row:

@@ -83,7 +83,8 @@ def main(cfg: DictConfig) -> Path:
     workload, wanted = workload_of(cfg), cfg.memory if cfg.memory is not None else machine.memory_bytes
     memory = None if is_fraction(wanted) else size_bytes(wanted, "memory")  # of the device; a fraction is of tensors
     known = times.read(cfg, machine, workload is not None)
-    workload = times.with_step(workload, known)
+    if workload is not None and known.step_ns is not None:
+        workload["iteration_ms"] = known.step_ns / 1e6
     todo = stages(mode, known.error)
     with report.staged(todo) as begin:
         begin(CAPTURE)

@@ -8,7 +8,6 @@ plan with the lowest expected cost under perturbed times is recommended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -51,13 +50,6 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
     error = TimesError(model.error, model.step_error if step_ns is None else 0.0)
     sum_of = f", their sum within {error.step:.0%}; {BETTER}" if step_ns is None else ""
     return Times(step_ns, error, f"Kernel times are modelled{to}: each within about {error.kernel:.0%}{sum_of}.")
-
-
-def with_step(workload: dict[str, Any] | None, times: Times) -> dict[str, Any] | None:
-    """Returns the workload with the measured step in its configuration."""
-    if workload is None or times.step_ns is None:
-        return workload
-    return {**workload, "iteration_ms": times.step_ns / 1e6}
 
 
 def lasting(program: Program, times: Times) -> Program:

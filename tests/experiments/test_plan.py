@@ -326,7 +326,7 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(command, "WAIT", 1000)  # capture the largest batch even on a busy computer
     (tmp_path / "work" / "mymodel.py").write_text(FACTORY)
     out = tmp_path / "out"
-    done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", f"out={out}").ok()
+    done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", "step_ms=20", f"out={out}").ok()
     assert len(done.stdout.splitlines()) <= 70
     assert {file.name for file in out.iterdir()} == {
         "report.html", "plan.json", "memory.png", "timeline.json", "results.jsonl", "program.json",
@@ -335,6 +335,7 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     found = summary["largest"]
     assert found["own"] == 512 and found["checked"] and not found["why"]
     assert 100 < found["without"] < 512 and found["planned"] >= found["without"]
+    assert Program.load(out / "program.json").ideal_ns == 20_000_000
     text = read((out / "report.html").read_text())
     assert summary["verdict"] in text and "The largest batch without a plan" in text
     assert Plan.load(out / "plan.json").planner == summary["recommended"]

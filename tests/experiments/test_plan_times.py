@@ -40,8 +40,6 @@ def test_what_is_known_of_the_times() -> None:
 
 def test_a_measured_step() -> None:
     known = read(step_ms=80)
-    assert times.with_step({"name": "mlp"}, known) == {"name": "mlp", "iteration_ms": 80.0}
-    assert times.with_step({"name": "mlp"}, read()) == {"name": "mlp"} and times.with_step(None, known) is None
     program = times.lasting(chain(), known)
     assert program.ideal_ns == 80_000_000 and times.lasting(program, known) == program
     assert times.lasting(program, read()) is program

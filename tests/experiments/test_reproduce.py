@@ -120,14 +120,6 @@ def test_other_figures_continue_after_a_failure(squares: None, tmp_path: Path, m
     assert made.left == start(tmp_path).left == [{"x": 2}] and not (tmp_path / "squares.json").exists()
 
 
-def test_a_line_cut_off_does_not_swallow_the_next(squares: None, tmp_path: Path) -> None:
-    start(tmp_path).keep({"x": 1}, {"x": 1, "y": 1})
-    part = tmp_path / "squares.jsonl"
-    part.write_text(part.read_text() + '{"code": "sto')
-    start(tmp_path).keep({"x": 2}, {"x": 2, "y": 4})
-    assert start(tmp_path).left == [{"x": 3}]
-
-
 def test_quick_takes_fewer_points(squares: None, tmp_path: Path) -> None:
     own = Work({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path, {"x"})
     assert own.settings["x"] == [1, 2, 3]  # typed beside quick=true

@@ -6,14 +6,13 @@ import textwrap
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from experiments import workloads
 from experiments.plan.capture import Batches
 from experiments.workloads import WorkloadError, load, with_batch
 from simulator import Machine
-from tests.experiments.workloads.conftest import CONFIGS, config
+from tests.experiments.workloads.conftest import config
 
 
 def test_times_are_scaled_only_where_measured():
@@ -39,11 +38,6 @@ def test_algorithms_are_an_option():
 FACTORY = textwrap.dedent("""
     import torch
     from torch import nn
-
-    def tiny():
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        optimizer = torch.optim.Adam(model.parameters())
-        return model, nn.CrossEntropyLoss(), optimizer, (torch.randn(3, 4), torch.tensor([0, 1, 1]))
 
     def language():
         words = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
@@ -129,13 +123,6 @@ def test_bad_target_is_one_sentence(own, target, message):
     with pytest.raises(WorkloadError, match=message) as error:
         load({"name": "module", "family": "module", "target": target}, Machine.load("v100"))
     assert "\n" not in str(error.value)
-
-
-def test_module_configuration_takes_its_target_from_the_root():
-    text = (CONFIGS / "module.yaml").read_text()
-    assert text.startswith("# @package _global_")
-    root = OmegaConf.merge(OmegaConf.create(text), {"target": "own_model:tiny"})
-    assert OmegaConf.to_container(root.workload, resolve=True)["target"] == "own_model:tiny"
 
 
 @pytest.mark.parametrize("presses", [1, 2])
