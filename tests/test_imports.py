@@ -7,7 +7,7 @@ each uses only the ones before it.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,19 +31,19 @@ ROOMS = {
 }  # fmt: skip
 
 
-@cache
-def nodes(file: Path) -> list[ast.AST]:
-    """Returns the import statements of a file and its calls by dotted names."""
-    found = ast.walk(ast.parse(file.read_text(), str(file)))
-    return [n for n in found if isinstance(n, (ast.Import, ast.ImportFrom))
-            or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))]  # fmt: skip
+FILES = {package: sorted((ROOT / package).rglob("*.py")) for package in MAY_IMPORT}
+EVERY = [file for files in FILES.values() for file in files]
 
 
 @cache
-def modules(file: Path) -> list[str]:
-    """Returns the full names that the import statements of a file may import, including those inside functions."""
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
+def modules(file: Path, top: bool = False) -> list[str]:
+    """Returns the full names that a file may import; ``top``: without those inside functions."""
     names = []
-    for node in nodes(file):
+    for node in tree(file).body if top else ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -52,9 +52,9 @@ def modules(file: Path) -> list[str]:
     return names
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Yields the top-level names of every import statement of a file."""
-    return (name.split(".")[0] for name in modules(file))
+def imported(file: Path, top: bool = False) -> set[str]:
+    """Returns the packages of ``modules``."""
+    return {name.partition(".")[0] for name in modules(file, top)}
 
 
 def room_of(parts: Sequence[str], rooms: Sequence[str]) -> str:
@@ -64,27 +64,11 @@ def room_of(parts: Sequence[str], rooms: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_point_one_way(package: str) -> None:
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files
-    for file in files:
-        path = file.relative_to(ROOT).as_posix()
-        may = {package} | MAY_IMPORT[package] | ABOVE.get(path, set())
-        assert not set(imported(file)) & MAY_IMPORT.keys() - may, path
-
-
-@pytest.mark.parametrize("file", ABOVE)
-def test_the_file_above_imports_planners_when_it_is_called(file: str) -> None:
-    tree = ast.parse((ROOT / file).read_text())
-    top = {name for node in tree.body for name in _names(node)}
-    inside = {name for node in ast.walk(tree) for name in _names(node)} - top
-    assert not top & ABOVE[file] and inside >= ABOVE[file]
-
-
-def _names(node: ast.AST) -> list[str]:
-    """Returns the top-level names that an import statement imports."""
-    if isinstance(node, ast.ImportFrom):
-        return [(node.module or "").split(".")[0]]
-    return [alias.name.split(".")[0] for alias in node.names] if isinstance(node, ast.Import) else []
+    for file in FILES[package]:
+        above = ABOVE.get(file.relative_to(ROOT).as_posix(), set())
+        may = {package} | MAY_IMPORT[package] | above
+        assert not imported(file) & MAY_IMPORT.keys() - may, file
+        assert above <= imported(file) - imported(file, top=True), file
 
 
 @pytest.mark.nightly
@@ -106,9 +90,8 @@ def test_a_machine_that_trains_may_lack_most_libraries() -> None:
 
 def test_only_the_benchmark_imports_the_reference_rules() -> None:
     """Only the simulator and its benchmark import the reference implementation of the rules."""
-    files = [f for package in MAY_IMPORT if package != "simulator" for f in (ROOT / package).rglob("*.py")]
-    found = {f.relative_to(ROOT).parts[:2] for f in files for name in modules(f) if name.startswith("simulator.rules")}
-    assert found == {("experiments", "benchmark")}
+    files = {f for f in EVERY for name in modules(f) if name.startswith("simulator.rules")} - {*FILES["simulator"]}
+    assert {file.parent.name for file in files} == {"benchmark"}
 
 
 def test_the_checker_shares_no_code_with_what_it_checks() -> None:
@@ -124,7 +107,7 @@ def test_folders_import_only_earlier_folders(package: str) -> None:
     folders = {p.name for p in (ROOT / package).iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert folders == set(rooms) - {""}
     wrong = []
-    for file in sorted((ROOT / package).rglob("*.py")):
+    for file in FILES[package]:
         parts = file.relative_to(ROOT / package).with_suffix("").parts
         command = parts[-1] == "__main__"
         if parts == ("__init__",) or command or (room := room_of(parts, rooms)) not in rooms:
@@ -136,15 +119,12 @@ def test_folders_import_only_earlier_folders(package: str) -> None:
     assert not wrong
 
 
-def test_the_simulator_needs_numpy_numba_and_yaml_only() -> None:
-    known = {"numpy", "numba", "yaml", "simulator"}
-    others = {n for f in (ROOT / "simulator").rglob("*.py") for n in imported(f)} - known - sys.stdlib_module_names
-    assert not others
-
-
-def test_cupy_is_imported_in_at_most_one_file() -> None:
-    files = [f for package in MAY_IMPORT for f in (ROOT / package).rglob("*.py") if "cupy" in set(imported(f))]
-    assert len(files) <= 1, files
+def test_libraries_are_imported_only_where_they_are_needed() -> None:
+    needs = set().union(*map(imported, FILES["simulator"])) - sys.stdlib_module_names
+    assert needs == {"numpy", "numba", "yaml", "simulator"}
+    assert len([file for file in EVERY if "cupy" in imported(file)]) <= 1
+    trainers = {f.parent.name for f in EVERY if imported(f, top=True) & {"transformers", "accelerate", "lightning"}}
+    assert trainers == {"integrations", "examples"}
 
 
 UNPICKLER = ROOT / "simulator" / "pool" / "files.py"  # PyTorch writes its allocator's snapshots as pickles
@@ -153,11 +133,11 @@ UNPICKLER = ROOT / "simulator" / "pool" / "files.py"  # PyTorch writes its alloc
 def test_nothing_is_unpickled() -> None:
     """Files are JSON, or loaded by torch.load(weights_only=True); one file reads pickles without resolving names."""
     wrong = []
-    for file in (f for package in MAY_IMPORT for f in (ROOT / package).rglob("*.py")):
+    for file in EVERY:
         if file != UNPICKLER:
             serializers = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-            wrong += [f"{file.relative_to(ROOT)} imports {name}" for name in serializers & set(imported(file))]
-        for node in nodes(file):
+            wrong += [f"{file.relative_to(ROOT)} imports {name}" for name in serializers & imported(file)]
+        for node in ast.walk(tree(file)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             called = ast.unparse(node.func)
@@ -165,11 +145,3 @@ def test_nothing_is_unpickled() -> None:
             if called.startswith(("pickle.", "dill.", "joblib.")) or (called == "torch.load" and not safe):
                 wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} calls {called}")
     assert not wrong
-
-
-def test_trainers_are_imported_with_their_class_only() -> None:
-    extras = {"transformers", "accelerate", "lightning"}
-    files = [f for package in MAY_IMPORT for f in (ROOT / package).rglob("*.py")]
-    top = {f.relative_to(ROOT).as_posix() for f in files
-           if extras & {name for node in ast.parse(f.read_text()).body for name in _names(node)}}  # fmt: skip
-    assert top and all(f.startswith(("executor/integrations/", "experiments/examples/")) for f in top)

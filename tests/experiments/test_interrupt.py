@@ -71,7 +71,7 @@ def interrupted(tmp_path: Path) -> Press:
 
 
 @pytest.mark.parametrize(("agent", "length", "count"), [
-    ("dqn_paper", "episodes", 20), pytest.param("dqn", "iterations", 4, marks=pytest.mark.nightly),
+    ("dqn_paper", "episodes", 8), pytest.param("dqn", "iterations", 4, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_a_terminated_training_resumes(
     agent: str, length: str, count: int, run: Run, program_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

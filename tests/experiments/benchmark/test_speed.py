@@ -56,6 +56,7 @@ def test_a_planned_step_without_kernels_and_copies() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the kernels that compute nothing are C++")
 def test_steps_without_kernels_issue_their_operators_and_compute_nothing() -> None:
     torch.manual_seed(0)
@@ -74,6 +75,8 @@ def test_steps_without_kernels_issue_their_operators_and_compute_nothing() -> No
 
 def test_the_cost_of_a_step_is_per_kernel_and_per_move(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 10.0, 4.0, 16.0])  # checking bindings, a step, one without kernels, one with a plan
+    layers = (torch.nn.Flatten(), torch.nn.Linear(3072, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    monkeypatch.setattr(host_time.resnet, "ResNet", lambda depth: torch.nn.Sequential(*layers))
     monkeypatch.setattr(host_time, "shortest_s", lambda call, repeats: (call(), next(times))[1])
     seen: list[PlannedStep] = []
     monkeypatch.setattr(host_time, "idle", lambda step, batch: seen.append(step) or step)

@@ -55,10 +55,9 @@ SMOKE = {
     "train_sb3": "steps=64 algo.n_steps=8 planners=null",
     "reproduce": "--help", "benchmark": "--help", "pretrain": "--help", "measured": "--help", "validate_gpu": "--help",
 }  # fmt: skip
-SLOW = ("plan", "train_dqn", "train_sb3", "validate_gpu")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in SLOW)) for n in SMOKE])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "evaluate")) for n in SMOKE])
 def test_a_command_runs_in_a_process_of_its_own(name: str, start: Run, program_file: Path) -> None:
     done = start(name, *SMOKE[name].format(program=program_file).split()).ok()
     assert done.stdout, done.stderr

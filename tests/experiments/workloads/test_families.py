@@ -90,7 +90,7 @@ def test_a_configuration_builds_with_the_keys_of_its_family(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if size[1] < 400 else pytest.mark.nightly) for n, size in SIZES.items()]
+    "name", [pytest.param(n, marks=() if size[1] < 300 else pytest.mark.nightly) for n, size in SIZES.items()]
 )
 def test_sizes(name):
     program = workloads.load(config(name), Machine.load("h100")).program
