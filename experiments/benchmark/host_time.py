@@ -9,7 +9,6 @@ alternate. ``step_overhead`` splits a planned step's cost into parts and issues 
 from __future__ import annotations
 
 import copy
-import gc
 import shutil
 import subprocess
 import tempfile
@@ -103,17 +102,9 @@ def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[C
 
 def least_s(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Returns the minimum CPU time of each alternating step, in s, which is robust against other load."""
-    least = [float("inf")] * len(steps)
-    gc.disable()
-    try:
-        for _ in range(repeats):
-            for i, step in enumerate(steps):
-                begin = time.thread_time()
-                step()
-                least[i] = min(least[i], time.thread_time() - begin)
-    finally:
-        gc.enable()
-    return least
+    timers = [timeit.Timer(step, timer=time.thread_time) for step in steps]
+    spent = [[timer.timeit(1) for timer in timers] for _ in range(repeats)]
+    return [min(times) for times in zip(*spent, strict=True)]
 
 
 class _Recording(TorchDispatchMode):
