@@ -146,10 +146,7 @@ def figure(name: object) -> Figure:
 
 
 class Work:
-    """Computation of one figure, with the tasks done so far.
-
-    Attributes:
-        tasks: all tasks.
+    """Computation of one figure: all its ``tasks``, and the rows of those done so far.
 
     Args:
         machine: preset or YAML file that replaces the machine of ``settings``.

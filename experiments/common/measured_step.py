@@ -33,62 +33,40 @@ Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a bool, None,
 
 @dataclass(frozen=True)
 class Operator:
-    """Operator of a kernel.
+    """Operator of a kernel."""
 
-    Attributes:
-        name: for example "aten.convolution.default".
-        arguments, named: positional and keyword arguments; None replaces all but tensors, numbers, bools and lists.
-        result: the output tensor; None if there are several.
-        flops, bytes: FLOPs and bytes of one call, as in the program.
-    """
-
-    name: str
+    name: str  # for example "aten.convolution.default"
     kind: KernelKind
+    # Positional and keyword arguments; None replaces all but tensors, numbers, bools and lists.
     arguments: list[Value]
     named: dict[str, Value]
-    result: Value
-    flops: int
+    result: Value  # the output tensor; None if there are several
+    flops: int  # of one call, as in the program
     bytes: int
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Measured training step; None marks a quantity that was not measured.
+    """Measured training step; None marks a quantity that was not measured."""
 
-    Attributes:
-        source: author or publication of the measurement.
-        licence: license of the data.
-        workload: display name.
-        device: name that the driver reports.
-        machine: preset of configs/machine to compare with.
-        cuda, cudnn: versions; "" without.
-        cache, event_ns: as in ``Profile``.
-        rates: the entries RATES, as ``executor.calibrate`` measures them.
-        step_ns: median duration of an eager step.
-        context_bytes: device memory of a process beyond its tensors (executor/memory/context.py).
-        reserved_bytes, allocated_bytes: peaks of PyTorch's allocator in the first steps.
-        operators: distinct operators.
-        kernels: kernels in order, (operator index, phase, ns, workspace in bytes).
-    """
-
-    source: str
-    licence: str
-    workload: str
-    device: str
-    machine: str
+    source: str  # author or publication of the measurement
+    licence: str  # license of the data
+    workload: str  # display name
+    device: str  # name that the driver reports
+    machine: str  # preset of configs/machine to compare with
     torch: str
-    cuda: str
+    cuda: str  # version; "" without
     cudnn: str
     precision: Precision
-    cache: Cache
+    cache: Cache  # as in ``Profile``
     event_ns: int
-    rates: dict[str, int] | None
-    step_ns: int | None
-    context_bytes: int | None
-    reserved_bytes: int | None
+    rates: dict[str, int] | None  # the entries RATES, as ``executor.calibrate`` measures them
+    step_ns: int | None  # median duration of an eager step
+    context_bytes: int | None  # device memory of a process beyond its tensors (executor/memory/context.py)
+    reserved_bytes: int | None  # peaks of PyTorch's allocator in the first steps
     allocated_bytes: int | None
-    operators: list[Operator]
-    kernels: list[tuple[int, Phase, int, int | None]]
+    operators: list[Operator]  # distinct
+    kernels: list[tuple[int, Phase, int, int | None]]  # in order: operator index, phase, ns, workspace in bytes
 
     def to_json(self) -> str:
         """Returns the file's text, one operator per line."""

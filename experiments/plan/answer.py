@@ -18,37 +18,24 @@ from simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class Times:
-    """Kernel times and their uncertainty.
+    """Kernel times and their uncertainty."""
 
-    Attributes:
-        step_ns: a measured step to which the times are scaled; None: not given.
-        error: error of the times; None: unknown or zero.
-        said: a sentence or two about the error.
-    """
-
-    step_ns: int | None
-    error: TimesError | None
-    said: str
+    step_ns: int | None  # a measured step to which the times are scaled; None: not given
+    error: TimesError | None  # error of the times; None: unknown or zero
+    said: str  # a sentence or two about the error
 
 
 @dataclass(frozen=True)
 class Best:
-    """Best plan of a family of methods.
-
-    Attributes:
-        row: row of results.jsonl; without a plan, that of the first method.
-        plan, timeline: None if no plan was found.
-        seconds: total time of the family's methods.
-        left_out: methods skipped for lack of time.
-        card: bytes of device memory under the plan, and whether PyTorch's allocator serves it; None: tensors only.
-    """
+    """Best plan of a family of methods; ``plan`` and ``timeline`` are None if no plan was found."""
 
     family: str
-    row: Row | None
+    row: Row | None  # of results.jsonl; without a plan, that of the first method
     plan: Plan | None
     timeline: Timeline | None
-    seconds: float
-    left_out: tuple[str, ...] = ()
+    seconds: float  # total time of the family's methods
+    left_out: tuple[str, ...] = ()  # methods skipped for lack of time
+    # Bytes of device memory under the plan, and whether PyTorch's allocator serves it; None: tensors only.
     card: tuple[int, bool] | None = None
 
     @property
@@ -64,80 +51,52 @@ class Best:
 
 @dataclass(frozen=True)
 class Largest:
-    """Largest batches, and micro-batches for gradient accumulation.
+    """Largest batches, and micro-batches for gradient accumulation."""
 
-    Attributes:
-        own: batch size of the given step; None: unknown.
-        without: largest batch without a plan; 0: none.
-        planned: largest batch found for which ``planner`` has a plan with an overhead of at most ``most_overhead``;
-            None: not searched.
-        checked: whether a capture confirmed the peak at ``without``.
-        micro: size and number of micro-batches that make up the original batch and fit without a plan, including held
-            gradients; None: not found or not needed.
-        micro_overhead: overhead of the micro-batches over the ideal time.
-        most: upper bound of the search.
-        goes_on: planning time in s that would extend the search for ``planned``; None: the search finished.
-        why: sentence on why the batch cannot be changed; "" if it can.
-    """
-
-    own: int | None = None
-    without: int = 0
+    own: int | None = None  # batch size of the given step; None: unknown
+    without: int = 0  # largest batch without a plan; 0: none
+    # Largest batch found for which ``planner`` has a plan with an overhead of at most ``most_overhead``; None: not
+    # searched.
     planned: int | None = None
     planner: str = ""
     most_overhead: float = 0.0
-    checked: bool = False
+    checked: bool = False  # whether a capture confirmed the peak at ``without``
+    # Size and number of micro-batches that make up the original batch and fit without a plan, including held
+    # gradients; None: not found or not needed.
     micro: tuple[int, int] | None = None
-    micro_overhead: float = 0.0
-    most: int = 0
-    goes_on: float | None = None
-    why: str = ""
+    micro_overhead: float = 0.0  # of the micro-batches over the ideal time
+    most: int = 0  # upper bound of the search
+    goes_on: float | None = None  # planning time in s that would extend the search; None: the search finished
+    why: str = ""  # sentence on why the batch cannot be changed; "" if it can
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of ``experiments.plan``.
-
-    Attributes:
-        page: report of the recommended plan, or of the unplanned step if no plan is recommended.
-        before, after: timelines without a plan, and under the recommended plan (None if no plan is recommended).
-        families: rows of the table, one per planner family; empty if planning is not needed or not possible.
-        best: recommended plan; None if the step fits without a plan or no plan was found.
-        least_bytes: certified lower bound of the feasible limits.
-        reached_bytes: smallest limit for which a plan was found.
-        floor: certified lower bound of the overhead; None if unknown.
-        seconds: total wall-clock time.
-        budget: planning time in seconds.
-        card: breakdown of device memory without a plan; None if unknown.
-        memory: device memory in bytes, of which ``limit`` is left for tensors; None if the limit is a peak fraction.
-        spread: overhead of the recommended plan under perturbed kernel times; None if unknown or without a plan.
-        host: host memory in bytes with which a plan exists; None if host memory is not the bottleneck.
-        slowest: headers and rows of the table of the slowest kernels.
-        run_it: Python code that trains under the recommended plan.
-        checkpoints: equivalent of the recommended plan in plain PyTorch; None if it has no equivalent.
-    """
+    """Result of ``experiments.plan``."""
 
     program: Program
     machine: Machine
     limit: int
     mode: str
-    page: Report
-    before: Timeline
-    families: tuple[Best, ...]
-    best: Best | None
-    least_bytes: int
-    reached_bytes: int | None
-    floor: float | None
+    page: Report  # of the recommended plan, or of the unplanned step if no plan is recommended
+    before: Timeline  # without a plan
+    families: tuple[Best, ...]  # rows of the table; empty if planning is not needed or not possible
+    best: Best | None  # recommended plan; None if the step fits without a plan or no plan was found
+    least_bytes: int  # certified lower bound of the feasible limits
+    reached_bytes: int | None  # smallest limit for which a plan was found
+    floor: float | None  # certified lower bound of the overhead; None if unknown
     largest: Largest
-    seconds: float
-    card: CardPeak | None = None
+    seconds: float  # total wall-clock time
+    card: CardPeak | None = None  # breakdown of device memory without a plan; None if unknown
+    # Device memory in bytes, of which ``limit`` is left for tensors; None if the limit is a peak fraction.
     memory: int | None = None
     times: Times | None = None
-    spread: Spread | None = None
-    budget: float = 0.0
-    host: int | None = None
-    slowest: tuple[list[str], list[list[str]]] = ([], [])
-    run_it: str = ""
-    checkpoints: Checkpoints | None = None
+    spread: Spread | None = None  # overhead of the plan under perturbed kernel times; None if unknown or without a plan
+    budget: float = 0.0  # planning time in seconds
+    host: int | None = None  # host memory with which a plan exists; None if host memory is not the bottleneck
+    slowest: tuple[list[str], list[list[str]]] = ([], [])  # headers and rows of the table of the slowest kernels
+    run_it: str = ""  # Python code that trains under the recommended plan
+    checkpoints: Checkpoints | None = None  # equivalent of the plan in plain PyTorch; None if it has no equivalent
 
     @cached_property
     def size(self) -> Unit:

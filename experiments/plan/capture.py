@@ -154,21 +154,14 @@ def on_its_scale(larger: Program, program: Program) -> Program:
 
 
 class Step(NamedTuple):
-    """Captured step with the data that planning needs.
-
-    Attributes:
-        card: device memory, for the given capacity if any; None: unknown.
-        arithmetic: a sentence on the data types.
-        types: data type of each kernel.
-        modules: paths of the callable modules.
-    """
+    """Captured step with the data that planning needs."""
 
     program: Program
     origins: Origins | None  # None for a program file
-    card: CardPeak | None
-    arithmetic: str
-    types: tuple[str, ...]
-    modules: tuple[str, ...]
+    card: CardPeak | None  # device memory, for the given capacity if any; None: unknown
+    arithmetic: str  # a sentence on the data types
+    types: tuple[str, ...]  # data type of each kernel
+    modules: tuple[str, ...]  # paths of the callable modules
 
 
 def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> Step:

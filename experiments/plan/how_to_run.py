@@ -54,16 +54,11 @@ def fit_call(target: str | None, memory: int | float | str, machine: str, folder
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Modules whose checkpoints approximate a plan in plain PyTorch.
-
-    Attributes:
-        overhead: simulated overhead, relative to the ideal time.
-        peak_bytes: simulated peak of the tensors.
-    """
+    """Modules whose checkpoints approximate a plan in plain PyTorch."""
 
     names: tuple[str, ...]
-    overhead: float
-    peak_bytes: int
+    overhead: float  # simulated, relative to the ideal time
+    peak_bytes: int  # simulated peak of the tensors
 
     @property
     def code(self) -> str:

@@ -174,10 +174,8 @@ class Experts(nn.Module):
     those logits as weights (section 2.1). A program needs fixed tensor sizes, so each expert has a fixed capacity, as
     in GShard (Lepikhin et al., 2020, section 2.2) and the Switch Transformer (Fedus et al., 2022, section 2.2). Tokens
     are dispatched by index, without a mask of tokens x experts x places. A token beyond an expert's capacity gets no
-    output from it, and the output of empty places is not read. As in the paper, the loss has no auxiliary term.
-
-    Attributes:
-        places: Capacity of an expert, in tokens.
+    output from it, and the output of empty places is not read. As in the paper, the loss has no auxiliary term. The
+    capacity ``places`` is in tokens.
     """
 
     def __init__(self, width: int, hidden: int, experts: int, top: int, places: int) -> None:

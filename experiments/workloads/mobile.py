@@ -158,20 +158,14 @@ V3_SMALL = [Shape(*row) for row in (
 
 
 class Network(NamedTuple):
-    """Network of inverted residuals.
+    """Network of inverted residuals."""
 
-    Attributes:
-        stem, last: Channels after the first and after the last convolution.
-        act, last_act: Activations after the first and after the last convolution.
-        linear: Width of a linear layer after the last convolution; 0 for none.
-    """
-
-    stem: int
+    stem: int  # channels after the first convolution
     blocks: list[Shape]
-    last: int
-    act: Activation
-    last_act: Activation
-    linear: int = 0
+    last: int  # channels after the last convolution
+    act: Activation  # after the first convolution
+    last_act: Activation  # after the last convolution
+    linear: int = 0  # width of a linear layer after the last convolution; 0 for none
     eps: float = 1e-5
 
 
