@@ -12,8 +12,10 @@ simulator/pool/README.md defines the best packing and the comparison of online a
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,12 +136,8 @@ def repeated(buffers: files.Buffers, intervals: Intervals) -> files.Buffers:
     if intervals.period == buffers.intervals.period:
         return files.Buffers(buffers.ids, intervals)
     _, source = buffers.intervals.unrolled(ITERATIONS)
-    seen: Counter[int] = Counter()
-    ids = []
-    for i in source.tolist():
-        ids.append(f"{buffers.ids[i]}@{seen[i]}")
-        seen[i] += 1
-    return files.Buffers(tuple(ids), intervals)
+    numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+    return files.Buffers(tuple(f"{buffers.ids[i]}@{next(numbers[i])}" for i in source.tolist()), intervals)
 
 
 def row(packed: Packed, load: int) -> dict[str, Any]:

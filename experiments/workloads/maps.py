@@ -67,22 +67,15 @@ def output(image: int) -> int:
     Raises:
         WorkloadError: A 2x2 pool would get an odd side, or the output would be empty.
     """
-    size = image
-    for _ in WIDTHS[1:]:
-        size -= 4
-        if size % 2 or size <= 0:
-            lower = image - (image - 12) % 16
-            raise WorkloadError(
-                f"workload.image: every 2x2 pool needs an even side, as with {max(lower, 188)} or "
-                f"{max(lower + 16, 204)}, got {image}"
-            )
-        size //= 2
-    size -= 4
-    for _ in WIDTHS[1:]:
-        size = 2 * size - 4
-    if size <= 0:
+    if image % 16 != 12:
+        lower = image - (image - 12) % 16
+        raise WorkloadError(
+            f"workload.image: every 2x2 pool needs an even side, as with {max(lower, 188)} or {max(lower + 16, 204)}, "
+            f"got {image}"
+        )
+    if image < 188:
         raise WorkloadError(f"workload.image: expected at least 188 pixels, got {image}")
-    return size
+    return image - 184  # unpadded convolutions take 60 of the side on the way down, 64 at the bottom, 60 on the way up
 
 
 def unet(*, batch_size: int = 8, image: int = 572) -> Parts:

@@ -154,10 +154,10 @@ def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128)
     return model, loss_fn, optimizer, batch
 
 
-def survival(blocks: int, draw: int, last: float = 0.5) -> list[bool]:
-    """Draws with seed ``draw`` which blocks survive: block l with probability 1 - l / blocks * (1 - last)."""
+def survival(blocks: int, draw: int) -> list[bool]:
+    """Draws with seed ``draw`` which blocks survive: block l with probability 1 - l / blocks * 0.5."""
     generator = random.Random(draw)
-    return [generator.random() < 1 - (i + 1) / blocks * (1 - last) for i in range(blocks)]
+    return [generator.random() < 1 - (i + 1) / blocks * 0.5 for i in range(blocks)]
 
 
 # ------------------------------------------------------------------------------------------- ImageNet
