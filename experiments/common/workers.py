@@ -147,31 +147,22 @@ def _processes(jobs: int) -> Iterator[Submit]:
         yield pool.submit
 
 
-def start_ray(**own: Any) -> None:
-    """Connects to the cluster at RAY_ADDRESS, else starts a new local one (``ray.init`` with ``own``).
-
-    Ray allows its processes 30 s to start, which a busy computer can exceed; timeouts are retried.
-    """
+@contextmanager
+def _ray(jobs: int | None) -> Iterator[Submit]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    settings = {} if os.environ.get("RAY_ADDRESS") else {"address": "local", **own}
+    local = {"address": "local", "num_cpus": jobs, "include_dashboard": False}
     for left in reversed(range(STARTS)):
         try:
-            ray.init(logging_level="ERROR", log_to_driver=False, **settings)
-            return
+            # Output is returned with the result: Ray's forwarding would prefix each line with "(name pid=…)".
+            ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else local))
+            break
         except Exception as error:  # Ray has no specific class
+            # Ray allows its processes 30 s to start, which a busy computer can exceed.
             if not left or "timed out" not in str(error):
                 raise
             ray.shutdown()
-
-
-@contextmanager
-def _ray(jobs: int | None) -> Iterator[Submit]:
-    import ray
-
-    # Output is returned with the result: Ray's forwarding would prefix each line with "(name pid=…)".
-    start_ray(num_cpus=jobs, include_dashboard=False)
     remote = ray.remote(max_retries=RETRIES)(_captured)
     try:
         yield lambda _, *task: remote.remote(*task).future()
