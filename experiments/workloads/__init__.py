@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +125,9 @@ def build(workload: Mapping[str, Any]) -> Parts:
     if len(parts) == 2:
         raise WorkloadError(f"workload.dtype: a user-defined step keeps its own dtype; remove this key ({dtype})")
     model, loss_fn, optimizer, batch = parts
-    return model.to(_DTYPES[dtype]), loss_fn, optimizer, tree_map_only(Tensor, partial(_in, _DTYPES[dtype]), batch)
+    kind = _DTYPES[dtype]
+    narrow = tree_map_only(Tensor, lambda x: x.to(kind) if x.is_floating_point() else x, batch)
+    return model.to(kind), loss_fn, optimizer, narrow
 
 
 def batch_of(workload: Mapping[str, Any], parts: Parts) -> int:
@@ -155,7 +156,3 @@ def _maker(workload: Mapping[str, Any]) -> Callable[..., Parts]:
     if family not in FAMILIES:
         raise WorkloadError(f"workload.family: expected {', '.join(FAMILIES)}, got {family!r}")
     return FAMILIES[family]
-
-
-def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

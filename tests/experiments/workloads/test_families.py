@@ -8,11 +8,9 @@ import torch
 from experiments import figures, workloads
 from experiments.workloads import WorkloadError
 from simulator import Machine
-from tests.experiments.workloads.conftest import CONFIGS, config
+from tests.experiments.workloads.conftest import CONFIGS, SMALL, config
 
 CIFAR, IMAGENET = {"image": 32, "classes": 10}, {"image": 224, "classes": 1000}
-SMALL = {"batch_size": 1, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32,
-         "length": 4}  # fmt: skip
 # Keys for small variants; image networks use the other kind of images (CIFAR-10 or ImageNet).
 TINY = {
     **{name: {"batch_size": 4} for name in ("vgg11", "vgg13", "vgg16", "vgg19")},

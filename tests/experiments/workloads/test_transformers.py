@@ -14,10 +14,8 @@ from experiments.workloads import llama, transformers
 from experiments.workloads.llama import RMSNorm, rms_norm
 from simulator import Machine, Plan, Program
 from simulator.files import FormatError
-from tests.experiments.workloads.conftest import config
+from tests.experiments.workloads.conftest import SMALL, config
 
-SMALL = {"batch_size": 1, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32,
-         "length": 4}  # fmt: skip
 GPU = Machine.load("h100")
 
 
@@ -146,10 +144,9 @@ def test_a_full_expert_takes_the_first_tokens():
 @pytest.mark.parametrize("family", [llama.llama, llama.mixtral])
 def test_a_captured_step_trains_as_eager_does(family):
     torch.manual_seed(0)
-    own = {"layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32, "length": 6}
-    more = {"qk_norm": True} if family is llama.llama else {"experts": 3, "capacity": 0.7}
-    model, loss_fn, optimizer, _ = family(**own, **more)
-    twin, _, other, _ = family(**own, **more)
+    own = {**SMALL, "length": 6} | ({"qk_norm": True} if family is llama.llama else {"experts": 3, "capacity": 0.7})
+    model, loss_fn, optimizer, _ = family(**own)
+    twin, _, other, _ = family(**own)
     twin.load_state_dict(model.state_dict())
     x, y = torch.randint(32, (1, 6)), torch.randint(32, (6,))
     step = PlannedStep(capture(model, loss_fn, optimizer, (x, y)), Plan(()))
