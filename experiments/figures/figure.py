@@ -1,7 +1,7 @@
 """Base class of figures, and the templates of their texts.
 
 A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
-paragraph that names the paper, a table and a list of notes; text after its ``###`` is not on the generated page.
+paragraph, a table and a list of notes; text after its ``###`` is not on the generated page.
 ``{name}`` is replaced as in ``str.format`` (see ``fill``). A table row or note that begins with ``[networks]`` is
 repeated for each mapping in the list ``networks`` (``[networks if batch in 1; 8]``, in brief: for those with such a
 ``batch``, if all of these exist); ``label`` is by default that of its ``network``. A cell ``[limits]`` becomes a column

@@ -173,14 +173,12 @@ class Words:
     y: float
     text: str
     align: str = "center"
-    colour: str = INK
     top: bool = False
-    size: float = 9.5
 
     def draw(self, axes: Axes) -> None:
         """Writes the text."""
-        axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=self.size,
-                  color=self.colour, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
+        axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=9.5,
+                  color=INK, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
 
 
 Mark = Line | Bars | Rule | Words
