@@ -55,16 +55,15 @@ class Checkmate(Figure):
         for name, options in task["planners"].items():
             mode = {"mode": "recompute"} if "mode" in agents.options(name) else {}
             start = time.perf_counter()
-            try:
-                plan = agents.make(name, **mode, **options).plan(program, machine, limit)
-            except agents.Infeasible:
-                found[name] = {"overhead_percent": None, "plan_s": round(time.perf_counter() - start, 1)}
+            plan = figures.attempt(agents.make(name, **mode, **options), program, machine, limit)
+            seconds = round(time.perf_counter() - start, 1)
+            if plan is None:
+                found[name] = {"overhead_percent": None, "plan_s": seconds}
                 continue
-            seconds = time.perf_counter() - start
             timeline = simulate(program, plan, machine, limit)
             found[name] = {
                 "overhead_percent": round(100 * timeline.overhead, 4), "peak_bytes": timeline.peak_bytes,
-                "decisions": len(plan.decisions), "plan_s": round(seconds, 1),
+                "decisions": len(plan.decisions), "plan_s": seconds,
             }  # fmt: skip
         return {
             "published": {key: theirs[key] for key in PUBLISHED},

@@ -341,7 +341,7 @@ class TestSplit(Figure):
             cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
             by_family.append({"label": with_calls(line, calls), "cells": cells})
         return {"lines": lines, "families": [*families, "mean of these"] if fresh else None, "networks": networks,
-                "fresh": by_family, "level": LEVEL, "tasks": len(test), "seeds": len(rows[0]["seeds"])}  # fmt: skip
+                "fresh": by_family, "level": LEVEL}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         found = gaps_of([row for row in rows if not row.get("fresh")])

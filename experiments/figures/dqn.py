@@ -321,7 +321,7 @@ class Paper(Figure):
             learns = runs[0]["updates"] > 0
             lines.append({
                 "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
-                "greedy": _cell(runs, "greedy", learns), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
+                "greedy": _cell(runs, "greedy", learns), "best": _cell(runs, "best"),
                 "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
                 "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
             })  # fmt: skip

@@ -93,18 +93,18 @@ class Table2(Figure):
             **{f"{key}s": span(one[key] for one in networks) for key in ("gain", "gain_paper", "bounded_over")},
             "ahead": [
                 {"rival": rival, **{key: sum(one[key]["HOME"] > one[key][rival] for one in networks)
-                                    for key in ("batches", "bounded", "rate")}}
+                                    for key in ("batch", "bounded", "rate")}}
                 for rival in ("Capuchin", ASPLOS)
             ],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         found = [facts(row) for row in rows]
-        panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batches", "bounded", "rate_at", "rate")}
+        panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batch", "bounded", "rate_at", "rate")}
         for shift, method in zip((-0.25, 0, 0.25), ("Capuchin", ASPLOS, "HOME"), strict=True):
             for key, marks in panels.items():
                 paper = "paper_batch" if key.startswith("b") else "paper_rate"
-                unit = "batches" if key.startswith("b") else "rate"
+                unit = "batch" if key.startswith("b") else "rate"
                 theirs = [one[paper][TABLE2[method]] / one[paper][0] for one in found]
                 ours = [one[key][method] and one[key][method] / one[unit]["PyTorch"] for one in found]
                 line, hollow, filled = visible_pairs(LOOKS[method], theirs, ours, shift)
@@ -155,14 +155,13 @@ def facts(row: Row) -> Row:
     ideal = {m: one["batch"] / one["ideal_ns"] for m, one in found.items()}
     at_paper = {m: one["at_paper"] and paper.batch[TABLE2[m]] / one["at_paper"]["iteration_ns"] * 1e9
                 for m, one in found.items()}  # fmt: skip
-    home_ = found["HOME"]
+    home_, pytorch = found["HOME"], found["PyTorch"]
     return {
-        **home_, "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
-        "batches": {m: one["batch"] for m, one in found.items()},
-        "bounded": {m: one["bounded"] for m, one in found.items()},
-        "bounded_over": home_["bounded"] / found["PyTorch"]["batch"],
+        "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
+        **{key: {m: one[key] for m, one in found.items()} for key in ("batch", "bounded")},
+        "bounded_over": home_["bounded"] / pytorch["batch"],
         "rate": {m: one["batch"] / one["iteration_ns"] * 1e9 for m, one in found.items()},
-        "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / found["PyTorch"]["batch"],
+        "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / pytorch["batch"],
         "gain": ideal["HOME"] / ideal["PyTorch"] - 1, "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
     }  # fmt: skip
 
@@ -279,15 +278,13 @@ class Fig7(Figure):
         of = home.sizes(task["network"], machine)
         program = of.at(task["batch"])
         found: dict[str, Row | None] = {}
-        for method in METHODS:
-            if method == "PyTorch":
-                continue
+        for method in list(METHODS)[1:]:  # all but PyTorch
             plan = home.planned(method, program, machine, task)
-            found[method] = home.outcome(program, plan, machine)
+            found[method] = None
             if plan is not None:
                 timeline = simulate(program, plan, machine, machine.memory_bytes)
-                found[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns}
-                found[method] |= {"overhead": timeline.overhead, "parts": parts(timeline)}
+                found[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns,
+                                 "overhead": timeline.overhead, "parts": parts(timeline)}  # fmt: skip
         return {"unplanned": home.unplanned(of), "ideal_ns": program.ideal_ns, "methods": found}
 
     def numbers(self, rows: list[Row]) -> Row:

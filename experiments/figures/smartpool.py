@@ -455,15 +455,11 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
     for g in program.gaps(MIB):
         if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
             ready[g] = kernels[g.after].end_ns if g.after < last else begin
-    saved = 0
+    copy_ns, saved = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in ready}, 0
     for start, stop in idle(timeline, begin, kernels[last].start_ns):
         now = start
         while True:
-            fits = [
-                (machine.d2h_ns(program.tensors[g.tensor].nbytes), g)
-                for g, since in ready.items()
-                if max(now, since) + machine.d2h_ns(program.tensors[g.tensor].nbytes) <= stop
-            ]
+            fits = [(copy_ns[g], g) for g, since in ready.items() if max(now, since) + copy_ns[g] <= stop]
             if not fits:
                 break
             transfer, g = max(fits)
