@@ -169,9 +169,7 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
             "baselines": baselines, "dqn": dqn, "floor": floors}  # fmt: skip
 
 
-def sweep(
-    program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]
-) -> list[Row]:  # fmt: skip
+def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]) -> list[Row]:
     """Returns the overheads of SEARCHES at every limit, the loosest first.
 
     A plan for a tighter limit also fits the next, as does one of ``also``, from a mode that this mode includes. No
