@@ -125,7 +125,7 @@ def main(cfg: DictConfig) -> Path:
              f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls)},
             spent, curve.bound,
         )  # fmt: skip
-        from experiments.plotting.training import write_training  # Matplotlib is slow to import
+        from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
         shown = None
         if isinstance(trainer, dqn.FineTuning):

@@ -109,7 +109,7 @@ def main(cfg: DictConfig) -> Path:
              f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
             spent, curve.bound,
         )  # fmt: skip
-        from experiments.plotting.training import write_training  # Matplotlib is slow to import
+        from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
         write_training(out, program, machine, record.best, agent, record.history, rows)
         episodes = len(record.history)

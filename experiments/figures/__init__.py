@@ -78,6 +78,16 @@ def chosen(settings: DictConfig, key: str, among: Collection[str], what: str = "
     return found
 
 
+def batch_sizes(settings: DictConfig, least: int) -> dict[str, int]:
+    """Returns the batch sizes by workload; raises UsageError if one is no integer of at least ``least``."""
+    batches: dict[str, int] = cli.plain(settings.batches)
+    for name, batch in batches.items():
+        network(name, "batches")
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < least:
+            raise cli.UsageError(f"figure.batches.{name}: expected an integer of at least {least}, got {batch!r}")
+    return batches
+
+
 def share_of_peak(limit: Any, key: str = "limit") -> Any:
     """Returns the limit; raises UsageError unless it is above 0 and at most 1."""
     if not 0 < limit <= 1:

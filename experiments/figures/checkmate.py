@@ -55,16 +55,15 @@ class Checkmate(Figure):
         for name, options in task["planners"].items():
             mode = {"mode": "recompute"} if "mode" in agents.options(name) else {}
             start = time.perf_counter()
-            try:
-                plan = agents.make(name, **mode, **options).plan(program, machine, limit)
-            except agents.Infeasible:
-                found[name] = {"overhead_percent": None, "plan_s": round(time.perf_counter() - start, 1)}
+            plan = figures.attempt(agents.make(name, **mode, **options), program, machine, limit)
+            seconds = round(time.perf_counter() - start, 1)
+            if plan is None:
+                found[name] = {"overhead_percent": None, "plan_s": seconds}
                 continue
-            seconds = time.perf_counter() - start
             timeline = simulate(program, plan, machine, limit)
             found[name] = {
                 "overhead_percent": round(100 * timeline.overhead, 4), "peak_bytes": timeline.peak_bytes,
-                "decisions": len(plan.decisions), "plan_s": round(seconds, 1),
+                "decisions": len(plan.decisions), "plan_s": seconds,
             }  # fmt: skip
         return {
             "published": {key: theirs[key] for key in PUBLISHED},
@@ -75,9 +74,10 @@ class Checkmate(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         names, planners = list(rows[0]["planners"]), []
+        published = [row["published"]["overhead_percent"] for row in rows]
         for name in names:
             ours = [row["found"][name]["overhead_percent"] for row in rows]
-            off = [a - r["published"]["overhead_percent"] for a, r in zip(ours, rows, strict=True) if a is not None]
+            off = [a - b for a, b in zip(ours, published, strict=True) if a is not None]
             below, same = sum(o < -SAME for o in off), sum(abs(o) <= SAME for o in off)
             planners.append({"label": look(name).label, "below": below, "same": same})
         lines = [
@@ -85,11 +85,9 @@ class Checkmate(Figure):
              "cells": [cell(row["found"][name]) for name in names]}
             for row in rows
         ]  # fmt: skip
-        exact = [abs(r["replayed"]["overhead_percent"] - r["published"]["overhead_percent"]) <= SAME for r in rows]
-        return {
-            "lines": lines, "heads": [one["label"] for one in planners], "planners": planners, "count": len(rows),
-            "exact": sum(exact), "optimal": sum(row["published"]["status"] == "optimal" for row in rows),
-        }  # fmt: skip
+        exact = [abs(r["replayed"]["overhead_percent"] - b) <= SAME for r, b in zip(rows, published, strict=True)]
+        return {"lines": lines, "heads": [one["label"] for one in planners], "planners": planners,
+                "count": len(rows), "exact": sum(exact)}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []

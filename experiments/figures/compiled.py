@@ -29,7 +29,7 @@ from executor.compiled import ChainSolver, CompileError, allocated_peak, compile
 from executor.compiled.backend import CPU
 from experiments.common import cli
 from experiments.common.report import Row, warm_up
-from experiments.figures.figure import Figure, Range
+from experiments.figures.figure import Figure, span
 from experiments.plotting.charts import Axis, Chart, Line, Panel
 from experiments.validate_gpu.networks import timed
 from experiments.workloads.llama import Llama, SwiGLU
@@ -39,6 +39,13 @@ from simulator.machine import Machine
 from simulator.plan import Swap
 
 NEAR = 0.005  # of the memory; closer peaks count as one point
+
+
+LOOKS = {  # colour, label, marker and line of each kind of method
+    "ours": ("C0", "ours", "o", "-"), "joint": ("C5", "ours, with swaps", "X", ""),
+    "budget": ("C1", "PyTorch's budget", "s", ""), "chains": ("C4", "its budget, our solver", "P", ""),
+    "checkpoint": ("C2", "checkpoint", "^", ""), "none": ("C3", "torch.compile", "D", ""),
+}  # fmt: skip
 
 
 class WithLoss(nn.Module):
@@ -89,67 +96,53 @@ class Compiled(Figure):
         return found
 
     def numbers(self, rows: list[Row]) -> Row:
-        lines, planned, pairs, monotone, lowest, swapped = [], [], [], True, 0, []
+        lines, ran, lowest = [], [], 0
         for row in rows:
-            methods = row["methods"]
-            none, there = methods["none"], {name: m for name, m in methods.items() if "refused" not in m}
-            for name, m in methods.items():
+            methods = [(name, kind(name, m), m) for name, m in row["methods"].items()]
+            none = row["methods"]["none"]["peak_bytes"]
+            for name, which, m in methods:
                 line = {"network": row["network"], "method": name, "peak": "refused", "time": ""}
-                if name in there:
-                    line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}"}
-                if name in there and m.get("ours"):
-                    planned.append({**m, "name": f"{row['network']} {name}", "own": none["peak_bytes"]})
+                if which:
+                    line |= {"peak": f"{m['peak_bytes'] / none:.1%}", "time": f"{m['ratio']:.3f}"}
+                    ran.append({**m, "kind": which, "of": m["peak_bytes"] / none})
                 lines.append(line)
-            pairs += [m["against"] for m in there.values() if "against" in m]
-            swapped += [m["peak_bytes"] / none["peak_bytes"] for m in there.values() if m.get("swaps")]
-            there = {name: m for name, m in there.items() if m.get("mode") != "joint"}
-            by_limit = [m["peak_bytes"] for m in there.values() if "limit" in m]
-            monotone &= by_limit == sorted(by_limit, reverse=True)
-            ours = min((m["peak_bytes"] for m in there.values() if m.get("ours")), default=none["peak_bytes"])
-            lowest += ours < min(m["peak_bytes"] for m in there.values() if not m.get("ours"))
-        differ = [m["name"] for m in planned if not m["bits"]]
-        times = {part: [m[part] / m["compile_s"] for m in planned] for part in ("plan_s", "looking_s")}
+            ours, theirs = ([m["peak_bytes"] for _, which, m in methods if which in kinds]
+                            for kinds in (("ours",), ("none", "budget", "chains", "checkpoint")))  # fmt: skip
+            lowest += min(ours, default=none) < min(theirs)
+        planned = [m for m in ran if m["kind"] in ("ours", "joint")]
+        pairs = [m["against"] for m in ran if "against" in m]
+        swapped = [m["of"] for m in ran if m.get("swaps")]
         return {
-            "lines": lines, "points": len(planned), "networks": len(rows), "monotone": "yes" if monotone else "no",
+            "lines": lines, "points": len(planned), "networks": len(rows), "lowest": lowest,
             "error": max(abs(m["peak_bytes"] / m["predicted_bytes"] - 1) for m in planned),
-            "error_without": max(abs(m["own"] / m["without"] - 1) for m in planned),
             "over": sum(m["peak_bytes"] > m["limit_bytes"] for m in planned),
             "refused": sum("refused" in m and m.get("mode") != "joint" for r in rows for m in r["methods"].values()),
-            "swapped": len(swapped) or None, "least": min(swapped, default=None),
+            "swapped": len(swapped) or None, "least": min(swapped, default=None), "pair": span(pairs),
             "pairs": len(pairs), "faster": sum(p <= 1.0 for p in pairs), "within": sum(p <= 1.03 for p in pairs),
-            "pair": Range(pairs) if pairs else None, "lowest": lowest, "differ": len(differ),
-            "differing": differ or None,
-            "plan": statistics.median(times["plan_s"]), "most_plan": max(times["plan_s"]),
-            "looking": statistics.median(times["looking_s"]),
+            "differ": sum(not m["bits"] for m in planned),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         panels, device = [], rows[0]["on"]
-        on, kind = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
+        on, measure = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
+        axes = Axis("real peak", "{:.0%}"), Axis(f"{measure} of a step", "{:.2f}")
         for row in rows:
-            methods, none = row["methods"], row["methods"]["none"]
-
-            def line(
-                kept: Callable[[str, Row], bool], colour: str, label: str, marker: str, joined: str = "-",
-                methods: Row = methods, none: Row = none,
-            ) -> Line:  # fmt: skip
-                found = sorted((m["peak_bytes"] / none["peak_bytes"], m["ratio"])
-                               for name, m in methods.items() if "refused" not in m and kept(name, m))  # fmt: skip
-                return Line([a for a, _ in found], [b for _, b in found], colour, label, marker, joined)
-
-            marks = [
-                line(lambda name, m: bool(m.get("ours")) and m.get("mode") != "joint", "C0", "ours", "o"),
-                line(lambda name, m: m.get("mode") == "joint", "C5", "ours, with swaps", "X", ""),
-                line(
-                    lambda name, m: "budget" in m and not name.startswith("chains"), "C1", "PyTorch's budget", "s", ""
-                ),
-                line(lambda name, m: name.startswith("chains"), "C4", "its budget, our solver", "P", ""),
-                line(lambda name, m: name == "checkpoint", "C2", "checkpoint", "^", ""),
-                line(lambda name, m: name == "none", "C3", "torch.compile", "D", ""),
-            ]
-            peak, time_axis = Axis("real peak", "{:.0%}"), Axis(f"{kind} of a step", "{:.2f}")
-            panels.append(Panel(row["network"], marks, peak, time_axis))
+            methods, marks = row["methods"], []
+            for which, look in LOOKS.items():
+                found = sorted((m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
+                               for name, m in methods.items() if kind(name, m) == which)  # fmt: skip
+                marks.append(Line([a for a, _ in found], [b for _, b in found], *look))
+            panels.append(Panel(row["network"], marks, *axes))
         return Chart(f"torch.compile within a memory, {on}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
+
+
+def kind(name: str, method: Row) -> str:
+    """Returns the key of a method in ``LOOKS``, or "" if its limit was refused."""
+    if "refused" in method:
+        return ""
+    if method.get("ours"):
+        return "joint" if method.get("mode") == "joint" else "ours"
+    return "chains" if name.startswith("chains") else "budget" if "budget" in method else name
 
 
 def measured(task: Row) -> Row:
@@ -313,6 +306,10 @@ class CompiledGpu(Compiled):
     """Same on a GPU: larger networks in bfloat16, with real copies to the host."""
 
     name = "compiled_gpu"
+
+    @property
+    def text(self) -> str:
+        return Compiled().text.replace("on the CPU", "on a GPU", 1)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""Core suite of the benchmark: named tasks, agents with equal budgets, and scores.
+"""Core suite of the benchmark, the test split, and learning curves: certified gaps of agents.
 
 A task is a program (pinned by its fingerprint), a machine and a limit. It belongs to the train split if the bundled
 policy was trained on its family, otherwise to the test split. A run is one agent on one task with a budget (simulator
 calls or seconds) and a seed. Its score is the certified gap: the overhead of its plan minus the certified lower bound,
 in percentage points, so no plan scores below 0. Agents are planners of ``agents`` or custom classes ("module:Class").
 
-The test split scores planners by planning time, on networks that the policy was not trained on.
+The test split scores planners by planning time, on networks that the policy was not trained on. Learning curves are
+those of trainings (common/curves.py), with a table of train_dqn runs.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +32,9 @@ from agents.floor import floor
 from agents.planner import Planner
 from experiments import figures
 from experiments.common import cli
-from experiments.common.report import Row, heuristics, warm_up
-from experiments.figures import network, program, share_of_peak
+from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
+from experiments.common.report import CONTROL, Row, console, heuristics, warm_up
+from experiments.figures import grouped, network, program, share_of_peak
 from experiments.figures.figure import Figure, Range
 from experiments.plotting import palette
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
@@ -37,7 +42,7 @@ from experiments.plotting.palette import INK, Look, look
 from simulator import Machine, Program
 from simulator.compiled import warm
 from simulator.compiled.engine import simulate
-from simulator.files import read_json
+from simulator.files import FormatError, read_json
 from simulator.plan import PlanError
 
 PUBLISHED = "published"  # the best of all heuristics, as one agent without a budget
@@ -116,13 +121,7 @@ class Core(Figure):
                 "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
                 "splits": [iqm(part) if part.size else None for part in of], "without": (values >= WITHOUT).sum(),
             })  # fmt: skip
-        over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
-                for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
-        return {
-            "lines": lines, "late": LATE, "most": WITHOUT,
-            "beyond": max(over) if over and max(over)[0] > 1.02 else None,
-            **{split: [row["task"] for row in rows if row["split"] == split] or None for split in SPLITS},
-        }  # fmt: skip
+        return {"lines": lines, "late": LATE, "most": WITHOUT}
 
     def chart(self, rows: list[Row]) -> Chart:
         found, least = scores(rows), 0.01
@@ -323,12 +322,26 @@ class TestSplit(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
-        lines, networks = _lines(test)
-        families = list(dict.fromkeys(figures.label(row["network"]) for row in fresh))
-        heads = [*families, "mean of these"] if fresh else None
-        return {"lines": lines, "families": heads, "fresh": _by_family(fresh, families), "networks": networks,
-                "level": LEVEL, "tasks": len(test),
-                "seeds": len(rows[0]["seeds"]), "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
+        found, lines, networks, by_family = gaps_of(test), [], [], []
+        for (line, calls), values in found.items():
+            gaps, mine = values[..., 0], {"label": with_calls(line, calls)}
+            lines.append({
+                **mine, "seconds": np.median(values[..., 1]), "interval": mean_interval(gaps.mean(1)),
+                "mean": None if np.isnan(gaps).any() else gaps.mean(),
+            })  # fmt: skip
+            without = found.get((NO_NETWORK, calls))
+            if line.startswith("policy_search") and without is not None:
+                off = without[..., 0].mean(1) - gaps.mean(1)
+                networks.append({**mine, "mean": off.mean(), "interval": mean_interval(off)})
+        families: dict[str, list[int]] = {}
+        for i, row in enumerate(fresh):
+            families.setdefault(figures.label(row["network"]), []).append(i)
+        for (line, calls), values in gaps_of(fresh).items():
+            means = [values[of, :, 0].mean(1).mean() for of in families.values()]
+            cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
+            by_family.append({"label": with_calls(line, calls), "cells": cells})
+        return {"lines": lines, "families": [*families, "mean of these"] if fresh else None, "networks": networks,
+                "fresh": by_family, "level": LEVEL}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         found = gaps_of([row for row in rows if not row.get("fresh")])
@@ -366,7 +379,7 @@ def methods_of(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
 def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
     """Returns float64[tasks, seeds, 2] by line and budget: gap (nan without a plan) and seconds."""
     out: dict[tuple[str, int | None], np.ndarray] = {}
-    for line, calls in dict.fromkeys((f["line"], f["calls"]) for f in rows[0]["found"]):
+    for line, calls in dict.fromkeys((f["line"], f["calls"]) for row in rows[:1] for f in row["found"]):
         each = [
             [(np.nan if f["gap"] is None else f["gap"], f["plan_s"]) for f in row["found"]
              if (f["line"], f["calls"]) == (line, calls)]
@@ -374,6 +387,11 @@ def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
         ]  # fmt: skip
         out[line, calls] = np.array(each, np.float64)
     return out
+
+
+def with_calls(line: str, calls: int | None) -> str:
+    """Returns a line's display name with its budget."""
+    return label(line) + (f", {calls:,} calls" if calls else "")
 
 
 def mean_interval(of_tasks: np.ndarray) -> Range | None:
@@ -384,29 +402,171 @@ def mean_interval(of_tasks: np.ndarray) -> Range | None:
     return Range(np.percentile(of_tasks[drawn].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
 
 
-def _by_family(rows: list[Row], families: list[str]) -> list[Row]:
-    """Returns the overheads of every method and budget, by fresh family and averaged over families."""
-    out = []
-    for (line, calls), values in gaps_of(rows).items() if rows else ():
-        of_tasks = values[..., 0].mean(1)
-        means = [of_tasks[[figures.label(row["network"]) == name for row in rows]].mean() for name in families]
-        cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
-        out.append({"label": label(line), "calls": f"{calls:,}" if calls else "–", "cells": cells})
+MARGIN = 0.005  # of ideal time, over annealing
+SHOWN = {  # headings by key of a run
+    "dqn": "DQN", "uniform_calls": "no network, equal calls", "uniform_seconds": "no network, equal seconds",
+    "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
+}  # fmt: skip
+CASE = ("workload", "machine", "limit_fraction", "mode")
+MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best plan so far"}
+INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
+
+
+class Learning(Figure):
+    """Curves of trainings by simulator calls, and a table of train_dqn runs, over the seeds."""
+
+    name = "learning"
+    on_demand = True
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        folder = Path(str(settings.runs)).expanduser()
+        files = sorted(folder.rglob("summary.json"))
+        found = [one for file in files if (one := summarise(file)) is not None]
+        curves = [learning_curve(file) for file in sorted(folder.rglob("curve.json"))]
+        if not curves:
+            raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}")
+        if len(found) < len(files):
+            reason = "they are not of train_dqn, were resumed, or compared too few planners"
+            count = f"{len(files) - len(found)} of {len(files)} runs"
+            console().print(f"{count} under {folder} are not in the table: {reason}")
+        found.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
+        return found + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        return {}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        ends = []
+        for (workload, _, limit, _), found in trainings(rows).items():
+            for agent, runs in found.items():
+                at, greedy = over_seeds(runs, GREEDY)
+                if not at:  # one run ends before another begins
+                    continue
+                best = over_seeds(runs, BEST)[1]
+                ends.append({
+                    "agent": agent, "workload": workload, "limit": limit, "calls": at[-1],
+                    "greedy": iqm(greedy[-1:]), "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
+                })  # fmt: skip
+        return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels, tasks = [], trainings(rows)
+        inks = dict(zip(dict.fromkeys(agent for found in tasks.values() for agent in found), cycle(INKS), strict=False))
+        for (workload, _, limit, mode), found in tasks.items():
+            for key, title in MEANT.items():
+                marks, starts, ends, least = [], [], [], math.inf
+                for agent, runs in found.items():
+                    at, gaps = over_seeds(runs, key)
+                    if not at:
+                        continue
+                    low, high = np.array([interval(one[None]) for one in gaps]).T
+                    least = min(least, *low)
+                    starts.append(at[0])
+                    ends.append(at[-1])
+                    marks.append(Line(at, [iqm(one) for one in gaps], inks[agent], agent, band=(low, high)))
+                if not starts:
+                    continue
+                ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
+                x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
+                y = Axis("gap to the floor, points", scale="log" if least > 0 else "symlog")
+                panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
+        return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
+
+
+def learning_curve(file: Path) -> Row:
+    """Returns the row of a curve.json, with its points as lists.
+
+    Raises:
+        FormatError: The file is not a training curve.
+    """
+    kept = read_json(file)
+    try:
+        points = kept["points"]
+        columns = {key: [point[key] for point in points] for key in ("calls", *MEANT)}
+        if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], kept["floor"]]):
+            raise TypeError("no points")
+        if not all(re.fullmatch(r"[\w ,.:+-]+", str(kept[key])) for key in (*CASE, "reward", "agent", "seed")):
+            raise TypeError("a name that is none")  # they are drawn and printed
+        return {**{key: kept[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
+
+
+def summarise(file: Path) -> Row | None:
+    """Returns one run's overheads.
+
+    None if the summary is not from train_dqn or has no comparison, as after a resumed run.
+
+    Raises:
+        FormatError: The file is not a summary.
+    """
+    summary = read_json(file)
+    try:
+        rows = {r["planner"]: r for r in summary["results"]}
+        dqn = rows.get("dqn")
+        autoswap = [r["overhead"] for n, r in rows.items() if n.startswith("autoswap_") and r["feasible"]]
+        there = {"dqn", f"{CONTROL}, equal calls", f"{CONTROL}, equal seconds"} <= set(rows)
+        if dqn is None or not there or not autoswap or not rows.get("annealing", {}).get("feasible"):
+            return None
+        return {
+            "workload": dqn["workload"], "machine": dqn["machine"], "limit_fraction": round(dqn["limit_fraction"], 4),
+            "mode": summary["config"]["agent"]["mode"], "seed": dqn["seed"], "episodes": summary["episodes"],
+            "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
+            "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
+            "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
+            "uniform_calls": rows[f"{CONTROL}, equal calls"]["overhead"],
+            "uniform_seconds": rows[f"{CONTROL}, equal seconds"]["overhead"],
+            "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
+            "floor": dqn["bound_overhead"], "gap": dqn["gap"],
+        }  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{file}: not the summary of a run ({json.dumps(str(error))})") from None
+
+
+def spread(values: list[float | None]) -> str:
+    """Formats mean, least and largest, and the number of missing values."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return "infeasible"
+    text = f"{sum(known) / len(known):.2%} ({min(known):.2%} to {max(known):.2%})"
+    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} infeasible"
+
+
+def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
+    """Returns the simulator calls at which every run has a value, and the gaps there in points of ideal time.
+
+    Gaps are float64[points, seeds]. Between two points of a run the previous one holds; without a plan the gap is
+    WITHOUT.
+    """
+    at = sorted({calls for run in runs for calls in run["calls"]})
+    at = [calls for calls in at if max(run["calls"][0] for run in runs) <= calls <= min(r["calls"][-1] for r in runs)]
+    out = np.full((len(at), len(runs)), WITHOUT)
+    for j, one in enumerate(runs):
+        last = np.searchsorted(one["calls"], at, side="right") - 1
+        values = [one[key][i] for i in last]
+        out[:, j] = [WITHOUT if v is None else min(100 * (v - one["floor"]), WITHOUT) for v in values]
+    return at, out
+
+
+def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
+    """Groups the curves by task, then by agent."""
+    out: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        if "calls" in row:
+            name = row["agent"] if row["reward"] == "paper" else f"{row['agent']}, {row['reward']}"
+            out.setdefault(tuple(row[key] for key in CASE), {}).setdefault(name, []).append(row)
     return out
 
 
-def _lines(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Returns table lines per agent and budget, and the gains over the no-network ablation at equal calls."""
-    found, lines, networks = gaps_of(rows), [], []
-    for (line, calls), values in found.items():
-        gaps = values[..., 0]
-        whole = not np.isnan(gaps).any()
-        lines.append({
-            "label": label(line), "calls": f"{calls:,}" if calls else "–", "seconds": np.median(values[..., 1]),
-            "mean": gaps.mean() if whole else None, "interval": mean_interval(gaps.mean(1)),
-        })  # fmt: skip
-        without = found.get((NO_NETWORK, calls))
-        if line.startswith("policy_search") and without is not None:
-            off = without[..., 0].mean(1) - gaps.mean(1)
-            networks.append({"label": label(line), "calls": calls, "mean": off.mean(), "interval": mean_interval(off)})
-    return lines, networks
+def cases(rows: list[Row]) -> list[Row]:
+    """Groups the runs by workload, limit and mode.
+
+    ``holds``: the agent is never above the best AutoSwap score, nor more than ``MARGIN`` above annealing.
+    """
+    keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
+    return [
+        {**runs[0], "seeds": len(runs), "cells": [spread([run[key] for run in runs]) for key in SHOWN],
+         "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no"}
+        for runs in grouped(keyed, "case").values()
+    ]  # fmt: skip

@@ -61,11 +61,6 @@ SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by ke
 }  # fmt: skip
 RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # baselines whose decisions the DQN's mode includes
 ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # families in the paper's order
-WHY = {  # why baselines find no plan, by family
-    "unet": "SuperNeurons swaps outputs of convolutions only: without batch norm these die at the next ReLU in U-Net.",
-    "lstm": "An LSTM has no convolution, and memonger cuts where one tensor crosses: between its steps four states do.",
-    "kmeans": "All five plan what a backward pass uses again, and K-means has none.",
-}
 TOP = 0.6  # of the overhead axis; points above it are labelled
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
@@ -105,28 +100,15 @@ class Fig5(Figure):
         details = [point for panel in found for mode in MODES for point in panel.details[mode]]
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
         pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
-        widths = [(max(o) - min(o), panel.name, limit, mode) for panel in found for mode in MODES
-                  for limit, o in panel.dqn[mode].items() if len(o) > 1]  # fmt: skip
-        gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
+        gaps = [float(np.mean(panel.dqn["joint"][limit])) - bound for panel in found
                 for limit, bound in panel.first["floor"] if panel.dqn["joint"].get(limit)]  # fmt: skip
-        changes = {name: keys for row in rows for name, keys in row.get("changes", {}).items()}
-        cannot = [(panel, key, panel.first["baselines"][key]) for panel in found for key in BASELINES]
         return {
-            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "pairs": len(every),
+            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "pairs": len(every), "above": len(above),
             "networks": [{"label": figures.label(panel.name), "cells": cells(panel, limits)} for panel in found],
-            "changes": [f"{figures.label(name)} has {', '.join(f'{key} {value:,}' for key, value in keys.items())} here"
-                        for name, keys in changes.items()] or None,
-            "above": len(above), "below": 100 * np.median(below) if below else None,
-            "worst": most([(d["worst"] - d["theirs"], d["network"], d["limit"], d["baseline"]) for d in above]),
+            "below": 100 * np.median(below) if below else None, "all": len(pairs) or None,
             **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
-            "all": len(pairs) or None,
-            "calls": rows[0]["calls"],
-            "seeds": max(panel.seeds for panel in found),
-            "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
-            "at_floor": sum(entry[0] <= SAME for entry in gaps),
-            "no_floor": [figures.label(panel.name) for panel in found if not panel.first["floor"]] or None,
-            "never": who([(p, key) for p, key, plans in cannot if not plans]),
-            "why": " ".join(WHY[n] for n in WHY if any(not plans and family(p.name) == n for p, _, plans in cannot)),
+            "calls": rows[0]["calls"], "seeds": max(panel.seeds for panel in found), "gaps": len(gaps),
+            "gap": 100 * max(gaps) if gaps else None, "at_floor": sum(gap <= SAME for gap in gaps),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -187,9 +169,7 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
             "baselines": baselines, "dqn": dqn, "floor": floors}  # fmt: skip
 
 
-def sweep(
-    program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]
-) -> list[Row]:  # fmt: skip
+def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]) -> list[Row]:
     """Returns the overheads of SEARCHES at every limit, the loosest first.
 
     A plan for a tighter limit also fits the next, as does one of ``also``, from a mode that this mode includes. No
@@ -292,23 +272,6 @@ def cells(panel: Network, limits: list[float]) -> list[str]:
     return out
 
 
-def most(entries: list[tuple[float, str, float, str]]) -> Row | None:
-    """Returns the largest difference, in points, with its network, limit, and mode or baseline."""
-    if not entries:
-        return None
-    points, name, limit, what = max(entries)
-    label = BASELINES[what].label if what in BASELINES else MODES[what]
-    return {"points": 100 * points, "where": f"{figures.label(name)} at {limit:.0%} of the peak, {label}"}
-
-
-def who(pairs: list[tuple[Network, str]]) -> str | None:
-    """Formats baselines by network."""
-    found: dict[str, list[str]] = {}
-    for panel, key in pairs:
-        found.setdefault(figures.label(panel.name), []).append(BASELINES[key].label)
-    return "; ".join(f"{name}: {', '.join(labels)}" for name, labels in found.items()) or None
-
-
 PARTS = 10  # parts of a training whose mean overheads are stored
 KEYS = {"network", "episodes", "tuned", "agent", "small", "small_episodes"}
 INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
@@ -356,7 +319,7 @@ class Paper(Figure):
             learns = runs[0]["updates"] > 0
             lines.append({
                 "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
-                "greedy": _cell(runs, "greedy", learns), "mean": _cell(runs, "mean"), "best": _cell(runs, "best"),
+                "greedy": _cell(runs, "greedy", learns), "best": _cell(runs, "best"),
                 "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
                 "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
             })  # fmt: skip

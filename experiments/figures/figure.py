@@ -1,10 +1,11 @@
 """Base class of figures, and the templates of their texts.
 
 A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
-paragraph that names the paper, a table and a list of notes; text after its ``###`` is not on the generated page.
+paragraph, a table and a list of notes; text after its ``###`` is not on the generated page.
 ``{name}`` is replaced as in ``str.format`` (see ``fill``). A table row or note that begins with ``[networks]`` is
-repeated for each mapping in the list ``networks`` (``[networks if batch in 1; 8]``, in brief: for those
-with such a ``batch``, if all of these exist); a cell ``[limits]`` becomes a column per entry of that list.
+repeated for each mapping in the list ``networks`` (``[networks if batch in 1; 8]``, in brief: for those with such a
+``batch``, if all of these exist); ``label`` is by default that of its ``network``. A cell ``[limits]`` becomes a column
+per entry of that list.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from experiments.common.report import Row
-from experiments.figures import networks
+from experiments.figures import label, networks
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class Figure:
         raise NotImplementedError
 
     def numbers(self, rows: list[Row]) -> Row:
-        """Returns the values that the table and the notes use."""
-        raise NotImplementedError
+        """Returns the values that the table and the notes use, by default the rows as ``networks``."""
+        return {"networks": rows}
 
     def chart(self, rows: list[Row]) -> Chart:
         """Returns the picture of the rows."""
@@ -159,7 +160,8 @@ def fill(template: str, values: Mapping[str, Any]) -> str | None:
 def _each(parts: list[str], numbers: Row, brief: bool) -> Iterator[tuple[list[str], Row]]:
     """Yields a row or note once per entry of the list that it names, with the values of each."""
     found = re.match(r"\[(\w+)(?: if (\w+) in ([^\]]+))?\] ", parts[0])
-    entries = numbers[found[1]] if found else [{}]
+    entries: list[Row] = numbers[found[1]] if found else [{}]
+    entries = [{"label": label(one["network"]), **one} if "network" in one else one for one in entries]
     if found and found[2] and brief:
         kept = set(found[3].split("; "))
         if kept <= {str(one[found[2]]) for one in entries}:  # else a user's own settings: show all

@@ -1,29 +1,34 @@
-"""HOME's Table 2 and Fig. 6, 7 and 9: largest batches, throughput, parts of an iteration, predicted times."""
+"""HOME's figures and tables: largest batches, throughput, parts of an iteration, predicted times, and its search."""
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import product, zip_longest
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
+from agents.heuristics.home import HOME, UPDATES, Evaluator, placements
 from agents.heuristics.layers import feature_maps
 from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
-from experiments.common.report import Row
+from experiments.common.report import Row, warm_up
 from experiments.figures import chosen, home_networks as home
 from experiments.figures.figure import Figure, span
 from experiments.figures.home_networks import ASPLOS, DASHES, LOOKS, METHODS, NETWORKS, TABLE2
 from experiments.measured.replays import FOLDER, Replay, replays
-from experiments.plotting.charts import ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Values, Words, pairs
-from experiments.plotting.palette import INK, PARTS, Look, look
-from simulator.compiled.engine import simulate
+from experiments.plotting.charts import DASHED, DOTTED, ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, pairs
+from experiments.plotting.palette import FAINT, INK, PARTS, SWARM, Look, look
+from simulator.compiled.engine import Engine, simulate
 from simulator.files import load_json
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -85,22 +90,21 @@ class Table2(Figure):
         networks = [facts(row) for row in rows]
         return {
             "networks": networks, "limit": rows[0]["limit"], "slower": rows[0]["slower"], "count": len(rows),
-            **{f"{key}s": span(one[key] for one in networks)
-               for key in ("more", "part", "gain", "gain_paper", "bounded_over")},
+            **{f"{key}s": span(one[key] for one in networks) for key in ("gain", "gain_paper", "bounded_over")},
             "ahead": [
                 {"rival": rival, **{key: sum(one[key]["HOME"] > one[key][rival] for one in networks)
-                                    for key in ("batches", "bounded", "rate")}}
+                                    for key in ("batch", "bounded", "rate")}}
                 for rival in ("Capuchin", ASPLOS)
             ],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         found = [facts(row) for row in rows]
-        panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batches", "bounded", "rate_at", "rate")}
+        panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batch", "bounded", "rate_at", "rate")}
         for shift, method in zip((-0.25, 0, 0.25), ("Capuchin", ASPLOS, "HOME"), strict=True):
             for key, marks in panels.items():
                 paper = "paper_batch" if key.startswith("b") else "paper_rate"
-                unit = "batches" if key.startswith("b") else "rate"
+                unit = "batch" if key.startswith("b") else "rate"
                 theirs = [one[paper][TABLE2[method]] / one[paper][0] for one in found]
                 ours = [one[key][method] and one[key][method] / one[unit]["PyTorch"] for one in found]
                 line, hollow, filled = visible_pairs(LOOKS[method], theirs, ours, shift)
@@ -116,7 +120,7 @@ class Table2(Figure):
         )  # fmt: skip
 
 
-def visible_pairs(look: Look, theirs: Sequence[float], ours: Values, shift: float = 0.0) -> list[Mark]:
+def visible_pairs(look: Look, theirs: Sequence[float], ours: Sequence[float | None], shift: float = 0.0) -> list[Mark]:
     """Returns ``pairs`` with markers of two sizes, so that both are visible where the values are equal."""
     line, hollow, filled = pairs(look, theirs, ours, shift)
     return [line, replace(hollow, size=11), replace(filled, size=5)]
@@ -151,20 +155,17 @@ def facts(row: Row) -> Row:
     ideal = {m: one["batch"] / one["ideal_ns"] for m, one in found.items()}
     at_paper = {m: one["at_paper"] and paper.batch[TABLE2[m]] / one["at_paper"]["iteration_ns"] * 1e9
                 for m, one in found.items()}  # fmt: skip
-    home_ = found["HOME"]
+    home_, pytorch = found["HOME"], found["PyTorch"]
     return {
-        **home_, "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
-        "batches": {m: one["batch"] for m, one in found.items()},
-        "bounded": {m: one["bounded"] for m, one in found.items()},
-        "bounded_over": home_["bounded"] / found["PyTorch"]["batch"],
+        "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
+        **{key: {m: one[key] for m, one in found.items()} for key in ("batch", "bounded")},
+        "bounded_over": home_["bounded"] / pytorch["batch"],
         "rate": {m: one["batch"] / one["iteration_ns"] * 1e9 for m, one in found.items()},
-        "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / found["PyTorch"]["batch"],
+        "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / pytorch["batch"],
         "gain": ideal["HOME"] / ideal["PyTorch"] - 1, "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
-        "part": paper.batch[2] / home_["batch"], "more": found["PyTorch"]["batch"] / paper.batch[0] - 1,
     }  # fmt: skip
 
 
-FIG6_SHOWN = (1.0, 2.0)  # shares in the table; the picture shows all
 COMPARED = 0.5  # least share of the claims; the paper's batches are large
 CLAIMS = {"vDNN": 5.7, "SuperNeurons": 2.0, "Capuchin": 1.3, ASPLOS: 1.3}  # "up to": HOME's throughput over theirs
 
@@ -197,20 +198,12 @@ class Fig6(Figure):
             if both:
                 claims.append({"rival": rival, "theirs": theirs, "least": min(both), "most": max(both),
                                "behind": sum(times < 1 for times in needed), "needed": len(needed)})  # fmt: skip
-        growth, gains, over_plain = [], [], []
-        for lines in figures.grouped(rows).values():
-            images = [row["batch"] / row["ideal_ns"] for row in lines]
-            plain = [one for row, one in zip(lines, images, strict=True) if row["methods"]["PyTorch"]]
-            if plain:
-                growth.append(plain[-1] / plain[0])
-                gains.append(images[-1] / plain[-1] - 1)
-                over_plain.append(max(rate(row, "HOME") or 0.0 for row in lines) / plain[-1] / 1e9)
+        ends = [[max((rate(row, method) or 0.0 for row in lines), default=0.0) for method in ("HOME", "PyTorch")]
+                for lines in figures.grouped(rows).values()]  # fmt: skip
         return {
-            "methods": METHODS,
-            "lines": [{**r, "label": NETWORKS[r["network"]].label, "cells": cells(r)}
-                      for r in rows if r["share"] in FIG6_SHOWN],
-            "claims": claims, "growth": span(growth), "gain": span(gains), "smallest": min(r["share"] for r in rows),
-            "over_plain": max(over_plain, default=None),
+            "methods": METHODS, "claims": claims,
+            "lines": [{**r, "label": NETWORKS[r["network"]].label, "cells": cells(r)} for r in rows],
+            "over_plain": max((ours / plain for ours, plain in ends if plain), default=None),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -276,46 +269,26 @@ class Fig7(Figure):
     name = "home_fig7"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        options, batches = home.search(settings), cli.plain(settings.batches)
-        for name, batch in batches.items():
-            if name not in NETWORKS:
-                raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")
-            if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:
-                raise cli.UsageError(f"figure.batches.{name}: expected an integer of at least 2, got {batch!r}")
-        return [{"network": name, "batch": batch, **options} for name, batch in batches.items()]
+        batches = figures.batch_sizes(settings, 2)
+        for name in batches.keys() - NETWORKS.keys():
+            raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")
+        return [{"network": name, "batch": batch, **home.search(settings)} for name, batch in batches.items()]
 
     def run(self, task: Row, machine: Machine) -> Row:
         of = home.sizes(task["network"], machine)
         program = of.at(task["batch"])
         found: dict[str, Row | None] = {}
-        for method in METHODS:
-            if method == "PyTorch":
-                continue
+        for method in list(METHODS)[1:]:  # all but PyTorch
             plan = home.planned(method, program, machine, task)
-            found[method] = home.outcome(program, plan, machine)
+            found[method] = None
             if plan is not None:
                 timeline = simulate(program, plan, machine, machine.memory_bytes)
-                found[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns}
-                found[method] |= {"overhead": timeline.overhead, "parts": parts(timeline)}
+                found[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns,
+                                 "overhead": timeline.overhead, "parts": parts(timeline)}  # fmt: skip
         return {"unplanned": home.unplanned(of), "ideal_ns": program.ideal_ns, "methods": found}
 
     def numbers(self, rows: list[Row]) -> Row:
-        networks = []
-        for row in rows:
-            theirs, here = PAPER.get(row["network"], {}).get("SuperNeurons", {}), row["methods"]["SuperNeurons"]
-            both = here if "recomputation" in theirs else None
-            networks.append({
-                "label": NETWORKS[row["network"]].label,
-                "again": both and here["parts"]["recomputation"] / row["ideal_ns"],
-                "again_paper": both and theirs["recomputation"] / (1 - theirs["recomputation"] - theirs["swapping"]),
-            })  # fmt: skip
-        lines = fig7_lines(rows)
-        for line in lines:
-            parts = zip(line["paper"].values(), line["ours"].values(), strict=True)
-            line["cells"] = [
-                "" if b is None else f"{a:.1%} / {b:.1%}" if a is not None else f"{b:.1%}" for a, b in parts
-            ]
-        return {"networks": networks, "lines": lines}
+        return {"lines": fig7_lines(rows)}
 
     def chart(self, rows: list[Row]) -> Chart:
         times, shares = [], []
@@ -370,18 +343,21 @@ def meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tup
 
 
 def fig7_lines(rows: list[Row]) -> list[Row]:
-    """Returns a line per network and method."""
-    return [
-        {
-            "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ideal_ns": row["ideal_ns"],
-            "method": f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method, "found": found,
-            "ours": {part: found["parts"][part] / found["iteration_ns"] if found else None for part in PARTS},
-            "paper": {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if found else {})},
-            "ms": f"{found['iteration_ns'] / 1e6:,.0f} ({found['overhead']:+.2%})" if found else "does not fit",
-        }
-        for row in rows
-        for method, found in row["methods"].items()
-    ]  # fmt: skip
+    """Returns a line per network and method; table cells have the paper's share, if stated, and ours."""
+    out = []
+    for row in rows:
+        for method, found in row["methods"].items():
+            ours = {part: found["parts"][part] / found["iteration_ns"] if found else None for part in PARTS}
+            paper = {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if found else {})}
+            shares = [(paper[part], ours[part]) for part in PARTS]
+            out.append({
+                "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ours": ours, "paper": paper,
+                "method": f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method,
+                "ms": f"{found['iteration_ns'] / 1e6:,.0f} ({found['overhead']:+.2%})" if found else "does not fit",
+                "cells": ["" if b is None else f"{b:.1%}" if a is None else f"{a:.1%} / {b:.1%}" for a, b in shares],
+                "found": found,
+            })  # fmt: skip
+    return out
 
 
 HATCHES = {"computation": "", "overlap": "//", "recomputation": "xx", "swapping": ".."}
@@ -411,28 +387,24 @@ class Fig9(Figure):
         return {"replays": found}
 
     def numbers(self, rows: list[Row]) -> Row:
-        out: Row = {}
         found = [
-            {
-                **one, "executor": row["executor"], "error": one["predicted_ns"] / one["measured_ns"] - 1,
-                "label": f"{REPLAYED[one['workload']]} {one['fraction']:.0%}, {one['planner']}",
-            }
-            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH)
-            for one in row["replays"]
+            {**one, "executor": row["executor"], "error": one["predicted_ns"] / one["measured_ns"] - 1,
+             "label": f"{REPLAYED[one['workload']]} {one['fraction']:.0%}, {one['planner']}"}
+            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH) for one in row["replays"]
         ]  # fmt: skip
+        plans: dict[str, Row] = {}
+        summary: Row = {}
         for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
             here = [one for one in found if one["executor"] == executor]
             errors = [abs(one["error"]) for one in here]
             before = [abs(one["before_ns"] / one["measured_ns"] - 1) for one in here]
-            out |= {
-                f"{name}_plans": len(here), f"{name}_mean": fmean(errors) if here else None,
-                f"{name}_worst": max(errors, default=None), f"{name}_before": fmean(before) if here else None,
-            }  # fmt: skip
-        plans: dict[str, Row] = {}
-        for one in found:
-            kind = "graph" if one["executor"] == GRAPH else "streams"
-            plans.setdefault(one["label"], {"label": one["label"], "graph": None, "streams": None})[kind] = one
-        return {"lines": found, "plans": list(plans.values()), **out}
+            summary[f"{name}_all"] = None
+            if here:
+                summary[f"{name}_all"] = {"plans": len(here), "mean": fmean(errors), "worst": max(errors),
+                                          "before": fmean(before)}  # fmt: skip
+            for one in here:
+                plans.setdefault(one["label"], {"label": one["label"], "graph": None, "streams": None})[name] = one
+        return {"lines": found, "plans": list(plans.values()), **summary}
 
     def chart(self, rows: list[Row]) -> Chart:
         found = self.numbers(rows)["lines"]
@@ -444,3 +416,182 @@ class Fig9(Figure):
             marks.append(Line(errors, at, colour, executor, marker, "", hollow=executor == STREAMS))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
         return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))
+
+
+STATED = {"resnet18_cifar": 16, "squeezenet": 30, "inception_v3_cifar": 89}  # iterations until close to the end
+OTHERS = 42  # "other models only need 42 iterations on average"
+NEAR = 0.01  # of the final time; counts as "close"
+MARKERS = {"worst": "v", "mean": "s", "best": "o"}
+NAMES = dict(zip(UPDATES, ("Algorithm 3", "one evaluation"), strict=True))
+
+
+class Fig8(Figure):
+    """Fig. 8: worst, average and best particle over the iterations of HOME's search."""
+
+    name = "home_fig8"
+    among = NETWORKS
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        share, options = home.share(settings), home.search(settings)
+        seeds = figures.integers(settings, "seeds", 0)
+        return [
+            {**task, "share": share, "update": update, "seed": seed, **options}
+            for task, update, seed in product(super().tasks(settings), UPDATES, seeds)
+        ]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        of = home.sizes(task["network"], machine)
+        batch = round(task["share"] * home.unplanned(of))
+        program = of.at(batch)
+        options = {key: task[key] for key in ("particles", "iterations", "seed", "update")}
+        planner = HOME(**options, jobs=1)
+        planner.plan(program, machine, machine.memory_bytes)
+        history = planner.history
+        return {
+            "batch": batch, "ideal_ns": program.ideal_ns,
+            "worst": [i.worst_ns if i.feasible else None for i in history],
+            "mean": [round(i.mean_ns) if i.feasible else None for i in history],
+            "best": [i.best_ns if i.feasible else None for i in history],
+            "fit": [i.feasible for i in history], "calls": planner.simulator_calls,
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        keys = figures.grouped(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
+        networks = [fig8_facts(runs) for runs in keys.values()]
+        ends = [one["last"] for one in networks]
+        printed, whole = ([row for row in rows if row["update"] == update] for update in UPDATES)
+        return {
+            "networks": networks, "near": NEAR, "particles": rows[0]["particles"],
+            "needed": span(map(needed, printed)), "needed_whole": span(map(needed, whole)),
+            "worse": span(b - a for a, b in zip(ends[::2], ends[1::2], strict=False)),
+            "each": span(r["calls"] / len(r["best"]) for r in printed),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
+        for network, runs in figures.grouped(rows).items():
+            marks: list[Mark] = [Rule(1, across=True)]
+            stated = network in STATED
+            said = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
+            marks.append(Rule(STATED.get(network, OTHERS), colour=FAINT, label=said, line=DASHED if stated else DOTTED))
+            updates = figures.grouped(runs, "update")
+            for which, ink in SWARM.items():
+                seeds = [np.array(run[which], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
+                marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
+                mean = curve(updates[UPDATES[0]], which)
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[which], MARKERS[which], width=2))
+            whole = curve(updates[UPDATES[1]], "best")
+            label = "best, one evaluation per particle"
+            marks.append(Line(range(1, len(whole) + 1), whole, INK, label, line="--", front=4))
+            close = round(fmean(map(needed, updates[UPDATES[1]])))
+            label = f"the same, within {NEAR:.0%} of its end"
+            marks.append(Line([close], [whole[close - 1]], INK, label, "*", "", size=12, front=5))
+            title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
+            x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
+            panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
+        title = "HOME's search: particles that fit 11 GB, by iteration time; thin lines are single seeds"
+        return Chart(title, panels, 3, (4.4, 3.2), (0.0, 1.1))
+
+
+def curve(runs: list[Row], which: str) -> NDArray[np.float64]:
+    """Returns the swarm's best, mean or worst iteration time per search iteration, averaged over seeds.
+
+    The result is float64[iterations], relative to total kernel time. A search that ended early keeps its last value.
+    Iterations without a feasible particle are NaN.
+    """
+    most = max(len(run[which]) for run in runs)
+    padded = [np.array(run[which] + run[which][-1:] * (most - len(run[which])), float) for run in runs]
+    return np.asarray(np.mean([times / run["ideal_ns"] for times, run in zip(padded, runs, strict=True)], axis=0))
+
+
+def needed(run: Row) -> int:
+    """Returns the iterations until the best particle is within ``NEAR`` of the final one."""
+    best = run["best"]
+    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
+
+
+def fig8_facts(runs: list[Row]) -> Row:
+    """Returns the means over the seeds of one network with one update rule."""
+    network, best = runs[0]["network"], curve(runs, "best")
+    return {
+        "label": NETWORKS[network].label, "update": NAMES[runs[0]["update"]],
+        "paper": STATED.get(network, f"(mean {OTHERS})"), "needed": fmean(map(needed, runs)),
+        "calls": fmean(run["calls"] / len(run["best"]) for run in runs), "first": best[0], "last": best[-1],
+    }  # fmt: skip
+
+
+EVALUATIONS = 500  # timed
+
+
+class Table3(Figure):
+    """Table 3: cost of HOME's search, and of one evaluation of a policy."""
+
+    name = "home_table3"
+    among = NETWORKS
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        options = {"share": home.share(settings), **home.search(settings)}
+        return [{**task, **options} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        of = home.sizes(task["network"], machine)
+        program = of.at(round(task["share"] * home.unplanned(of)))
+        warm_up(machine, "home")
+        planner = HOME(particles=task["particles"], iterations=task["iterations"], jobs=1)
+        begin = time.process_time()
+        planner.plan(program, machine, machine.memory_bytes)
+        search_s = time.process_time() - begin
+        gaps = [m.gap for m in feature_maps(program)]
+        evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
+        rng = np.random.default_rng(0)
+        ways = [placements(program, gap, "joint") for gap in gaps]
+        particles = np.stack([rng.choice(np.array(w, np.int8), EVALUATIONS) for w in ways], axis=1)
+        begin = time.process_time()
+        evaluator.evaluate(particles)
+        return {
+            "kernels": len(program.kernels), "maps": len(gaps), "search_s": search_s,
+            "iterations_run": len(planner.history), "calls": planner.simulator_calls,
+            "evaluation_s": (time.process_time() - begin) / EVALUATIONS, "processor": processor(),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [table3_facts(row) for row in rows]
+        return {
+            "networks": found, "processors": sorted({row["processor"] for row in rows}),
+            "particles": rows[0]["particles"], "times": span(one["time"] for one in found),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [table3_facts(row) for row in rows]
+        names = Axis(names=[one["label"] for one in found])
+        panels = []
+        whole, one_of = ("search_paper", "search_s"), ("paper_ms", "ms")
+        for title, unit, keys in (("The whole search", "seconds", whole), ("One evaluation", "milliseconds", one_of)):
+            theirs, ours = ([one[key] for one in found] for key in keys)
+            join, hollow, filled = pairs(look("home"), theirs, ours)
+            marks = [join, replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
+                     replace(filled, texts=[f"{x:.2g}" for x in ours], side="left")]  # fmt: skip
+            low, high = min(*theirs, *ours), max(*theirs, *ours)
+            ticks = [10.0**n for n in range(-3, 4) if low / 3 <= 10.0**n <= 3 * high]
+            panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 3, 3 * high), "log", ticks), names))
+        title = "What HOME's search costs: the paper's in 16 threads, ours in one process"
+        return Chart(title, panels, size=(5.5, 0.42 * len(rows) + 0.9))
+
+
+def processor() -> str:
+    """Returns the processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                platform.processor() or platform.machine())  # fmt: skip
+
+
+def table3_facts(row: Row) -> Row:
+    """Returns one network's numbers with the paper's."""
+    paper = NETWORKS[row["network"]]
+    return {
+        **row, "label": paper.label, "search_paper": paper.search_s, "paper_ms": paper.evaluation_ms,
+        "ms": row["evaluation_s"] * 1e3, "time": paper.evaluation_ms / 1e3 / row["evaluation_s"],
+    }  # fmt: skip

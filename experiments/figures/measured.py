@@ -92,25 +92,25 @@ class Measured(Figure):
         return {"kind": "kernels", "label": label, "source": read.source, "step_ms": step_ms, "rows": found}
 
     def numbers(self, rows: list[Row]) -> Row:
-        steps, points = all_steps(rows), _of(rows, "peaks")
+        steps, fits = all_steps(rows), _of(rows, "fit")
         unseen = [step for step in steps if not step["fit"]]
-        errors, old = ([abs(step[key]) for step in unseen] for key in ("error", "old"))
-        known = [row for row in points if row["error"] is not None]
+        errors = [[abs(step[key]) for step in unseen] for key in ("error", "old")]
         return {
             "steps": steps,
-            "kernels": [of_kernels(row, large) for row, large in kernels(rows)],
-            "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in _of(rows, "fit")],
+            "kernels": [{"name": _named(row["label"]), "count": len(large), "errors": [off(large), off(large, 4)],
+                         "bar": bar(off(large), KERNEL_BAR)} for row, large in kernels(rows)],
+            "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in fits],
             "left_out": [
                 {**one, "name": _named(f"h200: {one['workload']}"), "bar": bar(abs(one["left_out"]), LEFT_OUT_BAR)}
-                for row in _of(rows, "fit") for one in row["networks"]
+                for row in fits for one in row["networks"]
             ],
-            "peaks": [of_peaks(name, mean) for name, mean in means(points).items()],
+            "peaks": [
+                {**mean, "name": ESTIMATORS[name], "bar": bar(mean["error"], PEAK_BAR) if name == "ours" else None}
+                for name, mean in means(_of(rows, "peaks")).items()
+            ],
             "plans": [of_plans(row) for row in sorted(_of(rows, "plans"), key=lambda row: -row["limit"])],
-            "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in (errors, old)],
-            "worst": [max(e, default=None) for e in (errors, old)],
-            "runs": len(points), "too_large": len(points) - len(known), "known": len(known) or None,
-            "low": sum(row["error"] < 0 for row in known),
-            "farthest": max(known, key=lambda row: abs(row["error"])) if known else None,
+            "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in errors],
+            "worst": [max(e, default=None) for e in errors],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -209,12 +209,6 @@ def means(points: list[Row]) -> dict[str, Row]:
     return {name: mean for name, mean in peaks.means(points).items() if mean["of"]}
 
 
-def of_kernels(row: Row, large: list[list[Any]]) -> Row:
-    """Returns the facts of a file of kernels."""
-    return {"name": _named(row["label"]), "count": len(large), "errors": [off(large), off(large, 4)],
-            "bar": bar(off(large), KERNEL_BAR)}  # fmt: skip
-
-
 def of_plans(row: Row) -> Row:
     """Returns the predictions for plans at a limit, and their times under measured durations."""
     by = {one["times"]: one for one in row["rows"]}
@@ -224,13 +218,6 @@ def of_plans(row: Row) -> Row:
         "limit": row["limit"], "model": model, "old": old, "apart": 100 * apart, "bar": bar(apart, PLAN_BAR),
         "more": [100 * more, 100 * (old["measured"] - old["own"])], "more_bar": bar(more, PLAN_BAR),
     }  # fmt: skip
-
-
-def of_peaks(name: str, mean: Row) -> Row:
-    """Returns the facts of an estimator of peaks."""
-    wrong = "missed" if mean["wrong"] else "reached"
-    reached = f"{bar(mean['error'], PEAK_BAR)}; none wrong: {wrong}" if name == "ours" else None
-    return {**mean, "name": ESTIMATORS[name], "bar": reached}
 
 
 def pair(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:

@@ -64,13 +64,10 @@ class Fig8(Figure):
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        network, least = rows[0]["network"], next(row for row in rows if row["curve"] == MINIMUM)
-        early = least["peak_ms"] < 0.5 * least["ideal_ns"] / 1e6
+        least, theirs = next(row for row in rows if row["curve"] == MINIMUM), PAPER[rows[0]["network"]]["load"]
         return {
             "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
-            "label": figures.label(network), "load": rows[0]["load"], "paper": PAPER[network]["load"],
-            "away": rows[0]["load"] - least["peak"], "theirs": PAPER[network]["load"] - LEAST, "lowest": LEAST,
-            "least": least, "gradients": None if early else least["gradients"],
+            "away": least["load"] - least["peak"], "theirs": theirs - LEAST, "lowest": LEAST,
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -101,7 +98,6 @@ def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
 
 SCORES = tuple(f"autoswap_{score}" for score in BASIC)
 FREE = 447  # MB: the limit down to which the paper's overhead is zero
-EVERY = 3  # every third limit is in the table; the picture shows all
 CLOSE, HIGHEST = 0.03, 0.2  # the paper's claims: maximum difference of the scores, maximum overhead
 DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # by SCORES
 
@@ -134,27 +130,20 @@ class Fig9(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         lines = Lines(rows)
         aoa, doa, wdoa, swdoa = lines.scores
-        bo, best, most = np.median(lines.bo, axis=0), lines.scores.min(axis=0), lines.scores.max(axis=0)
-        spread, paid, seeds = most - best, most > ZERO, np.ptp(lines.bo, axis=0)
+        best, most = lines.scores.min(axis=0), lines.scores.max(axis=0)
+        weighted, paid = np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO, most > ZERO
+        columns = lines.paper, lines.ours, lines.scores.T.tolist(), lines.bo_median, lines.floor
         return {
-            "lines": [
-                {"paper": paper, "ours": lines.ours[i], "scores": lines.scores[:, i].tolist(), "bo": bo[i],
-                 "floor": lines.floor[i], "seeds": f"{span(lines.bo[:, i]):.1%}" if seeds[i] > ZERO else "same"}
-                for i, paper in enumerate(lines.paper) if i % EVERY == 0 or i == len(lines.paper) - 1
-            ],
-            "count": len(spread), "paid": int(paid.sum()),
-            "weighted": int((np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO)[paid].sum()),
-            "near": int((spread < CLOSE).sum()), "apart": 100 * spread.max(), "apart_at": lines.paper[spread.argmax()],
-            "below": int((most < HIGHEST).sum()), "most": most.max(), "most_at": lines.paper[most.argmax()],
-            "better": int((bo < best - ZERO).sum()), "of_seeds": len(lines.bo), "seeds": 100 * seeds.max(),
-            "claimed": FREE, "free": [lines.free(some) for some in (bo, best, lines.floor)],
-            "forward": span(lines.forward) if most.max() >= HIGHEST else None,
-            "lowest": lines.paper[-1],
+            "lines": [dict(zip(("paper", "ours", "scores", "bo", "floor"), values, strict=True))
+                      for values in zip(*columns, strict=True)],
+            "count": len(paid), "paid": int(paid.sum()), "weighted": int(weighted[paid].sum()),
+            "near": int((most - best < CLOSE).sum()), "below": int((most < HIGHEST).sum()), "claimed": FREE,
+            "free": [lines.free(some) for some in (lines.bo_median, best, lines.floor)],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         lines = Lines(rows)
-        bo = np.median(lines.bo, axis=0)
+        bo = lines.bo_median
         # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
         x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
         marks: list[Mark] = [floor_area(x, y, -0.003, step=True),
@@ -175,7 +164,7 @@ class Fig9(Figure):
 
 
 class Lines:
-    """Rows as float64[limits] arrays; ``bo`` is [seeds, limits]."""
+    """Rows as float64[limits] arrays; ``scores`` is [scores, limits], ``bo`` is [seeds, limits]."""
 
     def __init__(self, rows: list[Row]) -> None:
         first = next(row for row in rows if row["seed"] is None)
@@ -183,7 +172,7 @@ class Lines:
         self.scores = np.array([first["overheads"][name] for name in SCORES])
         self.floor = np.array(first["overheads"]["floor"])
         self.bo = np.array([row["overheads"]["bo"] for row in rows if row["seed"] is not None])
-        self.forward = [first["forward"][name] for name in SCORES]
+        self.bo_median = np.median(self.bo, axis=0)
 
     def free(self, overheads: np.ndarray) -> float:
         """Returns the paper's lowest limit at and above which no limit has overhead."""
@@ -197,6 +186,11 @@ REDUCED = {  # MB
 }  # fmt: skip
 PLANNER = "autoswap_bo"
 BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # speeds relative to the link
+
+
+def paper(row: Row) -> float:
+    """Returns the paper's reduction of a network's load."""
+    return float(1 - REDUCED[row["network"]] / PAPER[row["network"]]["load"])
 
 
 class Table2(Figure):
@@ -223,13 +217,10 @@ class Table2(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
-        kinds = ("vgg", "resnet")
         return {
             "networks": networks, "count": len(rows), "free": sum(row["at_theirs"] <= ZERO for row in rows),
-            **{kind: span(row["link"] for row in rows if row["network"].startswith(kind)) for kind in kinds},
-            "further": sum(one["of_theirs"] > one["paper"] for one in networks),
             "links": span(row["link"] for row in rows) or span([FASTEST]),
-            "most": span(one["most"] for one in networks), "early": span(one["early"] for one in networks),
+            "early": span(one["early"] for one in networks),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -308,15 +299,71 @@ def facts(row: Row) -> Row:
     return {
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
         "link": f"more than {FASTEST:g}" if row["link"] is None else f"{row['link']:.2f}",
-        "paper": 1 - REDUCED[row["network"]] / load,
+        "paper": paper(row),
         "ours": left / row["load"], "of_theirs": left / MB / load, "most": 1 - row["least"] / row["load"],
         "most_of_theirs": (row["load"] - row["least"]) / MB / load, "early": row["on_demand_ns"] / row["ideal_ns"],
     }  # fmt: skip
 
 
+CAUSE_PLANNER = "autoswap_swdoa"  # Bayesian optimization takes thirty times as long
+LOOKS = (("#1f5fa8", "s"), ("#f16913", "^"), ("#8c564b", "v"), ("#238b45", "D"), ("#8e5bd0", "P"), ("#cb181d", "X"))
+
+
+class Cause(Figure):
+    """Table II with a slower link, waits per swap, and a slower host."""
+
+    name = "smartpool_cause"
+    among = REDUCED
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        more = {
+            "steps": cli.integer(settings, "steps", least=2),
+            "links": figures.numbers(settings, "links", lambda x: 0 < x <= 1, "numbers of at most 1"),
+            "waits_us": figures.numbers(settings, "waits_us", lambda x: x > 0, "positive numbers"),
+            "issue_us": cli.integer(settings, "issue_us", least=1),
+        }
+        return [{**task, **more} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine)
+        load = PAPER[task["network"]]["load"] * MB
+        reductions = {
+            label: (program.peak_bytes - lowest_free(program, other, task["steps"], 0, CAUSE_PLANNER)) / load
+            for label, other in variants(task, machine).items()
+        }
+        return {"reductions": reductions}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        networks = [{**row, "paper": paper(row), "cells": [f"{value:.1%}" for value in row["reductions"].values()]}
+                    for row in rows]  # fmt: skip
+        return {"networks": networks, "heads": list(rows[0]["reductions"])}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        at = range(len(rows))
+        marks = [Line([paper(row) for row in rows], at, INK, "paper", "o", "", size=9, hollow=True)]
+        for label, (colour, marker) in zip(rows[0]["reductions"], LOOKS, strict=False):
+            x, plain = [row["reductions"][label] for row in rows], label == "as measured"
+            marks.append(Line(x, at, colour, label, marker, "", size=12 if plain else 7, hollow=plain))
+        where = Axis("reduction without overhead, of the paper's load", "%", (0, 0.6))
+        names = Axis(names=[figures.label(row["network"]) for row in rows])
+        return Chart("Table II under costs that the simulator leaves out by default", [Panel("", marks, where, names)],
+                     size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
+
+
+def variants(task: Row, machine: Machine) -> dict[str, Machine]:
+    """Returns the machine as measured, with slower links, with waits per swap, and with a slower host."""
+    speeds = machine.h2d_bytes_per_s, machine.d2h_bytes_per_s
+    found = {"as measured": machine}
+    for factor in task["links"]:
+        h2d, d2h = (round(speed * factor) for speed in speeds)
+        found[f"link × {factor:g}"] = replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
+    for us in task["waits_us"]:
+        found[f"wait {us:g} us"] = replace(machine, wait_ns=round(1000 * us))
+    found[f"issue {task['issue_us']} us"] = replace(machine, issue_ns=1000 * task["issue_us"])
+    return found
+
+
 EXAMPLE = ("vgg16", 350)  # network, MB
-# The paper's times for the example; the last is an upper bound.
-EXAMPLE_MS = {"ramp_ms": 24.0, "out_ms": 28.9, "overhead_ms": 7.3, "avoidable_ms": 1.7}
 NEGLIGIBLE = 0.005  # fraction of an iteration
 
 
@@ -344,18 +391,14 @@ class Optimality(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         every = points(rows)
         paid = [one for one in every if one["ours"] > ZERO]
-        shares = {
-            kind: [1 - one["known"] / one["ours"] for one in paid if one["network"].startswith(kind)]
-            for kind in ("vgg", "resnet")
-        }
-        half = [one for one in paid if one["forward_wait_ns"] >= 0.5 * (one["iteration_ns"] - one["ideal_ns"])]
+        avoided = {kind: [1 - one["known"] / one["ours"] for one in paid if one["network"].startswith(kind)]
+                   for kind in ("vgg", "resnet")}  # fmt: skip
         return {
-            "points": [limits[-1] for limits in figures.grouped(every).values()], "paid": len(paid) or None,
-            "negligible": NEGLIGIBLE, "paper_ms": EXAMPLE_MS,
-            "none": None if paid else "no overhead", "small": sum(one["paper"] <= NEGLIGIBLE for one in paid),
-            "known": sum(one["least"] > ZERO for one in paid),
-            "proven": 100 * max((one["least"] for one in paid), default=0), "half": len(half),
-            **{kind: float(np.median(found)) if all(shares.values()) else None for kind, found in shares.items()},
+            "points": [limits[-1] for limits in figures.grouped(every).values()],
+            "paid": len(paid), "known": sum(one["least"] > ZERO for one in paid),
+            "proven": 100 * max((one["least"] for one in paid), default=0), "negligible": NEGLIGIBLE,
+            "small": sum(one["paper"] <= NEGLIGIBLE for one in paid),
+            **{kind: float(np.median(found)) if found else None for kind, found in avoided.items()},
             "examples": [one for one in paid if one["share"] is None],
         }  # fmt: skip
 
@@ -412,15 +455,11 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
     for g in program.gaps(MIB):
         if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
             ready[g] = kernels[g.after].end_ns if g.after < last else begin
-    saved = 0
+    copy_ns, saved = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in ready}, 0
     for start, stop in idle(timeline, begin, kernels[last].start_ns):
         now = start
         while True:
-            fits = [
-                (machine.d2h_ns(program.tensors[g.tensor].nbytes), g)
-                for g, since in ready.items()
-                if max(now, since) + machine.d2h_ns(program.tensors[g.tensor].nbytes) <= stop
-            ]
+            fits = [(copy_ns[g], g) for g, since in ready.items() if max(now, since) + copy_ns[g] <= stop]
             if not fits:
                 break
             transfer, g = max(fits)
@@ -448,17 +487,15 @@ def points(rows: list[Row]) -> list[Row]:
     """
     out = []
     for row in rows:
-        ideal = row["ideal_ns"]
+        ideal, label = row["ideal_ns"], figures.label(row["network"])
         for found in row["limits"]:
             ours, known, low = (found[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
             paper = found["avoidable_ns"] / ideal
-            share = "paper" if found["share"] is None else f"{found['share']:.0%}"
             over = {"ours": ours, "paper": paper, "least": ours - known, "most": ours - low}
             out.append({
-                **found, **over, "known": known, "floor": low, "network": row["network"], "ideal_ns": ideal,
-                "label": f"{figures.label(row['network'])} {share}",
-                "left": 1 - found["limit"] / row["load"],
-                "waits": found["forward_wait_ns"] / ideal, "ramp_ns": row["ramp_ns"],
+                **found, **over, "known": known, "floor": low, "network": row["network"],
+                "label": f"{label} paper" if found["share"] is None else f"{label} {found['share']:.0%}",
+                "left": 1 - found["limit"] / row["load"], "waits": found["forward_wait_ns"] / ideal,
                 "ms": {key: value * ideal / 1e6 for key, value in over.items()},
             })  # fmt: skip
     return out

@@ -42,7 +42,8 @@ class Fig10(Figure):
         batches = figures.integers(settings, "batches", 2)
         pool = cli.choice(settings, "pool", tuple(name for name, how in KNOWN.items() if not how.online))
         seconds, steps = cli.number(settings, "seconds"), cli.integer(settings, "steps", least=2)
-        search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps, **weights(settings)}
+        search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps}
+        search["evaluations"] = cli.integer(settings, "evaluations", least=4)
         return [{**task, "batch": batch, **search} for task in super().tasks(settings) for batch in batches]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -60,24 +61,22 @@ class Fig10(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         overheads, batch = rows[0]["overheads"], min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
-        networks = [fig10_facts(name, lines, batch) for name, lines in by_network(rows).items()]
-        claims = []
+        networks, claims, off = [], [], []
+        for name, lines in by_network(rows).items():
+            here = next(row for row in lines if row["batch"] == batch)
+            cells = [f"{one['footprint'] / MB:,.0f} ({span(saved(row, i) for row in lines):.0%})"
+                     for i, one in enumerate(here["swapped"])]  # fmt: skip
+            networks.append({"network": name, "footprints": here["footprints"], "cells": cells})
+            x, y = np.array([(row["batch"], row["swapped"][-1]["footprint"]) for row in lines], float).T
+            off.append(np.abs(np.poly1d(np.polyfit(x, y, 1))(x) / y - 1).max() if len(x) > 1 else 0.0)
         for overhead, share, quotation in CLAIMS:
-            for i in (i for i, o in enumerate(overheads) if o == overhead):
-                perfect = sum(1 - row["swapped"][i]["load"] / row["footprints"]["cnmem"] >= share for row in rows)
-                enough = sum(saved(row, i) >= share for row in rows)
-                claims.append({
-                    "quotation": quotation, "share": share, "saved": span(saved(row, i) for row in rows),
-                    "enough": enough, "perfect": perfect if perfect > enough else None, "count": len(rows),
-                    "kept": span(saved(row, i, row["kept_by_singa"]) for row in rows),
-                })  # fmt: skip
-        straight = all(len(lines) > 2 for lines in by_network(rows).values())
-        return {
-            "networks": networks, "claims": claims, "at": batch, "most": overheads[-1],
-            "heads": [f"+AutoSwap {o:.0%}" for o in overheads],
-            "slope": span(one["slopes"][1] / one["slopes"][0] for one in networks) if straight else None,
-            "off": max(one["off"] for one in networks),
-        }  # fmt: skip
+            if overhead in overheads:
+                found = [saved(row, i := overheads.index(overhead)) for row in rows]
+                kept = span(saved(row, i, row["kept_by_singa"]) for row in rows)
+                claims.append({"quotation": quotation, "share": share, "saved": span(found), "kept": kept,
+                               "enough": sum(one >= share for one in found), "count": len(rows)})  # fmt: skip
+        return {"networks": networks, "claims": claims, "at": batch, "most": overheads[-1], "off": max(off),
+                "heads": [f"+AutoSwap {o:.0%}" for o in overheads]}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         overheads, memory = rows[0]["overheads"], rows[0]["memory"] / 2**30
@@ -120,11 +119,6 @@ def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
     return captured.on(machine, iteration_ns=round(measured * 1e6 * captured.program.ideal_ns / roofline)).program
 
 
-def weights(settings: DictConfig) -> Row:
-    """Returns the number of weights that Bayesian optimization tries for each load limit."""
-    return {"evaluations": cli.integer(settings, "evaluations", least=4)}
-
-
 def combined(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoSwap:
     """Returns SmartPool+AutoSwap with the settings of a task."""
     return SmartPoolAutoSwap(score, steps=task["steps"], evaluations=task["evaluations"], **options)
@@ -149,28 +143,6 @@ def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
 def saved(row: Row, i: int, more: int = 0) -> float:
     """Returns the fraction of CnMem's footprint saved at the i-th overhead, with ``more`` bytes added to both."""
     return float(1 - (row["swapped"][i]["footprint"] + more) / (row["footprints"]["cnmem"] + more))
-
-
-def line(lines: list[Row], sizes: list[int]) -> tuple[float, float]:
-    """Returns the slope of the least-squares line in bytes per image, and the maximum relative deviation from it."""
-    x, y = np.array([row["batch"] for row in lines], float), np.array(sizes, float)
-    if len(x) < 2:
-        return float(y[0] / x[0]), 0.0
-    slope, start = np.polyfit(x, y, 1)
-    return float(slope), float(np.abs((slope * x + start) / y - 1).max())
-
-
-def fig10_facts(network: str, lines: list[Row], batch: int) -> Row:
-    """Returns a network's footprints at one batch size, and the savings of swapping."""
-    here = next(row for row in lines if row["batch"] == batch)
-    cells = []
-    for i, one in enumerate(here["swapped"]):
-        cells.append(f"{one['footprint'] / MB:,.0f} ({span(saved(row, i) for row in lines):.0%})")
-    slope, off = line(lines, [row["swapped"][-1]["footprint"] for row in lines])
-    return {
-        "label": figures.label(network), "footprints": here["footprints"], "cells": cells,
-        "slopes": [line(lines, [row["footprints"]["cnmem"] for row in lines])[0], slope], "off": off,
-    }  # fmt: skip
 
 
 def by_network(rows: list[Row]) -> dict[str, list[Row]]:
@@ -202,7 +174,7 @@ class Fig11(Figure):
             for key, most in (("overheads", math.inf), ("geeps", 1.0))
         )
         shared = {"overheads": sorted(overheads), "geeps": sorted(limits, reverse=True)}
-        shared |= {"steps": cli.integer(settings, "steps", least=2), **weights(settings)}
+        shared |= {key: cli.integer(settings, key, least) for key, least in (("steps", 2), ("evaluations", 4))}
         return [{**task, **shared} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -227,19 +199,13 @@ class Fig11(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         found = [fig11_facts(row) for row in rows]
         off = np.array([gap for one in found for gap in one["off"]])
-        beyond = int((off == -np.inf).sum())
-        best = {kind: [one["memonger"][-1] for one in found if one["label"].lower().startswith(kind)] or ["–"]
-                for kind in ("vgg", "resnet")}  # fmt: skip
         scores, drawn = (100 * np.array([one["gains"][i] for one in found]).ravel() for i in range(len(CONTROLS)))
         return {
-            "tuned": len(scores), "scores": int((scores > SAME).sum()), "scores_most": scores.max(),
+            "networks": found, "count": len(rows), "tuned": len(scores), "scores": int((scores > SAME).sum()),
             "ahead": int((drawn > SAME).sum()), "behind": int((drawn < -SAME).sum()),
-            "random": [drawn.max(), -drawn.min()],
-            "networks": found, "count": len(rows), "best": best, "points": len(off), "close": CLOSE, "beyond": beyond,
-            **{key: sum(one[key] for one in found) for key in ("deeper", "dearer", "further")},
-            "near": int((abs(off) <= CLOSE).sum()), "worse": int((off > CLOSE).sum()),
-            "better": int((off < -CLOSE).sum()) - beyond,
-            **{f"{key}_all": span(one[key] for one in found) for key in ("geeps_free", "wide")},
+            "deeper": sum(one["deeper"] for one in found), "dearer": sum(one["dearer"] for one in found),
+            "points": len(off), "close": CLOSE, "worse": int((off > CLOSE).sum()), "beyond": int(np.isinf(off).sum()),
+            "better": int(((off < -CLOSE) & np.isfinite(off)).sum()),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -337,21 +303,19 @@ def free(points: np.ndarray, overhead: float = ZERO) -> float:
 
 
 def fig11_facts(row: Row) -> Row:
-    """Returns a network's reductions and overheads by method, with the extremes of wide ranges."""
+    """Returns a network's reductions and overheads by method."""
     ours, memonger, both, geeps = (reductions(row, name) for name in POOLS)
+    limits = [max(overhead, ZERO) for overhead in row["overheads"]]
     return {
-        "label": figures.label(row["network"]), "free": free(ours), "at_15": free(ours, 0.15),
+        "network": row["network"], "free": free(ours), "at_15": free(ours, 0.15),
         # Reduction beyond that of each control, at each overhead.
-        "gains": [[free(ours, max(o, ZERO)) - free(reductions(row, name), max(o, ZERO)) for o in row["overheads"]]
-                  for name in CONTROLS],
+        "gains": [[free(ours, o) - free(reductions(row, name), o) for o in limits] for name in CONTROLS],
         "most": said(ours[ours[:, 0].argmax()]), "memonger": [said(p) for p in memonger[memonger[:, 0].argsort()]],
         "superneurons": [said(p) for p in both], "geeps_free": free(geeps),
         "geeps": said(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",
         "deeper": both[:, 0].max() > memonger[:, 0].max(), "dearer": both[-1, 1] > memonger[:, 1].max(),
-        "further": ours[:, 0].max() > geeps[:, 0].max(initial=0),
         # Overhead of GeePS minus ours, at each of its points; -inf if ours does not reduce as much.
-        "off": [float(p[1]) - at(ours, float(p[0])) for p in geeps],
-        "wide": free(reductions(row, "geeps", row["caffe"])),
+        "off": [float(overhead) - at(ours, float(reduction)) for reduction, overhead in geeps],
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -37,7 +38,6 @@ PAPER: dict[str, dict[str, float]] = {  # ratios, ms of an iteration with cudaMa
         "vgg19": (785, 1.072, 1.011, 162, 1.91, 1.94),
     }.items()
 }
-WORST = 1.016  # the paper's worst ratio of SmartPool
 ZERO = 0.0005  # overheads up to this print as 0.0 %
 
 
@@ -55,32 +55,22 @@ class Table1(Figure):
         gradients, filters = kept_by_singa(workloads.build(config)[0])
         singa = Program(program.name, (*program.tensors, *gradients, *filters), program.kernels)
         lives = program_lifetimes(program).intervals
+        kept = {"gradients": sum(t.nbytes for t in gradients), "filters": sum(t.nbytes for t in filters)}
         return {
-            "load": program.peak_bytes,
-            "blocks": len(lives),
-            "ratios": ratios(lives, machine),
+            "load": program.peak_bytes, "blocks": len(lives), "ratios": ratios(lives, machine),
             "weights": sum(t.nbytes for t in program.tensors if t.kind == "parameter"),
-            "ideal_ns": program.ideal_ns,
-            "online": online(program),
+            "ideal_ns": program.ideal_ns, "online": online(program),
             "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", *POOLS)},
-            "singa": {
-                "load": singa.peak_bytes,
-                "gradients": sum(t.nbytes for t in gradients),
-                "filters": sum(t.nbytes for t in filters),
-                "ratios": ratios(program_lifetimes(singa).intervals, machine),
-            },
-        }
+            "singa": {"load": singa.peak_bytes, **kept, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
+        }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
+        networks, found = [facts(row) for row in rows], [row["ratios"] for row in rows]
         return {
-            "exact": max(row["ratios"]["smartpool"] for row in rows), "worst": WORST,
-            "aligned": max(row["ratios"]["aligned"] for row in rows),
-            "first": max(row["ratios"]["smartpool_first"] for row in rows),
-            "apart": max(abs(row["ratios"]["smartpool_first"] - row["ratios"]["smartpool"]) for row in rows),
-            "binary": multiples(rows) or None,
-            "networks": (networks := [facts(row) for row in rows]),
-            "early": span(len(row["online"]["early"]) for row in rows), "count": len(rows),
+            "networks": networks, "count": len(rows), "early": span(len(row["online"]["early"]) for row in rows),
             "equal": sum(one["pool"] == round(one["ratios"]["smartpool"] * one["load"]) for one in networks),
+            "exact": max(one["smartpool"] for one in found), "aligned": max(one["aligned"] for one in found),
+            "apart": max(abs(one["smartpool_first"] - one["smartpool"]) for one in found),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -96,19 +86,15 @@ class Table1(Figure):
         speeds: list[Mark] = []
         for shift, pool in zip((-0.16, 0.16), POOLS, strict=True):
             look = ALLOCATORS[pool]._replace(label=ALLOCATORS[pool].label.partition(",")[0])
-            ratios += pairs(look, [one["paper"][pool] for one in found], [one["ratios"][pool] for one in found], shift)
-            theirs, ours = [one["paper"][f"{pool}_speedup"] for one in found], [one["speedups"][pool] for one in found]
-            speeds += pairs(look, theirs, ours, shift)
-        return Chart(
-            "Table I of the SmartPool paper, batch size 100, GTX 1080 Ti: the paper's numbers and ours",
-            [
-                Panel("Peak load, over the paper's", [ONE, *loads], Axis("ours / paper", "%", (0.62, 1.14)), names),
-                Panel("Competitive ratio", [ONE, *ratios], Axis("footprint / peak load", limits=(0.985, None)), names),
-                Panel("Speedup over cudaMalloc", speeds, Axis("iteration, cudaMalloc / the pool", "{:.2f}×"), names),
-            ],
-            size=(4.3, 0.42 * len(rows) + 0.9),
-            keys=6,
-        )
+            for marks, paper, ours in ((ratios, pool, "ratios"), (speeds, f"{pool}_speedup", "speedups")):
+                marks += pairs(look, [one["paper"][paper] for one in found], [one[ours][pool] for one in found], shift)
+        panels = [
+            Panel("Peak load, over the paper's", [ONE, *loads], Axis("ours / paper", "%", (0.62, 1.14)), names),
+            Panel("Competitive ratio", [ONE, *ratios], Axis("footprint / peak load", limits=(0.985, None)), names),
+            Panel("Speedup over cudaMalloc", speeds, Axis("iteration, cudaMalloc / the pool", "{:.2f}×"), names),
+        ]
+        title = "Table I of the SmartPool paper, batch size 100, GTX 1080 Ti: the paper's numbers and ours"
+        return Chart(title, panels, size=(4.3, 0.42 * len(rows) + 0.9), keys=6)
 
 
 def online(program: Program) -> Row:
@@ -128,50 +114,26 @@ def ratios(lives: Intervals, machine: Machine) -> dict[str, float]:
 
 def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the previous iteration's gradients, and transformed filters of 3x3 convolutions of stride 1."""
-    gradients = [
-        Tensor(f"previous gradient of {name}", p.numel() * p.element_size(), "gradient", True)
-        for name, p in model.named_parameters()
-    ]
-    convolutions = {
-        name: layer.weight
-        for name, layer in model.named_modules()
-        if getattr(layer, "kernel_size", None) == (3, 3) and layer.stride == (1, 1)
-    }
-    filters = [
-        Tensor(f"transformed filters of {name}", w.numel() * w.element_size() * 16 // 9, "buffer", True)
-        for name, w in convolutions.items()
-    ]
+    gradients = [Tensor(f"previous gradient of {name}", p.numel() * p.element_size(), "gradient", True)
+                 for name, p in model.named_parameters()]  # fmt: skip
+    filters = []
+    for name, layer in model.named_modules():
+        if getattr(layer, "kernel_size", None) == (3, 3) and layer.stride == (1, 1):
+            nbytes = layer.weight.numel() * layer.weight.element_size() * 16 // 9
+            filters.append(Tensor(f"transformed filters of {name}", nbytes, "buffer", True))
     return gradients, filters
-
-
-def speedup(row: Row, pool: str) -> float:
-    """Returns the speedup of an iteration with a pool over one with cudaMalloc."""
-    slow, fast = (row["ideal_ns"] + row["allocation_ns"][name] for name in ("cudamalloc", pool))
-    return float(slow / fast)
 
 
 def facts(row: Row) -> Row:
     """Returns a network's numbers with the paper's."""
     paper, singa = PAPER[row["network"]], row["singa"]
+    ns = {name: row["ideal_ns"] + malloc_ns for name, malloc_ns in row["allocation_ns"].items()}
     return {
-        **row, "label": figures.label(row["network"]), "paper": paper,
-        "cudamalloc_ms": (row["ideal_ns"] + row["allocation_ns"]["cudamalloc"]) / 1e6,
-        "speedups": {pool: speedup(row, pool) for pool in POOLS},
+        **row, "label": figures.label(row["network"]), "paper": paper, "cudamalloc_ms": ns["cudamalloc"] / 1e6,
+        "speedups": {pool: ns["cudamalloc"] / ns[pool] for pool in POOLS},
         "early": max(row["online"]["early"]), "pool": max(row["online"]["pooled"]),
         "captured": row["load"] / MB / paper["load"], "kept": singa["load"] / MB / paper["load"],
     }  # fmt: skip
-
-
-def multiples(rows: list[Row]) -> list[float]:
-    """Returns, from each ResNet to the next, how many copies of the weights the paper's load includes.
-
-    The captured peak holds two copies: weights and momentum.
-    """
-    nets = [(PAPER[r["network"]]["load"] * MB, r["load"], r["weights"]) for r in rows if "resnet" in r["network"]]
-    return [
-        2 + ((theirs - theirs0) - (ours - ours0)) / (weights - weights0)
-        for (theirs0, ours0, weights0), (theirs, ours, weights) in zip(nets, nets[1:], strict=False)
-    ]
 
 
 class Operation(NamedTuple):
@@ -197,34 +159,25 @@ class Fig2(Figure):
 
         config = figures.workload(task["network"])
         before, lines, starts = record(workloads.build(config), task["iterations"])
-        bounds = [*starts, len(lines)]
-        parts = [lines[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        bounds = list(pairwise([*starts, len(lines)]))
         loads = [before]
         for line in lines:
             loads.append(loads[-1] + {"malloc": line.nbytes, "free": -line.nbytes}.get(line.kind, 0))
-        signatures = [signature(part) for part in parts]
+        signatures = [signature(lines[a:b]) for a, b in bounds]
+        changes = [[i, b] for i, (a, b) in enumerate(pairwise(loads)) if a != b]
         return {
-            "operations": [len(part) for part in parts],
-            "peaks": [max(loads[a : b + 1]) for a, b in zip(bounds, bounds[1:], strict=False)],
+            "operations": [b - a for a, b in bounds], "peaks": [max(loads[a : b + 1]) for a, b in bounds],
             "same": [found == signatures[1] for found in signatures],  # equal to the second iteration
-            "starts": starts,
-            "before": before,
+            "starts": starts, "before": before, "points": changes if task["curve"] else [],
             "captured": figures.program(task["network"], machine).peak_bytes,
-            "points": [[i, b] for i, (a, b) in enumerate(zip(loads, loads[1:], strict=False)) if a != b]
-            if task["curve"]
-            else [],
-        }
+        }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        differs = not any(row["same"][0] for row in rows)
         return {
-            "networks": [
-                {**row, "label": figures.label(row["network"]), "paper": PAPER[row["network"]]["load"]} for row in rows
-            ],
+            "networks": [{**row, "paper": PAPER[row["network"]]["load"]} for row in rows],
             "iterations": rows[0]["iterations"], "count": len(rows),
             "middle": sum(all(row["same"][1:]) for row in rows),
             "exact": sum(row["peaks"][1] == row["captured"] for row in rows),
-            "first": max(row["operations"][1] - row["operations"][0] for row in rows) if differs else None,
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -238,13 +191,11 @@ class Fig2(Figure):
             Rule(peak, across=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
             *(Rule(start, colour=FAINT, line="-") for start in row["starts"][1:]),
         ]
-        for i, (a, b, same) in enumerate(zip(bounds, bounds[1:], row["same"], strict=False), 1):
+        for i, ((a, b), same) in enumerate(zip(pairwise(bounds), row["same"], strict=True), 1):
             words = "" if i == 2 else "\nas the 2nd" if same else "\nno momentum yet" if i == 1 else "\nother"
             marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{words}", top=True))
-        panel = Panel(
-            "", marks, Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total)),
-            Axis("memory load (MB)", limits=(0, 1.3 * max(y))),
-        )  # fmt: skip
+        x_axis = Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total))
+        panel = Panel("", marks, x_axis, Axis("memory load (MB)", limits=(0, 1.3 * max(y))))
         title = f"{figures.label(row['network'])}, batch size 100: load over {row['iterations']} iterations"
         return Chart(title, [panel], size=(10.0, 3.9))
 

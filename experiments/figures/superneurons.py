@@ -1,4 +1,4 @@
-"""SuperNeurons' Fig. 2, 8 and 12 and Table 2, on programs captured from PyTorch."""
+"""SuperNeurons' Fig. 2, 8, 11 and 12 and Table 2, on programs captured from PyTorch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from statistics import median
 from omegaconf import DictConfig
 
 import agents
+from agents.heuristics import tensor_cache
 from agents.heuristics.workspace import algorithms, least_workspaces, plan_with_variants
 from experiments import figures
+from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure, span
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, groups
@@ -18,6 +20,7 @@ from simulator import simulate
 from simulator.machine import Machine
 from simulator.pool import program_lifetimes
 from simulator.pool.times import allocation_ns
+from simulator.program import Program
 
 GB = 10**9
 POOL = "superneurons"  # SuperNeurons' heap in simulator.pool
@@ -41,30 +44,20 @@ class Fig2(Figure):
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [
-            {**row, "label": figures.label(row["network"]), "paper": FIG2_PAPER.get(row["network"], "not said"),
-             "times": row["sum"] / row["all"]}
-            for row in rows
-        ]  # fmt: skip
-        return {"networks": found, "batch": FIG2_BATCH, "most": max(one["times"] for one in found)}
+        return {"networks": [{**row, "paper": FIG2_PAPER.get(row["network"], "not said")} for row in rows],
+                "batch": FIG2_BATCH}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
-        series = [
-            ("all tensors", PREDICTED, [row["all"] / GB for row in rows], []),
-            ("all tensors and workspaces", MEASURED, [row["sum"] / GB for row in rows], []),
-        ]
+        shown = (("all", "all tensors", PREDICTED), ("sum", "all tensors and workspaces", MEASURED))
+        series = [(label, ink, [row[key] / GB for row in rows], []) for key, label, ink in shown]
         theirs = [FIG2_PAPER.get(row["network"]) for row in rows]
-        paper = Line(theirs, list(range(len(rows))), INK, "paper", "D", "", size=7, hollow=True, front=5)
+        paper = Line(theirs, range(len(rows)), INK, "paper", "D", "", size=7, hollow=True, front=5)
         panel = Panel("", [*groups(series, across=True), paper], Axis("GB"), Axis(names=names))
         return Chart(f"Simulated memory of a step, batch {FIG2_BATCH}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
 
 
-GROUP_OF = {kind: "POOL, ACT, BN, LRN" for kind in ("pool", "activation", "norm", "lrn")} | {
-    "conv": "CONV",
-    "matmul": "FC",
-}
-COLUMNS = {"conv": "CONV", "cheap": "POOL, ACT, BN, LRN", "fc": "FC"}
+GROUP_OF = dict.fromkeys(("pool", "activation", "norm", "lrn"), "POOL, ACT, BN, LRN") | {"conv": "CONV", "matmul": "FC"}
 
 
 class Fig8(Figure):
@@ -83,22 +76,13 @@ class Fig8(Figure):
         shares = [{name: n / found.total() for name, n in found.items()} for found in (times, sizes)]
         return {"time": shares[0], "memory": shares[1]}
 
-    def numbers(self, rows: list[Row]) -> Row:
-        found = [
-            {"label": figures.label(row["network"])}
-            | {f"{short}_{key}": row[key][name] for short, name in COLUMNS.items() for key in ("time", "memory")}
-            for row in rows
-        ]
-        keys = ("conv_time", "cheap_time", "cheap_memory")
-        return {"networks": found, **{f"{key}s": span(one[key] for one in found) for key in keys}}
-
     def chart(self, rows: list[Row]) -> Chart:
         names, panels = [figures.label(row["network"]) for row in rows], []
         for key, title in (("time", "Time"), ("memory", "Memory")):
             base, bars = [0.0] * len(rows), []
             for name, colour in LAYERS.items():
                 shares = [100 * row[key][name] for row in rows]
-                bars.append(Bars(list(range(len(rows))), shares, colour, name, base=list(base)))
+                bars.append(Bars(range(len(rows)), shares, colour, name, base=list(base)))
                 base = [a + b for a, b in zip(base, shares, strict=True)]
             panels.append(Panel(title, bars, Axis("% of a step", "{:g}", (0, 100)), Axis(names=names)))
         return Chart("Simulated time and memory by type of layer", panels, size=(5.0, 0.4 * len(rows) + 1.0))
@@ -136,13 +120,10 @@ class Fig12(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         found = [
-            {
-                "batch_size": row["batch_size"], "pool": one["pool"], "slow": one["least"]["images_per_s"],
-                "fast": one["filled"]["images_per_s"], "share": one["filled"]["workspaces"] / row["wanted"],
-                "times": one["filled"]["images_per_s"] / one["least"]["images_per_s"],
-            }
-            for row in rows
-            for one in row["found"]
+            {"batch_size": row["batch_size"], "pool": one["pool"], "slow": slow, "fast": fast, "times": fast / slow,
+             "share": one["filled"]["workspaces"] / row["wanted"]}
+            for row in rows for one in row["found"]
+            for slow, fast in [(one["least"]["images_per_s"], one["filled"]["images_per_s"])]
         ]  # fmt: skip
         return {"rows": found, "gains": span(one["times"] for one in found)}
 
@@ -190,12 +171,7 @@ class Table2(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        networks = table2_facts(rows)
-        return {
-            "networks": networks, "block": span(one["block_ms"] for one in networks),
-            "middle": median(one["block_ms"] for one in networks), "gb": span(one["gb_ms"] for one in networks),
-            "roofline": span(one["unit_ms"] * 1e6 / one["roofline_ns"] for one in networks),
-        }  # fmt: skip
+        return {"networks": table2_facts(rows)}
 
     def chart(self, rows: list[Row]) -> Chart:
         found = table2_facts(rows)
@@ -216,24 +192,87 @@ class Table2(Figure):
 
 
 def table2_facts(rows: list[Row]) -> list[Row]:
-    """Returns the time that cudaMalloc adds to an iteration, in the paper and here, and the pool's speedup.
+    """Returns the pool's speedup over cudaMalloc, and images/s without the pool, by what an allocation costs.
 
-    ``each``: speedup with one cost per block for all networks, the median of the costs that give the paper's
-    differences.
+    ``each``: one cost per block for all networks, the median of the costs that give the paper's differences.
     """
-    out = []
+    out, costs = [], []
     for row in rows:
         slow, fast = TABLE2_PAPER[row["network"]]
-        calls, paper_ms = row["allocation_ns"], 1e3 * row["batch"] * (1 / slow - 1 / fast)
-        out.append({
-            **row, "label": figures.label(row["network"]), "slow": slow, "fast": fast,
-            "unit_ms": 1e3 * row["batch"] / fast,
-            "added": {"paper": paper_ms, "ours": (calls["cudamalloc"] - calls[POOL]) / 1e6},
-            "block_ms": paper_ms / row["blocks"], "gb_ms": paper_ms / (row["allocated"] / 1e9),
-        })  # fmt: skip
-    cost = median(one["block_ms"] for one in out)
+        paper_ms, calls = 1e3 * row["batch"] * (1 / slow - 1 / fast), row["allocation_ns"]
+        costs.append(paper_ms / row["blocks"])
+        added = {"paper": paper_ms, "ours": (calls["cudamalloc"] - calls[POOL]) / 1e6}
+        out.append({**row, "label": figures.label(row["network"]), "slow": slow, "fast": fast, "added": added})
     for one in out:
-        one["added"]["each"] = cost * one["blocks"]
-        one["speedup"] = {key: 1 + ms / one["unit_ms"] for key, ms in one["added"].items()}
+        one["added"]["each"] = median(costs) * one["blocks"]
+        pool_ms = 1e3 * one["batch"] / one["fast"]
+        one["speedup"] = {key: 1 + ms / pool_ms for key, ms in one["added"].items()}
         one["images"] = {key: one["fast"] / speedup for key, speedup in one["speedup"].items()}
     return out
+
+
+LOSS = 0.3333  # largest loss without the cache in the paper
+
+
+class Fig11(Figure):
+    """Fig. 11: images per second with the Tensor Cache and without it."""
+
+    name = "superneurons_fig11"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        short, batches = cli.number(settings, "short"), figures.batch_sizes(settings, 1)
+        return [{"network": name, "batch": batch, "short": short} for name, batch in batches.items()]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine, batch_size=task["batch"])
+        return {
+            "peak": program.peak_bytes, "ideal_ns": program.ideal_ns,
+            "without": always_offloaded(program, machine),
+            "cached": cached(program, machine, machine.memory_bytes),
+            "cached_short": cached(program, machine, int(task["short"] * program.peak_bytes)),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [fig11_facts(row) for row in rows]
+        return {"networks": found, "losses": span(one["loss"] for one in found)}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [fig11_facts(row) for row in rows]
+        series = [
+            (label, colour, [one["speeds"][i] for one in found], [f"{one['speeds'][i]:.0%}" for one in found])
+            for i, (label, colour) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
+        ]
+        names = Axis(names=[one["label"] for one in found])
+        ends, label = [-0.5, len(found) - 0.5], f"paper: at least {1 - LOSS:.0%} without"
+        paper = Line(ends, [1 - LOSS] * 2, INK, label, line="--", front=5)
+        panel = Panel("", [*groups(series), paper], names, Axis("speed, of that without swaps", "%", (0, 1.15)))
+        return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
+
+
+def always_offloaded(program: Program, machine: Machine) -> Row:
+    """Returns the iteration with every CONV output offloaded (section 3.3.1)."""
+    limit = machine.memory_bytes
+    plan = agents.make("superneurons", mode="swap", recompute="cost", cache="off").plan(program, machine, limit)
+    timeline = simulate(program, plan, machine, limit)
+    moved = sum(program.tensors[decision.tensor].nbytes for decision in plan.decisions)
+    return {"iteration_ns": timeline.iteration_ns, "offloaded": moved}
+
+
+def cached(program: Program, machine: Machine, limit: int) -> Row | None:
+    """Returns the iteration with the Tensor Cache at run time; None if it does not fit."""
+    try:
+        found = tensor_cache.run(program, machine, limit)
+    except agents.Infeasible:
+        return None
+    return {"iteration_ns": found.iteration_ns, "offloaded": found.offloaded_bytes, "misses": found.misses,
+            "hits": found.hits}  # fmt: skip
+
+
+def fig11_facts(row: Row) -> Row:
+    """Returns the speeds of a network, also relative to the iteration without swaps."""
+    short, ns = row["cached_short"], [row[key]["iteration_ns"] for key in ("cached", "without")]
+    return {
+        **row, "label": figures.label(row["network"]), "images": [row["batch"] / one * 1e9 for one in ns],
+        "speeds": [row["ideal_ns"] / one for one in ns], "loss": 1 - ns[0] / ns[1],
+        "short_speed": "does not fit" if short is None else f"{row['ideal_ns'] / short['iteration_ns']:.0%}",
+    }  # fmt: skip

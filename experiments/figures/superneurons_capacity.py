@@ -54,18 +54,11 @@ METHODS = {
     "none": Method("dead tensors freed", "none"),
     "memonger": Method("memonger", "memonger"),
     "vdnn_all": Method("vDNN all", "vdnn_all"),
-    "superneurons": Method("SuperNeurons", "superneurons", MappingProxyType({"recompute": "cost"})),
-    "superneurons_joins": Method(
-        "SuperNeurons, sums too", "superneurons", MappingProxyType({"recompute": "cost", "joins": True})
-    ),
+    "superneurons": Method("SuperNeurons", "superneurons", {"recompute": "cost"}),
+    "superneurons_joins": Method("SuperNeurons, sums too", "superneurons", {"recompute": "cost", "joins": True}),
     "bound": Method("no plan goes beyond"),
 }
 FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
-
-
-def methods(settings: DictConfig) -> list[str]:
-    """Returns ``settings.methods``; raises UsageError if one is unknown."""
-    return chosen(settings, "methods", METHODS)
 
 
 def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
@@ -116,16 +109,20 @@ def most(method: str, at: Callable[[int], Program], machine: Machine, first: int
     return size, {"overhead": timeline.overhead, "iteration_ns": timeline.iteration_ns, "peak": timeline.peak_bytes}
 
 
-def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str, int]], texts: Sequence[str], axis: str,
+def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str, str, int, str]], axis: str,
           room: float, bound: int | None = None) -> Panel:  # fmt: skip
-    """Returns a panel with a hollow bar per framework of the paper, and a labelled bar per method of ours."""
+    """Returns a panel with a hollow bar per framework of the paper, and a bar per method of ours.
+
+    Args:
+        ours: Method, name, size and text of each bar.
+    """
     n = len(paper)
     named = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
     marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=named)]
     marks += [Bars([n + i], [value], CAPACITY_OF[method], thick=0.7, texts=[text])
-              for i, ((method, value), text) in enumerate(zip(ours, texts, strict=True))]  # fmt: skip
+              for i, (method, _, value, text) in enumerate(ours)]  # fmt: skip
     marks += [] if bound is None else [Rule(bound)]
-    names = [*(f"{name} (paper)" for name in paper), *(METHODS[method].label for method, _ in ours)]
+    names = [*(f"{name} (paper)" for name in paper), *(name for _, name, _, _ in ours)]
     return Panel(title, marks, Axis(axis, limits=(0, None), room=room), Axis(names=names))
 
 
@@ -262,7 +259,7 @@ class Table4(Figure):
     name = "superneurons_table4"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        found, captured = methods(settings), str(settings.captured)
+        found, captured = chosen(settings, "methods", METHODS), str(settings.captured)
         if captured not in found:
             raise cli.UsageError(f"figure.captured: expected one of the methods {', '.join(found)}, got {captured!r}")
         batch = cli.integer(settings, "batch_size", least=2)
@@ -292,32 +289,21 @@ class Table4(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         found = [
             {**row, "label": METHODS[row["method"]].label + (AT_1 if row["batch"] == 1 else ""),
-             "held": row["at_end"] / row["memory"],
-             "sums_part": row["sums"] / row["memory"], "overhead": row.get("overhead"),
+             "held": row["at_end"] / row["memory"], "overhead": row.get("overhead"),
              "images": row["batch"] / row["iteration_ns"] * 1e9 if "overhead" in row else None}
             for row in rows
         ]  # fmt: skip
-        one, many = ({row["method"]: row for row in found if (row["batch"] == 1) == key} for key in (True, False))
-        return {
-            "paper": [{"framework": name, "there": there} for name, there in TABLE4_PAPER.items()],
-            "batch": rows[0]["batch"], "found": found,
-            **{method: many.get(method) for method in METHODS}, "one_paper": next(iter(BATCH1_PAPER.values())),
-            **{f"one_{method}": one.get(method) for method in METHODS},
-        }  # fmt: skip
+        paper = [{"framework": name, "there": there} for name, there in TABLE4_PAPER.items()]
+        return {"paper": paper, "batch": rows[0]["batch"], "found": found}
 
     def chart(self, rows: list[Row]) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
-        texts = [f"{row['depth']:,}{more}" for row, more in zip(rows, slower, strict=True)]
-        bars = [(row["method"], row["depth"]) for row in rows]
+        bars = [(one["method"], one["label"], one["depth"], f"{one['depth']:,}{text}")
+                for one, text in zip(self.numbers(rows)["found"], slower, strict=True)]  # fmt: skip
         paper = TABLE4_PAPER | (BATCH1_PAPER if any(row["batch"] == 1 for row in rows) else {})
-        shown = panel("", paper, bars, texts, "layers with weights", 1.28)
-        ours = [METHODS[row["method"]].label + (AT_1 if row["batch"] == 1 else "") for row in rows]
-        return Chart(
-            f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)",
-            [replace(shown, y=Axis(names=[*shown.y.names[: len(paper)], *ours]))],
-            size=(8.6, 0.7 + 0.36 * (len(paper) + len(rows))),
-            besides=(0.0, 0.3),
-        )
+        title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
+        size = (8.6, 0.7 + 0.36 * (len(paper) + len(rows)))
+        return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, besides=(0.0, 0.3))
 
 
 def captured(batch: int, n3: int, machine: Machine) -> Program:
@@ -360,7 +346,6 @@ TABLE5_PAPER = {  # None: not run
 BATCHES = (32, 64)  # captured
 TABLE5_MOST = 1 << 14
 CHECKED = "superneurons"
-NEAR = 0.97  # fraction of the memory that counts as full
 
 
 class Table5(Figure):
@@ -370,7 +355,7 @@ class Table5(Figure):
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         found = figures.networks(settings, TABLE5_PAPER)
-        asked, ours = methods(settings), str(settings.ours)
+        asked, ours = chosen(settings, "methods", METHODS), str(settings.ours)
         if CHECKED not in asked:
             raise cli.UsageError(f"figure.methods: {CHECKED} is required, since captures are compared at its batch")
         searches: list[Row] = [{"network": name, "methods": asked} for name in found]
@@ -399,18 +384,20 @@ class Table5(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         searched = [row for row in rows if "found" in row]
         held = {row["network"]: row for row in rows if "planner" in row}
-        short = [
-            f"{METHODS[method].label} on {figures.label(row['network'])}"
-            for row in searched
-            for method, there in row["found"].items()
-            if there.get("peak", row["memory"]) < NEAR * row["memory"]
-        ]
+        found = [row["found"] for row in searched]
         return {
-            "networks": [facts(row, held[row["network"]]) for row in searched],
+            "networks": [
+                {"network": row["network"], "overhead": held[row["network"]]["overhead"],
+                 "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
+                 "cells": [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
+                           for there in row["found"].values()]}
+                for row in searched
+            ],
             "frameworks": [f"{name}, paper" for name in FRAMEWORKS],
-            "methods": [METHODS[method].label for method in searched[0]["found"]],
-            "count": len(searched), **{f"{name}_ahead": ahead(name, searched) for name in ("vdnn_all", "memonger")},
-            "planner": label(next(iter(held.values()))["planner"]), "short": short or None, "host": searched[0]["host"],
+            "methods": [METHODS[method].label for method in found[0]],
+            "count": len(searched), "planner": label(next(iter(held.values()))["planner"]),
+            **{f"{name}_ahead": sum(one[name]["batch"] > one[CHECKED]["batch"] for one in found)
+               if name in found[0] else None for name in ("vdnn_all", "memonger")},
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -418,25 +405,8 @@ class Table5(Figure):
         for row in (row for row in rows if "found" in row):
             found = {m: there["batch"] for m, there in row["found"].items()}
             bound = found.get("bound")
-            bars = [(m, batch) for m, batch in found.items() if METHODS[m].planner or m == "own"]
+            bars = [(m, METHODS[m].label, batch, f"{batch:,}") for m, batch in found.items() if m != "bound"]
             title = figures.label(row["network"]) + (f": no plan beyond {bound:,}" if bound else "")
-            texts, theirs = [f"{batch:,}" for _, batch in bars], TABLE5_PAPER[row["network"]]
-            panels.append(panel(title, theirs, bars, texts, "largest batch, images", 1.12, bound))
+            panels.append(panel(title, TABLE5_PAPER[row["network"]], bars, "largest batch, images", 1.12, bound))
         title = "Largest batch in 12 GB: frameworks in the paper (hollow), methods simulated here (filled)"
         return Chart(title, panels, 3, (4.3, 3.7), (2.2, 0.4))
-
-
-def ahead(method: str, rows: list[Row]) -> int | None:
-    """Returns on how many networks a method trains larger batches than SuperNeurons; None: it did not run."""
-    found = [row["found"] for row in rows if method in row["found"]]
-    return sum(one[method]["batch"] > one["superneurons"]["batch"] for one in found) if found else None
-
-
-def facts(row: Row, ours: Row) -> Row:
-    """Returns the sizes of a network that fit, by method."""
-    cells = [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
-             for there in row["found"].values()]  # fmt: skip
-    return {
-        "label": figures.label(row["network"]), "cells": cells, "overhead": ours["overhead"],
-        "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
-    }  # fmt: skip

@@ -29,13 +29,16 @@ FIG10_LABELS = {
 }
 POOL5, POOL2 = 32, 39  # steps
 FIG10_PAPER = {  # section 4.1.1
-    "baseline, MB": 2189.437, "baseline, tensors": 36,
-    "liveness, MB": 1489.355, "liveness, step": 32, "liveness, tensors": 17,
+    "no sharing of memory: MB": 2189.437, "no sharing of memory: tensors": 36,
+    "liveness analysis: peak, MB": 1489.355, "liveness analysis: step of the peak": 32,
+    "liveness analysis: tensors in memory then": 17,
     "outputs of CONV1 to CONV5 at step 32, MB": 1409.277, "tensors of POOL5's backward step, MB": 80.078,
-    "liveness, tensors at step 39": 10,
-    "offload, MB": 1132.155, "offload, step": 39, "offload, tensors": 9, "offload, MB at step 32": 1075.9,
-    "recompute, MB": 886.0, "recompute, step": 44,
+    "liveness analysis: tensors at step 39": 10,
+    "+ prefetch and offload: peak, MB": 1132.155, "+ prefetch and offload: step of the peak": 39,
+    "+ prefetch and offload: tensors in memory then": 9, "+ prefetch and offload: MB at step 32": 1075.9,
+    "+ cost-aware recomputation: peak, MB": 886.0, "+ cost-aware recomputation: step of the peak": 44,
 }  # fmt: skip
+ROUNDED = "+ cost-aware recomputation: peak, MB"  # to MB
 
 
 class Fig10(Figure):
@@ -54,38 +57,19 @@ class Fig10(Figure):
         steps, again, peak = layerwise.steps(program, layerwise.plan(program, **PLANS[task["shown"]]))
         most = max(range(len(steps)), key=lambda i: steps[i].nbytes)
         layer = program.kernels[POOL5 - 1]
+        sizes = [[tensor.name, tensor.nbytes] for tensor in program.tensors]
         return {
-            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps],
-            "peak": peak,
-            "again": again,
-            "at_peak": [[program.tensors[t].name, program.tensors[t].nbytes] for t in steps[most].tensors],
-            "tensors": len(program.tensors),
-            "all": sum(t.nbytes for t in program.tensors),
-            "smallest": min(t.nbytes for t in program.tensors),
-            "layer": [[program.tensors[t].name, program.tensors[t].nbytes] for t in layer.accesses],
-        }
+            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps], "peak": peak, "again": again,
+            "at_peak": [sizes[t] for t in steps[most].tensors], "tensors": len(program.tensors),
+            "all": sum(t.nbytes for t in program.tensors), "smallest": min(t.nbytes for t in program.tensors),
+            "layer": [sizes[t] for t in layer.accesses],
+        }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        ours = found(rows)
-        by = {name: next((row for row in rows if row["shown"] == name), None) for name in FIG10_LABELS}
-
-        def agrees(key: str) -> bool:
-            unit = 0.5 if key == "recompute, MB" or "MB" not in key else 0.0011
-            return abs(ours[key] - FIG10_PAPER[key]) < unit
-
-        live, offload, again, _ = by.values()
-        layer = dict(live["layer"]) if live else {}
-        return {
-            "lines": lines(rows, ours), **by, "of": len(FIG10_PAPER.keys() & ours),
-            "exact": sum(map(agrees, FIG10_PAPER.keys() & ours)),
-            "peak": {name: ours.get(f"{name}, MB") for name in PLANS}, "live_tensors": ours.get("liveness, tensors"),
-            "outputs": ours.get("outputs of CONV1 to CONV5 at step 32, MB"), "layer": list(layer),
-            "layer_count": len(layer), "layer_bytes": sum(layer.values()),
-            "others": live and len(live["at_peak"]) - len(layer),
-            "more": offload and FIG10_PAPER["offload, MB"] - ours["offload, MB"],
-            "nine": offload and [f"{name} {nbytes / MB:.3f}" for name, nbytes in offload["at_peak"]],
-            "last": again and [name for name, _ in again["at_peak"]], "each": again and again["at_peak"][0][1],
-        }  # fmt: skip
+        ours, pytorch = found(rows), next((row for row in rows if row["shown"] == "captured"), None)
+        units = {key: 0.5 if key == ROUNDED or "MB" not in key else 0.0011 for key in ours}
+        exact = sum(abs(value - FIG10_PAPER[key]) < units[key] for key, value in ours.items())
+        return {"lines": lines(ours, pytorch), "of": len(ours), "exact": exact, "captured": pytorch}
 
     def chart(self, rows: list[Row]) -> Chart:
         top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MB
@@ -97,7 +81,8 @@ class Fig10(Figure):
             marks: list[Mark] = [bars, Bars([most + 1], [sizes[most]], ink, thick=1.0, across=False)]
             ends = [sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)]
             marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
-            paper = f" (paper: {exact(FIG10_PAPER[f'{name}, MB'])} MB)" if f"{name}, MB" in FIG10_PAPER else ""
+            stated = FIG10_PAPER.get(f"{FIG10_LABELS[name]}: peak, MB")
+            paper = f" (paper: {exact(stated)} MB)" if stated else ""
             where = f"{'step' if name in PLANS else 'kernel'} {most + 1}, {operator(steps[most][0])} {steps[most][1]}"
             title = f"{FIG10_LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}"
             limits = 0.5, len(steps) + 0.5
@@ -128,34 +113,31 @@ def captured(batch_size: int, machine: Machine) -> Row:
     peaks = {name: simulate(program, p, FREE, FREE.memory_bytes).peak_bytes - kept for name, p in plans.items()}
     return {
         "steps": [[k.name, k.phase, n - kept, 0] for k, n in zip(program.kernels, program.live_bytes, strict=True)],
-        "peak": program.peak_bytes - kept,
-        "peaks": peaks,
-        "kept": kept,
+        "peak": program.peak_bytes - kept, "peaks": peaks, "kept": kept,
         "at_peak": sorted(([name, *count] for name, count in at_peak.items()), key=lambda entry: -entry[2]),
         "tensors": sum(not t.persistent for t in program.tensors),
         "all": sum(t.nbytes for t in program.tensors if not t.persistent),
-    }
+    }  # fmt: skip
 
 
 def found(rows: list[Row]) -> dict[str, float]:
     """Returns our numbers, by the keys of ``FIG10_PAPER``, for the techniques that were computed."""
     out: dict[str, float] = {}
     for row in rows:
-        name, steps = row["shown"], row["steps"]
-        if name == "captured":
+        name, steps, most = FIG10_LABELS[row["shown"]], row["steps"], _most(row)
+        if row["shown"] == "captured":
             continue
-        most = _most(row)
-        out |= {"baseline, MB": row["all"] / MB, "baseline, tensors": row["tensors"]}
-        out |= {f"{name}, MB": row["peak"] / MB, f"{name}, step": most + 1, f"{name}, tensors": steps[most][3]}
-        if name == "liveness":
-            layer = dict(row["layer"])
-            others = sum(nbytes for tensor, nbytes in row["at_peak"] if tensor not in layer)
-            out["outputs of CONV1 to CONV5 at step 32, MB"] = others / MB
+        out |= {
+            "no sharing of memory: MB": row["all"] / MB, "no sharing of memory: tensors": row["tensors"],
+            f"{name}: peak, MB": row["peak"] / MB, f"{name}: step of the peak": most + 1,
+            f"{name}: tensors in memory then": steps[most][3], f"{name}: tensors at step 39": steps[POOL2 - 1][3],
+            f"{name}: MB at step 32": steps[POOL5 - 1][2] / MB,
+        }  # fmt: skip
+        if row["shown"] == "liveness":
+            layer, at_peak = dict(row["layer"]), dict(row["at_peak"])
+            out["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MB
             out["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MB
-            out["liveness, tensors at step 39"] = steps[POOL2 - 1][3]
-        if name == "offload":
-            out["offload, MB at step 32"] = steps[POOL5 - 1][2] / MB
-    return out
+    return {key: out[key] for key in FIG10_PAPER if key in out}
 
 
 def _most(row: Row) -> int:
@@ -163,26 +145,16 @@ def _most(row: Row) -> int:
     return sizes.index(max(sizes))
 
 
-def lines(rows: list[Row], ours: dict[str, float]) -> list[Row]:
+def lines(ours: dict[str, float], captured: Row | None) -> list[Row]:
     """Returns a table line per number in the paper's text, with PyTorch's values for the peaks."""
-    names = {"MB": "peak, MB", "step": "step of the peak", "tensors": "tensors in memory then"}
-    theirs = next((row for row in rows if row["shown"] == "captured"), None)
-    pytorch = {} if theirs is None else {
-        "baseline, MB": theirs["all"] / MB, "baseline, tensors": theirs["tensors"],
-        **{f"{name}, MB": n / MB for name, n in theirs["peaks"].items()},
+    pytorch = {} if captured is None else {
+        "no sharing of memory: MB": captured["all"] / MB, "no sharing of memory: tensors": captured["tensors"],
+        **{f"{FIG10_LABELS[name]}: peak, MB": n / MB for name, n in captured["peaks"].items()},
     }  # fmt: skip
-    out = []
-    for key, paper in FIG10_PAPER.items():
-        if key in ours:
-            technique, _, rest = key.partition(", ")
-            words = f"{FIG10_LABELS[technique]}: {names.get(rest, rest)}" if technique in FIG10_LABELS else key
-            digits = 3 if "MB" in key else 0
-            out.append({
-                "words": f"no sharing of memory: {rest}" if technique == "baseline" else words, "paper": exact(paper),
-                "ours": f"{ours[key]:,.{digits}f}",
-                "pytorch": f"{pytorch[key]:,.{digits}f}" if key in pytorch else None,
-            })  # fmt: skip
-    return out
+    forms = {key: ",.3f" if "MB" in key else ",.0f" for key in ours}
+    return [{"words": key, "paper": exact(FIG10_PAPER[key]), "ours": format(value, forms[key]),
+             "pytorch": format(pytorch[key], forms[key]) if key in pytorch else None}
+            for key, value in ours.items()]  # fmt: skip
 
 
 def exact(value: float) -> str:
@@ -233,12 +205,9 @@ class Table1(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         found = [facts(row) for row in rows]
-        far = [one["peak"] / MB - one["paper"][1] for one in found if one["network"] != "alexnet" and not one["close"]]
-        more = [row["planner"] - row["peak"] for row in rows]
         return {
             "lines": found, "count": len(rows), "same": sum(one["again"] == one["paper"][0] for one in found),
-            "close": sum(one["close"] for one in found), "missing": far[-1] if far else None,
-            "exact": None if any(more) else "exactly", "more": span(more) if any(more) else None,
+            "close": sum(one["close"] for one in found), "planner": sum(row["planner"] == row["peak"] for row in rows),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -304,8 +273,6 @@ class Table3(Figure):
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
         first, kept = rows[0], len(KEPT) * rows[0]["weights"]
         shown = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
-        full = sorted((row for row in rows if row["all"] > row["memory"]), key=lambda row: row["batch_size"])
-        at_1024 = full[0] if full and full[0]["batch_size"] == 1024 else None
         return {
             "sizes": [
                 {**row, "paper": TABLE3_PAPER.get(row["batch_size"]),
@@ -313,9 +280,7 @@ class Table3(Figure):
                 for row in rows
             ],
             "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in shown),
-            "kept": kept, "limit": int((first["memory"] - kept) * first["batch_size"] // (first["peak"] - kept)),
-            "free": at_1024 and at_1024["memory"] - at_1024["peak"],
-            "over": at_1024 and at_1024["all"] - at_1024["memory"],
+            "limit": int((first["memory"] - kept) * first["batch_size"] // (first["peak"] - kept)),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:

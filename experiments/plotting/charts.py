@@ -94,7 +94,7 @@ class Line:
             drawstyle="steps-post" if self.step else "default",
         )  # fmt: skip
         for at, value, text in zip(x, y, self.texts, strict=False):
-            _say(axes, at, value, text, self.side, INK)
+            _say(axes, at, value, text, self.side)
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,10 @@ class Bars:
             end = low + (value / 2 if self.inside else value)
             where = (end, at) if self.across else (at, end)
             if self.inside:
-                axes.annotate(
-                    text,
-                    where,
-                    ha="center",
-                    va="center",
-                    fontsize=9.5,
-                    color="white",
-                    zorder=4,
-                    bbox={"color": self.colour, "pad": 1.5} if self.hatch and text else None,
-                )
+                box = {"color": self.colour, "pad": 1.5} if self.hatch and text else None
+                axes.annotate(text, where, ha="center", va="center", fontsize=9.5, color="white", zorder=4, bbox=box)
             else:
-                _say(axes, *where, text, "right" if self.across else "above", INK)
+                _say(axes, *where, text, "right" if self.across else "above")
 
 
 @dataclass(frozen=True)
@@ -181,14 +173,12 @@ class Words:
     y: float
     text: str
     align: str = "center"
-    colour: str = INK
     top: bool = False
-    size: float = 9.5
 
     def draw(self, axes: Axes) -> None:
         """Writes the text."""
-        axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=self.size,
-                  color=self.colour, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
+        axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=9.5,
+                  color=INK, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
 
 
 Mark = Line | Bars | Rule | Words
@@ -288,9 +278,9 @@ def _numbers(values: Values) -> NDArray[np.float64]:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def _say(axes: Axes, x: float, y: float, text: str, side: str, colour: str) -> None:
+def _say(axes: Axes, x: float, y: float, text: str, side: str) -> None:
     if text and np.isfinite(x) and np.isfinite(y):
-        axes.annotate(text, (x, y), textcoords="offset points", fontsize=9, color=colour, zorder=5, **SIDES[side])
+        axes.annotate(text, (x, y), textcoords="offset points", fontsize=9, color=INK, zorder=5, **SIDES[side])
 
 
 def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:

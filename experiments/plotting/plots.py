@@ -1,4 +1,4 @@
-"""Plots of memory, trainings and overhead by limit; colours and labels are in palette.py."""
+"""Plots of memory, trainings and overhead by limit, and output files of a training."""
 
 from __future__ import annotations
 
@@ -17,22 +17,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 from scipy.optimize import isotonic_regression
 
+from experiments.common import report
 from experiments.common.report import MB, Row
-from experiments.plotting.palette import (
-    BEST_OF,
-    FAINT,
-    FAMILY_COLOURS,
-    FLOOR,
-    INK,
-    LIMIT,
-    LOOKS,
-    STYLE,
-    Look,
-    colour,
-    family,
-    label,
-    look,
-)
+from experiments.plotting import palette
+from experiments.plotting.palette import FAINT, FLOOR, INK, LIMIT, Look, colour, label, look
+from simulator import simulate
+from simulator.files import write_json
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
 from simulator.timeline import Timeline
 
 Levels = list[tuple[float, str, str]]  # labels at the right ends of lines: value, name, colour
@@ -46,7 +39,7 @@ CROWD = 8  # maximum number of planners in one panel
 @contextmanager
 def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, columns: int = 1) -> Iterator[Any]:
     """Yields axes (one pair, or an array [rows, columns]) and saves them as PNG atomically at the end."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(palette.STYLE):
         fig = Figure(figsize=(width, height), layout="constrained")
         yield fig.subplots(rows, columns)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -216,8 +209,8 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
             line[r["limit_fraction"]] = r["overhead"]
     crowd = len(lines) > CROWD
     families: dict[str, list[str]] = {}
-    for name in sorted(lines, key=[*LOOKS, *lines].index):
-        families.setdefault(family(name) if crowd else "", []).append(name)
+    for name in sorted(lines, key=[*palette.LOOKS, *lines].index):
+        families.setdefault(palette.family(name) if crowd else "", []).append(name)
     best = lowest(lines.values())
     top = _top(scale, [y for line in lines.values() for y in line.values()], [*best.values()])
     size, besides = ((6.0, 3.7), (0.0, 0.8)) if crowd else ((9.0, 5.0), (0.0, 0.0))
@@ -228,11 +221,11 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
             axes.set_title(heading)
         if crowd:
             shown = [
-                (lowest(lines[name] for name in names), Look(heading, FAMILY_COLOURS[heading], marker))
+                (lowest(lines[name] for name in names), Look(heading, palette.FAMILY_COLOURS[heading], marker))
                 for (heading, names), marker in zip(families.items(), MARKERS, strict=False)
             ]
             _panel(grid[-1], rows, shown, best, top, scale)
-            grid[-1].set_title(BEST_OF)
+            grid[-1].set_title(palette.BEST_OF)
         for axes in grid[::columns]:
             axes.set_ylabel("overhead over the ideal time")
         for axes in grid[-columns:]:
@@ -330,3 +323,27 @@ def labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
     ys = np.clip(ys, 0.0, max(1.0 - apart[-1], 0.0)) + apart
     for y, (_, text, ink) in zip(ys, places, strict=True):
         axes.text(1.015, y, text, transform=axes.transAxes, color=ink, fontsize=9.5, va="center")
+
+
+def write_training(
+    out: Path, program: Program, machine: Machine, plan: Plan, planner: str, history: Sequence[Any], rows: list[Row],
+    edits: tuple[Sequence[Any], Sequence[Any]] | None = None,
+) -> None:  # fmt: skip
+    """Writes the best plan of a training, its timeline, pictures and rows to the run directory.
+
+    Args:
+        history: Episodes, as for ``learning_curve``.
+        rows: Certified results, including the trained planner's.
+        edits: Iterations and points for ``edit_learning``, which replace ``history`` for the DQN over edits.
+    """
+    before = simulate(program, Plan(), machine, program.peak_bytes)
+    after = simulate(program, plan, machine, plan.limit)
+    plan.save(out / "plan.json")
+    write_json(out / "timeline.json", after.perfetto(program))
+    memory_curve(out / "memory_curve.png", before, after, machine.name, planner)
+    title = f"{program.name} on {machine.name}, limit {plan.limit / program.peak_bytes:.0%} of the peak: training"
+    if edits is not None:
+        edit_learning(out / "learning_curve.png", *edits, rows, title)
+    else:
+        learning_curve(out / "learning_curve.png", history, report.contenders(rows), planner, title)
+    report.write_rows(out / "results.jsonl", rows)

@@ -64,7 +64,6 @@ def test_scores() -> None:
     _, (first, second), _ = core.Core().say(rows)
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4] == "51.50"
     assert second[1:3] == ["DQN", "8.00"] and second[-1] == "1"
-    assert core.Core().numbers(rows)["beyond"][0] == 1.2
 
 
 def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkeypatch) -> None:

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import figures, workloads
+from experiments import figures
 from experiments.figures import smartpool, smartpool_footprints as footprints, smartpool_loads as loads
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
-from simulator.pool import Intervals, program_lifetimes, smartpool as pool
-from simulator.pool.device import Block, Device
-from simulator.pool.trace import Stream, detect
+from simulator.pool import program_lifetimes, smartpool as pool
 
 MB = 2**20
 # A megabyte takes 1,000,000 ns in each direction.
@@ -44,18 +42,6 @@ def test_as_many_bytes_are_swapped_as_in_the_paper() -> None:
         smartpool.our_limit(program, "vgg16", 648)
 
 
-def test_waits() -> None:
-    # Under 20 MB, f2 waits for the swap-out of a0 from 20 ms (after f1 has read it) to 30 ms, f3 for that of a1 from 40
-    # to 50 ms. The backward pass does not wait: a1 is swapped in during b2 (in place of a3), a0 during b1 (of a2).
-    program = chain((10, 10, 10, 10))
-    swaps = Plan((Swap(0, 1, 7), Swap(1, 2, 6)))
-    timeline = simulate(program, swaps, MACHINE, 20 * MB)
-    found = smartpool.waits(timeline, program)
-    assert found == [0, 0, 10_000_000, 10_000_000, 0, 0, 0, 0]
-    assert sum(found) == timeline.iteration_ns - program.ideal_ns
-    assert [s.index for s in smartpool.last_kernels(timeline, program)] == list(range(8))
-
-
 def test_a_recorded_iteration() -> None:
     # A 4x4 layer without bias, y = w x, batch 4, with the sum as loss: 64 bytes per tensor, 4 for the loss.
     with torch.device("meta"):
@@ -79,50 +65,6 @@ def test_a_recorded_iteration() -> None:
         ("read", 64, 7), ("write", 64, 7), ("read", 64, 7), ("read", 64, 6), ("write", 64, 7), ("read", 64, 3),
         ("read", 64, 7), ("write", 64, 3), ("free", 64, 6), ("free", 64, 0), ("free", 16, 1),
     ]  # fmt: skip
-
-
-def vgg11(batch: int) -> tuple[int, list[loads.Operation]]:
-    """Returns the bytes of VGG11's weights, and the operations of eager PyTorch in six iterations."""
-    before, lines, _ = loads.record(workloads.build({**figures.workload("vgg11"), "batch_size": batch}), 6)
-    return before, lines
-
-
-def feed(device: Device, lines: list[loads.Operation]) -> int:
-    """Executes operations on a device; returns the peak of the second half."""
-    held: dict[int, Block] = {}
-    for i, (kind, tensor, nbytes) in enumerate(lines):
-        if 2 * i == len(lines):
-            device.peak_bytes = device.reserved_bytes
-        if kind == "malloc":
-            held[tensor] = device.malloc(nbytes)
-        elif tensor not in held:  # weights, and empty tensors
-            continue
-        elif kind == "free":
-            device.free(held.pop(tensor))
-        else:
-            device.exec(lambda: None, [held[tensor]], [])
-    return device.peak_bytes
-
-
-def test_the_device_on_eager_pytorch() -> None:
-    weights, lines = vgg11(100)
-    device = Device()
-    peak, load = feed(device, lines), figures.program("vgg11", GPU).peak_bytes
-    # The iteration is that of the whole log, and the pool that of its lifetimes.
-    requests = [(kind, tensor, n) for kind, tensor, n in lines if n and kind in ("malloc", "free")]
-    found = detect(Stream.of(requests))
-    own, lives = found.source >= found.begin, found.intervals
-    blocks = Intervals(lives.lower[own], lives.upper[own], lives.nbytes[own], lives.period)
-    assert device.pool is not None and not device.mismatches
-    assert len(device.pool.steps) == found.length and device.iteration is not None
-    assert device.pool.footprint == pool.pack(blocks).footprint
-    assert load <= weights + peak <= 1.02 * load
-    # A smaller batch is a mismatch: cudaMalloc serves it, the old pool is freed, and a smaller one is made.
-    footprint, momentum = device.pool.footprint, device.native_bytes
-    smaller = feed(device, vgg11(60)[1])
-    assert device.mismatches == 1 and device.pool is not None
-    assert device.pool.footprint < 0.7 * footprint
-    assert smaller == device.pool.footprint + device.native_bytes and device.native_bytes == 2 * momentum
 
 
 def test_load_min() -> None:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, strategies as st
 
 import agents
-from agents.heuristics.superneurons import leaving
 from agents.planner import MIB
 from experiments import figures
 from experiments.common.bisection import largest
@@ -17,9 +16,9 @@ from experiments.figures import layerwise, superneurons as captured, superneuron
 from experiments.figures.figure import Figure, find
 from experiments.figures.layerwise import MB, Layer
 from experiments.figures.superneurons_capacity import Deeper, anonymous
-from experiments.figures.superneurons_layers import FIG10_PAPER, TABLE1_PAPER, Fig10, Table1, Table3, found
+from experiments.figures.superneurons_layers import FIG10_PAPER, ROUNDED, TABLE1_PAPER, Fig10, Table1, Table3, found
 from experiments.workloads.vgg import AlexNet
-from simulator import Gap, Kernel, Machine, Plan, Program, Tensor, simulate
+from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
 from tests import tiny
 from tests.experiments.conftest import figure_settings
 
@@ -99,7 +98,7 @@ def test_table_1() -> None:
         assert peaks == [4 * (4 * a + 2 * b), 4 * 4 * a, 4 * 4 * a]
     assert all(row["planner"] == row["peak"] for row in rows)
     said = Table1().numbers(rows)
-    assert (said["same"], said["close"], said["missing"], said["exact"]) == (6, 4, 5.125, "exactly")
+    assert (said["same"], said["close"], said["planner"]) == (6, 4, 6)
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
     assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
 
@@ -108,11 +107,12 @@ def test_fig_10() -> None:
     rows = rows_of(Fig10(), shown=["liveness", "offload", "recompute"])
     ours = found(rows)
     differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
-    assert differ == {"offload, MB", "offload, MB at step 32", "recompute, MB"}  # the last, 886, is rounded to MB
+    offload = "+ prefetch and offload"
+    assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", ROUNDED}
     sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
     # The nine tensors at POOL2: 2 of CONV1's size, 1 of POOL1's, 4 of CONV2's (one a gradient), 2 of POOL2's.
     nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
-    assert ours["offload, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
+    assert ours[f"{offload}: peak, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
     assert len(Fig10().say(rows)[1]) == len(FIG10_PAPER)
     task = {"shown": "captured", "batch_size": 2}
     row = Fig10().run(task, GPU)
@@ -219,28 +219,12 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
     assert capacity.most("vdnn_all", scaled, machine, 7, 1000) == (0, {})
 
 
-def test_joins_go_to_the_host_on_request() -> None:
-    kinds = ["conv", "elementwise", "copy", "norm"]
-    kernels = [Kernel(k, k, "forward", (i,), (i + 1,), 10) for i, k in enumerate(kinds)]
-    kernels += [Kernel("b", "conv", "backward", (4 - i,), (5 + i,), 10) for i in range(4)]
-    tensors = (Tensor("x", 10, "input", True), *(Tensor(f"t{i}", 10) for i in range(8)))
-    program = Program("joins", tensors, tuple(kernels))
-    conv, sums, cat = Gap(1, 1, 7), Gap(2, 2, 6), Gap(3, 3, 5)
-    assert set(leaving(program, "swap", 1)) == {conv}
-    assert set(leaving(program, "swap", 1, joins=True)) == {conv, sums, cat}
-    # Kernels use at most two tensors besides the images, so 30 bytes suffice if all may be swapped out.
-    assert agents.make("superneurons", joins=True, min_bytes=1, early=True).plan(program, tiny.MACHINE, 30).decisions
-    with pytest.raises(agents.Infeasible):
-        agents.make("superneurons", min_bytes=1, early=True).plan(program, tiny.MACHINE, 30)
-
-
 def test_table2_by_hand() -> None:
-    # ResNet50, 16 images: cudaMalloc adds 16 / 21.5 - 16 / 32.9 s = 257.9 ms, 0.516 ms for each of 500 blocks.
+    # ResNet50, 16 images: cudaMalloc adds 16 / 21.5 - 16 / 32.9 s = 257.9 ms.
     row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
            "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
     (one,) = captured.table2_facts([row])
     assert one["added"]["paper"] == pytest.approx(257.86, abs=0.01)
-    assert one["block_ms"] == pytest.approx(0.5157, abs=1e-4)
     # 16 / 32.9 s are 486.3 ms: the same amount added gives a speedup of 2; the paper's cost gives the paper's speedup.
     assert one["speedup"]["ours"] == pytest.approx(2) and one["speedup"]["each"] == pytest.approx(32.9 / 21.5)
 
@@ -282,6 +266,4 @@ def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row, {**planned, "overhead": 0.25}]
     cells = figure.say(rows)[1]
     assert cells[0][:6] == ["AlexNet", "768", "768", "1,024", "1,408", "1,792"] and cells[0][-1] == "fits (25.0%)"
-    assert cells[0][6] == str(fits["own"]) and figure.numbers(rows)["short"] is None
-    half = {**row, "found": {**row["found"], "none": {"batch": 9, "peak": row["memory"] // 2}}}
-    assert figure.numbers([half, rows[1]])["short"] == ["dead tensors freed on AlexNet"]  # limited by host memory
+    assert cells[0][6] == str(fits["own"])

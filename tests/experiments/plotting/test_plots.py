@@ -1,4 +1,4 @@
-"""Tests data behind the plots."""
+"""Tests data behind the plots, and that every kind of mark of a chart is drawn."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ import agents
 from agents.planner import Family
 from experiments.common.curves import GREEDY
 from experiments.common.report import MB
-from experiments.plotting import palette, plots
+from experiments.plotting import charts, palette, plots
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, Words, groups, pairs
 from simulator import Machine, Plan, Program, Swap, simulate
 
 MACHINE = Machine("m", 2**40, 4 * 10**9, 4 * 10**9)
@@ -103,3 +104,28 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -
     every = [result(name, x, 0.01 * i * (1 - x), 0.0) for i, name in enumerate(agents.untrained()) for x in (0.8, 0.6)]
     plots.overhead_by_limit(tmp_path / "q.png", every, "title")
     assert [axes.get_title(loc="left") for axes in drawn[1].axes if axes.axison] == [*palette.FAMILIES, palette.BEST_OF]
+
+
+def test_every_kind_of_mark(tmp_path: Path, drawn: list[Figure]) -> None:
+    look = palette.Look("HOME", "#ff0000", "^")
+    rows, columns = Axis(names=["a", "b"]), Axis(names=["c", "d"])
+    marks = [*pairs(look, [1, 2], [3, None])]
+    marks += [Rule(1, 2), Rule(3, text="x"), Words(1, 0, "words")]
+    bars = groups([("p", "#0000ff", [1, None], ["one", "none"]), ("q", "#00ffff", [2, 3], ())])
+    lines = [Line([1, 2, 3], [0.1, None, 0.3], label="p", band=(0, [0.2, 0.2, 0.4]), end="end", texts=["s"]),
+             Bars([1], [0.2], across=False, hollow=True), Rule(0.2, across=True, text="level")]  # fmt: skip
+    chart = Chart("title", [
+        Panel("first", marks, Axis("x"), rows), Panel("second", marks, Axis("x"), rows),
+        Panel("third", bars, columns, Axis("y")),
+        Panel("fourth", lines, Axis("x", scale="log"), Axis("y", "%", (0, 0.5), ticks=[0, 0.25, 0.5])),
+    ], columns=2)  # fmt: skip
+    charts.draw(tmp_path / "a.png", chart)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    (fig,) = drawn
+    first, second, third, fourth = fig.axes
+    assert [text.get_text() for text in first.get_yticklabels()] == ["a", "b"] and first.yaxis_inverted()
+    assert not any(text.get_text() for text in second.get_yticklabels()), "names that a neighbour has are left out"
+    assert [round(bar.get_height()) for bar in third.patches if bar.get_width() < 0.5] == [1, 0, 2, 3]
+    keys = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert keys == ["HOME, paper", "HOME, ours", "p", "q"]
+    assert {"end", "s", "level"} <= {text.get_text() for text in fourth.texts}

@@ -1,0 +1,357 @@
+"""TENSILE and kernel times: how well they are predicted (section 4.3), first iterations, and longer kernels."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+from omegaconf import DictConfig
+
+from agents.heuristics.tensile import TENSILE
+from agents.heuristics.tensile.controller import control, measured_times
+from agents.heuristics.tensile.schedule import Schedule, array
+from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared, sequence
+from agents.learned.optimisation import on_one_thread
+from agents.planner import Infeasible, decisions_of
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
+from experiments.figures.figure import Figure, span
+from experiments.figures.smartpool_loads import ZERO
+from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, groups
+from simulator import simulate, simulate_jobs
+from simulator.compiled.engine import Engine
+from simulator.job import Job, JobTimeline
+from simulator.machine import Machine
+from simulator.plan import Plan, Swap
+from simulator.program import Kernel, Program
+from simulator.schedule import NEVER
+
+TIMES_PAPER = {"all": 0.582, "expensive": 0.805}
+NAMES = {"all": "all kernels", "expensive": "convolutions, products"}
+EXPENSIVE = ("conv", "matmul")
+SOURCES = ("model", "measured")
+LEAST = -0.02  # minimum R² in the picture
+
+
+class Times(Figure):
+    """Section 4.3: accuracy of a small neural network that predicts the times of unmeasured kernels."""
+
+    name = "tensile_times"
+    alone = True
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        batch, repeats = cli.integer(settings, "batch", least=1), cli.integer(settings, "repeats", least=1)
+        names, sources = figures.networks(settings), cli.values(settings, "sources")
+        if not sources or not set(sources) <= set(SOURCES):
+            raise cli.UsageError(f"figure.sources: expected some of {', '.join(SOURCES)}, got {sources!r}")
+        if len(names) < 2:
+            raise cli.UsageError("figure.networks: expected at least two, one of them for training")
+        return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        known: dict[str, Program] = {}
+        device = machine.name
+        for name in task["networks"]:
+            known[name], device = timed(name, task, machine)
+        samples = {name: sample(p) for name, p in known.items()}
+        held: dict[str, Row] = {}
+        for name, program in known.items():
+            learned = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
+            found, true = learned.predict(program, 1), samples[name].times
+            of = np.array([kernel.kind in EXPENSIVE for kernel in program.kernels])
+            scores = {"all": r_squared(found, true), "expensive": r_squared(found[of], true[of])}
+            held[name] = {"kernels": len(true), **scores, "iteration": float(found.sum() / true.sum())}
+        return {"device": device, "held": held}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        lines = []
+        for name in rows[0]["networks"]:
+            held = [row["held"][name] for row in rows]
+            cells = [f"{one[key]:.3f}" for one in held for key in TIMES_PAPER]
+            lines.append({"label": figures.label(name), "cells": cells + [f"{one['iteration']:.2f}" for one in held]})
+        middle = [f"{paper:.3f} / {median(one[key] for one in row['held'].values()):.3f}"
+                  for row in rows for key, paper in TIMES_PAPER.items()]  # fmt: skip
+        lines.append({"label": "paper's mean / our median", "cells": middle + [""] * len(rows)})
+        heads = [f"{row['source']}, {name}" for row in rows for name in NAMES.values()]
+        return {"networks": lines, "heads": heads + [f"{row['source']}, iteration" for row in rows]}
+
+    def chart(self, rows: list[Row]) -> Chart:
+        inks, panels = {"all": "#9a9a9a", "expensive": "#b3123d"}, []
+        for row in rows:
+            names = [figures.label(name) for name in row["networks"]]
+            series = []
+            for key, ink in inks.items():
+                found = [row["held"][name][key] for name in row["networks"]]
+                below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in found]
+                series.append((NAMES[key], ink, [max(value, LEAST) for value in found], below))
+            marks: list[Mark] = []
+            for bars, (key, ink), hatch in zip(groups(series, across=True), inks.items(), ("", "///"), strict=True):
+                rule = f"the paper's mean, {NAMES[key]}"
+                marks += [replace(bars, hatch=hatch), Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4,
+                                                           line=DOTTED if hatch else DASHED)]  # fmt: skip
+            where = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
+            panels.append(Panel(f"{row['source']}: {row['device']}", marks, where, Axis(names=names)))
+        return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
+
+
+def timed(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
+    """Returns a network's program with the source's times, and the device they are for."""
+    if task["source"] == "model":
+        return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
+    from executor.capture.profile import measure, with_profile  # PyTorch
+    from experiments import workloads
+
+    captured = workloads.load({**figures.workload(name), "batch_size": task["batch"]}, machine)
+    profile = measure(captured, "cpu", repeats=task["repeats"], cache="hot")
+    return with_profile(captured.program, profile), profile.device
+
+
+LOOKS = {
+    "passive": ("passive mode", "#cb181d", "x", "-", 5.0),
+    "networks": ("predicted from other networks", "#f16913", "^", "--", 8.0),
+    "batches": ("predicted from other batch sizes", "#1f5fa8", "s", "-.", 10.0),
+    "measured": ("measured before", "#238b45", "D", ":", 12.0),
+}
+
+
+class Start(Figure):
+    """Time lost in the first iterations, by the source of the times of the first plan."""
+
+    name = "tensile_start"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        names, limits = figures.networks(settings), cli.plain(settings.limits)
+        for name in limits:
+            if name not in names or len(names) < 2:
+                raise cli.UsageError(f"figure.networks: expected {name} and another network to predict it from")
+        batch, iterations = (cli.integer(settings, key, least=1) for key in ("batch", "iterations"))
+        others = figures.integers(settings, "batches", 1)
+        if batch in others:
+            raise cli.UsageError(f"figure.batches: expected batch sizes other than {batch}, got {others}")
+        common = {"networks": names, "batch": batch, "batches": others, "iterations": iterations}
+        return [
+            {"network": name, "share": figures.share_of_peak(share, f"limits.{name}"), **common}
+            for name, share in limits.items()
+        ]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        name, batch = task["network"], task["batch"]
+        samples = {
+            (one, size): sample(figures.program(one, machine, batch_size=size))
+            for one in task["networks"] for size in (batch, *task["batches"])
+        }  # fmt: skip
+        program, _, times = samples[name, batch]
+        training = {
+            "networks": [one for (network, _), one in samples.items() if network != name],
+            "batches": [one for (_, size), one in samples.items() if size != batch],
+        }
+        limit = int(task["share"] * program.peak_bytes)
+        job = Job(name, program, Plan((), program.fingerprint, "none"), iterations=task["iterations"])
+        methods: Row = {"passive": {"lost": passive(job, machine, limit), "plans": 1}}
+        for method in list(LOOKS)[1:]:
+            found: Row = {}
+            predictor = None
+            if method in training:
+                with on_one_thread():
+                    predictor = KernelTimes.fit(training[method])
+                    predicted = predictor.predict(program, 1)
+                found = {"r2": r_squared(predicted, times)}
+            methods[method] = {**controlled(job, machine, limit, predictor), **found}
+        return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "methods": methods}
+
+    def numbers(self, rows: list[Row]) -> Row:
+        methods = {key: [row["methods"][key]["lost"] for row in rows] for key in LOOKS}
+        lines = []
+        for row in rows:
+            lost = [row["methods"][key]["lost"] for key in LOOKS]
+            cells = ["/".join(f"{100 * one:.1f}" for one in found) or "no plan" for found in lost]
+            lines.append({"label": label(row), "cells": cells})
+        firsts = {key: [lost[0] if lost else NEVER for lost in found] for key, found in methods.items()}
+        less = [max(predicted) < passive for passive, *predicted in zip(*list(firsts.values())[:3], strict=True)]
+        return {
+            "lines": lines, "heads": [name for name, *_ in LOOKS.values()], "less": sum(less), "count": len(less),
+            "first": {key: span(lost[0] for lost in found if lost) for key, found in methods.items()},
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        x = list(range(1, rows[0]["iterations"] + 1))
+        panels = []
+        for row in rows:
+            marks = [
+                Line(x[: len(found)], found, colour, name, marker, line, size=size, hollow=marker != "x",
+                     front=9 - size / 2)
+                for key, (name, colour, marker, line, size) in LOOKS.items()
+                if (found := row["methods"][key]["lost"])
+            ]  # fmt: skip
+            y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
+            panels.append(Panel(f"{label(row)} of the peak", marks, Axis("iteration", ticks=x), y))
+        return Chart("The first iterations of a job: passive mode or predicted times", panels, 3, (4.4, 3.8), keys=4)
+
+
+def label(row: Row) -> str:
+    """Returns the network and the limit of a row."""
+    return f"{figures.label(row['network'])}, {row['share']:.0%}"
+
+
+def sample(program: Program) -> Sample:
+    """Returns a program's kernel times, alone on the GPU."""
+    return Sample(program, 1, np.array([kernel.duration_ns for kernel in program.kernels]))
+
+
+def lost(ran: JobTimeline) -> list[float]:
+    """Returns the time lost in each iteration, as a fraction of the iteration without a limit."""
+    return [ns / ran.ideal_ns - 1 for ns in ran.iterations_ns]
+
+
+def controlled(job: Job, machine: Machine, limit: int, predictor: KernelTimes | None) -> Row:
+    """Returns the time lost per iteration under the controller, and its number of plans; none if it finds no plan."""
+    try:
+        ran = control([job], machine, limit, TENSILE(), 2**62, job.program.ideal_ns, times=predictor)
+    except Infeasible:
+        return {"lost": [], "plans": 0}
+    return {"lost": lost(ran.timeline.jobs[0]), "plans": len(ran.replanned)}
+
+
+def passive(job: Job, machine: Machine, limit: int) -> list[float]:
+    """Returns the time lost per iteration if the first, which evicts on demand (J6), measures the kernel times."""
+    first = simulate_jobs([replace(job, iterations=1)], machine, limit).jobs[0]
+    at = first.boundaries[0]
+    times = measured_times(first, len(job.program.kernels), at)
+    assert times is not None
+    (plan,) = TENSILE().plan_jobs([job.program], machine, limit, [sequence(times)])
+    return lost(simulate_jobs([replace(job, switches=((at, plan),))], machine, limit).jobs[0])
+
+
+CLAIM = 0.335  # fraction of an MLP's peak saved without extra time, section 4.1
+VGG = 0.2241  # Table 1
+SPEED_NETWORKS = ("vgg16_imagenet", "mlp")
+LEAST_BYTES = 2**20  # minimum size of a swapped tensor, as the planners' default
+SPEED_STYLES = (("#1f5fa8", "o"), ("#f16913", "^"), ("#238b45", "s"), ("#8e5bd0", "D"), ("#222222", "v"))
+DASHED_LINES = {"held": "Dashed: held to its limit; kernels wait", "within": "Dashed: no swaps across iterations"}
+
+
+class Speed(Figure):
+    """Memory saved by TENSILE's plans with kernels that take several times as long."""
+
+    name = "tensile_speed"
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        factors = figures.numbers(settings, "factors", lambda x: x > 0, "positive numbers")
+        found = []
+        for key, adam in (("batches", False), ("adam", True)):
+            for name, batches in cli.plain(settings[key]).items():
+                figures.network(name, key)
+                if not all(isinstance(batch, int) and batch > 0 for batch in batches):
+                    raise cli.UsageError(f"figure.{key}.{name}: expected a list of positive integers, got {batches!r}")
+                found += [{"network": name, "batch": b, "adam": adam, "factor": x} for b in batches for x in factors]
+        return found
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        changes = {"adam": True} if task["adam"] else {}
+        program = figures.program(task["network"], machine, batch_size=task["batch"], **changes)
+        program = program.with_durations([round(task["factor"] * k.duration_ns) for k in program.kernels])
+        schedule, plan = scheduled(program, machine)
+        _, within = scheduled(program, machine, across=False)
+        residents = int(schedule.engine.residency(array(schedule.rows)).max())
+        cut, exact = with_deltas(schedule, plan)
+        runs = {
+            "alone": simulate(program, plan, machine, machine.memory_bytes),
+            "held": simulate(program, plan, machine, residents),
+            "within": simulate(program, within, machine, machine.memory_bytes),
+            "exact": simulate(cut, exact, machine, machine.memory_bytes),
+        }
+        state = sum(t.nbytes for t in program.tensors if t.kind == "optimizer_state")
+        return {
+            "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "state_bytes": state,
+            "planned": schedule.peak, "decisions": len(plan.decisions),
+            **{key: {"peak_bytes": run.peak_bytes, "overhead": run.overhead} for key, run in runs.items()},
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        found = [speed_facts(row) for row in rows]
+        groups = list(figures.grouped(found, "key").values())
+        vgg, mlp = ([one for one in found if one["network"] == name and not one["adam"]] for name in SPEED_NETWORKS)
+        adam = [one for one in found if one["adam"]]
+        free = [one for one in mlp if one["overhead"] <= ZERO]
+        return {
+            "heads": [f"×{one['factor']:g}" for one in groups[0]],
+            "groups": [{**group[0], "cells": [one["cell"] for one in group]} for group in groups],
+            "claim": CLAIM, "vgg": span(one["alone"] for one in vgg),
+            "mlp": max((one["alone"] for one in free if one["factor"] == 1), default=None),
+            "enough": min((one["factor"] for one in free if one["alone"] >= CLAIM), default=None),
+            "states": [max(group, key=lambda one: one["alone"] - one["within"]) for group in (vgg, adam, mlp) if group],
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        found = [speed_facts(row) for row in rows]
+        claims, panels = ((CLAIM, "the paper's MLP"), (VGG, "the paper's VGG")), []
+        by_key = figures.grouped(found, "key")
+        for dashed, title in DASHED_LINES.items():
+            marks: list[Mark] = [Rule(share, across=True, line=":", text=text) for share, text in claims]
+            for (key, lines), (colour, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
+                x, alone, other = ([one[which] for one in lines] for which in ("ms", "alone", dashed))
+                marks += [Line(x, alone, colour, key, marker),
+                          Line(x, other, colour, "", marker, "--", size=8, hollow=True, front=2.5)]  # fmt: skip
+            x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
+            panels.append(Panel(title, marks, x_axis, Axis("saved of the peak", "%", (-0.015, None))))
+        return Chart("TENSILE: saved memory against the iteration time", panels, 2, (6.6, 4.6), keys=5)
+
+
+def scheduled(program: Program, machine: Machine, across: bool = True) -> tuple[Schedule, Plan]:
+    """Swaps until no swap succeeds (Algorithm 3 without a limit); returns the schedule and its plan.
+
+    Args:
+        across: Whether tensors may be evicted over the iteration boundary.
+    """
+    schedule = Schedule(program, machine, Engine(program, machine, 0), LEAST_BYTES, 1.0, program.start_ns)
+    schedule.gaps = [gap for gap in schedule.gaps if across or gap.after < gap.before]
+    while any(schedule.swap(gap) for gap in schedule.candidates()):
+        pass
+    return schedule, Plan.of(program, decisions_of(array(schedule.rows)), "tensile", schedule.peak)
+
+
+def with_deltas(schedule: Schedule, plan: Plan) -> tuple[Program, Plan]:
+    """Returns program and plan with kernels cut where swap-ins start, so that none is rounded to a kernel's end.
+
+    Every part of a kernel uses the kernel's tensors and workspace.
+    """
+    program = schedule.program
+    begins = [start % program.ideal_ns for start in schedule.scheduled.values() if start is not None]
+    parts: list[Kernel] = []
+    first, last, ends = [], [], []
+    for kernel, start in zip(program.kernels, program.start_ns, strict=False):
+        end = start + kernel.duration_ns
+        edges = [start, *sorted({at for at in begins if start < at < end}), end]
+        first.append(len(parts))
+        for low, high in pairwise(edges):
+            part = replace(kernel, duration_ns=high - low, recomputable=False, variants=())
+            reread = replace(part, inputs=tuple(dict.fromkeys(kernel.accesses)), outputs=())
+            parts.append(part if low == start else reread)
+            ends.append(high)
+        last.append(len(parts) - 1)
+    decisions = [moved(swap, at, first, last, ends) for swap, at in zip(plan.of_kind(Swap), begins, strict=True)]
+    cut = replace(program, kernels=tuple(parts))
+    return cut, Plan.of(cut, tuple(decisions), plan.planner, plan.limit)
+
+
+def moved(swap: Swap, at: int, first: Sequence[int], last: Sequence[int], ends: Sequence[int]) -> Swap:
+    """Returns a swap of the cut program whose swap-in is issued at ``at`` ns."""
+    copy = None if swap.copy is None else last[swap.copy]
+    prefetch = (bisect_right(ends, at) - 1) % len(ends)
+    return replace(swap, after=last[swap.after], before=first[swap.before], prefetch=prefetch, copy=copy)
+
+
+def speed_facts(row: Row) -> Row:
+    """Returns the fractions of the peak that are saved, by mode, with a table cell in per cent."""
+    saved = {key: 1 - row[key]["peak_bytes"] / row["peak_bytes"] for key in ("alone", "within", "held")}
+    cell = "/".join(f"{100 * value:.1f}" for value in saved.values()) + f"(+{100 * row['held']['overhead']:.1f})"
+    label = figures.label(row["network"]) + ", Adam" * row["adam"]
+    return {**row, **saved, "overhead": row["alone"]["overhead"], "cell": cell, "ms": row["ideal_ns"] / 1e6,
+            "label": label, "key": f"{label}, batch {row['batch']:,}",
+            "state": row["state_bytes"] / row["peak_bytes"]}  # fmt: skip
