@@ -358,7 +358,7 @@ class FineTuning(Trainer):
     @property
     def done(self) -> bool:
         """Whether all iterations are done or the best plan has no overhead."""
-        return self.episodes >= self.config.iterations or self.best_overhead <= 0
+        return super().done or self.best_overhead <= 0
 
     def step(self) -> list[Episode]:
         """Runs one iteration."""

@@ -80,15 +80,18 @@ class GraphFeatures(BaseFeaturesExtractor):
     ):  # fmt: skip
         if pool not in POOLS:
             raise ValueError(f"pool: expected one of {POOLS}, got {pool!r}")
-        found = None if own is None else CustomNetwork(own, graph, OBSERVED, forms)
+        network: Structure2Vec | CustomNetwork
+        if own is not None:
+            network = CustomNetwork(own, graph, OBSERVED, forms)
+        else:
+            network = Structure2Vec(graph, OBSERVED, embedding_size, message_passing_steps, pool, mixing, forms)
         self.nodes = forms * len(graph)
-        super().__init__(observation_space, self.nodes + (2 * embedding_size if found is None else found.state_size))
-        sizes = embedding_size, message_passing_steps
-        self.network = found or Structure2Vec(graph, OBSERVED, *sizes, pool, mixing, forms)
+        super().__init__(observation_space, self.nodes + network.state_size)
+        self.network = network
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         x = observations["nodes"].transpose(0, 1)
-        q, state = self.network.with_graph_state(x, observations["current"].flatten(1).argmax(1))
+        q, state = self.network(x, observations["current"].flatten(1).argmax(1))
         scores = q.new_full((len(q), self.nodes), MASKED).index_copy(1, self.network.codes, q)
         return torch.cat([scores, state], 1)
 

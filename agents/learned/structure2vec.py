@@ -66,18 +66,12 @@ class Structure2Vec(nn.Module):
     codes: Tensor
 
     def __init__(
-        self,
-        graph: OperationGraph,
-        features: int,
-        embedding_size: int,
-        message_passing_steps: int,
-        pool: str,
-        mixing: bool,
-        forms: int = 1,
-    ):
+        self, graph: OperationGraph, features: int, embedding_size: int, message_passing_steps: int, pool: str,
+        mixing: bool, forms: int = 1,
+    ):  # fmt: skip
         super().__init__()
-        p = embedding_size
-        self.message_passing_steps, self.pool, self.features = message_passing_steps, pool, features
+        p, self.state_size = embedding_size, 2 * embedding_size
+        self.message_passing_steps, self.pool = message_passing_steps, pool
         self.neighbours = NeighbourSum()
         self.w1 = nn.Linear(features, p, bias=False)
         self.w2 = nn.Linear(p, p, bias=False)
@@ -96,19 +90,14 @@ class Structure2Vec(nn.Module):
         self.register_buffer("target", edges[1], persistent=False)
         self.register_buffer("weights", weights[:, None], persistent=False)
         self.register_buffer("codes", codes(graph, forms), persistent=False)
-        self.register_buffer("actions", torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0], persistent=False)
+        self.register_buffer("actions", codes(graph, 1), persistent=False)
 
-    def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """Returns Q-values (B, A * forms) of x (N, B, F) and current nodes (B,)."""
-        return self.with_graph_state(x, current)[0]
-
-    def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns Q-values (B, A * forms) and the graph state (B, 2p)."""
+    def forward(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns Q-values (B, A * forms) and the graph state (B, 2p) of x (N, B, F) and current nodes (B,)."""
         n, batch, _ = x.shape
-        # Equation 1. S^0 is zero, so the first round has no neighbor term.
-        edge = self.w3(
-            torch.zeros(n, self.w3.in_features).index_add_(0, self.target, self.w4(self.weights).relu())
-        )  # W3 Σ_u ReLU(W4 w(u, v)), the same for all states
+        # Equation 1. S^0 is zero, so the first round has no neighbor term; the edge term is equal in all states.
+        weighted = self.w4(self.weights).relu()
+        edge = self.w3(torch.zeros(n, self.w3.in_features).index_add_(0, self.target, weighted))
         own = self.w1(x) + edge[:, None]
         s = own.relu()
         for _ in range(self.message_passing_steps - 1):
@@ -168,12 +157,8 @@ class CustomNetwork(nn.Module):
             raise CustomNetworkError(f"network: {name} has no parameters to train")
         self.state_size = state.shape[1]
 
-    def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """Returns the scores of the actions, (B, A), of x (N, B, F) and current nodes (B,)."""
-        return self.with_graph_state(x, current)[0]
-
-    def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores (B, A) and the state (B, S)."""
+    def forward(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scores of the actions (B, A) and the state (B, S) of x (N, B, F) and current nodes (B,)."""
         scores, state = self.network(x.transpose(0, 1), current)
         return scores[:, self.codes], state
 

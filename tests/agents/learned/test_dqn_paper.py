@@ -54,7 +54,7 @@ def test_equations_one_to_three_as_printed():
     expected = [
         float(net.w7.weight.detach()[0] @ torch.relu(torch.cat([g, net.w8.weight @ s[a]])).detach()) for a in actions
     ]
-    got = net(x, torch.tensor([c]))[0].tolist()
+    got = net(x, torch.tensor([c]))[0][0].tolist()
     assert got == pytest.approx(expected, rel=1e-4)
 
 
@@ -184,7 +184,7 @@ def test_an_invalid_action_never_enters_the_target(double, target_every):
     reward, last = 0.5, 0.25
     trainer.buffer.add([(first, 1, reward), (second, 2, last)], 1)
     errors = np.array([reward + 0.5 * value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
-    drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).place  # the draw of ``update``
+    drawn = copy.deepcopy(trainer.rng).integers(2, size=config.batch_size)  # the draw of ``update``
     assert set(drawn) == {0, 1}
     assert trainer.update() == pytest.approx(float(np.mean(errors[drawn] ** 2)), rel=1e-5)
 
@@ -194,8 +194,7 @@ def test_replay_n_step_returns():
     zero = np.zeros((2, 3), np.float16)
     trail = [(State(zero + i, i, np.ones(3, bool)), i, 10.0**i) for i in range(4)]
     replay.add(trail, n_step=2, gamma=0.5)
-    assert replay.arrays["reward"][:4].tolist() == [6, 60, 600, 1000]
-    assert replay.arrays["ahead"][:4].tolist() == [2, 2, 0, 0]
-    batch = replay.sample(200, np.random.default_rng(0))
-    assert (batch.next_current[batch.more] == batch.current[batch.more] + 2).all()
-    assert (batch.more == (batch.current < 2)).all()
+    assert replay.ring["reward"][:4].tolist() == [6, 60, 600, 1000]
+    assert replay.ring["ahead"][:4].tolist() == [2, 2, 0, 0]
+    now, later = replay.sample(200, np.random.default_rng(0))
+    assert (later["current"] == now["current"] + now["ahead"]).all() and set(now["ahead"]) == {0, 2}
