@@ -249,12 +249,15 @@ class Batch(EnvBatch):
         rows: NDArray[np.int64] = self.rows[i, : self.walks["count"][i]]
         return rows
 
+    def need(self, i: int) -> NDArray[np.int64]:
+        """Returns the planned residency of walk i in bytes per kernel, as a view."""
+        need: NDArray[np.int64] = self.arrays[i, : len(self.task(i).live_bytes)]
+        return need
+
     def plan(self, i: int, planner: str = "") -> Plan:
         """Returns the partial plan of walk i."""
         task, decisions = self.task(i), encoding.decisions_of(self.plan_rows(i))
         return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
-
-    # Interface of EnvBatch (batch_env.py).
 
     def ended(self) -> NDArray[Any]:
         """Returns whether each episode has ended, (M,), as a view."""
