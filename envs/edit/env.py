@@ -20,7 +20,7 @@ from envs.memory_env import Limit, MachineLike, OneOrMore, ProgramLike, each_tas
 from simulator.plan import Plan
 
 
-def _batch(
+def make_batch(
     count: int, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
     limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", start: str | Plan = "heuristic",
     reward: str = "best", reference: str = "floor", **options: Any,
@@ -64,7 +64,7 @@ class MemoryEditEnv(BatchEnv):
             first mode) or a Plan. ``reset(options={"start": i})`` selects the i-th fastest instead of the fastest.
         edits: "neighbours": the action is one of ``neighbours`` edits, including their repair; "gap": the action is a
             gap and a mode (gap * 5 + mode), and the repair is not observed in advance.
-        neighbours: M, by default 64.
+        neighbours: M.
         budget: simulator calls of an episode; None: twice the task's gaps.
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
             (no slower than the current plan) or "always".
@@ -75,6 +75,8 @@ class MemoryEditEnv(BatchEnv):
         reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
         copy: if False, observations and masks are views of buffers that the next call overwrites.
 
+    Defaults are those of ``make_batch`` and ``EditBatch``.
+
     Raises:
         ValueError: if an argument is invalid.
     """
@@ -84,7 +86,7 @@ class MemoryEditEnv(BatchEnv):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
     def __init__(self, *task: Any, copy: bool = True, **options: Any) -> None:
-        super().__init__(_batch(1, *task, **options), copy)
+        super().__init__(make_batch(1, *task, **options), copy)
 
     @property
     def best_plan(self) -> Plan:
@@ -105,7 +107,7 @@ class MemoryEditVectorEnv(BatchVectorEnv):
         self, num_envs: int, *task: Any, copy: bool = True, max_episode_steps: int | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(num_envs, _batch(num_envs, *task, **options), copy, autoreset_mode, max_episode_steps)
+        super().__init__(num_envs, make_batch(num_envs, *task, **options), copy, autoreset_mode, max_episode_steps)
 
     def best_plan(self, i: int) -> Plan:
         """Returns the best plan of environment i's episode."""
