@@ -288,7 +288,9 @@ def make(
     policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
     if algorithm == "maskable_ppo":
         policy_options["ortho_init"] = False  # it would scale an extractor layer close to zero
-    return kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
+    model = kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
+    model.set_logger(Logger(None, []))  # the library's default would create a folder in the temporary directory
+    return model
 
 
 def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int64]) -> float:

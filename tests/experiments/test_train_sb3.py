@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,11 @@ def test_maskable_ppo_learns_the_small_task() -> None:
 
 
 @pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
-def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(algorithm: str) -> None:
+def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers that the library's logger leaves no folder behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     histories = []
     for seed in (5, 5, 6):
         told: list[Episode] = []
@@ -79,6 +84,7 @@ def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(algori
         assert record.best is not None and record.best.planner == algorithm
         histories.append([(e.steps, e.overhead) for e in record.history if e.feasible])
     assert histories[0] == histories[1] != histories[2]
+    assert not list(tmp_path.iterdir())
 
 
 def test_rewards_are_scaled_for_learning_only() -> None:
