@@ -16,27 +16,15 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import spmm
 
 from envs.graph import OperationGraph
 
 
-class NeighbourSum(MessagePassing):  # type: ignore[misc]  # untyped library
-    """Sum of s_u over u in N(v), which contains v (the graph has self-loops)."""
-
-    def __init__(self) -> None:
-        super().__init__(aggr="sum")
-
-    def forward(self, s: Tensor, adjacency: Tensor) -> Tensor:
-        """Returns the neighbor sums of s, (N, B, p) -> (N, B, p)."""
-        total: Tensor = self.propagate(adjacency, s=s.flatten(1))
-        return total.view_as(s)
-
-    def message_and_aggregate(self, edge_index: Tensor, s: Tensor) -> Tensor:
-        """Computes the sum over neighbors as one sparse product, (N, N) by (N, B p)."""
-        total: Tensor = spmm(edge_index, s, self.aggr)
-        return total
+def neighbour_sum(s: Tensor, adjacency: Tensor) -> Tensor:
+    """Returns the sum of s_u over u in N(v), which contains v (self-loops), as one product: (N, B, p) -> (N, B, p)."""
+    total: Tensor = spmm(adjacency, s.flatten(1), "sum")
+    return total.view_as(s)
 
 
 def sparse(edges: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -72,7 +60,6 @@ class Structure2Vec(nn.Module):
         super().__init__()
         p, self.state_size = embedding_size, 2 * embedding_size
         self.message_passing_steps, self.pool = message_passing_steps, pool
-        self.neighbours = NeighbourSum()
         self.w1 = nn.Linear(features, p, bias=False)
         self.w2 = nn.Linear(p, p, bias=False)
         self.w3 = nn.Linear(p, p, bias=False)
@@ -101,7 +88,7 @@ class Structure2Vec(nn.Module):
         own = self.w1(x) + edge[:, None]
         s = own.relu()
         for _ in range(self.message_passing_steps - 1):
-            s = (own + self.w2(self.neighbours(s, self.adjacency))).relu()
+            s = (own + self.w2(neighbour_sum(s, self.adjacency))).relu()
         # Equation 2: g = [W5 Σ_u s_u, W6 s_c].
         together = s.sum(0) if self.pool == "sum" else s.mean(0)
         g = torch.cat([self.w5(together), self.w6(s[current, torch.arange(batch)])], -1)  # (B, 2p)
