@@ -125,13 +125,11 @@ class Batch(EnvBatch):
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
         self.options = np.zeros(1, columns.OPTIONS)
-        self.options[0] = (
-            self.size, self.forms, reward == "causal", invalid == "ignore", autoreset, len(tasks), iterations,
-            ACTIONS[actions], kernels, gaps,
-        )  # fmt: skip
+        causal, ignore = reward == "causal", invalid == "ignore"
+        self.options[0] = self.size, self.forms, causal, ignore, autoreset, len(tasks), iterations, ACTIONS[actions]
         self.walks = np.zeros(walks, columns.WALK)
         self.walks["seed"] = np.random.default_rng().integers(2**63, size=walks)
-        self.arrays = np.zeros((walks, 2 * (kernels + 1) + 3 * gaps), np.int64)
+        self._need, ended = np.zeros((2, walks, kernels + 1), np.int64)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
@@ -139,7 +137,7 @@ class Batch(EnvBatch):
         self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._given = self.options, self.where, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
-        self._state = self.walks, self.arrays, self.rows, self.touched
+        self._state = self.walks, self._need, ended, *np.zeros((3, walks, gaps), np.int64), self.rows, self.touched
         self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
                        self.current)  # fmt: skip
@@ -242,7 +240,7 @@ class Batch(EnvBatch):
 
     def need(self, i: int) -> NDArray[np.int64]:
         """Returns the planned residency of walk i in bytes per kernel, as a view."""
-        need: NDArray[np.int64] = self.arrays[i, : len(self.task(i).live_bytes)]
+        need: NDArray[np.int64] = self._need[i, : len(self.task(i).live_bytes)]
         return need
 
     def plan(self, i: int, planner: str = "") -> Plan:

@@ -81,7 +81,7 @@ def each_task(
         program, small_machine = small_task()
         machine = machine or small_machine
     for one in _several(program):
-        for on in [None] if machine is None else _several(machine):
+        for on in _several(machine):
             built, where = program_and_machine(one, on)
             for each in _several(limit):
                 yield built, where, limit_bytes(each, built)
