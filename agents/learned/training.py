@@ -49,7 +49,6 @@ class Trainer(ABC):
         program, machine, limit: the task; the limit is in bytes.
         config: hyperparameters.
         history: log entries.
-        checkpoint_every: entries between checkpoints.
         best, best_overhead: best plan so far and its overhead.
 
     Args:
@@ -61,7 +60,6 @@ class Trainer(ABC):
         self, program: Program, machine: Machine, limit: int, config: Any, seed: int, length: str, entries: str
     ) -> None:
         self.program, self.machine, self.limit, self.config, self.seed = program, machine, limit, config, seed
-        self.checkpoint_every: int = config.checkpoint_every
         self.history: list[Episode] = []
         self.best: Plan | None = None
         self.best_overhead = math.nan
@@ -154,7 +152,8 @@ def train(
     for episode in trainer.history:
         on_episode(episode)
     on_step(trainer)
-    saved = trainer.episodes // trainer.checkpoint_every
+    every = trainer.config.checkpoint_every
+    saved = trainer.episodes // every
     while not trainer.done and not fits:
         finished = trainer.step()
         try:
@@ -165,8 +164,8 @@ def train(
                 trainer.save(checkpoint)
             raise
         on_step(trainer)
-        if checkpoint is not None and trainer.episodes // trainer.checkpoint_every > saved:
-            saved = trainer.episodes // trainer.checkpoint_every
+        if checkpoint is not None and trainer.episodes // every > saved:
+            saved = trainer.episodes // every
             trainer.save(checkpoint)
     if checkpoint is not None:
         trainer.save(checkpoint)
