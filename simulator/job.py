@@ -24,14 +24,6 @@ class JobsDeadlock(RuntimeError):
 class Job:
     """A program and its plans on a shared machine: arrives, runs iterations, and leaves.
 
-    Attributes:
-        arrives_ns: Earliest start; the job is admitted when its initial memory fits (RULES.md, J5).
-        iterations: Number of iterations after which the job leaves; None: unlimited.
-        leaves_ns: The job leaves at its first boundary from this time on.
-        switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
-        within: Whether swap-ins keep the job's own memory within the limit of its plan (J4).
-        durations: Kernel durations in ns; iteration i uses row i mod len (J11). Empty: those of the program and plan.
-
     Raises:
         ValueError: A time or a count is out of range, or a row does not fit the program.
     """
@@ -39,12 +31,12 @@ class Job:
     name: str
     program: Program
     plan: Plan
-    arrives_ns: int = 0
-    iterations: int | None = None
-    leaves_ns: int | None = None
-    switches: tuple[tuple[int, Plan], ...] = ()
-    within: bool = False
-    durations: tuple[tuple[int, ...], ...] = ()
+    arrives_ns: int = 0  # earliest start; the job is admitted when its initial memory fits (RULES.md, J5)
+    iterations: int | None = None  # after which the job leaves; None: unlimited
+    leaves_ns: int | None = None  # the job leaves at its first boundary from this time on
+    switches: tuple[tuple[int, Plan], ...] = ()  # (at_ns, plan), ascending: takes effect at the next boundary
+    within: bool = False  # whether swap-ins keep the job's own memory within the limit of its plan (J4)
+    durations: tuple[tuple[int, ...], ...] = ()  # in ns; iteration i uses row i mod len (J11); (): the program's
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:

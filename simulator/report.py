@@ -38,22 +38,15 @@ class Origins(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """First moment of a step at which memory use is highest.
-
-    Attributes:
-        kernel: index of the kernel that runs (or waits) at the peak.
-        place: its source location; None for a program that was not captured here.
-        kinds: bytes by kind of tensor, and "workspace"; they sum to ``nbytes``.
-        modules: bytes by module path, with the same sum; {} if source locations are unknown.
-    """
+    """First moment of a step at which memory use is highest."""
 
     nbytes: int
-    kernel: int
+    kernel: int  # index of the kernel that runs (or waits) at the peak
     name: str
     phase: Phase
-    place: Place | None
-    kinds: dict[str, int]
-    modules: dict[str, int]
+    place: Place | None  # source location of the kernel; None for a program that was not captured here
+    kinds: dict[str, int]  # bytes by kind of tensor, and "workspace"; they sum to ``nbytes``
+    modules: dict[str, int]  # bytes by module path, with the same sum; {} if source locations are unknown
 
     def __str__(self) -> str:
         return f"{size(self.nbytes)} in {self.moment}"
@@ -83,36 +76,24 @@ class Rerun(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Effect of a plan on a step.
-
-    Attributes:
-        limit: memory limit in bytes.
-        planner: name of the planner; "" without decisions.
-        least_bytes: smallest limit at which the plan is feasible.
-        swapped: swapped tensors and bytes per step, by kind of tensor.
-        rerun: recomputed kernels and their duration, by kind of kernel.
-        iteration_ns: predicted iteration time; ``breakdown`` splits it into parts.
-        floor_ns: certified lower bound of the iteration time at this limit; None: unknown.
-        packed_bytes: memory with a fixed address for every block, under the plan if any.
-        issued: how the step runs ("as one CUDA graph"); "" if it is not executed.
-    """
+    """Effect of a plan on a step."""
 
     program: str
     machine: str
-    limit: int
-    planner: str
+    limit: int  # in bytes
+    planner: str  # "" without decisions
     persistent_bytes: int
-    least_bytes: int
+    least_bytes: int  # smallest limit at which the plan is feasible
     without: Peak
     under: Peak
-    swapped: dict[str, Moved]
-    rerun: dict[str, Rerun]
-    iteration_ns: int
+    swapped: dict[str, Moved]  # swapped tensors and bytes per step, by kind of tensor
+    rerun: dict[str, Rerun]  # recomputed kernels and their duration, by kind of kernel
+    iteration_ns: int  # predicted
     ideal_ns: int
-    breakdown: Breakdown
-    floor_ns: int | None
-    packed_bytes: int
-    issued: str = ""
+    breakdown: Breakdown  # of ``iteration_ns``
+    floor_ns: int | None  # certified lower bound of the iteration time at this limit; None: unknown
+    packed_bytes: int  # memory with a fixed address for every block, under the plan if any
+    issued: str = ""  # how the step runs ("as one CUDA graph"); "" if it is not executed
 
     @property
     def overhead(self) -> float:
@@ -300,16 +281,11 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit for all sizes on a page. Sums and differences use the rounded figures.
+    """Unit for all sizes on a page. Sums and differences use the rounded figures."""
 
-    Attributes:
-        nbytes: bytes per unit.
-        digits: decimal places.
-    """
-
-    nbytes: int
+    nbytes: int  # bytes per unit
     name: str
-    digits: int = 2
+    digits: int = 2  # decimal places
 
     @classmethod
     def of(cls, *told: int, apart: Iterable[tuple[int, int]] = ()) -> Unit:

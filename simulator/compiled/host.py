@@ -14,38 +14,24 @@ from simulator.compiled.lowering import is_swap
 
 
 class Queue(NamedTuple):
-    """Work of the host in one iteration, and the bound on its lead.
+    """Work of the host in one iteration, and the bound on its lead."""
 
-    Attributes:
-        durations: Kernel durations in ns.
-        steps, n_steps: Recomputed kernels.
-        issues: by_kernel[ISSUES].
-        issue_ns, depth: Fields of the machine.
-    """
-
-    durations: Ints
-    steps: NDArray[Any]
+    durations: Ints  # of the kernels in ns
+    steps: NDArray[Any]  # recomputed kernels
     n_steps: int
-    issues: Ints
+    issues: Ints  # by_kernel[ISSUES]
     issue_ns: int
     depth: int
 
 
 class Host(NamedTuple):
-    """State of the host.
+    """State of the host."""
 
-    Attributes:
-        kernel, step: Next item to issue: the kernel, or before it a kernel recomputed for it, by ``step``.
-        issued: Number of steps that are issued and have not started.
-        queued: Number of timed steps that are issued and unfinished.
-        next_ns: Time of the next issue, assuming that the queue has room.
-    """
-
-    kernel: int
-    step: int
-    issued: int
-    queued: int
-    next_ns: int
+    kernel: int  # next to issue
+    step: int  # of the kernels that are recomputed, the next to issue, if it is for ``kernel``
+    issued: int  # number of steps that are issued and have not started
+    queued: int  # number of timed steps that are issued and unfinished
+    next_ns: int  # time of the next issue, assuming that the queue has room
 
 
 @stage
