@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
@@ -65,10 +65,9 @@ class Kind:
         Raises:
             FormatError: The entry is malformed.
         """
-        known = [f for f in fields(cls) if f.name in cls.of_plan_1 or not old]
-        types = {f.name: bool if f.type == "bool" else int for f in known}
-        optional = {f.name: (types.pop(f.name), f.default) for f in known if f.default is not MISSING}
-        found = files.fields(entry, where, {"kind": str, **types}, optional)
+        required, optional = files.keys_of(cls)
+        known = {name: key for name, key in optional.items() if name in cls.of_plan_1 or not old}
+        found = files.fields(entry, where, {"kind": str, **required}, known)
         del found["kind"]
         return cls(**found)
 
