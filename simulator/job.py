@@ -137,19 +137,10 @@ class JobsTimeline:
     order: tuple[int, ...]  # job of each block event, in order
     evictions: tuple[Eviction, ...]  # in order
 
-    @classmethod
-    def assemble(
-        cls, limit: int, sharing: Sharing, end_ns: int, jobs: Sequence[JobTimeline], order: Sequence[int],
-        evictions: Sequence[Eviction],
-    ) -> JobsTimeline:  # fmt: skip
-        """Builds a timeline; the peak is computed from the block events."""
-        peak = max(used for _, used in memory_curve(_merged(jobs, order), 0))
-        return cls(limit, sharing, end_ns, peak, tuple(jobs), tuple(order), tuple(evictions))
-
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes in use) after each change, in order; simultaneous allocations, or frees, are merged."""
-        return memory_curve(_merged(self.jobs, self.order), 0)
+        return merged_curve(self.jobs, self.order)
 
     def copies_ns(self, stream: Literal["d2h", "h2d"]) -> int:
         """Returns the total duration of the copies in one direction."""
@@ -185,7 +176,7 @@ class JobsTimeline:
         return {"traceEvents": events + trace_memory(everybody, self.memory), "displayTimeUnit": "ns"}
 
 
-def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:
-    """Merges the block events of all jobs in order."""
+def merged_curve(jobs: Sequence[JobTimeline], order: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the ``memory_curve`` of all jobs; ``order``: the job of each block event, in order."""
     events = [iter(job.events) for job in jobs]
-    return [next(events[j]) for j in order]
+    return memory_curve([next(events[j]) for j in order], 0)
