@@ -7,7 +7,7 @@ timelines and adds the source locations of a capture's kernels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -227,14 +227,17 @@ def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[
         At most ``rows`` names, sorted by bytes in the first peak, the smallest merged into one; a column per peak.
     """
     columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
-    return _largest(columns, rows), columns
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
+    if len(keys) > rows:
+        for column in columns:
+            column["(others)"] = sum(column.get(key, 0) for key in keys[rows - 1 :])
+        keys = [*keys[: rows - 1], "(others)"]
+    return keys, columns
 
 
 def _depth(peaks: Sequence[Peak], rows: int) -> int:
-    """Returns the path length at which there are at most ``rows`` modules.
-
-    It is increased while one module has over half of the peak and can be split.
-    """
+    """Returns the path length with at most ``rows`` modules, or more while one has over half of the peak."""
     paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
     depths = range(1, max(map(len, paths)) + 1)
     depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
@@ -248,32 +251,19 @@ def _depth(peaks: Sequence[Peak], rows: int) -> int:
 
 
 def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: defaultdict[str, int] = defaultdict(int)
     for path, nbytes in modules.items():
-        head = ".".join(path.split(".")[:depth])
-        found[head] = found.get(head, 0) + nbytes
+        found[".".join(path.split(".")[:depth])] += nbytes
     return found
-
-
-def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
-    """Returns the keys of all columns, sorted by bytes in the first; merges those beyond ``rows`` into one."""
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
-    if len(keys) > rows:
-        for column in columns:
-            column["(others)"] = sum(column.get(key, 0) for key in keys[rows - 1 :])
-        keys = [*keys[: rows - 1], "(others)"]
-    return keys
 
 
 def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
     """Yields the lines of a table with one row per key: its name, then its bytes in each column."""
-    name: Callable[[str], str] = lambda key: names.get(key, key)  # noqa: E731
-    width = max(24, *(len(name(key)) for key in keys))
+    width = max(24, *(len(names.get(key, key)) for key in keys))
     heads = ("without a plan", "under the plan")[: len(columns)]
     yield f"{'peak by ' + title:{width}}" + "".join(f"{head:>16}" for head in heads)
     for key in keys:
-        yield f"{name(key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
+        yield f"{names.get(key, key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
 
 
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

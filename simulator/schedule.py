@@ -449,10 +449,7 @@ class _Walk:
 
 
 def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:
-    """Returns the bytes that the host holds at each kernel.
-
-    A copy is held from its issue until the tensor is swapped in, or until the next gap that reuses the copy.
-    """
+    """Returns the bytes that the host holds at each kernel (choice h)."""
     n = len(program.kernels)
     change = [0] * (2 * n + 1)  # kernels of this iteration, then of the next
     of: dict[int, list[Swap]] = {}

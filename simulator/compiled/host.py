@@ -64,10 +64,7 @@ def issue(queue, host, now):
 
 @stage
 def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
-    """Fills by_kernel[ISSUES] (Schedule.issues).
-
-    Returns whether the host takes time, its work, and its state before the first iteration.
-    """
+    """Fills by_kernel[ISSUES] (Schedule.issues); returns if the host takes time, its work, and its first state."""
     issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
     queue, host = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH]), Host(0, 0, 0, 0, 0)
     busy = kernels[BEGINS, n] + lasts
@@ -108,14 +105,9 @@ def complete(queue, host, timed, now):
 
 @stage
 def note_lead(state, m, queue, host, now, changes, lead, lead_ns):
-    """Writes the host's lead at a boundary into ``state`` (Host.lead).
+    """Writes the host's lead at a boundary into ``state`` (Host.lead); returns the host, and its lead.
 
-    Args:
-        changes: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
-        lead, lead_ns: Lead at the last boundary.
-
-    Returns:
-        The host, and its lead.
+    changes: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
     """
     host = issue(queue, host, now)
     late = min(now - host.next_ns, 0)
