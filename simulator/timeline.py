@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -121,18 +122,17 @@ class Timeline:
             used += event.nbytes
             if used > most:
                 most, last = used, i
-        held: dict[int, int] = {}
+        held: Counter[int] = Counter()
         for event in self.events[: last + 1]:
-            held[event.owner] = held.get(event.owner, 0) + event.nbytes
+            held[event.owner] += event.nbytes
         return self.events[last].time_ns if self.events else 0, {owner: n for owner, n in held.items() if n}
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Returns the bytes in use at the first peak, summed by the kind that ``kind_of`` returns for each owner."""
-        at_peak: dict[str, int] = {}
+        at_peak: Counter[str] = Counter()
         for owner, nbytes in self.peak[1].items():
-            kind = kind_of(owner)
-            at_peak[kind] = at_peak.get(kind, 0) + nbytes
-        return at_peak
+            at_peak[kind_of(owner)] += nbytes
+        return dict(at_peak)
 
     def running(self, time_ns: int) -> Span:
         """Returns the span that the compute stream executes at ``time_ns``, else the last before, else the first."""

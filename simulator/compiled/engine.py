@@ -71,12 +71,10 @@ class _Work:
 
     def __init__(self, kernels: int, tensors: int, iterations: int):
         self._sizes = kernels, tensors, iterations
-        by_kernel, by_segment, by_tensor, by_row, states = work_shapes(kernels, tensors, 0, iterations)
-        self.arrays = Work(
-            np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64), np.zeros(by_tensor, np.int64),
-            np.empty(by_row, np.int64), np.empty(0, GAP), np.empty((256, STEP_COLUMNS), np.int64),
-            np.empty(states, np.int64),
-        )  # fmt: skip
+        by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
+        later, steps = np.empty(0, np.int64), np.empty((256, STEP_COLUMNS), np.int64)  # ``make_room`` allocates
+        self.arrays = Work(np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64),
+                           np.zeros(by_tensor, np.int64), later, later, steps, later)  # fmt: skip
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
         self.make_room(64)
@@ -364,17 +362,7 @@ class Engine:
                 _recompute, n_steps, self._n_steps = True, -1, -1
 
     def timeline(self, plan: Plan, limit_until: int | None = None, schedule: Schedule | None = None) -> Timeline:
-        """Simulates a plan with its variants and returns the timeline.
-
-        Args:
-            plan: Plan for the engine's program.
-            limit_until: Enforce the limit only for kernels before this one; None: everywhere.
-            schedule: Result of ``lower`` for this plan; None: computed here.
-
-        Raises:
-            PlanError: The plan does not fit the program or the host.
-            OutOfMemory: The plan is infeasible at the limit.
-        """
+        """Simulates a plan with its variants; parameters and errors are those of ``simulate``."""
         plan.check(self.program)
         engine = self if plan.variants == self.variants else self.with_variants(plan.variants)
         with no_collections():
