@@ -168,10 +168,12 @@ class _StrictLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.level -= 1
         known: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key.value in known:
-                raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
-            known |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        for key in keys:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in known:
+                    raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
+                known.add(key.value)
         return node
 
 
