@@ -254,7 +254,7 @@ def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
     found: defaultdict[str, int] = defaultdict(int)
     for path, nbytes in modules.items():
         found[".".join(path.split(".")[:depth])] += nbytes
-    return found
+    return dict(found)
 
 
 def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
