@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
+from simulator import Plan, PlanError, Program, Recompute, Swap
 from simulator.plan import cannot_recompute
 from simulator.schedule import lower
 from tests.programs import activations, parameter, straight
@@ -153,47 +153,6 @@ def test_why_a_tensor_cannot_be_recomputed():
     ):
         with pytest.raises(PlanError, match=rf"^decisions\[0\]: {reason}"):
             Plan((decision,)).check(program)
-
-
-def can_be_made_again(program: Program, tensor: int, by: int, again_at: int) -> bool:
-    """Returns whether the content of ``tensor`` at kernel ``by`` can be recomputed before ``again_at``."""
-
-    def content(x: int, k: int) -> list[int]:
-        return [w for w in range(k) if x in program.kernels[w].outputs]
-
-    def there(x: int, k: int) -> bool:
-        uses = [u for u, kernel in enumerate(program.kernels) if x in kernel.inputs + kernel.outputs]
-        alive = program.tensors[x].persistent or uses[0] < again_at <= uses[-1]
-        return alive and x != tensor and content(x, again_at) == content(x, k)
-
-    def makeable(x: int, k: int) -> bool:
-        return not program.tensors[x].persistent and all(
-            program.kernels[w].recomputable and all(there(i, w) or makeable(i, w) for i in program.kernels[w].inputs)
-            for w in content(x, k)
-        )
-
-    return makeable(tensor, by)
-
-
-@st.composite
-def overwriting(draw):
-    """Returns a program with few tensors that many kernels write, in place or not; some cannot be recomputed."""
-    tensors = (Tensor("p", 1, "parameter", True), Tensor("q", 1, "buffer", True), *(Tensor(n, 1) for n in "xyz"))
-    born, kernels = {0, 1}, []
-    for i in range(draw(st.integers(3, 7))):
-        inputs = draw(st.sets(st.sampled_from(sorted(born)), max_size=2))
-        outputs = draw(st.sets(st.integers(0, 4), max_size=2))
-        born |= outputs
-        once = draw(st.integers(0, 3)) == 0
-        kernels.append(Kernel(f"k{i}", "other", "forward", tuple(inputs), tuple(outputs), 1, recomputable=not once))
-    return Program("overwriting", tensors, tuple(kernels))
-
-
-@given(overwriting())
-def test_recomputable_tensors_by_enumeration(program):
-    for t, after, before in program.gaps():
-        possible = cannot_recompute(program, t, after, before) is None
-        assert possible == (after < before and can_be_made_again(program, t, before, before))
 
 
 @given(st.data())
