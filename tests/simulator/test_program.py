@@ -3,6 +3,7 @@
 import os
 import pickle
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,15 @@ def test_structure():
     assert replace(program, kernels=(slower, *kernels[1:])).structure == program.structure
     larger = replace(kernels[0], variants=((4, 8), (25, 0)))
     assert replace(program, kernels=(larger, *kernels[1:])).structure != program.structure
+
+
+def test_no_cached_property_depends_on_earlier_durations():
+    names = [name for name, value in vars(Program).items() if isinstance(value, cached_property)]
+    program = replace(PROGRAM)
+    assert all(getattr(program, name) for name in names)
+    other = program.with_durations([1] * 8)
+    fresh = Program(other.name, other.tensors, other.kernels)
+    assert [getattr(other, name) for name in names] == [getattr(fresh, name) for name in names]
 
 
 def test_with_durations_scales_the_variants():

@@ -50,6 +50,13 @@ def replay(recorded: Stream, found: Iteration) -> None:
     # stay; a is held from operation 0 to 4, b from 3 to 5.
     ("+w9 +v7  +a4 <w >a +b8 -a -b  +c4 <w >c +a8 -c -a  +b4 <w >b +c8 -b -c", (2, 6, 3),
      [(0, 6, 9), (0, 6, 7), (0, 4, 4), (3, 5, 8)], [2, 0, 2, 3, 2, 3]),
+    # Of 4 operations, a and c are held from 0 to 3, b and d from 2 to operation 1 of the next iteration. Of the begins
+    # that leave two repetitions, operation 6, before "+d8", is where c alone is held.
+    ("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c", (6, 4, 2),
+     [(0, 4, 9), (0, 3, 8), (2, 5, 4)], None),
+    # Operations 0 to 11 equal the 6 before or after them but for ids, yet x, operation 5, is freed by none of them.
+    # Operations 6 to 15 repeat every 5.
+    ("+a2 -a +b2 >b -b +x2 +c2 -c +d2 >d -d +e2 -e +f2 >f -f", (6, 5, 2), [(0, 5, 2), (0, 1, 2), (2, 4, 2)], None),
 ])  # fmt: skip
 def test_what_is_found(text: str, where: tuple, held: list, block: list[int] | None) -> None:
     recorded = stream(text)
