@@ -50,6 +50,18 @@ def test_choice_c_nothing_is_evicted_on_demand(simulate):
     assert (caught.value.kernel, caught.value.requested, caught.value.used) == (4, 10, 130)
 
 
+def test_iterations_that_repeat_in_turn(simulate):
+    """In turn, p0 (updated by k2) is swapped in before p1 (read by k0), for which k0 then waits, or after it."""
+    tensors = [Tensor("p0", 20, "parameter", True), Tensor("p1", 40, "parameter", True)]
+    program = straight(tensors, ((1,), (), 20), ((), (), 30), ((0,), (0,), 10))
+    plan = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
+    for iterations, boundaries in ((1, (100, 160, 240)), (4, (100, 160, 240, 300, 380))):  # 60, 80, 60, 80
+        timeline = simulate(program, plan, MACHINE, 1000, iterations)
+        assert timeline.boundaries == boundaries
+        assert (timeline.iteration_ns, timeline.period, timeline.steady) == (80, 2, False)
+    assert work(timeline, "swap_in")[2:6] == [(1, 60, 100), (0, 120, 140), (1, 140, 180), (0, 180, 200)]
+
+
 def test_a_simulation_that_does_not_become_steady(simulate):
     """Three swap-outs of 1001 ns, in iterations of 3000 ns: the queue grows, and kernels wait after some 1000 ns."""
     tensors = [Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)]
