@@ -34,7 +34,6 @@ def test_the_least_recently_used_tensor_without_a_lock_is_evicted():
     assert cache.check(1) and not cache.check(4)
     cache.locked = {2}
     assert [cache.evict() for _ in range(3)] == [3, 1, None]
-    assert (cache.hits, cache.misses) == (1, 1)
 
 
 def test_what_fits_causes_no_transfers():
