@@ -71,31 +71,28 @@ RERUN, SWAPPED = Plan((Recompute(0, 1, 3),)), Plan((Swap(0, 0, 3),))
 FASTER = replace(SWAPPED, variants=((2, 0),))
 
 
-@pytest.mark.parametrize(("program", "plan", "limit", "machine", "refine", "variants", "iteration_ns"), [
+@pytest.mark.parametrize(("program", "plan", "limit", "machine", "variants", "iteration_ns"), [
     # The first has 40 bytes left at a limit of 80, the second none; 60 and 20 at 100; 100 and 60 at 140.
-    (PAIR, Plan(), 80, MACHINE, True, (), 6 + 20 + 7),  # 6 ns in 30 bytes are the first's own
-    (PAIR, Plan(), 99, MACHINE, True, (), 6 + 20 + 7),
-    (PAIR, Plan(), 100, MACHINE, True, ((1, 0),), 6 + 10 + 7),
-    (PAIR, Plan(), 139, MACHINE, True, ((1, 0),), 6 + 10 + 7),
-    (PAIR, Plan(), 140, MACHINE, True, ((0, 2), (1, 1)), 2 + 5 + 7),
+    (PAIR, Plan(), 80, MACHINE, (), 6 + 20 + 7),  # 6 ns in 30 bytes are the first's own
+    (PAIR, Plan(), 99, MACHINE, (), 6 + 20 + 7),
+    (PAIR, Plan(), 100, MACHINE, ((1, 0),), 6 + 10 + 7),
+    (PAIR, Plan(), 139, MACHINE, ((1, 0),), 6 + 10 + 7),
+    (PAIR, Plan(), 140, MACHINE, ((0, 2), (1, 1)), 2 + 5 + 7),
     # Bytes left are the fewest of all runs.
-    (AGAIN, RERUN, 159, MACHINE, True, (), 50),
-    (AGAIN, RERUN, 160, MACHINE, True, ((0, 0),), 4 + 10 + 10 + 4 + 10),
-    (AGAIN, RERUN, 170, MACHINE, True, ((0, 1),), 3 + 10 + 10 + 3 + 10),
+    (AGAIN, RERUN, 159, MACHINE, (), 50),
+    (AGAIN, RERUN, 160, MACHINE, ((0, 0),), 4 + 10 + 10 + 4 + 10),
+    (AGAIN, RERUN, 170, MACHINE, ((0, 1),), 3 + 10 + 10 + 3 + 10),
     # Copies give way only where that is shorter. With 50 of workspace a cannot be back before k2 ends; k3 then waits
     # for 5 ns, but k2 is 30 faster.
-    (EARLY, SWAPPED, 100, FAST, False, (), 10 + 100 + 40 + 10),
-    (EARLY, SWAPPED, 100, FAST, True, ((2, 0),), 10 + 100 + 10 + 5 + 10),
+    (EARLY, SWAPPED, 100, FAST, ((2, 0),), 10 + 100 + 10 + 5 + 10),
     # Where the copy takes 50 ns it is not worth it, and a plan that has it so is undone: 10 + 100 + 10 + 50 + 10.
-    (EARLY, SWAPPED, 100, MACHINE, True, (), 10 + 100 + 40 + 10),
-    (EARLY, FASTER, 100, MACHINE, True, (), 10 + 100 + 40 + 10),
-    # The profile with minimal workspaces finds nothing; the plan's own choice is faster and is kept.
-    (EARLY, FASTER, 100, FAST, False, ((2, 0),), 10 + 100 + 10 + 5 + 10),
+    (EARLY, SWAPPED, 100, MACHINE, (), 10 + 100 + 40 + 10),
+    (EARLY, FASTER, 100, MACHINE, (), 10 + 100 + 40 + 10),
 ])  # fmt: skip
 def test_the_fastest_that_fit_the_bytes_left(
-    program: Program, plan: Plan, limit: int, machine: Machine, refine: bool, variants: tuple, iteration_ns: int
+    program: Program, plan: Plan, limit: int, machine: Machine, variants: tuple, iteration_ns: int
 ) -> None:
-    found = with_fastest_variants(program, plan, machine, limit, refine=refine)
+    found = with_fastest_variants(program, plan, machine, limit)
     assert found == replace(plan, variants=variants)
     assert simulate(program, found, machine, limit).iteration_ns == iteration_ns
 
