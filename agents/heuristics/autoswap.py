@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, RowsPlanner, is_open, one_of
+from agents.planner import MIB, Candidates, Family, PlannerInfo, Rows, RowsPlanner, is_open, one_of
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
@@ -21,7 +21,8 @@ from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.program import Gap, Program
 
-PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV'
+PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section'
+FAMILY: Family = "swap: AutoSwap"
 NAMES = ("doa", "aoa", "wdoa", "swdoa")
 
 
@@ -35,11 +36,10 @@ class AutoSwap(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"autoswap_{score}", f"AutoSwap {score.upper()}", PAPER, family="swap: AutoSwap", slot=i, place=20 + 10 * i,
-            moves="swap", options={"score": score},
+            f"autoswap_{one}", f"AutoSwap {one.upper()}", f"{PAPER} IV", FAMILY, i, 20 + 10 * i, "swap", {"score": one}
         )
-        for i, score in enumerate(NAMES)
-    )  # fmt: skip
+        for i, one in enumerate(NAMES)
+    )
 
     score: str = one_of(NAMES, "swdoa")
 

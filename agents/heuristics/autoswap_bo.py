@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.autoswap import (
+    PAPER,
     SCORES,
     area_of_absence,
     descending,
@@ -47,10 +48,7 @@ class AutoSwapBO(RowsPlanner):
         random: number of random weight vectors before the first update.
     """
 
-    facts = PlannerInfo(
-        "autoswap_bo", "AutoSwap BO", '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV-C',
-        family="swap: AutoSwap", slot=4, place=60, moves="swap",
-    )  # fmt: skip
+    facts = PlannerInfo("autoswap_bo", "AutoSwap BO", f"{PAPER} IV-C", "swap: AutoSwap", 4, 60, "swap")
 
     evaluations: int = at_least(4, 30)
     random: int = at_least(0, 4)

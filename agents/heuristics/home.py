@@ -25,6 +25,7 @@ from simulator.compiled.engine import NEVER, Engine
 from simulator.modes import KEPT, MODES, RECOMPUTED, STAYS, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
 
+PAPER = '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022'
 RETAINED = STAYS
 UPDATES = ("tensors", "whole")
 EVALUATORS = ("simulator", "stages")
@@ -61,10 +62,7 @@ class HOME(RowsPlanner):
         history: one ``Iteration`` per iteration of the last ``plan``.
     """
 
-    facts = PlannerInfo(
-        "home", "HOME", '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
-        family="search", slot=3, place=160, moves="joint", slow=3,
-    )  # fmt: skip
+    facts = PlannerInfo("home", "HOME", PAPER, family="search", slot=3, place=160, slow=3)
 
     particles: int = at_least(1, 500)
     iterations: int = at_least(1, 500)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
+from agents.heuristics.autoswap import PAPER, SCORES, AutoSwap, peak_gaps
 from agents.heuristics.autoswap_bo import AutoSwapBO
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, infeasible
 from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
@@ -57,10 +57,8 @@ class SmartPoolAutoSwap(RowsPlanner):
     """
 
     facts = PlannerInfo(
-        "smartpool+autoswap", "SmartPool + AutoSwap",
-        '"Efficient Memory Management for GPU-based Deep Learning Systems", section V', family="swap: AutoSwap", slot=5,
-        place=70, moves="swap", addressed=True,
-    )  # fmt: skip
+        "smartpool+autoswap", "SmartPool + AutoSwap", f"{PAPER} V", "swap: AutoSwap", 5, 70, "swap", addressed=True
+    )
 
     score: str = "all"
     pool: str = "smartpool"

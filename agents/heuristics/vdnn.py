@@ -35,13 +35,12 @@ class VDNN(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"vdnn_{policy}", f"vDNN {policy}", PAPER, family="swap: other heuristics", slot=i, place=90 + 10 * i,
-            moves="swap", options={"policy": policy},
+            f"vdnn_{one}", f"vDNN {one}", PAPER, "swap: other heuristics", i, 90 + 10 * i, "swap", {"policy": one}
         )
-        for i, policy in enumerate(("all", "conv", "dyn"))
-    )  # fmt: skip
+        for i, one in enumerate(CONFIGURATIONS)
+    )
 
-    policy: str = one_of(tuple(CONFIGURATIONS), "dyn")
+    policy: str = one_of([*CONFIGURATIONS], "dyn")
     sync: bool = True
 
     def choose(self, engine: Engine) -> Rows:

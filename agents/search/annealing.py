@@ -64,9 +64,7 @@ class Annealing(RowsPlanner):
         jobs: parallel chains (one per core) if ``seconds`` is set; None: all cores.
     """
 
-    facts = PlannerInfo(
-        "annealing", "simulated annealing", "", family="search", slot=2, place=220, moves="joint", slow=1,
-    )  # fmt: skip
+    facts = PlannerInfo("annealing", "simulated annealing", family="search", slot=2, place=220, slow=1)
 
     calls: int | None = at_least(LEAST, None)
     mode: str = one_of(MODES, "joint")

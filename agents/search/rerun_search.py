@@ -44,9 +44,7 @@ class RerunSearch(RowsPlanner):
         kicks: maximum number of kicks.
     """
 
-    facts = PlannerInfo(
-        "rerun_search", "rerun search", "", family="search", slot=5, place=250, moves="recompute", slow=3,
-    )  # fmt: skip
+    facts = PlannerInfo("rerun_search", "rerun search", "", "search", 5, 250, "recompute", slow=3)
 
     seconds: float = positive(60.0)
     kicks: int = at_least(0, 300)
