@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import agents
-from agents.heuristics import capuchin_layers
+from agents.heuristics import capuchin
 from agents.heuristics.capuchin import Policy
 from agents.heuristics.home import Cost, Evaluator, Placements
 from simulator import Gap, Plan, Recompute, Swap, simulate
@@ -121,9 +121,9 @@ def test_feedback_moves_a_late_trigger_earlier() -> None:
 
 
 def test_layer_by_layer_ignores_later_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    a2 = capuchin_layers.feature_maps(PROGRAM, 1)[1]
+    a2 = capuchin.feature_maps(PROGRAM, 1)[1]
     # After f2 and before b3, a3, a4 and g4 are first accessed.
-    known = capuchin_layers.up_to(PROGRAM, a2)
+    known = capuchin.up_to(PROGRAM, a2)
     assert [t.name for t in known.tensors if not t.nbytes] == ["a3", "a4", "g4"]
     # Up to a2's layer everything fits; in the whole step, 30 bytes are missing. Dropping a1 costs f1, 10 ns.
     plan = agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
@@ -133,17 +133,17 @@ def test_layer_by_layer_ignores_later_tensors(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(agents.Infeasible):
         agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, 80)  # f2 needs w, a1 and a2
 
-    program, seen, evict = pyramid(8, 1), [], capuchin_layers.evict
+    program, seen, evict = pyramid(8, 1), [], capuchin.evict
 
     def spy(evaluator: Evaluator, allowed: list[list[int]], x: Placements) -> tuple[Placements, Cost]:
         after, cost = evict(evaluator, allowed, x)
         seen.append((len(allowed), (after != x).nonzero()[0].tolist()))
         return after, cost
 
-    monkeypatch.setattr(capuchin_layers, "evict", spy)
+    monkeypatch.setattr(capuchin, "evict", spy)
     limit = int(0.6 * program.peak_bytes)
     plan = agents.make("capuchin", policy="layers", min_bytes=1).plan(program, MACHINE, limit)
     assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
     counts = [count for count, _ in seen]
-    assert counts == sorted(counts) and counts[0] < counts[-1] == len(capuchin_layers.feature_maps(program, 1))
+    assert counts == sorted(counts) and counts[0] < counts[-1] == len(capuchin.feature_maps(program, 1))
     assert all(max(changed, default=0) < count for count, changed in seen)
