@@ -73,28 +73,31 @@ def area_of_absence(candidates: Candidates, program: Program, machine: Machine) 
     return np.where(doa >= 0, doa * nbytes, doa / nbytes)
 
 
-def weighted_duration(
-    candidates: Candidates, live_bytes: NDArray[np.int64], durations: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Returns WDOA, float64[m] byte-nanoseconds: area under ``live_bytes`` between the two accesses of each gap."""
-    area = np.concatenate(([0.0], np.cumsum(live_bytes.astype(np.float64) * durations)))  # exceeds 64-bit integers
-    after, before = candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
+def weighted_duration(candidates: Candidates, program: Program) -> NDArray[np.float64]:
+    """Returns WDOA, float64[m] byte-nanoseconds: area under the load between the two accesses of each gap."""
+    area, after, before = load_area(candidates, program), candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
 
-def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
-    """Yields SWDOA as (candidate, byte-nanoseconds) in order of selection.
+def load_area(candidates: Candidates, program: Program) -> NDArray[np.float64]:
+    """Returns float64[n + 1], the byte-nanoseconds before each kernel and in all, which exceed 64-bit integers."""
+    return np.concatenate(([0.0], np.cumsum(candidates.live_bytes.astype(np.float64) * np.diff(program.start_ns))))
+
+
+def submodular_weighted_duration(
+    candidates: Candidates, program: Program
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Returns the candidates in order of selection by SWDOA, and its value in byte-nanoseconds at each selection.
 
     Each candidate maximizes WDOA under the load that the previous selections leave (Fig. 6). Loads only decrease, and
     so does the score.
     """
-    start, load, m = np.array(program.start_ns, np.float64), candidates.live_bytes, len(candidates)
-    scores = weighted_duration(candidates, load, np.diff(program.start_ns))
-    area, rows = np.concatenate(([0.0], np.cumsum(load * np.diff(start)))), candidates.rows
-    heap, order, found = np.argsort(-scores, kind="stable"), np.empty(m, np.int64), np.empty(m)
-    gone = np.zeros((2, len(start) + 1))
-    greedy(area, start, rows, candidates.nbytes, scores, heap, np.zeros(m, np.int64), gone, order, found)
-    yield from zip(order.tolist(), found.tolist(), strict=True)
+    area, start = load_area(candidates, program), np.array(program.start_ns, np.float64)
+    scores = weighted_duration(candidates, program)
+    heap, gone = np.argsort(-scores, kind="stable"), np.zeros((2, len(start) + 1))
+    order, scored, found = np.empty_like(heap), np.zeros_like(heap), np.empty_like(scores)
+    greedy(area, start, candidates.rows, candidates.nbytes, scores, heap, scored, gone, order, found)
+    return order, found
 
 
 @stage
@@ -182,6 +185,6 @@ def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]
 SCORES: dict[str, Callable[[Candidates, Program, Machine], Iterator[int]]] = {
     "doa": lambda candidates, *task: descending(duration_of_absence(candidates, *task)),
     "aoa": lambda candidates, *task: descending(area_of_absence(candidates, *task)),
-    "wdoa": lambda c, program, _: descending(weighted_duration(c, c.live_bytes, np.diff(program.start_ns))),
-    "swdoa": lambda candidates, program, _: (i for i, _ in submodular_weighted_duration(candidates, program)),
+    "wdoa": lambda candidates, program, _: descending(weighted_duration(candidates, program)),
+    "swdoa": lambda candidates, program, _: iter(submodular_weighted_duration(candidates, program)[0].tolist()),
 }

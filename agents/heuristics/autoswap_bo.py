@@ -98,9 +98,9 @@ def standardised_scores(candidates: Candidates, program: Program, machine: Machi
     scores = np.empty((len(candidates), 4))
     scores[:, 0] = area_of_absence(candidates, program, machine)
     scores[:, 1] = duration_of_absence(candidates, program, machine)
-    scores[:, 2] = weighted_duration(candidates, candidates.live_bytes, np.diff(program.start_ns))
-    for i, value in submodular_weighted_duration(candidates, program):
-        scores[i, 3] = value
+    scores[:, 2] = weighted_duration(candidates, program)
+    order, values = submodular_weighted_duration(candidates, program)
+    scores[order, 3] = values
     if not len(scores):
         return scores
     scores -= scores.mean(axis=0)

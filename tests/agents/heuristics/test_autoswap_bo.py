@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import agents
 from agents.heuristics.autoswap import SCORES, descending, peak_gaps, submodular_weighted_duration
-from agents.heuristics.autoswap_bo import BASIC, AutoSwapBO, propose, standardised_scores
+from agents.heuristics.autoswap_bo import BASIC, AutoSwapBO, standardised_scores
 from agents.planner import Candidates
 from simulator import simulate
 from tests.agents.heuristics.test_autoswap import FOUR, MACHINE, straight
@@ -30,7 +30,8 @@ def test_swdoa_scores_by_hand() -> None:
     # open in 1's kernels 3 to 5 for 8 ns and in 3's kernel 3 for 6: 124 - 8 = 116 and 108 - 6 = 102. 1 is next: its
     # byte is open in 3's kernels 2 and 3 for 12 ns: 102 - 12 = 90.
     candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
-    assert list(submodular_weighted_duration(candidates, FOUR)) == [(2, 172), (0, 130), (1, 116), (3, 90)]
+    order, scores = submodular_weighted_duration(candidates, FOUR)
+    assert (order.tolist(), scores.tolist()) == ([2, 0, 1, 3], [172, 130, 116, 90])
 
 
 def test_standardised_scores_by_hand() -> None:
@@ -44,12 +45,6 @@ def test_standardised_scores_by_hand() -> None:
     # 14, so that 1 (or 0) must follow.
     assert candidates.first(descending(scores @ [1, 0, 0, 0]), 13).tolist() == [2, 3, 0]
     assert candidates.first(descending(scores @ [0, -1, 0, 0]), 13).tolist() == [3, 2, 1]
-
-
-def test_a_constant_score_has_no_effect() -> None:
-    program = straight([(0, 4), (0, 4)], [3, 3], [5] * 5, [0, 0, 1, 0, 0])
-    scores = standardised_scores(Candidates(program, peak_gaps(program, 1)), program, MACHINE)
-    assert scores.tolist() == [[0, 0, 0, 1], [0, 0, 0, -1]]  # the second in SWDOA's order has less load to weigh it
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -77,10 +72,3 @@ def test_never_worse_than_the_best_score(data: st.DataObject) -> None:
     for score in SCORES:
         basic = agents.make(f"autoswap_{score}", min_bytes=1).plan(program, machine, limit)
         assert ours <= simulate(program, basic, machine, limit).iteration_ns
-
-
-def test_proposals_go_where_the_overhead_falls() -> None:
-    rng = np.random.default_rng(0)
-    tried = rng.uniform(-1, 1, (30, 4))
-    proposal = propose(tried, (tried[:, 1] - 0.3) ** 2, rng)
-    assert proposal[1] == pytest.approx(0.3, abs=0.2)
