@@ -179,20 +179,17 @@ class Evaluator:
         x, cost = x.copy(), cost.copy()
         known = np.ones(len(x), np.bool_)  # whether ``cost`` belongs to the particle's current state
         for j in range(x.shape[1]):
-            now, tried = x[:, j].copy(), []
-            differ = leader[:, j] != own[:, j]
-            for placement in (leader[:, j], own[:, j]):
-                asked = np.flatnonzero(differ & ~(known & (placement == now)))
-                particles, costs = x[asked], cost.copy()
-                particles[:, j] = placement[asked]
-                tried.append((asked, particles, costs))
-            (asked1, x1, o1), (asked2, x2, o2) = tried
-            if len(asked1) + len(asked2):
-                found = self.evaluate(np.concatenate([x1, x2]))
-                o1[asked1], o2[asked2] = found[: len(asked1)], found[len(asked1) :]
-            first = less(o1, o2)
-            cost = np.where(differ[:, None], np.where(first[:, None], o1, o2), cost)
-            x[:, j] = np.where(differ & ~first, own[:, j], leader[:, j])
+            now, p1, p2 = x[:, j].copy(), leader[:, j], own[:, j]
+            differ = p1 != p2
+            which, asked = np.nonzero(differ & ~(known & (np.stack([p1, p2]) == now)))  # 0: P_1's placement, 1: P_2's
+            costs = np.stack([cost, cost])
+            if len(asked):
+                particles = x[asked]
+                particles[:, j] = np.where(which == 0, p1[asked], p2[asked])
+                costs[which, asked] = self.evaluate(particles)
+            first = less(*costs)
+            cost = np.where(differ[:, None], np.where(first[:, None], *costs), cost)
+            x[:, j] = np.where(differ & ~first, p2, p1)
             known = differ | (known & (x[:, j] == now))
         rest = np.flatnonzero(~known)
         if len(rest):
@@ -232,6 +229,5 @@ def lowest(cost: Costs) -> int:
 def statistics(cost: Costs) -> Iteration:
     """Returns the history entry of a swarm with these costs."""
     times = cost[cost[:, 1] < NEVER, 1]
-    if not len(times):
-        return Iteration(math.nan, math.nan, math.nan, 0)
-    return Iteration(float(times.max()), float(times.mean()), float(times.min()), len(times))
+    found = (float(times.max()), float(times.mean()), float(times.min())) if len(times) else (math.nan,) * 3
+    return Iteration(*found, len(times))
