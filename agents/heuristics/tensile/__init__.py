@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agents.heuristics.tensile.schedule import Channel, Schedule, array
+from agents.heuristics.tensile.schedule import Schedule, array
 from agents.planner import PlannerInfo, RowsPlanner, infeasible, one_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -23,7 +23,7 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
-__all__ = ["TENSILE", "Channel"]
+__all__ = ["TENSILE"]
 
 PAPER = (
     '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
