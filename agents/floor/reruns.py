@@ -300,14 +300,6 @@ class Reruns:
             w = pending.pop()
             self._inputs(j, w, later[w], again)
 
-    @cached_property
-    def _of_window(self) -> list[list[int]]:
-        """Versions that are kept or recomputed in each window."""
-        found: list[list[int]] = [[] for _ in self.windows]
-        for j, i in sorted({*self.kept, *self.back}):
-            found[j].append(i)
-        return found
-
     def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
         """Returns the minimum memory at each kernel, as terms and a constant in the program's units.
 
@@ -316,14 +308,16 @@ class Reruns:
         too.
         """
         found: dict[int, tuple[Terms, float]] = {}
-        size = self.size
-        free = self._droppable_bytes()
+        size, free = self.size, self._droppable_bytes()
+        of_window: list[list[int]] = [[] for _ in self.windows]  # versions that are kept or recomputed in each window
+        for j, i in sorted({*self.kept, *self.back}):
+            of_window[j].append(i)
         for j, (begin, end) in enumerate(self.windows):
             over = [k for k in range(begin, end) if k in kernels]
             if not over:
                 continue
             total = self.lp.new(sum(size))
-            whole = [(self.kept[j, i], size[i]) for i in self._of_window[j] if (j, i) in self.kept]
+            whole = [(self.kept[j, i], size[i]) for i in of_window[j] if (j, i) in self.kept]
             self.lp.row([*whole, (total, -1.0)], 0)
             self.totals[total] = whole
             inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
@@ -341,11 +335,9 @@ class Reruns:
                         constant += size[i]
                         if (i, later) in self.between:
                             terms[self.between[i, later]] = -size[i]
-                    if k == end - 1 and not used and (j, i) in self.back:
+                for i in of_window[j] if k == end - 1 else ():
+                    if (j, i) in self.back and k != self.versions[i].writer and k not in self.versions[i].uses:
                         terms[self.back[j, i]] = size[i]
-                if k == end - 1:
-                    outside = (i for i in self._of_window[j] if (j, i) in self.back and i not in inside)
-                    terms |= {self.back[j, i]: size[i] for i in outside}
                 found[k] = (list(terms.items()), constant)
         return found
 

@@ -45,12 +45,14 @@ class VDNN(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the swaps of the policy, whether or not they fit the limit."""
-        tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
-        scores = [engine.score(rows) for rows in tried] if len(tried) > 1 else []
+
+        def cost(rows: Rows) -> tuple[int, int]:
+            score = engine.score(rows)
+            return score.iteration_ns, 0 if score.feasible else score.required_bytes
+
         # Ties go to the plan that moves least; if none fits, to the smallest required memory.
-        best = min(range(len(scores)), key=lambda i: (
-            scores[i].iteration_ns, not scores[i].feasible and scores[i].required_bytes), default=0)  # fmt: skip
-        return tried[best]
+        tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
+        return min(tried, key=cost) if len(tried) > 1 else tried[0]
 
     def rows(self, program: Program, configuration: str) -> Rows:
         """Returns int64[m, 6], the swaps of ``configuration`` (none, conv or all)."""
