@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.heuristics.autoswap import PAPER, SCORES, AutoSwap, peak_gaps
-from agents.heuristics.autoswap_bo import AutoSwapBO
+from agents.heuristics.autoswap import FAMILY, PAPER, SCORES, AutoSwap, AutoSwapBO, peak_gaps
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, infeasible
 from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
 from simulator.compiled.engine import Engine, decisions_of
@@ -47,7 +46,7 @@ class SmartPoolAutoSwap(RowsPlanner):
 
     Args:
         score: doa, aoa, wdoa or swdoa (autoswap.py); all of them; bo, which adds the weights that Bayesian optimization
-            finds for each load limit (autoswap_bo.py); or random, its control, with as many random weights.
+            finds for each load limit (section IV-C); or random, its control, with as many random weights.
         evaluations: number of weights tried for each load limit by bo and random, including the four scores.
         pool: an offline packer (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
         seconds: time budget per packing, if ``pool`` is a search.
@@ -57,7 +56,7 @@ class SmartPoolAutoSwap(RowsPlanner):
     """
 
     facts = PlannerInfo(
-        "smartpool+autoswap", "SmartPool + AutoSwap", f"{PAPER} V", "swap: AutoSwap", 5, 70, "swap", addressed=True
+        "smartpool+autoswap", "SmartPool + AutoSwap", f"{PAPER} V", FAMILY, 5, 70, "swap", addressed=True
     )
 
     score: str = "all"
