@@ -9,12 +9,13 @@ from hypothesis import given, strategies as st
 
 import agents
 from agents.floor import floor
-from agents.heuristics.workspace import free_bytes, least_workspaces, plan_with_variants, relaxed, with_fastest_variants
+from agents.heuristics.workspace import least_workspaces, plan_with_variants, relaxed, with_fastest_variants
 from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, simulate
 from tests.agents.test_floor import in_the_long_run
+from tests.programs import BYTE_PER_NS
 from tests.strategies import machines, plans, programs, with_algorithms
 
-MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0, alignment=1)
+MACHINE = replace(BYTE_PER_NS, alignment=1)
 
 # Two layers of 40 bytes. Bytes in use: 40 while a is written, 80 then. Algorithms are (duration, workspace).
 PAIR = Program(
@@ -97,12 +98,6 @@ def test_the_fastest_that_fit_the_bytes_left(
     assert simulate(program, found, machine, limit).iteration_ns == iteration_ns
 
 
-def test_bytes_left_are_those_of_the_simulated_iteration() -> None:
-    assert free_bytes(AGAIN, simulate(AGAIN, RERUN, MACHINE, 160)) == {0: 50, 1: 80, 2: 90, 3: 50}
-    # a and b are there when k2 runs: 40 bytes are left of 100, of which 90 are planned to be (a evicted, b).
-    assert free_bytes(EARLY, simulate(EARLY, SWAPPED, FAST, 100))[2] == 40
-
-
 @given(st.data())
 def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
@@ -146,26 +141,6 @@ def network(layers: int = 6) -> Program:
         reads = (i + 1, layers + i + 2) if i < layers - 1 else (i + 1,)
         kernels.append(Kernel("back", "conv", "backward", reads, (layers + i + 1,), 4_000, 30, variants=slow))
     return Program("network", tuple(tensors), tuple(kernels))
-
-
-def test_a_limit_below_the_peak_of_fast_algorithms() -> None:
-    program = network()
-    # Six outputs, a gradient and its input: 121 + 5 bytes at the first backward kernel, and 30.
-    assert program.peak_bytes == 156 and program.with_variants(least_workspaces(program)).peak_bytes == 126
-    with pytest.raises(agents.Infeasible):
-        agents.make("none").plan(program, MACHINE, 130)
-    planner = agents.make("none")
-    plan = plan_with_variants(planner, program, MACHINE, 130)
-    timeline = simulate(program, plan, MACHINE, 130)
-    # Beside at most 100 bytes 30 fit: in 4 forward and, as d0 and d1 stay below, the last 4 backward kernels ...
-    fast = [k for k in range(12) if program.with_variants(least_workspaces(program)).live_bytes[k] <= 100]
-    assert timeline.iteration_ns == 4_000 * len(fast) + 10_000 * (12 - len(fast)) < 120_000
-    assert [k for k, _ in plan.variants] == [k for k in range(12) if k not in fast]
-    assert (plan.planner, plan.limit, plan.fingerprint) == ("none", 130, program.fingerprint)
-    assert planner.simulator_calls > 1
-    assert plan_with_variants(agents.make("none"), program, MACHINE, 130, fill=False).variants == least_workspaces(
-        program
-    )
 
 
 @pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "smartpool+autoswap"])
