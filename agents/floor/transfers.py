@@ -221,7 +221,7 @@ class Transfers:
                     lp.row([(now[0], 1), (may[g], -1)], 0)
                 for c in range(len(rates)):
                     q, e = 1 + 2 * c, 2 + 2 * c
-                    left = self._left([i for i in opened if klass[i] == c], -1.0) if wait else []
+                    left = self._left([i for i in opened if klass[i] == c]) if wait else []
                     used = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
                     lp.equation([(now[q], 1), (before[q], -1), (moved[q], 1), *left], 0)
                     lp.equation([(now[e], 1), (before[e], -1), (moved[e], -1), *used], 0)
@@ -253,9 +253,9 @@ class Transfers:
     def _bytes(self, columns: list[int], gaps: list[int], sign: float) -> list[tuple[int, float]]:
         return [(columns[i], sign * float(self.size[i])) for i in gaps]
 
-    def _left(self, gaps: list[int], sign: float) -> list[tuple[int, float]]:
-        """Returns the terms that join the swap-out queue as the gaps open."""
-        kinds = (self.swap, sign), (self.free, -sign), (self.early, -sign)
+    def _left(self, gaps: list[int]) -> list[tuple[int, float]]:
+        """Returns the bytes that join the swap-out queue as the gaps open, as terms to subtract."""
+        kinds = (self.swap, -1.0), (self.free, 1.0), (self.early, 1.0)
         return [(columns[i], f * float(self.size[i])) for i in gaps for columns, f in kinds]
 
     def _memory(self, loads: dict[int, tuple[Terms, float]]) -> None:
@@ -274,13 +274,10 @@ class Transfers:
             for end in (0, 1) if alone else (0,):
                 queued, returned = lp.many(2, total)
                 self.whole[k, end] = queued, returned
-                later = self._left(opened, -1.0)
-                lp.row([*((c, 1.0) for c in self.queued[g][end]), *later, (queued, -1.0)], 0)
-                if alone:
-                    lp.row([*((c, 1.0) for c in self.returned[g][end]), (returned, -1.0)], 0)
-                else:
-                    used = self._bytes(self.swap, self._ids(self.closes, a, k + 1), -1.0)
-                    lp.row([*((c, 1.0) for c in self.returned[g - 1][-1]), *used, (returned, -1.0)], 0)
+                lp.row([*((c, 1.0) for c in self.queued[g][end]), *self._left(opened), (queued, -1.0)], 0)
+                used = [] if alone else self._bytes(self.swap, self._ids(self.closes, a, k + 1), -1.0)
+                before = self.returned[g][end] if alone else self.returned[g - 1][-1]
+                lp.row([*((c, 1.0) for c in before), *used, (returned, -1.0)], 0)
                 moved = [(queued, 1.0), (returned, 1.0), (self.away[g], -1.0), *away]
                 lp.row([*load, *moved], self.room - constant)
 
