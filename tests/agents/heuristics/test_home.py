@@ -63,20 +63,6 @@ def test_update_by_hand(before: tuple, leader: tuple, own: tuple, after: tuple, 
     assert one.engine.calls == calls
 
 
-def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
-    rng = np.random.default_rng(0)
-    program = pyramid(8, 1)
-    gaps = [f.gap for f in home.feature_maps(program, 1)]
-    one, together = (Evaluator(Engine(program, MACHINE, int(0.6 * program.peak_bytes)), gaps) for _ in range(2))
-    x, leader, own = rng.integers(0, 3, (3, 40, len(gaps))).astype(np.int8)
-    cost = one.evaluate(x)
-    alone = [one.update(x[i : i + 1], cost[i : i + 1], leader[i : i + 1], own[i : i + 1]) for i in range(len(x))]
-    new, new_cost = together.update(x, together.evaluate(x), leader, own)
-    assert new.tolist() == [a[0][0].tolist() for a in alone]
-    assert new_cost.tolist() == [a[1][0].tolist() for a in alone] == one.evaluate(new).tolist()
-    assert together.engine.calls == one.engine.calls - len(x)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_all_placements(seed: int) -> None:
     program = pyramid(6, seed)
