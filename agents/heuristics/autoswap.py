@@ -8,7 +8,7 @@ addresses (section V). Numbered choices and deviations: README.md.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,17 +179,17 @@ def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):
         _sink(heap, size, scores)
 
 
-def descending(scores: NDArray[np.int64] | Floats) -> Iterator[int]:
-    """Yields candidates by descending score."""
-    return iter(np.argsort(-scores, kind="stable").tolist())
+def descending(scores: NDArray[np.int64] | Floats) -> NDArray[np.int64]:
+    """Returns the candidates by descending score."""
+    return np.argsort(-scores, kind="stable")
 
 
-# Per score: yields every candidate by descending score.
-SCORES: dict[str, Callable[[Candidates, Program, Machine], Iterator[int]]] = {
+# Per score: every candidate by descending score.
+SCORES: dict[str, Callable[[Candidates, Program, Machine], NDArray[np.int64]]] = {
     "doa": lambda candidates, *task: descending(duration_of_absence(candidates, *task)),
     "aoa": lambda candidates, *task: descending(area_of_absence(candidates, *task)),
     "wdoa": lambda candidates, program, _: descending(weighted_duration(candidates, program)),
-    "swdoa": lambda candidates, program, _: iter(submodular_weighted_duration(candidates, program)[0].tolist()),
+    "swdoa": lambda candidates, program, _: submodular_weighted_duration(candidates, program)[0],
 }
 
 

@@ -132,8 +132,8 @@ class RandomSearch(RowsPlanner):
         candidates = self.reachable(engine, program.gaps(self.min_bytes))
         rng = np.random.default_rng(self.seed)
         samples = self.calls - 1 if program.peak_bytes > limit else 1
-        orders = (rng.permutation(len(candidates)).tolist() for _ in range(samples))
-        plans = (candidates.rows[np.sort(candidates.first(iter(order), limit))] for order in orders)
+        orders = (rng.permutation(len(candidates)) for _ in range(samples))
+        plans = (candidates.rows[np.sort(candidates.first(order, limit))] for order in orders)
         return min(plans, key=lambda rows: engine.score(rows).iteration_ns)
 
 
