@@ -52,11 +52,11 @@ class AutoSwap(RowsPlanner):
     def choose(self, engine: Engine) -> Rows:
         """Selects swaps until the planned residency fits; raises Infeasible if no selection suffices."""
         candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
-        return candidates.rows[self.select(candidates, engine.program, engine.machine, engine.limit)]
+        return candidates.rows[self.select(candidates, engine)]
 
-    def select(self, candidates: Candidates, program: Program, machine: Machine, limit: int) -> NDArray[np.int64]:
+    def select(self, candidates: Candidates, engine: Engine) -> NDArray[np.int64]:
         """Returns the selected candidates in order of selection by this score (section IV-D)."""
-        return candidates.first(SCORES[self.score](candidates, program, machine), limit)
+        return candidates.first(SCORES[self.score](candidates, engine.program, engine.machine), engine.limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:

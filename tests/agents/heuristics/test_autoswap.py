@@ -21,7 +21,7 @@ from agents.heuristics.autoswap import (
     weighted_duration,
 )
 from agents.planner import Candidates
-from simulator import Gap, Kernel, Program, Swap, Tensor, simulate
+from simulator import Engine, Gap, Kernel, Program, Swap, Tensor, simulate
 from tests.programs import BYTE_PER_NS as MACHINE
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -65,7 +65,7 @@ def test_scores_by_hand() -> None:
 )
 def test_each_score_selects_its_own_tensors(score: str, order: list[int]) -> None:
     candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
-    chosen = AutoSwap(score, min_bytes=1).select(candidates, FOUR, MACHINE, 13)
+    chosen = AutoSwap(score, min_bytes=1).select(candidates, Engine(FOUR, MACHINE, 13))
     assert chosen is not None and chosen.tolist() == order
     plan = agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 13)
     assert plan.decisions == tuple(Swap(*candidates.gaps[i]) for i in order)

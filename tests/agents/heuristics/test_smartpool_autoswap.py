@@ -122,5 +122,5 @@ def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine)
         timeline = simulate(program, plan, machine, plan.limit)
         assert timeline.iteration_ns <= program.ideal_ns * (1 + overhead)
         within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
-        least = min(planner._footprint(run, program, machine) for run in within)
+        least = min(planner._footprint(run) for run in within)
         assert max(pack(program, plan, machine).footprint, timeline.peak_bytes) == least
