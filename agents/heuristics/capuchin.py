@@ -26,7 +26,6 @@ from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
 from simulator.modes import MODES, RECOMPUTED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
@@ -61,7 +60,7 @@ class Capuchin(RowsPlanner):
             if over:
                 raise self.beyond_reach(engine, None)
             return rows
-        policy = Policy(engine.program, engine.machine, engine, self.mode, self.min_bytes)
+        policy = Policy(engine, self.mode, self.min_bytes)
         if not policy.decide():
             raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
         rows = policy.rows()
@@ -100,7 +99,8 @@ class Policy:
         swaps, recomputed: candidates in the order of selection.
     """
 
-    def __init__(self, program: Program, machine: Machine, engine: Engine, mode: str, min_bytes: int):
+    def __init__(self, engine: Engine, mode: str, min_bytes: int):
+        program, machine = engine.program, engine.machine
         above = np.array(program.live_bytes, dtype=np.int64) > engine.limit
         everywhere = Candidates(program, program.gaps(min_bytes))
         self.candidates = Candidates(

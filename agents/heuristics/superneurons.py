@@ -98,16 +98,14 @@ class SuperNeurons(RowsPlanner):
         regardless = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
         first = [g for g, way in ways.items() if way in regardless]
         for target in (limit, 0):
-            rows, score = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
+            rows, score = self._segments(engine, tensor_cache(program, ways, target, first), ways)
             if score.required_bytes <= limit:
                 break
         return rows, score
 
-    def _segments(
-        self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
-    ) -> tuple[Rows, Score]:
+    def _segments(self, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int]) -> tuple[Rows, Score]:
         """Chooses the strategy of every segment (section 3.4); returns rows and their score."""
-        segment = segments(program)
+        program, segment = engine.program, segments(engine.program)
         rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
@@ -121,7 +119,7 @@ class SuperNeurons(RowsPlanner):
             rows[members, EXTRA] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
         score = engine.score(rows)
         for s in sorted(dropped, key=lambda s: -cost[s]):
-            if score.required_bytes <= limit or self.recompute != "cost":
+            if score.required_bytes <= engine.limit or self.recompute != "cost":
                 break
             if cost[s] <= l_peak:
                 rows[dropped[s], EXTRA] = False

@@ -76,7 +76,7 @@ class TENSILE(RowsPlanner):
             raise ValueError(f"max_swap_ratio: expected one for each of {len(programs)} jobs, got {len(ratios)}")
         sequences = sequences or [[t * len(programs) for t in program.start_ns] for program in programs]
         jobs = [
-            Schedule(program, machine, Engine(program, machine, limit), self.min_bytes, ratio, starts)
+            Schedule(Engine(program, machine, limit), self.min_bytes, ratio, starts)
             for program, ratio, starts in zip(programs, ratios, sequences, strict=True)
         ]
         steps = [_swap] if self.mode != "recompute" else []

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from agents.planner import Rows, is_open
 from simulator.compiled.encoding import SWAP, Row, row_of
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, ways_to_empty
-from simulator.program import Gap, Program
+from simulator.program import Gap
 from simulator.residency import recompute_ns
 
 
@@ -75,12 +74,10 @@ class Schedule:
         scheduled: the gaps of ``rows``, in order, each with the start of its swap-in in ns; None: recomputed.
     """
 
-    def __init__(
-        self, program: Program, machine: Machine, engine: Engine, min_bytes: int, ratio: float, starts: Sequence[int]
-    ) -> None:
-        self.program, self.machine, self.engine = program, machine, engine
-        self.n = len(program.kernels)
-        self.gaps = program.gaps(min_bytes)
+    def __init__(self, engine: Engine, min_bytes: int, ratio: float, starts: Sequence[int]) -> None:
+        self.program, self.machine, self.engine = engine.program, engine.machine, engine
+        self.n = len(self.program.kernels)
+        self.gaps = self.program.gaps(min_bytes)
         self.allowed = ratio * len({g.tensor for g in self.gaps})  # tensors that may be swapped
         self.channel = Channel(starts[-1])
         both = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]

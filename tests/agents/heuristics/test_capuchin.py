@@ -16,7 +16,7 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
 def policy(mode: str = "joint") -> Policy:
-    return Policy(PROGRAM, MACHINE, Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
+    return Policy(Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
 
 
 def overhead_ns(plan: Plan) -> int:
