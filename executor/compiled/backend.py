@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.compiled.host_copies import on_the_cpu
-from executor.compiled.joint import Joint, nobody_elses
+from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
 from executor.fit import FitError, machine_of, planned_in_mode
@@ -323,8 +323,8 @@ class Partitioner(CustomPartitionerFn):
         first = launches_of(forward, False)
         names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]
         strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
-        donated = nobody_elses(forward, backward, outputs)
-        joint = Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)
+        second = launches_of(backward, True, donatable(forward, backward, outputs), strides)
+        joint = Joint(forward, backward, first, second, outputs)
         self._looking_s += time.process_time() - begin
         return joint
 
