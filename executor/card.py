@@ -211,11 +211,7 @@ def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _update(captured: Captured) -> tuple[Updates | None, int, int]:
-    """Returns the optimizer's mallocs and frees, and the range of kernels that they replace.
-
-    The range spans all accesses to parameters or state in the optimizer phase. None with several optimizers, or without
-    such a kernel.
-    """
+    """Returns mallocs and frees of the only optimizer (None if it updates nothing), and the kernels they replace."""
     program = captured.program
     touches = [
         k
@@ -320,11 +316,7 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
 
 
 def _workspaces(captured: Captured, k: int) -> Iterator[int]:
-    """Yields for each result of a convolution kernel the temporary bytes of cuDNN; nothing for other kernels.
-
-    If the cuDNN kernel needs channels last and the image has channels first, it copies image, result and filters. The
-    results of a backward pass are the gradients of image and filters.
-    """
+    """Yields for each result of a convolution kernel the temporary bytes of cuDNN; nothing for other kernels."""
     node = captured.nodes[k][0] if captured.nodes[k] else None
     if node is None or node.target not in _CONVOLUTIONS:
         return
@@ -332,8 +324,9 @@ def _workspaces(captured: Captured, k: int) -> Iterator[int]:
     y, x, w = node.args[:3] if backward else (node, *node.args[:2])
     groups = node.args[9 if backward else 8]
     first = x.meta["tensor_meta"].stride[1] != 1 or x.meta["tensor_meta"].shape[1] == 1
+    # cuDNN's kernel needs channels last and copies image, result and filters if they have channels first.
     copies = sum(map(_nbytes, (x, y, w))) if groups == 1 and first else 0
-    for wanted in node.args[10][:2] if backward else (True,):
+    for wanted in node.args[10][:2] if backward else (True,):  # gradients of image and filters
         if wanted:
             yield copies
 
