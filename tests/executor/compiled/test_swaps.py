@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from executor import compiled
-from executor.compiled import Partitioner, backend
+from executor.compiled import Partitioner
 from executor.compiled.host_copies import POOL, on_the_cpu
 from executor.compiled.joint import Joint
 from executor.fit import FitError
@@ -167,7 +168,8 @@ def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch:
     if schema is None:
         monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
     else:
-        monkeypatch.setattr(backend, "reload_schema", lambda: schema)
+        reload = SimpleNamespace(default=SimpleNamespace(_schema=schema))
+        monkeypatch.setattr(torch.ops.ao, "reload", reload, raising=False)
     with pytest.raises(compiled.CompileError, match="'swap' needs the ao operators of PyTorch 2\\.13, and this is"):
         Partitioner(0.8, mode="swap")
     Partitioner(0.8)
