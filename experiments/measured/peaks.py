@@ -10,7 +10,6 @@ verdict.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,29 +98,20 @@ def predicted(point: Point) -> CardPeak:
     return card_peak(captured, machine, Loop(point.zero_grad, iterations=ITERATIONS), point.memory_bytes)
 
 
-def rows(wanted: Iterable[Point] | None = None, tell: Callable[[dict[str, Any]], object] = str) -> list[dict[str, Any]]:
-    """Returns a row per run with the measurement, our prediction by parts, and the estimators' predictions.
+def row(point: Point) -> dict[str, Any]:
+    """Returns a run's measurement, our prediction by parts and the estimators' predictions.
 
-    Runs that did not fit have no prediction error.
-
-    Args:
-        wanted: runs; default: all published points.
-        tell: called with each finished row, because a capture takes seconds.
+    A run that did not fit has no prediction errors.
     """
-    found = []
-    for point in points() if wanted is None else wanted:
-        ours = predicted(point)
-        row = {
-            **dict(zip(Point._fields[:7], point[:7], strict=True)),
-            "ours_bytes": ours.reserved, "tensors": ours.tensors, "loop": ours.loop, "workspaces": ours.workspaces,
-            "allocator": ours.allocator, "context": ours.context, "ours_fits": ours.fits,
-            "error": _error(ours.reserved, point), **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
-            **{f"{e}_fits": point.verdicts[e] for e in ESTIMATORS},
-            **{f"{e}_error": _error(point.estimates[e], point) for e in ESTIMATORS},
-        }  # fmt: skip
-        tell(row)
-        found.append(row)
-    return found
+    ours = predicted(point)
+    return {
+        **dict(zip(Point._fields[:7], point[:7], strict=True)),
+        "ours_bytes": ours.reserved, "tensors": ours.tensors, "loop": ours.loop, "workspaces": ours.workspaces,
+        "allocator": ours.allocator, "context": ours.context, "ours_fits": ours.fits,
+        "error": _error(ours.reserved, point), **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
+        **{f"{e}_fits": point.verdicts[e] for e in ESTIMATORS},
+        **{f"{e}_error": _error(point.estimates[e], point) for e in ESTIMATORS},
+    }  # fmt: skip
 
 
 def _error(nbytes: int | None, point: Point) -> float | None:
@@ -146,7 +136,7 @@ def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _line(row: dict[str, Any]) -> None:
+def _print(row: dict[str, Any]) -> None:
     error = "    –" if row["error"] is None else f"{row['error']:+.1%}"
     others = " ".join("    –" if row[f"{e}_error"] is None else f"{row[f'{e}_error']:+.1%}" for e in ESTIMATORS)
     parts = " + ".join(f"{row[part] / 2**20:,.0f}" for part in ("tensors", "loop", "workspaces", "allocator"))
@@ -157,7 +147,11 @@ def _line(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    table = rows([p for p in points() if len(sys.argv) < 2 or p.network in sys.argv[1:]], _line)
+    table = []
+    for point in points():
+        if len(sys.argv) < 2 or point.network in sys.argv[1:]:  # a capture takes seconds
+            table.append(row(point))
+            _print(table[-1])
     for name, mean in means(table).items():
         shown = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} over {mean['of']} runs"
         print(f"{name}: {shown}; {mean['wrong']} of {mean['verdicts']} verdicts wrong")

@@ -20,7 +20,7 @@ def test_the_points() -> None:
 @pytest.mark.nightly
 def test_ours_beside_the_measured_and_the_means() -> None:
     (point,) = (p for p in peaks.points() if (p.network, p.optimizer) == ("MobileNetV2", "SGD"))
-    (row,) = peaks.rows([point])
+    row = peaks.row(point)
     assert row["ours_bytes"] == sum(row[part] for part in ("tensors", "loop", "workspaces", "allocator"))
     assert abs(row["error"]) < 0.03 and row["ours_fits"] and row["fits"]
     lost = {**row, "fits": False, "error": None, "xmem_error": None}
