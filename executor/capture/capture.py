@@ -35,11 +35,11 @@ from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.effects import Effects, rebind
+from executor.capture.operators import Places, users
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, fixed, options
 from executor.capture.python_values import PythonValues, changed, untouched
 from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, noted
-from executor.capture.source_locations import Places, users
 from executor.capture.state import StepState, copied
 from simulator.machine import Machine
 
@@ -297,18 +297,15 @@ def _capture(
             warnings.simplefilter("ignore")
             for value, label in roots:
                 state.add(value, label)
-            leaves, spec = flatten(args)
-            inputs = [
-                state.fake(v, f"input{i}" if len(leaves) > 1 else "input", "input") if isinstance(v, Tensor) else v
-                for i, v in enumerate(leaves)
-            ]
-            batch = tree_unflatten(inputs, spec)
+            given_leaves, spec = flatten(args)
+            leaves = [
+                state.fake(v, f"input{i}" if len(given_leaves) > 1 else "input", "input") if isinstance(v, Tensor)
+                else v for i, v in enumerate(given_leaves)
+            ]  # fmt: skip
+            batch = tree_unflatten(leaves, spec)
             groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
             hooked = hooks.count(state.modules)
-            place = {id(e.fake): i for i, e in enumerate(state.entries)}
-            flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
-            del leaves, inputs
             with state.installed():
                 made = trace(batch)
                 changes = changed(state.watched)
@@ -336,16 +333,15 @@ def _capture(
         raise CaptureError("the step runs no tensor operation")
     undone = undone or next(iter(made.effects.refused), "") or recorder.leaked()
     made.numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
-    captured = recorder.build(graph, state.entries, name, (spec, flat))
-    settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
-    holds = recorder.user_holds(captured.values, captured.program)
-    python = PythonValues(state.watched, undone, state.once)
-    captured = replace(
-        captured,
-        settings=settings,
+    captured = recorder.build(
+        graph,
+        state.entries,
+        name,
+        leaves,
+        spec=spec,
+        settings=tuple((o, tuple(map(fixed, was))) for o, was in groups.items()),
         modules=modules,
-        holds=holds,
-        python=python,
+        python=PythonValues(state.watched, undone, state.once),
         hooks=hooked,
         returned=made.returned,
         source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),

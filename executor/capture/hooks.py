@@ -18,15 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from executor.capture.optimizers import (
-    bucketed,
-    capturable,
-    moved,
-    numbers_of,
-    patched,
-    symbolic_extremes,
-    takes_capturable,
-)
+from executor.capture.optimizers import bucketed, captured_form, moved, numbers_of, patched
 from executor.capture.recorder import Recorder
 
 Change = tuple[Any, str, Any]  # of ``patched``
@@ -51,40 +43,18 @@ def count(modules: Iterable[nn.Module]) -> int:
 def traced(
     recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """Reports these calls to the recorder while a step is traced.
+    """Reports these calls to the recorder while a step is traced, and puts optimizer steps into the captured form.
 
     Args:
         groups: Options of each optimizer at capture time.
         bucket_bytes: As in ``capture``.
         undone: Receives a sentence for each Python number that an optimizer's step changes.
     """
-    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_answers_of_eager())
-    with _traced_optimizers(recorder, groups, bucket_bytes, undone), patched(*changes):
-        yield
-
-
-def _answers_of_eager() -> Iterator[Change]:
-    """Makes libraries that check for tracing behave as in eager mode.
-
-    Checkpoints call ``_is_compiling``. transformers calls ``is_tracing`` and keeps masks that eager mode drops. The
-    function's code object is replaced, because modules have already imported the function.
-    """
-    yield torch.utils.checkpoint._is_compiling, "__code__", (lambda func, args, kwargs: False).__code__
-    if (transformers := sys.modules.get("transformers.utils.import_utils")) and hasattr(transformers, "is_tracing"):
-        yield transformers.is_tracing, "__code__", (lambda tensor=None: False).__code__
-
-
-@contextmanager
-def _traced_optimizers(
-    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
-) -> Iterator[None]:
-    """Reports optimizer steps to the recorder and puts each into the form that is captured."""
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
 
     def enter(optimizer: Optimizer, *_: Any) -> None:
         with ExitStack() as context:  # unwinds on an exception
-            context.enter_context(capturable(takes_capturable(optimizer)))
-            context.enter_context(symbolic_extremes())
+            context.enter_context(captured_form(optimizer))
             if optimizer in groups:
                 context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
             if bucket_bytes:
@@ -105,13 +75,26 @@ def _traced_optimizers(
         recorder.stepping = False
 
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
+    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_answers_of_eager())
     try:
-        yield
+        with patched(*changes):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
         while stack:  # the step raised
             stack.pop()[0].close()
+
+
+def _answers_of_eager() -> Iterator[Change]:
+    """Makes libraries that check for tracing behave as in eager mode.
+
+    Checkpoints call ``_is_compiling``. transformers calls ``is_tracing`` and keeps masks that eager mode drops. The
+    function's code object is replaced, because modules have already imported the function.
+    """
+    yield torch.utils.checkpoint._is_compiling, "__code__", (lambda func, args, kwargs: False).__code__
+    if (transformers := sys.modules.get("transformers.utils.import_utils")) and hasattr(transformers, "is_tracing"):
+        yield transformers.is_tracing, "__code__", (lambda tensor=None: False).__code__
 
 
 def _zero_grads(recorder: Recorder) -> Iterator[Change]:

@@ -98,29 +98,32 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
     return None
 
 
-def takes_capturable(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
-    return any(group.get("capturable") for group in optimizer.param_groups)
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Runs an optimizer's step in the form that is captured, without the user's hooks."""
+    with captured_form(optimizer), patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS)):
+        type(optimizer).step(optimizer)
 
 
-def without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Disables the user's hooks during an internal optimizer step."""
-    return patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS))
+@contextmanager
+def captured_form(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps an optimizer's step count and numbers read from tensors as tensors.
 
-
-def capturable(allowed: bool = True) -> AbstractContextManager[None]:
-    """Lets optimizers use their ``capturable`` form on any device, as under torch.compile."""
-    return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
-
-
-def symbolic_extremes() -> AbstractContextManager[None]:
-    """Makes ``max`` of two numbers read from tensors (in Adafactor) a graph operation instead of a branch."""
+    Optimizers with ``capturable=True`` may use that form on any device. ``max`` of two numbers read from tensors (in
+    Adafactor) is a graph operation instead of a branch.
+    """
 
     def choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (symbolic if any(isinstance(a, SymFloat) for a in args) else plain)(*args)
 
     extremes = ("max", choose(max, torch.sym_max)), ("min", choose(min, torch.sym_min))
-    return patched(*((_adafactor, name, function) for name, function in extremes))
+    allowed = any(group.get("capturable") for group in optimizer.param_groups)
+    with capturable(allowed), patched(*((_adafactor, name, function) for name, function in extremes)):
+        yield
+
+
+def capturable(allowed: bool = True) -> AbstractContextManager[None]:
+    """Lets optimizers use their ``capturable`` form on any device, as under torch.compile."""
+    return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from executor.capture.batches import tensors_in
 from executor.capture.captured import Captured, HostRead, MicroBatch, UserHolds, number
@@ -35,6 +35,7 @@ from executor.capture.durations import Precision
 from executor.capture.effects import remove_fakes
 from executor.capture.operators import (
     ALLOCATIONS,
+    Places,
     adds_gradients,
     caller,
     flops_of,
@@ -46,7 +47,6 @@ from executor.capture.operators import (
 )
 from executor.capture.optimizers import Numbers
 from executor.capture.reach import CaptureError
-from executor.capture.source_locations import Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
@@ -203,16 +203,16 @@ class Recorder(TorchDispatchMode):
         reads = [s for s in reads if s not in statistics]
         writes = [self._storage(x) for x in mutated(func, args, kwargs) + outs] + statistics
         nodes = []
-        for node in self._new_nodes(before):
+        for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - before))[::-1]:
             node.meta.pop("val", None)  # an alias, which would keep the storage alive
             if node.op == "call_function":
                 nodes.append(node)
-                value = out[node.args[1]] if node.target is operator.getitem else out
+                is_item = node.target is operator.getitem
+                value = out[node.args[1]] if is_item else out
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
-        for node in nodes:
-            if node.target is operator.getitem and node.args[1] in wide:
-                node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
+                if is_item and node.args[1] in wide:
+                    node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
         if isinstance(out, (list, tuple)) and nodes:
             nodes[0].meta["items"] = len(out)
         if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
@@ -298,25 +298,6 @@ class Recorder(TorchDispatchMode):
         """Records the tensors of the model's result."""
         self.outputs = len(self.ops), [self._storage(x) for x in outputs]
 
-    def user_holds(self, values: dict[fx.Node, int], program: Program) -> UserHolds:
-        """Returns the tensors that a training loop keeps alive from one step to the next."""
-        index = {s: values[node] for node, s in self.values.items() if node in values}
-        kernels = [k for k, kernel in enumerate(program.kernels) if kernel.name != "marker"]
-
-        def kernel(done: int) -> int:
-            """Returns the first kernel after ``done`` operators."""
-            launched = sum(op.launches for op in self.ops[:done])
-            return kernels[launched] if launched < len(kernels) else len(program.kernels)
-
-        def own(storages: Iterable[int]) -> tuple[int, ...]:
-            found = {index[s] for s in storages if s in index}
-            return tuple(sorted(t for t in found if not program.tensors[t].persistent))
-
-        done, outputs = self.outputs
-        return UserHolds(
-            own(outputs), kernel(done), own(self.gradients), -1 if self.zeroed < 0 else kernel(self.zeroed)
-        )
-
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:
         """Marks operators in this context as skipped if ``skipped`` is nonzero when the graph executes.
@@ -343,14 +324,13 @@ class Recorder(TorchDispatchMode):
         node = next(node for node, found in reversed(self.values.items()) if found == s)
         self.micro.append((len(self.ops), node, self.drawing, self.drawing != self.drawn))
 
-    def _new_nodes(self, before: int) -> list[fx.Node]:
-        count = len(self.graph.nodes) - before
-        return list(islice(reversed(self.graph.nodes), count))[::-1]
+    def build(self, graph: fx.GraphModule, entries: list[Entry], name: str, leaves: list[Any], **rest: Any) -> Captured:
+        """Builds the program and the rest of the capture from the recorded operators.
 
-    def build(
-        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
-    ) -> Captured:
-        """Builds the program and the rest of the capture from the recorded operators."""
+        Args:
+            leaves: The step's arguments, flat; fake tensors of placeholders for tensors.
+            rest: Fields of the capture that the operators do not determine.
+        """
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]
         last: dict[int, int] = {}  # storage -> its last kernel, markers not counted
@@ -371,7 +351,7 @@ class Recorder(TorchDispatchMode):
         kernels: list[Kernel] = []
         places: list[Place] = []
         nodes: list[tuple[fx.Node, ...]] = []
-        numbers: list[int] = []  # of the operators' kernels
+        launched: list[int] = []  # kernels of ``ops``
         left_out: set[int] = set()
         for k in range(len(ops) + 1):
             # Storages that no kernel has written are empty.
@@ -387,30 +367,53 @@ class Recorder(TorchDispatchMode):
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
                                       flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
                 places.append(op.place)
-                numbers.append(len(nodes))
+                launched.append(len(nodes))
                 if op.optional:
                     left_out.add(len(nodes))
                 nodes.append(tuple(op.nodes))
-        kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), numbers, strict=True))
+        kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), launched, strict=True))
         draws = {kernel_of[i]: kernel_of.get(j, -1) for i, j in self.draws.items()}
         if self.drawing != self.drawn:
             draws[len(kernels)] = kernel_of.get(self.drawing, -1)
-        micro = tuple(
-            MicroBatch(
-                next((k for i, k in kernel_of.items() if i >= end), len(kernels)), loss, kernel_of.get(i, -1), back
-            )
-            for end, loss, i, back in self.micro
-        )
-        placeholders = tuple(n for n in graph.graph.nodes if n.op == "placeholder")
-        (returned,) = next(n for n in graph.graph.nodes if n.op == "output").args
+
+        launched.append(len(kernels))
+
+        def after(count: int) -> int:
+            """Returns the first kernel after ``count`` operators."""
+            return launched[done[count]]
+
+        def within(storages: Iterable[int]) -> tuple[int, ...]:
+            """Returns the tensors of these storages that live within a step."""
+            return tuple(sorted({index[s] for s in storages if s in index and not tensors[index[s]].persistent}))
+
+        (outputs,) = graph.graph.output_node().args
+        placeholders = dict(zip((id(e.fake) for e in entries), graph.graph.find_nodes(op="placeholder"), strict=True))
         return Captured(
-            Program(name, tuple(tensors), tuple(kernels)), graph, tuple(nodes),
-            {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
-            tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
-            tuple(e.fake.device for e in entries), tuple(returned), batch[0],
-            tuple(v if i is None else placeholders[i] for i, v in batch[1]),
-            (), self.numbers, frozenset(self.asked), frozenset(left_out),
-            draws, (), tuple(places), owners, Precision.now(), micro, reads=tuple(self.reads),
+            program=Program(name, tuple(tensors), tuple(kernels)),
+            graph=graph,
+            nodes=tuple(nodes),
+            values={node: index[s] for node, s in self.values.items() if s in index},
+            placeholders=tuple(placeholders.values()),
+            names=tuple(e.name for e in entries),
+            sources=tuple(e.real for e in entries),
+            homes=tuple(e.home for e in entries),
+            devices=tuple(e.fake.device for e in entries),
+            outputs=tuple(outputs),
+            leaves=tuple(placeholders.get(id(leaf), leaf) for leaf in leaves),
+            numbers=self.numbers,
+            asked=frozenset(self.asked),
+            left_out=frozenset(left_out),
+            draws=draws,
+            places=tuple(places),
+            owners=owners,
+            precision=Precision.now(),
+            micro=tuple(MicroBatch(after(n), loss, kernel_of.get(i, -1), back) for n, loss, i, back in self.micro),
+            holds=UserHolds(
+                within(self.outputs[1]), after(self.outputs[0]), within(self.gradients),
+                -1 if self.zeroed < 0 else after(self.zeroed),
+            ),
+            reads=tuple(self.reads),
+            **rest,
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

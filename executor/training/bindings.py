@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from executor.capture import hooks
 from executor.capture.capture import Captured
-from executor.capture.optimizers import capturable, takes_capturable, without_hooks
+from executor.capture.optimizers import step_without_hooks
 from executor.training.memory_source import Block, Place, Shared, StepError, movable, shared
 
 
@@ -259,8 +259,7 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     first: defaultdict[Any, _First] = defaultdict(_First)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
-        with capturable(takes_capturable(optimizer)), without_hooks(optimizer):
-            type(optimizer).step(optimizer)
+        step_without_hooks(optimizer)
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)
