@@ -137,12 +137,13 @@ class Watched(NamedTuple):
 
     Attributes:
         before: Values at capture time, by key.
-        get, values: Function that reads all values at once, and its result at capture time.
+        get, target, values: Function that reads all values at once, its argument, and its result at capture time.
     """
 
     owner: Owner
     before: dict[Any, Any]
     get: Callable[[Any], Any]
+    target: Any
     values: Any
 
     def restore(self) -> None:
@@ -170,16 +171,16 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
     content = owner.content()
     if isinstance(owner.container, list):
         few = len(content) <= MOST and all(map(is_scalar, content.values()))
-        return [Watched(owner, content, tuple, tuple(content.values()))] if few else []
+        return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if few else []
     every = names is None or owner.keys is not None
     found = {key: value for key, value in content.items()
              if (every or not isinstance(key, str) or key in names) and is_scalar(value)}  # fmt: skip
     if not found:
         return []
+    # ``get`` runs in C, because it is called at each step.
     of_slots = isinstance(owner.container, Slots)
-    # In C, because it is called at each step.
-    get = attrgetter(*(f"owner.{name}" for name in found)) if of_slots else itemgetter(*found)
-    return [Watched(owner._replace(keys=tuple(found)), found, get, get(owner.container))]
+    get, target = (attrgetter, owner.container.owner) if of_slots else (itemgetter, owner.container)
+    return [Watched(owner._replace(keys=tuple(found)), found, get(*found), target, get(*found)(target))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +201,7 @@ class PythonValues:
         """Returns the first value that has changed, or None."""
         for one in self.watched:
             try:  # inlined, since it is executed at each step
-                if one.get(one.owner.container) == one.values:
+                if one.get(one.target) == one.values:
                     continue
             except Exception:  # a key is gone, a cell is empty, or values cannot be compared
                 pass
