@@ -30,7 +30,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
-from executor.capture import hooks
 from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
@@ -38,8 +37,8 @@ from executor.capture.effects import Effects, rebind
 from executor.capture.operators import Places, users
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, fixed, options
 from executor.capture.python_values import PythonValues, changed, untouched
-from executor.capture.reach import CaptureError
-from executor.capture.recorder import Recorder, noted
+from executor.capture.reach import CaptureError, hooks_of
+from executor.capture.recorder import Recorder, noted, traced_calls
 from executor.capture.state import StepState, copied
 from simulator.machine import Machine
 
@@ -288,7 +287,7 @@ def _capture(
 
         state.ran = lambda: len(recorder.ops)
         state.begin()
-        with hooks.traced(recorder, groups, bucket_bytes, state.undone), mode:
+        with traced_calls(recorder, groups, bucket_bytes, state.undone), mode:
             graph = make_fx(traced, tracing_mode="real")(*(e.fake for e in state.entries))
         return _Trace(graph, recorder, numbers, *found[0])
 
@@ -305,7 +304,7 @@ def _capture(
             batch = tree_unflatten(leaves, spec)
             groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
-            hooked = hooks.count(state.modules)
+            hooks = sum(map(len, hooks_of(state.modules)))
             with state.installed():
                 made = trace(batch)
                 changes = changed(state.watched)
@@ -342,7 +341,7 @@ def _capture(
         settings=tuple((o, tuple(map(fixed, was))) for o, was in groups.items()),
         modules=modules,
         python=PythonValues(state.watched, undone, state.once),
-        hooks=hooked,
+        hooks=hooks,
         returned=made.returned,
         source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),
     )

@@ -167,7 +167,7 @@ class Captured:
     leaves: tuple[Any, ...]  # the arguments, flat; placeholders replace tensors
     settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # constant options per optimizer and group
     numbers: Numbers  # optimizer options that may change between steps
-    asked: frozenset[fx.Node]  # numbers that skip the kernels in ``left_out`` if nonzero (hooks.py)
+    asked: frozenset[fx.Node]  # numbers that skip the kernels in ``left_out`` if nonzero (GradScaler)
     left_out: frozenset[int]  # kernels that a GradScaler may skip
     # Kernel (or number of kernels: step end) -> kernel after whose draws its random state begins, if not the last.
     draws: dict[int, int]

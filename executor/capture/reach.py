@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from executor.capture.python_values import CELL, Code, Owner, Slots, Watched, gl
 from simulator.program import TensorKind
 
 MOST_DEEP = 40  # deepest nesting of objects that is followed
+MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
            logging.Logger, torch.UntypedStorage, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)  # fmt: skip
@@ -269,7 +272,8 @@ class Reach:
                 raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
             if cls.__name__ == "LightningModule" and getattr(module, "_trainer", None) is not None:
                 raise CaptureError(f"{name or 'the model'} is trained by Lightning's Trainer: give that {_COMPILE}")
-        if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
+        is_rnn = isinstance(module, nn.RNNBase) and module.dropout and module.training
+        if is_rnn and torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters()):
             what = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
             raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
@@ -323,6 +327,14 @@ class Reach:
         self._items(table, [n for n in sorted(named) if n in table], "", kind, depth)
 
 
+def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
+    of_module = [getattr(m, which) for m in modules for which in MODULE_HOOKS]
+    of_tensor = [getattr(p, which, None) for m in modules for p in m._parameters.values() if p is not None
+                 for which in TENSOR_HOOKS]  # fmt: skip
+    return [table for table in (*of_module, *of_tensor) if table is not None]
+
+
 def is_table(value: Any) -> bool:
     """Returns whether the value is a dictionary with plain lookups (transformers' lazy dictionaries import on them)."""
     kind = type(value)
@@ -341,13 +353,6 @@ def check_dense(tensor: Tensor, name: str) -> None:
         )
 
 
-def uses_cudnn(module: nn.RNNBase) -> bool:
-    """Returns whether cuDNN executes this module."""
-    return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
-
-
 @functools.cache
 def _file(cls: type) -> str:
-    import sys
-
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or "<built-in>"

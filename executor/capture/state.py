@@ -25,7 +25,7 @@ from executor.capture.batches import flatten, tensors_in
 from executor.capture.effects import Effects
 from executor.capture.optimizers import STEP_HOOKS, chooses_foreach, moved, numbers_of, step_without_hooks
 from executor.capture.python_values import Change, Owner, Watched, changed
-from executor.capture.reach import CaptureError, Reach, Snapshot, check_dense
+from executor.capture.reach import TENSOR_HOOKS, CaptureError, Reach, Snapshot, check_dense
 from simulator.program import TensorKind
 
 
@@ -166,10 +166,8 @@ class StepState(Reach):
         """Registers a leaf tensor's hooks on its fake, so that their operators are captured."""
         if not (tensor.is_leaf and tensor.requires_grad):
             return
-        for which, register in zip(
-            ("_backward_hooks", "_post_accumulate_grad_hooks"),
-            (fake.register_hook, fake.register_post_accumulate_grad_hook), strict=True,
-        ):  # fmt: skip
+        registers = fake.register_hook, fake.register_post_accumulate_grad_hook
+        for which, register in zip(TENSOR_HOOKS, registers, strict=True):
             for hook in (getattr(tensor, which, None) or {}).values():
                 self._walk(hook, f"{name}.hook", "buffer", 1)
                 register(self.heard(hook, f"a hook of {name}"))
