@@ -235,7 +235,6 @@ def _capture(
         norms: List whose last element is the gradient norm at the end of the step.
     """
     given = dict(locals())
-    again = partial(_capture, **{**given, "as_capturable": True})
 
     def with_args(other: Any) -> Captured:
         return _capture(**{**given, "args": other, "roots": [(other if v is args else v, label) for v, label in roots]})
@@ -274,11 +273,11 @@ def _capture(
                     what = _article(type(leaf).__name__)
                     raise CaptureError(f"the step returns {what}, which the graph cannot recompute: return tensors")
             outputs = [leaf for leaf in leaves if leaf is not None]
-            parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
-            kept = {i: p.grad for i, p in parameters if p.grad is not None}
-            tensors = tuple(leaf is not None for leaf in leaves)
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
+            parameters = [e.fake for e in state.entries if keep_grads and e.kind == "parameter"]
+            kept = {place[id(p)]: p.grad for p in parameters if p.grad is not None}
             rebound = tuple(place[id(was)] for _, was, _ in effects.rebound)
+            tensors = tuple(leaf is not None for leaf in leaves)
             returned = Returned(spec, tensors, tuple(kept), bool(norms), tuple(effects.found), rebound)
             outputs += [*kept.values(), *(norms or ())[-1:], *effects.tensors]
             found.append((returned, effects))
@@ -322,7 +321,7 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return again()
+            return _capture(**{**given, "as_capturable": True})
         raise CaptureError(_sentence(error, state)) from error
     recorder, graph = made.recorder, made.graph
     made.effects.forget()

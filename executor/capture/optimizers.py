@@ -243,13 +243,12 @@ class Numbers:
             read: Targets of the graph's nodes.
         """
         by_symbol = {symbol: option for option, symbol, *_ in self._known.values()}
-        for expression in [*(guard.expr for guard in self._shapes.guards), *self._zeros]:
-            asked = [by_symbol[s] for s in expression.free_symbols if s in by_symbol]
-            if asked:
-                self._conditions.append((expression, asked))
+        conditions = [*(guard.expr for guard in self._shapes.guards), *self._zeros]
+        pairs = [(c, [by_symbol[s] for s in c.free_symbols if s in by_symbol]) for c in conditions]
+        self._conditions = [(condition, asked) for condition, asked in pairs if asked]
         named = {option for _, asked in self._conditions for option in asked} | read
-        self.options = tuple(option for option in by_symbol.values() if option in named)
         self._symbols = {option: symbol for symbol, option in by_symbol.items() if option in named}
+        self.options = tuple(self._symbols)
         self._known.clear()
         self._fused.clear()
 

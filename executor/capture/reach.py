@@ -124,12 +124,12 @@ class Reach:
     def found(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
         """Handles a tensor or a tuple of some (an LSTM's state) at ``container[key]``; subclasses override it."""
 
-    def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
-        """Walks ``value``; its tensors that are not parameters get the kind ``kind``."""
-        self._walk(value, name, kind, 0)
+    def add(self, value: Any, name: str) -> None:
+        """Walks ``value``."""
+        self._walk(value, name, "buffer", 0)
         while functions := self.code.new_functions():  # methods that the step may call by name
             for function in functions:
-                self._walk(function, "", kind, 1)
+                self._walk(function, "", "buffer", 1)
 
     def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> Any:
         """Records a mutable object and returns its container, which is the same for all views of one object."""
