@@ -256,10 +256,7 @@ def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
 
 
 def _is_fused(given: Attention, least: tuple[int, int], grouped: bool = True) -> bool:
-    """Returns whether the GPU (``least``: its capability) and the arguments meet the requirements of fused kernels.
-
-    ``grouped`` allows grouped-query heads, and a width of 1 whose elements are not contiguous.
-    """
+    """Returns whether a fused kernel supports the GPU's capability (at least ``least``), the shapes and the strides."""
     tensors = given.query, given.key, given.value
     if any(t.dim() != 4 or t.dtype != given.query.dtype or len(t) != len(given.query) for t in tensors):
         return False

@@ -223,11 +223,7 @@ def measure(
 
 
 class _Runner:
-    """Runs and times kernels.
-
-    Attributes:
-        event_ns, step_ns: See ``Profile``.
-    """
+    """Runs and times kernels; ``event_ns`` and ``step_ns`` are those of ``Profile``."""
 
     def __init__(
         self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf, cache: Cache = "hot"
@@ -478,10 +474,7 @@ class StepRunner:
         return found
 
     def _between(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
-        """Executes one step on CUDA with events around each row of ``kernels`` kernels.
-
-        The stream is kept busy for ``issue_ns`` before each segment is issued. Returns each row's last kernel and ns.
-        """
+        """Executes one step on CUDA and returns the last kernel and the ns of each row of ``kernels`` kernels."""
         spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         begin, count, last = None, 0, sum(k >= 0 for _, k, _ in self.work)
 

@@ -261,11 +261,7 @@ class Recorder(TorchDispatchMode):
         return remove_fakes(kept) if kept else ""
 
     def _read_number(self, tensor: Tensor) -> Any:
-        """Returns the number that the step's Python code reads, computed from the example batch.
-
-        Raises:
-            DataDependentOutputException: If the number depends on anything but the batch and constants.
-        """
+        """Returns the number that the step's Python code reads, which may depend only on the batch and constants."""
         mode = get_proxy_mode()
         assert mode is not None
         needed, made = {self._storage(tensor)}, list[_Op]()
