@@ -272,8 +272,7 @@ class Reach:
                 raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
             if cls.__name__ == "LightningModule" and getattr(module, "_trainer", None) is not None:
                 raise CaptureError(f"{name or 'the model'} is trained by Lightning's Trainer: give that {_COMPILE}")
-        is_rnn = isinstance(module, nn.RNNBase) and module.dropout and module.training
-        if is_rnn and torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters()):
+        if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
             what = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
             raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
@@ -351,6 +350,11 @@ def check_dense(tensor: Tensor, name: str) -> None:
             f"{name} is a {what} tensor, whose size a plan cannot know: pass its indices and values as dense tensors "
             "(index_add, scatter, edge_index), or to_dense()"
         )
+
+
+def uses_cudnn(module: nn.RNNBase) -> bool:
+    """Returns whether cuDNN executes this module."""
+    return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
 
 
 @functools.cache
