@@ -13,9 +13,9 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from executor.capture import hooks
 from executor.capture.capture import Captured
-from executor.capture.optimizers import capturable, takes_capturable, without_hooks
+from executor.capture.optimizers import step_without_hooks
+from executor.capture.reach import hooks_of
 from executor.training.memory_source import Block, Place, Shared, StepError, movable, shared
 
 
@@ -115,7 +115,7 @@ def check(captured: Captured, parameters: list[Binding]) -> None:
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
             raise StepError(f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture")
-    if hooks.count([module for module, _, _ in captured.modules]) != captured.hooks:
+    if sum(map(len, hooks_of([module for module, _, _ in captured.modules]))) != captured.hooks:
         raise StepError("hooks of the model were added or removed after the capture; capture the step again")
     for b in parameters:
         if b.user.grad is not None:
@@ -183,7 +183,7 @@ class Known:
         self.frozen = list(map(_REQUIRES_GRAD, self.parameters))
         self.modules = [module for module, _, _ in captured.modules]
         self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
-        self.hooks, self.n_hooks = hooks.tables(self.modules), captured.hooks
+        self.hooks, self.n_hooks = hooks_of(self.modules), captured.hooks
         self.hooked = list(map(_HOOKS, self.parameters))
         self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
@@ -259,8 +259,7 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     first: defaultdict[Any, _First] = defaultdict(_First)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
-        with capturable(takes_capturable(optimizer)), without_hooks(optimizer):
-            type(optimizer).step(optimizer)
+        step_without_hooks(optimizer)
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)

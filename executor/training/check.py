@@ -51,7 +51,7 @@ def check(captured: Captured) -> None:
     Raises:
         CaptureError: the effects differ; the message names the first difference.
     """
-    if captured.python.undone or any(d.type == "meta" for d in captured.devices) or captured.source is None:
+    if captured.python.undone or any(d.type == "meta" for d in captured.devices):
         return
     source, args = captured.source, captured.source.args
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
@@ -97,7 +97,6 @@ class _Twin:
     """The user's step and its captured counterpart, both on the user's objects."""
 
     def __init__(self, captured: Captured, args: Any) -> None:
-        assert captured.source is not None
         self.captured, self.args, self.step = captured, args, captured.source.step
         self.roots = (*captured.source.roots, (args, ""))
         self.device = device_of(captured)
