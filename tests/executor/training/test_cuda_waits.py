@@ -44,8 +44,8 @@ def sites() -> Iterator[Site]:
     for module in MODULES:
         path = Path(str(module.__file__))
         tree = ast.parse(path.read_text())
-        host = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and "Host" in node.name]
-        aside = {n for c in host for n in range(c.lineno, c.end_lineno + 1)} if module is engines else set()
+        host = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Engines"]
+        aside = {n for c in host for n in range(c.lineno, c.end_lineno + 1)}
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.lineno in aside:
                 continue
