@@ -149,8 +149,10 @@ class Twins:
             torch.manual_seed(100 + self.seed + ahead)
             return self.ours.batch(self.seed + ahead)
 
-    def captured(self, **options: Any) -> Captured:
-        (first, *rest), batch, options = self.ours.given, self.next_batch(), self.ours.options | options
+    def captured(self, check: bool = False, **options: Any) -> Captured:
+        """Captures our loop; ``check`` runs the differential check, too, which repeats what these tests compare."""
+        (first, *rest), batch = self.ours.given, self.next_batch()
+        options = self.ours.options | {"check": check} | options
         if not isinstance(first, nn.Module):
             return capture_step(first, *batch, machine=GPU, **options)
         return capture(first, *rest, batch if len(batch) > 1 else batch[0], machine=GPU, **options)
@@ -358,7 +360,7 @@ def required(program: Program, plan: Plan) -> int:
 
 def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:
     """Creates a step at the smallest limit at which the plan is feasible."""
-    return PlannedStep(captured, plan, GPU, required(captured.program, plan), **options)
+    return PlannedStep(captured, replace(plan, limit=required(captured.program, plan)), GPU, **options)
 
 
 def planned(name: str = "small", make_optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:
@@ -394,9 +396,8 @@ class Bytes(TorchDispatchMode):
         return out
 
 
-def under_every_plan(twins: Twins, seed: int, more: tuple[str, ...] = ()) -> None:
+def under_every_plan(twins: Twins, captured: Captured, seed: int, more: tuple[str, ...] = ()) -> None:
     """Trains twins under plans of every kind, each at its smallest feasible limit."""
-    captured = twins.captured()
     before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
     for kind in (*KINDS, *more):
         plan = plan_of(captured.program, kind, seed, nothing=0.1)
