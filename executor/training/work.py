@@ -111,7 +111,7 @@ class StepState:
         self.commit, self.early = before_the_update(order.schedule)
         places, self.pinned_bytes = self._host_places(graph)
         try:
-            engines = engines_for(self.device) if places else Engines()
+            engines = engines_for(self.device) if places else Engines()  # copies nothing
         except TransferError as error:
             raise StepError(f"the plan cannot be run: {error}") from error
         swapped = {t: Block(tensors[t].name, tensors[t].nbytes, tensors[t].persistent) for t in places}

@@ -326,15 +326,6 @@ def moving(program: Program, *_: Any) -> Plan:
     return random_plan(program, 0, nothing=0.1)
 
 
-def over_the_boundary(program: Program) -> Plan:
-    """Swaps parameters and optimizer state across the step boundary.
-
-    At 1.02 times the required bytes, some are on the host at the boundary, and some have copies in flight.
-    """
-    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
-    return Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
-
-
 def swapping_the_batch(program: Program) -> Plan:
     """Swaps the batch's first tensor within the step and across its boundary."""
     x = next(i for i, t in enumerate(program.tensors) if t.name == "input0")
@@ -361,6 +352,20 @@ def required(program: Program, plan: Plan) -> int:
 def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:
     """Creates a step at the smallest limit at which the plan is feasible."""
     return PlannedStep(captured, replace(plan, limit=required(captured.program, plan)), GPU, **options)
+
+
+def over_the_boundary(captured: Captured, factor: float = 1.0, room: int = 0, **options: Any) -> PlannedStep:
+    """Creates a step that swaps parameters and optimizer state across its boundary, some of them in flight there.
+
+    Its limit is ``factor`` times what the plan needs, plus ``room`` bytes.
+    """
+    program = captured.program
+    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
+    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
+    aim = int(1.02 * required(program, plan))
+    step = PlannedStep(captured, replace(plan, limit=aim), GPU, int(factor * aim + room), **options)
+    assert set(step.order.start.values()) == {"host", "out", "in"}
+    return step
 
 
 def planned(name: str = "small", make_optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:

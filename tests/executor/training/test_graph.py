@@ -122,15 +122,10 @@ def test_changes_between_replays_take_effect(double):
     assert step.graph.captures == 2
 
 
-def over_the_boundary(share: float = 1.0, room: float = 1.0) -> tuple[Twins, PlannedStep]:
-    """Returns a step with parameters and optimizer state on the host or in flight at the boundary."""
+def over_the_boundary(factor: float, room: int = 0) -> tuple[Twins, PlannedStep]:
+    """Returns twins and a graph with parameters and optimizer state on the host or in flight at the boundary."""
     twins = Twins("mlp", sgd)
-    captured = twins.captured()
-    plan = programs.over_the_boundary(captured.program)
-    aim = int(1.02 * required(captured.program, plan))
-    step = PlannedStep(captured, replace(plan, limit=aim), GPU, int(aim * share + room), graph=True)
-    assert set(step.order.start.values()) == {"host", "out", "in"}
-    return twins, step
+    return twins, programs.over_the_boundary(twins.captured(), factor, room, graph=True)
 
 
 def test_nothing_moves_at_the_boundary(double):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from executor import PlannedStep
 from executor.training.memory_source import Place
 from simulator import Plan, Swap
 from tests.executor.networks import NETWORKS, adamw, sgd
 from tests.executor.training import programs
-from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_plan, required, tight
+from tests.executor.training.programs import Bytes, Twins, planned, random_plan, tight
 
 # ----------------------------------------------------------------------------------------------------- plans and limits
 
@@ -96,10 +95,7 @@ def test_tensors_that_numpy_has_seen():
 def test_without_a_barrier_between_steps():
     """Copies in flight at the boundary continue."""
     twins = Twins("small", adamw)
-    captured = twins.captured()
-    plan = programs.over_the_boundary(captured.program)
-    step = PlannedStep(captured, plan, GPU, int(1.02 * required(captured.program, plan)))
-    assert set(step.order.start.values()) == {"host", "out", "in"}
+    step = programs.over_the_boundary(twins.captured())
     with step:
         twins.train(step, 4, look=False)
         under_way = {b.place for b in step.state.blocks.blocks.values()}
