@@ -30,8 +30,7 @@ from executor.capture.profile import Profile, measure, with_profile
 from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.training.bindings import device_of
-from executor.training.graph import NoGraph, OverLimit
-from executor.training.graph_rules import beside_bytes, not_by_default
+from executor.training.graph import NoGraph, OverLimit, beside_bytes, not_by_default
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
 from simulator.compiled.engine import simulate

@@ -158,14 +158,13 @@ class Known:
     """
 
     def __init__(self, captured: Captured, bindings: list[Binding], parameters: list[Binding]):
-        self.moved = [b for b in bindings if b.block]
         stay = [b for b in bindings if not b.block]
         homes = [(b, b.home) for b in stay if b.home]
         of_optimizers = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and len(h.key) == 2]
         states = [(b, h) for b, h in of_optimizers if not isinstance(h.key[0], int)]
         tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list)) and h.part is None]
-        once = {id(b) for b, _ in (*states, *tables)}
-        self.single = [b for b in stay if b.home and id(b) not in once]
+        at_once = {id(b) for b, _ in (*states, *tables)}
+        self.single = [b for b in bindings if b.block or (b.home and id(b) not in at_once)]
         # Per optimizer: the state dictionary, its parameters, and the state of each parameter.
         self.optimizers = [
             (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))
@@ -208,7 +207,6 @@ class Known:
             and all(map(is_, map(_HOOKS, self.parameters), self.hooked))
             and self._same_modules()
             and all(b.found() for b in self.single)
-            and all(b.found() for b in self.moved)
         )
 
     def _same_modules(self) -> bool:
