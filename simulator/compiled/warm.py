@@ -20,13 +20,17 @@ from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Kernel, Program, Tensor
 
-KERNELS = (
-    Kernel("writes", "other", "forward", (), (0,), 1000),
-    Kernel("between", "other", "forward", (), (), 1000),
-    Kernel("reads", "other", "forward", (0,), (), 1000),
+TINY = Program(
+    "warm-up",
+    (Tensor("x", 2**21), Tensor("y", 2**21), Tensor("z", 2**21)),
+    (
+        Kernel("a", "other", "forward", (), (0,), 1000),
+        Kernel("b", "other", "forward", (0,), (1,), 1000),
+        Kernel("c", "other", "forward", (1,), (2,), 1000),
+        Kernel("d", "other", "backward", (0, 2), (2,), 1000),
+    ),
 )
-TINY = Program("warm-up", (Tensor("x", 1),), KERNELS)
-SWAPPED = Plan((Swap(0, 0, 2),))
+SWAPPED = Plan((Swap(0, 1, 3),))
 _started: list[subprocess.Popen[bytes]] = []
 
 
