@@ -117,14 +117,13 @@ class MemoryEnv(BatchEnv):
 
     def __init__(
         self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", copy: bool = True,
-        render_mode: str | None = None, **options: Any,
+        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
+        invalid: str = "end", actions: str = "paper", copy: bool = True, render_mode: str | None = None,
     ):  # fmt: skip
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode = render_mode
-        tasks = make_tasks(program, machine, limit, min_bytes, mode)
-        super().__init__(Batch(tasks, 1, autoreset=False, **options), copy)
+        super().__init__(Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions), copy)
 
     def render(self) -> Any:
         """Renders memory use against the limit, copies in flight and evicted tensors (render.py)."""
@@ -161,12 +160,13 @@ class MemoryVectorEnv(BatchVectorEnv):
     def __init__(
         self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
         machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
-        mode: str = "joint", copy: bool = True, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        max_episode_steps: int | None = None, **options: Any,
+        mode: str = "joint", reward: str = "paper", invalid: str = "end", actions: str = "paper", copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
     ):  # fmt: skip
-        tasks = make_tasks(program, machine, limit, min_bytes, mode)
-        autoreset = AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP
-        batch = Batch(tasks, num_envs, autoreset=autoreset, **options)
+        batch = Batch(
+            make_tasks(program, machine, limit, min_bytes, mode), num_envs, reward, invalid, actions,
+            AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP,
+        )  # fmt: skip
         super().__init__(num_envs, batch, copy, autoreset_mode, max_episode_steps)
 
     best_plans, best_plan = MemoryEnv.best_plans, MemoryEnv.best_plan

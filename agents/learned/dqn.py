@@ -66,7 +66,7 @@ class Walk:
         self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
         self.batch = EditBatch(
             [task], args.walkers, args.neighbours, budget=(args.least_calls, args.most_calls), reward="log",
-            shaping=args.shaping, below=[reference],
+            shaping=args.shaping, reference=[reference],
         )  # fmt: skip
         for i in range(args.walkers):
             self.batch.seed(i, int(rng.integers(2**31)))
