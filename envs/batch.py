@@ -28,8 +28,6 @@ from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
 SHARE = 8  # minimum walks per thread
-STEPS = -1  # position of the buffer of recomputation steps in a thread's work arrays
-Work = list[NDArray[Any]]
 _NONE = np.empty(0, np.int64)
 _ENGINES = Lock()  # engines are not thread-safe
 
@@ -80,11 +78,22 @@ def _gap_table(task: Task) -> NDArray[Any]:
     return table
 
 
-def _work_arrays(ints: int, most: int, gaps: int) -> Work:
-    """Allocates one thread's ``work`` argument of ``step_walks``."""
-    scratch, steps = np.zeros(2 * most), np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
-    return [np.zeros(ints, np.int64), scratch, scratch.view(np.int64), np.zeros(most, np.float32),
-            np.empty(max(gaps, 1), encoding.GAP), steps]  # fmt: skip
+class _Work:
+    """Work arrays of one thread."""
+
+    def __init__(self, ints: int, most: int, gaps: int):
+        self.ints = np.zeros(ints, np.int64)
+        self.scratch, self.shares = np.zeros(2 * most), np.zeros(most, np.float32)
+        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
+        self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays in the order of the ``work`` argument of ``step_walks``."""
+        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
+
+    def make_steps(self) -> None:
+        """Grows the buffer of recomputation steps to four times its size."""
+        self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
 class Batch(EnvBatch):
@@ -146,7 +155,7 @@ class Batch(EnvBatch):
         threads = max(1, min(threads or cores(), walks // SHARE))
         pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._works = [_work_arrays(self._work_size, most, gaps) for _ in range(threads)]
+        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
         self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
@@ -197,31 +206,31 @@ class Batch(EnvBatch):
         self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
 
     def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
-        def run(begin: int, end: int, work: Work) -> None:
+        def run(begin: int, end: int, work: _Work) -> None:
             resume = False
             while step_walks(
-                begin, end, resume, resets, actions, chosen, self._given, self._state, tuple(work), self._shown
+                begin, end, resume, resets, actions, chosen, self._given, self._state, work.arrays(), self._shown
             ):
                 self._settle(begin, end, work)
                 resume = True
 
         self._by_pieces(run)
 
-    def _by_pieces(self, run: Callable[[int, int, Work], None]) -> None:
+    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
         """Calls ``run`` for each piece of the walks; idle threads take the next piece."""
         todo = iter(self._bounds)
 
-        def take(work: Work) -> None:
+        def take(work: _Work) -> None:
             for begin, end in todo:
                 run(begin, end, work)
 
         side_by_side([partial(take, work) for work in self._works])
 
-    def _settle(self, begin: int, end: int, work: Work) -> None:
+    def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Resolves the pending requests of walks ``begin`` to ``end`` - 1."""
         pending = self.walks["pending"][begin:end]
         if (pending == columns.WANTS_STEPS).any():
-            work[STEPS] = np.empty((4 * len(work[STEPS]), encoding.STEP_COLUMNS), np.int64)
+            work.make_steps()
         for i in (begin + np.flatnonzero(pending == columns.WANTS_HOST)).tolist():
             task = self.task(i)
             with _ENGINES:
@@ -286,7 +295,7 @@ class Batch(EnvBatch):
             out = np.empty_like(self.nodes)
             self._copies = [*self._copies[-2:], out]
 
-        def run(begin: int, end: int, work: Work) -> None:
+        def run(begin: int, end: int, work: _Work) -> None:
             np.copyto(out[begin:end], self.nodes[begin:end])
 
         self._by_pieces(run)
