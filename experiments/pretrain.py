@@ -93,7 +93,7 @@ def main(cfg: DictConfig) -> None:
                 before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
                 again = [(out, line, guide, i) for i, line in enumerate(before)]
                 append(out / f"lessons-{round_}.jsonl", plan_again, again, at, "planning tasks with the network")
-            lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
+            lessons = [lesson for lesson in read_lessons(out, round_) if lesson.is_useful]
             kept = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATED]  # the network's family
             examples = [learning.Example(lesson) for lesson in lessons if lesson.program.name not in held_out]
             if not examples or not kept:
@@ -209,7 +209,7 @@ def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
     out, line, weights, seed = task
     entry: dict[str, Any] = json.loads(line)
     lesson = lesson_of(out, entry)
-    if lesson.teaches:
+    if lesson.is_useful:
         entry["plans"] = [[ns, rows.tolist()] for ns, rows in better_plans(trained(weights), lesson, seed)]
     return entry
 

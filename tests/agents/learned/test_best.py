@@ -26,7 +26,7 @@ def test_time_shares_of_the_methods_add_up_to_one() -> None:
         MODES, (3, 500, 20_000, HUGE), (None, 0.1, 1.0, SOLVER, 10.0, 1e3), (False, True)
     ):
         table = shares(mode, kernels, seconds, network)
-        assert np.isclose(sum(share.part for share in table), 1) and min(share.part for share in table) > 0
+        assert np.isclose(sum(share.fraction for share in table), 1) and min(share.fraction for share in table) > 0
         names = {share.method for share in table}
         assert network or "policy_search" not in names
         assert kernels >= HUGE or ("rerun_search" in names) == (mode == "recompute")
@@ -37,7 +37,7 @@ def test_no_method_alone_is_better_and_plans_are_deterministic() -> None:
     best, again = (agents.make("best", min_bytes=1, calls=601) for _ in range(2))
     plan = best.plan(PROGRAM, MACHINE, LIMIT)
     assert plan == again.plan(PROGRAM, MACHINE, LIMIT)
-    assert list(best.found) == ["policy_search", "lp_round"] and best.found["lp_round"] == ns(PROGRAM, plan)
+    assert list(best.best_ns) == ["policy_search", "lp_round"] and best.best_ns["lp_round"] == ns(PROGRAM, plan)
     for name, turn in (("policy_search", 0), ("lp_round", 1)):
         alone = agents.make(name, min_bytes=1, calls=300, seed=TURN * turn)
         assert ns(PROGRAM, plan) <= ns(PROGRAM, alone.plan(PROGRAM, MACHINE, LIMIT))
@@ -48,7 +48,7 @@ def test_recomputation_alone_ends_with_the_search_over_reruns() -> None:
     best = agents.make("best", mode="recompute", min_bytes=1, seconds=0.3)
     plan = best.plan(PROGRAM, MACHINE, LIMIT)
     plan.only("the test", "recompute", "rerun")
-    assert "rerun_search" in best.found and best.found["rerun_search"] == ns(PROGRAM, plan)
+    assert "rerun_search" in best.best_ns and best.best_ns["rerun_search"] == ns(PROGRAM, plan)
 
 
 def test_lp_rounding_continues_from_a_given_plan() -> None:
