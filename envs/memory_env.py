@@ -62,14 +62,14 @@ def make_tasks(
         ValueError: if a limit is invalid or unreachable, or a program has no machine.
     """
     tasks: list[Task] = []
-    for built, where, nbytes in each_task(program, machine, limit):
-        least = least_residency(built, min_bytes, check_mode(mode))
-        if nbytes < least:
+    for task_program, task_machine, nbytes in each_task(program, machine, limit):
+        min_limit = least_residency(task_program, min_bytes, check_mode(mode))
+        if nbytes < min_limit:
             raise ValueError(
-                f"limit: no plan of mode {mode!r} brings {built.name!r} below {least:,} bytes while tensors "
+                f"limit: no plan of mode {mode!r} brings {task_program.name!r} below {min_limit:,} bytes while tensors "
                 f"smaller than {min_bytes:,} bytes stay resident; got {nbytes:,}"
             )
-        tasks.append(Task(built, where, nbytes, min_bytes, mode))
+        tasks.append(Task(task_program, task_machine, nbytes, min_bytes, mode))
     return tasks
 
 
@@ -80,14 +80,14 @@ def each_task(
     if program is None:
         program, small_machine = small_task()
         machine = machine or small_machine
-    for one in _several(program):
-        for on in _several(machine):
-            built, where = program_and_machine(one, on)
-            for each in _several(limit):
-                yield built, where, limit_bytes(each, built)
+    for program_like in _as_sequence(program):
+        for machine_like in _as_sequence(machine):
+            task_program, task_machine = program_and_machine(program_like, machine_like)
+            for task_limit in _as_sequence(limit):
+                yield task_program, task_machine, limit_bytes(task_limit, task_program)
 
 
-def _several(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 

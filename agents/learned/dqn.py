@@ -80,7 +80,7 @@ class TaskWalkers:
         self.update_best()
 
     def begin(self, mask: NDArray[np.bool_]) -> None:
-        """Starts episodes of the walkers in the mask ``mask`` from randomly drawn start plans."""
+        """Starts episodes of the walkers in ``mask`` from randomly drawn start plans."""
         for i in np.flatnonzero(mask):
             walker_mask = np.zeros_like(mask)
             walker_mask[i] = True
@@ -206,7 +206,7 @@ class DQN:
         length, count = args.passes + args.n_step - 1, args.walkers
         shape = length, count, args.tries
         order, rewards, effects = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        counts, ends = np.zeros(shape[:2], np.int64), np.zeros(shape[:2], np.bool_)
+        counts, episode_ends = np.zeros(shape[:2], np.int64), np.zeros(shape[:2], np.bool_)
         observed, hits, gain, final_overheads = [], np.zeros(count), np.zeros(count), list[float]()
         static_parts = self.net.static_parts(walk.graph)
         for t in range(length):
@@ -226,12 +226,12 @@ class DQN:
                 effects[t, active, k] = batch.effects()[active]
                 hits += active & (batch.effect_ns < 0)
                 gain += np.where(active, old_overhead - batch.best_overhead, 0)
-                ends[t] |= active & batch.over
-                active &= ~(batch.accepted | batch.over)
-            final_overheads += batch.best_overhead[ends[t]].tolist()
+                episode_ends[t] |= active & batch.has_ended
+                active &= ~(batch.accepted | batch.has_ended)
+            final_overheads += batch.best_overhead[episode_ends[t]].tolist()
             walk.update_best()
-            walk.begin(ends[t])
-            batch.redraw(~ends[t])
+            walk.begin(episode_ends[t])
+            batch.redraw(~episode_ends[t])
         observed.append(walk.observe())
         trials = counts.sum(0)
         self.calls += int(trials.sum())
@@ -243,7 +243,7 @@ class DQN:
                     "gained_random": 1e5 * gain[~greedy].sum() / trials[~greedy].sum()}  # fmt: skip
         if final_overheads:
             row["overhead"] = float(np.mean(final_overheads))
-        return Rollout(walk.graph, observed, order, rewards, effects, counts, ends, args), row
+        return Rollout(walk.graph, observed, order, rewards, effects, counts, episode_ends, args), row
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Performs one gradient step on a batch of a rollout and updates its priorities; returns the losses."""

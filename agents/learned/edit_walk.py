@@ -216,7 +216,7 @@ class EditWalk(EditBatch):
         if net is not None:
             with torch.no_grad():
                 self._graph = edit_graph(task)
-                self._parts = net.static_parts(self._graph)
+                self._static_parts = net.static_parts(self._graph)
 
     def begin(self, i: int, start: Start) -> None:
         """Starts walker i from a plan."""
@@ -242,7 +242,7 @@ class EditWalk(EditBatch):
             engine_arrays = task.engine.direct(len(task.graph) + 8)
             new_calls, accepted, needs_score = try_best_edits(
                 walkers, i, calls - calls_made, self.draws, answer_ns, self._pools[i], h, base, self._head, self.column,
-                self.accept, self.hot, self.cold, float(task.ideal_ns), *self._moved(0), engine_arrays,
+                self.accept, self.hot, self.cold, float(task.ideal_ns), *self._trial_arrays(0), engine_arrays,
             )  # fmt: skip
             calls_made += new_calls
             if needs_score:
@@ -266,5 +266,5 @@ class EditWalk(EditBatch):
             gaps, bins, plan = (
                 torch.from_numpy(x[i : i + 1]) for x in (self.gaps, self.bins[:, :, -BIN_COLUMNS:].copy(), self.plan)
             )
-            h, plan_state = self.net.encode(self._graph, gaps, bins, plan, self._parts)
+            h, plan_state = self.net.encode(self._graph, gaps, bins, plan, self._static_parts)
             self._bases[i] = h[0].numpy(), self.net.edit_of_whole(plan_state)[0].numpy()

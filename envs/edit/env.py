@@ -32,15 +32,15 @@ def make_edit_tasks(
         ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
     """
     maker = start if isinstance(start, Plan) else STARTS[one_of("start", start, STARTS)]
-    return [EditTask(*one, mode, min_bytes, maker) for one in each_task(program, machine, limit)]
+    return [EditTask(*task_args, mode, min_bytes, maker) for task_args in each_task(program, machine, limit)]
 
 
 def _batch(tasks: list[EditTask], count: int, reward: str, reference: str, **options: Any) -> EditBatch:
     """Returns a batch of walkers whose reward is relative to each task's reference."""
-    below = None
+    references = None
     if reward == "log" and one_of("reference", reference, ("floor", "ideal")) == "floor":
-        below = [floor_of(task) for task in tasks]
-    return EditBatch(tasks, count, reward=reward, reference=below, **options)
+        references = [floor_of(task) for task in tasks]
+    return EditBatch(tasks, count, reward=reward, reference=references, **options)
 
 
 class MemoryEditEnv(BatchEnv):

@@ -34,13 +34,13 @@ def test_time_shares_of_the_methods_add_up_to_one() -> None:
 
 
 def test_no_method_alone_is_better_and_plans_are_deterministic() -> None:
-    best, again = (agents.make("best", min_bytes=1, calls=601) for _ in range(2))
+    best, repeated = (agents.make("best", min_bytes=1, calls=601) for _ in range(2))
     plan = best.plan(PROGRAM, MACHINE, LIMIT)
-    assert plan == again.plan(PROGRAM, MACHINE, LIMIT)
+    assert plan == repeated.plan(PROGRAM, MACHINE, LIMIT)
     assert list(best.best_ns) == ["policy_search", "lp_round"] and best.best_ns["lp_round"] == ns(PROGRAM, plan)
     for name, turn in (("policy_search", 0), ("lp_round", 1)):
-        alone = agents.make(name, min_bytes=1, calls=300, seed=TURN * turn)
-        assert ns(PROGRAM, plan) <= ns(PROGRAM, alone.plan(PROGRAM, MACHINE, LIMIT))
+        method = agents.make(name, min_bytes=1, calls=300, seed=TURN * turn)
+        assert ns(PROGRAM, plan) <= ns(PROGRAM, method.plan(PROGRAM, MACHINE, LIMIT))
     assert best.floor is not None and best.floor.iteration_ns <= ns(PROGRAM, plan)
 
 
@@ -54,10 +54,10 @@ def test_recomputation_alone_ends_with_the_search_over_reruns() -> None:
 def test_lp_rounding_continues_from_a_given_plan() -> None:
     """With almost no simulator calls, LP rounding is no worse than the given plan."""
     start = agents.make("policy_search", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    alone, given = (LPRound(20, min_bytes=1) for _ in range(2))
-    given.first = rows_of(start.decisions)
-    assert ns(PROGRAM, given.plan(PROGRAM, MACHINE, LIMIT)) <= ns(PROGRAM, start)
-    assert ns(PROGRAM, start) < ns(PROGRAM, alone.plan(PROGRAM, MACHINE, LIMIT))
+    from_scratch, continued = (LPRound(20, min_bytes=1) for _ in range(2))
+    continued.first = rows_of(start.decisions)
+    assert ns(PROGRAM, continued.plan(PROGRAM, MACHINE, LIMIT)) <= ns(PROGRAM, start)
+    assert ns(PROGRAM, start) < ns(PROGRAM, from_scratch.plan(PROGRAM, MACHINE, LIMIT))
 
 
 def test_infeasible_limits_raise_and_unneeded_plans_are_empty() -> None:

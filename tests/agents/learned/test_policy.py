@@ -130,13 +130,13 @@ def test_shipped_weights_beat_the_no_network_ablation() -> None:
 def test_weights_are_checked(tmp_path: Path) -> None:
     program = pyramid(6, 0)
     graph = graph_of(program, 0.6)
-    good, cut, other = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
+    good, cut, foreign = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
     save_weights(random_net(graph), good)
     assert trained(good).settings["width"] == 16
     agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
     cut.write_bytes(good.read_bytes()[:1000])
-    torch.save({"weights": {}}, other)
-    for path, word in ((cut, "damaged"), (other, "damaged"), (tmp_path / "none.pt", "No such file")):
+    torch.save({"weights": {}}, foreign)
+    for path, word in ((cut, "damaged"), (foreign, "damaged"), (tmp_path / "none.pt", "No such file")):
         with pytest.raises(FormatError, match=word) as error:
             agents.make("policy_search", min_bytes=1, weights=path).plan(program, MACHINE, graph.limit)
         assert str(path) in str(error.value)
