@@ -253,9 +253,9 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
     Returns:
         The number of pending walks.
     """
-    settings_of_all, task_rows, gap_table, ints, floats = tables
+    option_rows, task_rows, gap_table, ints, floats = tables
     walks, needs, ended_ns, out_end, queues, kinds, rows, touched = arrays
-    options = settings_of_all[0]
+    options = option_rows[0]
     work_ints, product, bits, shares, work_gaps, steps = work
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current = outputs
     scratch = Scratch(product, bits, shares)

@@ -65,8 +65,8 @@ def build_graph(
     check_mode(mode)
     n_over = np.concatenate([[0], np.cumsum(np.array(program.live_bytes) > limit)]).tolist()  # count before each kernel
     gaps = tuple(g for g in program.gaps(min_bytes) if _passes(n_over, g))
-    concerned = {g.tensor for g in gaps}
-    operations = [op for op in program.operations() if op.tensor in concerned]
+    evictable = {g.tensor for g in gaps}
+    operations = [op for op in program.operations() if op.tensor in evictable]
     ideal = max(1, program.ideal_ns)
     n = len(operations) + 1
     by_tensor: dict[int, list[int]] = {}
@@ -114,9 +114,9 @@ def build_graph(
     features[:, ACTION] = np.where(kind < 0, 0.0, (kind + 1) / 3)
 
     times = np.array([0] + [op.time_ns for op in operations], np.float64)
-    grouped = tensor.argsort(kind="stable")
-    same_tensor = np.flatnonzero(tensor[grouped[:-1]] == tensor[grouped[1:]])
-    pairs = np.append(np.arange(n - 1) * (n + 1) + 1, (grouped[same_tensor] + 1) * n + grouped[same_tensor + 1] + 1)
+    order = tensor.argsort(kind="stable")
+    same_tensor = np.flatnonzero(tensor[order[:-1]] == tensor[order[1:]])
+    pairs = np.append(np.arange(n - 1) * (n + 1) + 1, (order[same_tensor] + 1) * n + order[same_tensor + 1] + 1)
     one_way = np.stack(np.divmod(np.unique(pairs), n))  # a pair (i, j) is i n + j
     loops = np.arange(n)[None].repeat(2, 0)
     edges = np.concatenate([one_way, one_way[::-1], loops], axis=1)

@@ -15,7 +15,7 @@ from simulator.compiled import encoding
 
 GIB = 2**30
 COLUMNS, ROWS = 72, 12  # size of the text
-LEFT, NOW, OVER, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
+UNPLANNED, PLANNED, EXCESS, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
 
 
 def _captions(batch: Batch, i: int) -> tuple[str, str]:
@@ -71,9 +71,9 @@ def picture(batch: Batch, i: int) -> NDArray[np.uint8]:
         steps = np.append(values, values[-1:]) / GIB
         axes.fill_between(times, steps, bottom, step="post", color=color, lw=0, label=label)
 
-    fill(task.live_bytes, LEFT, "without a plan")
-    fill(need, NOW, "under the plan so far")
-    fill(np.maximum(need, task.limit), OVER, "over the limit", limit)
+    fill(task.live_bytes, UNPLANNED, "without a plan")
+    fill(need, PLANNED, "under the plan so far")
+    fill(np.maximum(need, task.limit), EXCESS, "over the limit", limit)
     axes.axhline(limit, color=INK, lw=1.2)
     axes.axvline(times[batch.walks["position"][i]], color=INK, lw=1.2, ls=":")
     top = 1.08 * max(int(task.live_bytes.max()), task.limit) / GIB

@@ -30,8 +30,8 @@ from simulator.machine import Machine
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
 
-JOINT = 0.8  # fraction of tasks in mode joint; the rest swap or recompute
-VALIDATED = 48  # maximum validation tasks from held-out families
+JOINT_FRACTION = 0.8  # fraction of tasks in mode joint; the rest swap or recompute
+VALIDATION = 48  # maximum validation tasks from held-out families
 
 
 def words_of(typed: list[str]) -> list[str]:
@@ -94,7 +94,7 @@ def main(cfg: DictConfig) -> None:
                 guided = [(out, line, guide, i) for i, line in enumerate(lines)]
                 append(out / f"lessons-{round_}.jsonl", improve_plans, guided, pool, "planning tasks with the network")
             lessons = [lesson for lesson in read_lessons(out, round_) if lesson.is_useful]
-            validation = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATED]  # name = family
+            validation = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATION]  # name = family
             examples = [learning.Example(lesson) for lesson in lessons if lesson.program.name not in held_out]
             if not examples or not validation:
                 raise cli.UsageError(
@@ -194,7 +194,7 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
     rng = task_rng(seed, i, j)
     machine = draw_machine(rng)
     program = task_program(out, i, j)
-    mode = "joint" if rng.random() < JOINT else rng.choice([m for m in MODES if m != "joint"])
+    mode = "joint" if rng.random() < JOINT_FRACTION else rng.choice([m for m in MODES if m != "joint"])
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), mode)
     plans = first_plans(program, machine, limit, mode)
     return {"program": i, "task": j, "machine": machine.to_dict(), "limit": limit, "mode": mode,

@@ -32,10 +32,10 @@ from simulator.machine import Machine
 MOST_GAPS = 600  # maximum gaps of a task
 LEAST_GAIN, MOST_OVERHEAD = 0.05, 60.0  # points: least gain of a search over the policy's best plan; largest overhead
 RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and first temperature of annealing runs for start plans
-LONG, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # calls, temperatures and seed of the reference run
-NEAR = 25.0  # maximum points of a start plan above the reference
+LONG_CALLS, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # calls, temperatures and seed of the reference run
+MAX_ABOVE = 25.0  # maximum points of a start plan above the reference
 NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # train split, added to the random tasks
-EVERY = 50  # iterations between log lines and between checkpoints
+LOG_EVERY = 50  # iterations between log lines and between checkpoints
 
 
 def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
@@ -65,14 +65,14 @@ def _starts(task: EditTask) -> dict[str, Any]:
         better, ns = anneal(uniform_moves, task.engine, rows, score.iteration_ns, calls, hot, COLD, k)
         plans.append((ns, better))
     best_ns, best_rows = min(plans, key=lambda plan: plan[0])
-    _, reference_ns = anneal(task.moves, task.engine, best_rows, best_ns, LONG, HOT, COLD, SEED)
+    _, reference_ns = anneal(task.moves, task.engine, best_rows, best_ns, LONG_CALLS, HOT, COLD, SEED)
 
     def points(ns: int) -> float:
         return 100 * (ns / task.ideal_ns - 1)
 
     reference = points(reference_ns)
     is_useful = points(task.starts[0].iteration_ns) - reference > LEAST_GAIN and reference < MOST_OVERHEAD
-    near_rows = [rows.tolist() for ns, rows in plans if ns > task.ideal_ns and points(ns) < reference + NEAR]
+    near_rows = [rows.tolist() for ns, rows in plans if ns > task.ideal_ns and points(ns) < reference + MAX_ABOVE]
     return {"reference": reference, "starts": near_rows if is_useful else []}
 
 
@@ -116,9 +116,9 @@ def train(out: Path, args: Args, seed: int, weights: Path | None) -> Path:
 
         def watch(dqn: DQN) -> None:
             bar.update(bar_task, completed=len(dqn.history))
-            if len(dqn.history) % EVERY and len(dqn.history) < args.iterations:
+            if len(dqn.history) % LOG_EVERY and len(dqn.history) < args.iterations:
                 return
-            recent = dqn.history[-EVERY:]
+            recent = dqn.history[-LOG_EVERY:]
             keys = sorted({key for row in recent for key in row} - {"task", "calls"})
             means = {key: round(statistics.fmean(row[key] for row in recent if key in row), 5) for key in keys}
             file.write(json.dumps({"iteration": len(dqn.history), "calls": dqn.calls, **means}) + "\n")

@@ -26,12 +26,12 @@ from simulator.modes import MODES
 from simulator.program import Program
 
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
-SOLVER = 3.0  # seconds from which the LP solution is accurate enough to guide a search
+LP_S = 3.0  # seconds from which the LP solution is accurate enough to guide a search
 HUGE = 50_000  # kernels from which the network and restarted searches take too long
-ROUND, ROUNDS = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
+SEARCH_S, MAX_SEARCHES = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
 HOT = (3e-3, 3e-2, 1e-2)  # initial temperatures of successive restarts
-KICKS, LONG, MOST = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; practically unlimited seconds and kicks
-TURN = 1_000  # difference between the seeds of two methods
+KICKS, UNLIMITED_S, MAX_KICKS = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; no limit in practice
+SEED_STEP = 1_000  # difference between the seeds of two methods
 
 
 class Share(NamedTuple):
@@ -47,12 +47,12 @@ def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> lis
     search = "policy_search" if network else "annealing"
     if kernels >= HUGE:
         return [Share("annealing", 0.25), Share("lp_round", 0.75)]
-    solver = seconds is None or seconds >= SOLVER
+    solver = seconds is None or seconds >= LP_S
     if mode == "recompute":
         rounding = [Share("lp_round", 0.2)] if solver else []
         return [Share(search, 0.1), *rounding, Share("rerun_search", 0.7 if solver else 0.9)]
     fraction = 0.5 if solver else 1.0
-    rounds = 1 if seconds is None else min(max(int(fraction * seconds / max(ROUND * kernels, 1.0)), 1), ROUNDS)
+    rounds = 1 if seconds is None else min(max(int(fraction * seconds / max(SEARCH_S * kernels, 1.0)), 1), MAX_SEARCHES)
     searches = [Share(search, fraction / rounds, HOT[i % len(HOT)]) for i in range(rounds)]
     return [*searches, Share("lp_round", 0.5)] if solver else searches
 
@@ -128,10 +128,10 @@ class Best(RowsPlanner):
         seconds = None if remaining_s is None else max(remaining_s, 1e-2)
         min_bytes = small(program) if self.min_bytes is None else self.min_bytes
         if share.method == "rerun_search":
-            budget = (LONG, KICKS) if seconds is None else (seconds, MOST)
+            budget = (UNLIMITED_S, KICKS) if seconds is None else (seconds, MAX_KICKS)
             return RerunSearch(*budget, min_bytes=min_bytes, seed=self.seed)
         calls = None if self.calls is None else max(int(share.fraction * (self.calls - 1)), LEAST)
-        seed = self.seed + TURN * turn
+        seed = self.seed + SEED_STEP * turn
         budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}
         if share.method == "lp_round":
             return LPRound(mode=self.mode, min_bytes=min_bytes, seed=seed, **budgets)

@@ -22,10 +22,10 @@ from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
 Q, IMPROVES, RANDOM = range(3)  # ranking of edits
-NONE = -1e30  # score of an empty slot
+EMPTY = -1e30  # score of an empty slot
 SLOT, FRESH, FILLED, METAS = range(4)
-SEEN, CROWDED = 4096, 2000  # slots of the hash set (a power of two); number of keys at which it is cleared
-AGAIN = 8  # maximum rounds of draws without a new edit
+SEEN, MAX_SEEN = 4096, 2000  # slots of the hash set (a power of two); number of keys at which it is cleared
+MAX_REDRAWS = 8  # maximum rounds of draws without a new edit
 NOTHING = np.zeros((1, 1), np.float32)
 
 
@@ -43,7 +43,7 @@ class Head(NamedTuple):
 class Pool(NamedTuple):
     """Untried neighbors of one walker's plan."""
 
-    score: NDArray[np.float64]  # (M,) NONE: empty
+    score: NDArray[np.float64]  # (M,) EMPTY: empty
     seen: NDArray[np.uint64]  # (SEEN,) hashes of edits that are in the pool or were tried at this plan; 0: free
     meta: NDArray[np.int64]  # (METAS,) slot on trial; whether to redraw the pool; number of keys in ``seen``
 
@@ -62,7 +62,7 @@ def make_pool(neighbours: int) -> Pool:
     """Returns an empty pool."""
     meta = np.zeros(METAS, np.int64)
     meta[FRESH] = 1
-    return Pool(np.full(neighbours, NONE), np.zeros(SEEN, np.uint64), meta)
+    return Pool(np.full(neighbours, EMPTY), np.zeros(SEEN, np.uint64), meta)
 
 
 @stage
@@ -97,7 +97,7 @@ def _is_new(pool, codes, rows, count):
         for x in range(rows.shape[1]):
             key = (key ^ np.uint64(rows[c, x] + 7)) * np.uint64(1099511628211)
     key |= np.uint64(1)
-    if pool.meta[FILLED] >= CROWDED:
+    if pool.meta[FILLED] >= MAX_SEEN:
         pool.seen[:] = 0
         pool.meta[FILLED] = 0
     slot: Any = np.int64(key & np.uint64(SEEN - 1))
@@ -127,7 +127,7 @@ def _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, ne
         slot = _extreme(pool.score, -1.0)
         draw(walkers, i, slot, limit, gaps, new, scratch)
         n_changes, codes = walkers.counts[i, slot], walkers.codes[i, slot]
-        pool.score[slot] = NONE
+        pool.score[slot] = EMPTY
         if n_changes > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], n_changes):
             if column == RANDOM:
                 pool.score[slot] = uniform(walkers.rng[i])
@@ -158,17 +158,17 @@ def try_best_edits(
             scratch.differ[0] = -1
             count = draws
             if meta[FRESH] != 0:
-                pool.score[:] = NONE
+                pool.score[:] = EMPTY
                 pool.seen[:] = 0
                 meta[FRESH], meta[FILLED], count = 0, 0, pool.score.shape[0]
-            for _ in range(AGAIN):
+            for _ in range(MAX_REDRAWS):
                 _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch)
                 slot = _extreme(pool.score, 1.0)
-                if pool.score[slot] > NONE:
+                if pool.score[slot] > EMPTY:
                     break
             meta[SLOT] = slot
             open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
-            if pool.score[slot] == NONE:  # every neighbor was tried: allow them again
+            if pool.score[slot] == EMPTY:  # every neighbor was tried: allow them again
                 meta[FRESH] = 1
                 continue
             apply_edit(walkers, i, slot, gaps, new, scratch)
@@ -179,7 +179,7 @@ def try_best_edits(
                 state.time_ns = rows
                 return call, False, True
         has_answer = False
-        pool.score[slot] = NONE
+        pool.score[slot] = EMPTY
         if close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
             meta[FRESH] = 1
             return call + 1, True, False

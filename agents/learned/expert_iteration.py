@@ -45,15 +45,15 @@ ROOM, MOST_LIMIT = 1.15, 0.9
 LEAST_CALLS, MOST_CALLS, WORK = 2_000, 12_000, 12_000_000  # calls of a teacher's search: WORK / kernels, clipped
 HOT, MILD, WARM, COLD = 1e-2, 3e-3, 1e-3, 3e-5
 RUNS = ((0, HOT), (1, HOT), (2, MILD))  # seed and first temperature of the first teacher's runs
-AGAIN = 2  # further runs from its best plan, with half the calls
-KEEP = 5  # plans of a lesson
-MOST = 0.6  # overhead above which a plan is not used for training
+EXTRA_RUNS = 2  # further runs from its best plan, with half the calls
+MAX_PLANS = 5  # plans of a lesson
+MAX_OVERHEAD = 0.6  # overhead above which a plan is not used for training
 SPREAD = 0.004  # fraction of the ideal time by which a plan is slower if its weight is 1/e
-LEAST = 0.1  # minimum weight of a gap
-SURE = -12.0  # lower clip of log-probabilities
-NARROW = 0.05  # minimum scale of a column
+MIN_WEIGHT = 0.1  # minimum weight of a gap
+MIN_LOG_PROB = -12.0  # lower clip of log-probabilities
+MIN_SCALE = 0.05  # minimum scale of a column
 CALLS, CLIP = 1_000, 3.0  # validation: simulator calls, and upper clip of a task's points
-AVERAGE = 0.995  # decay of the weight average, which is validated and kept
+EMA_DECAY = 0.995  # decay of the weight average, which is validated and kept
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Lesson:
 
     @property
     def is_useful(self) -> bool:
-        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and below MOST."""
-        return bool(self.plans) and 0 < self.overhead < MOST
+        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and below MAX_OVERHEAD."""
+        return bool(self.plans) and 0 < self.overhead < MAX_OVERHEAD
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
         plans.append(_time_first(anneal(moves, engine, rows, score.iteration_ns, calls, hot, COLD, seed)))
         if plans[-1][0] <= program.ideal_ns:
             break
-    for seed in range(AGAIN):
+    for seed in range(EXTRA_RUNS):
         best_ns, best = min(plans, key=itemgetter(0))
         if best_ns > program.ideal_ns:
             plans.append(_time_first(anneal(moves, engine, best, best_ns, calls // 2, WARM, COLD, len(RUNS) + seed)))
@@ -130,7 +130,7 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
 
 
 def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
-    """Returns the fastest of the lesson's plans and two that the guided search finds, at most KEEP.
+    """Returns the fastest of the lesson's plans and two that the guided search finds, at most MAX_PLANS.
 
     The guided search starts from the lesson's best plan and from the best decoded one.
     """
@@ -146,7 +146,7 @@ def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
         _time_first(anneal(guided.moves, guided.engine, rows, ns, calls, hot, COLD, seed + i))
         for i, (rows, ns, hot) in enumerate(starts)
     ]
-    return sorted([*improved, *lesson.plans], key=itemgetter(0))[:KEEP]
+    return sorted([*improved, *lesson.plans], key=itemgetter(0))[:MAX_PLANS]
 
 
 def teacher_calls(program: Program) -> int:
@@ -181,7 +181,7 @@ class Example:
         times = np.array([ns for ns, _ in lesson.plans], np.float64)
         weights = np.exp(-(times - times[0]) / (SPREAD * lesson.program.ideal_ns))
         self.shares: NDArray[np.float64] = weights / weights.sum()
-        self.counts = (LEAST + np.minimum(1, self.graph.nbytes / self.graph.excess)).astype(np.float32)
+        self.counts = (MIN_WEIGHT + np.minimum(1, self.graph.nbytes / self.graph.excess)).astype(np.float32)
 
     def item(self, rng: np.random.Generator, undecided: float) -> HeteroData:
         """Returns a training item with ``target`` (G, 4) and ``count`` (G,).
@@ -206,9 +206,9 @@ class Example:
 
 def loss(net: PolicyNet, data: HeteroData) -> Tensor:
     """Returns the cross-entropy with the targets: weighted mean over a task's gaps, then mean over tasks."""
-    log_chance = net(data).log_softmax(-1).clamp(min=SURE)
+    log_probs = net(data).log_softmax(-1).clamp(min=MIN_LOG_PROB)
     counts, task_index = data["gap"].count, data["gap"].batch
-    gap_losses = -(data["gap"].target * log_chance).sum(-1) * counts
+    gap_losses = -(data["gap"].target * log_probs).sum(-1) * counts
     tasks = int(task_index[-1]) + 1
     total, weights = (torch.zeros(tasks).index_add(0, task_index, x) for x in (gap_losses, counts))
     return (total / weights.clamp(min=1e-6)).mean()
@@ -223,7 +223,7 @@ def network(examples: Sequence[Example], settings: Training, seed: int) -> Polic
     net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers)
     fixed = columns.shape[1] - STATE  # columns of decisions are not normalized
     net.mean[:fixed] = columns.mean(0)[:fixed]
-    net.scale[:fixed] = columns.std(0).clamp(min=NARROW)[:fixed]
+    net.scale[:fixed] = columns.std(0).clamp(min=MIN_SCALE)[:fixed]
     return net
 
 
@@ -265,7 +265,7 @@ def train(
         optimizer,
         lambda step: min(1.0, (step + 1) / settings.warm_up) * max(0.02, 1 - step / (steps * settings.epochs)),
     )
-    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)
+    ema = swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
     average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
     averaged = cast(PolicyNet, average.module)
     best, best_weights, first_epoch = float("inf"), net.state_dict(), 0

@@ -35,9 +35,9 @@ CALLS, WORK = 5_000, 12_000_000  # default simulator calls; maximum of calls tim
 SAMPLES = 128  # sampled plans in addition to the most likely one
 STARTS = 6
 FALL = (0.0, 0.25, 0.5, 1.0)  # progress of the temperature, in the exponent, at the start of 6, 3 and 1 runs; the end
-LEAST = 0.03  # added to every probability, so that the search can make unlikely moves
-PER_GAP, PER_PAIR = 1e-4, 1e-8  # approximate seconds of the network per gap and per gap times kernel
-MOST = 1.0  # added instead of LEAST in the run that trusts the network least
+MIN_SMOOTHING = 0.03  # added to every probability, so that the search can make unlikely moves
+GAP_S, PAIR_S = 1e-4, 1e-8  # approximate seconds of the network per gap and per gap times kernel
+MAX_SMOOTHING = 1.0  # added instead of MIN_SMOOTHING in the run that trusts the network least
 
 
 Run = tuple[int, Rows, Moves]  # iteration time and rows of its best plan, and its moves
@@ -91,7 +91,7 @@ def decode_plans(
         rows = fit(engine, graph, candidate, likely)
         if rows is not None:
             search.offer(rows)
-    moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + LEAST, 0.0)
+    moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + MIN_SMOOTHING, 0.0)
 
 
 def successive_halving(
@@ -99,7 +99,7 @@ def successive_halving(
 ) -> tuple[int, Rows]:
     """Runs annealing from ``STARTS`` starts with successive halving until one run is left.
 
-    The runs trust the network to different degrees, from ``LEAST`` to ``MOST``.
+    The runs trust the network to different degrees, from ``MIN_SMOOTHING`` to ``MAX_SMOOTHING``.
 
     Args:
         search: start plans and weighted moves.
@@ -117,9 +117,9 @@ def successive_halving(
     main, moves = search.engine, search.moves
     engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, STARTS)))]
     runs = []
-    for i, smoothing in enumerate(np.geomspace(LEAST, MOST, STARTS).tolist()):
+    for i, smoothing in enumerate(np.geomspace(MIN_SMOOTHING, MAX_SMOOTHING, STARTS).tolist()):
         run_moves = moves.fork(seed + i)
-        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - LEAST, 0.0)
+        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - MIN_SMOOTHING, 0.0)
         runs.append((*search.plans[i % len(search.plans)], run_moves))
     rungs = len(FALL) - 1
     heat = [hot * (cold / hot) ** share for share in FALL]
@@ -154,7 +154,7 @@ def _anneal_runs(
 
 def _too_large(moves: Moves, until: float | None) -> bool:
     """Returns whether the network would take more than half of the remaining time."""
-    network_s = PER_GAP * len(moves.gaps) + PER_PAIR * len(moves.gaps) * len(moves.load)
+    network_s = GAP_S * len(moves.gaps) + PAIR_S * len(moves.gaps) * len(moves.load)
     return until is not None and 2 * network_s > until - time.monotonic()
 
 

@@ -34,7 +34,7 @@ from simulator.moves.plan_moves import add_between
 
 KINDS = KEPT + 1
 TINY = 1e-30
-MENDS = 8  # maximum refits of a plan to the memory of its recomputation chains
+MAX_REFITS = 8  # maximum refits of a plan to the memory of its recomputation chains
 
 Probabilities = NDArray[np.float32]  # (G, 4): probability of each eviction kind of each gap
 
@@ -186,7 +186,7 @@ def fit(engine: Engine, graph: GapGraph, kinds: Choices, likely: Probabilities) 
     kind = likely[:, STAYS + 1 :].argmax(1) + 1
     order = np.argsort(eviction, kind="stable")
     room = np.full(graph.count, graph.limit, np.int64)
-    for _ in range(MENDS):
+    for _ in range(MAX_REFITS):
         load = graph.load(fitted > STAYS)
         if not _repair(fitted, kind, graph.ways, eviction, order, graph.after, graph.before, graph.nbytes, load, room):
             return None

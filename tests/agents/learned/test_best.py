@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import agents
-from agents.learned.best import HUGE, SOLVER, TURN, shares
+from agents.learned.best import HUGE, LP_S, SEED_STEP, shares
 from agents.search.lp_round import LPRound
 from simulator import Program, simulate
 from simulator.compiled.encoding import rows_of
@@ -23,7 +23,7 @@ def ns(program: Program, plan: agents.planner.Plan, limit: int = LIMIT) -> int:
 
 def test_time_shares_of_the_methods_add_up_to_one() -> None:
     for mode, kernels, seconds, network in product(
-        MODES, (3, 500, 20_000, HUGE), (None, 0.1, 1.0, SOLVER, 10.0, 1e3), (False, True)
+        MODES, (3, 500, 20_000, HUGE), (None, 0.1, 1.0, LP_S, 10.0, 1e3), (False, True)
     ):
         table = shares(mode, kernels, seconds, network)
         assert np.isclose(sum(share.fraction for share in table), 1) and min(share.fraction for share in table) > 0
@@ -39,7 +39,7 @@ def test_no_method_alone_is_better_and_plans_are_deterministic() -> None:
     assert plan == repeated.plan(PROGRAM, MACHINE, LIMIT)
     assert list(best.best_ns) == ["policy_search", "lp_round"] and best.best_ns["lp_round"] == ns(PROGRAM, plan)
     for name, turn in (("policy_search", 0), ("lp_round", 1)):
-        method = agents.make(name, min_bytes=1, calls=300, seed=TURN * turn)
+        method = agents.make(name, min_bytes=1, calls=300, seed=SEED_STEP * turn)
         assert ns(PROGRAM, plan) <= ns(PROGRAM, method.plan(PROGRAM, MACHINE, LIMIT))
     assert best.floor is not None and best.floor.iteration_ns <= ns(PROGRAM, plan)
 

@@ -18,7 +18,7 @@ from agents.learned.dqn_config import Args, PaperConfig
 from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
-from agents.learned.edit_walk import IMPROVES, NONE, SLOT, EditWalk, Q
+from agents.learned.edit_walk import EMPTY, IMPROVES, SLOT, EditWalk, Q
 from agents.learned.optimisation import MASKED
 from agents.learned.training import Episode, Trainer, train
 from envs.edit import starts
@@ -77,7 +77,7 @@ def test_compiled_ranking_equals_the_network(
             h, plan_state = encode(net, graph, *seen[-1], static_parts)
             outputs = net.score(h, plan_state, edits)
         expected = outputs[0 if column == Q else 2][0].double().numpy()
-        untried = np.flatnonzero(score > NONE)
+        untried = np.flatnonzero(score > EMPTY)
         assert len(untried) > 8 and tried not in untried
         differences = score[untried] - expected[untried]
         assert differences == pytest.approx(differences[0] if column == Q else 0.0, abs=1e-4)
