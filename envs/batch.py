@@ -28,8 +28,6 @@ from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
 SHARE = 8  # minimum walks per thread
-STEPS = -1  # position of the buffer of recomputation steps in a thread's work arrays
-Work = list[NDArray[Any]]
 _NONE = np.empty(0, np.int64)
 _ENGINES = Lock()  # engines are not thread-safe
 
@@ -42,32 +40,32 @@ def _references(arrays: list[Any], i: int) -> int:
 _UNUSED = _references([np.empty(0)], 0)  # count of an array that only the list references
 
 
-def one_of(name: str, value: str, known: Collection[str]) -> str:
-    """Returns ``value``; raises ValueError unless it is one of ``known``."""
-    if value not in known:
-        raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+def one_of(name: str, value: str, choices: Collection[str]) -> str:
+    """Returns ``value``; raises ValueError unless it is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
     return value
 
 
-class Parts:
+class ArrayPacker:
     """Concatenates arrays into one buffer and stores each keyed array only once."""
 
     def __init__(self) -> None:
-        self.parts: list[NDArray[Any]] = []
+        self.arrays: list[NDArray[Any]] = []
         self.size = 0
-        self._known: dict[Any, int] = {}
+        self._offsets: dict[Any, int] = {}
 
     def put(self, array: NDArray[Any], key: Any = None) -> int:
         """Appends an array and returns its offset; a known ``key`` returns the offset of the stored array."""
-        key = len(self.parts) if key is None else key
-        if key not in self._known:
-            self._known[key], self.size = self.size, self.size + array.size
-            self.parts.append(np.ascontiguousarray(array).ravel())
-        return self._known[key]
+        key = len(self.arrays) if key is None else key
+        if key not in self._offsets:
+            self._offsets[key], self.size = self.size, self.size + array.size
+            self.arrays.append(np.ascontiguousarray(array).ravel())
+        return self._offsets[key]
 
     def joined(self, kind: Any) -> NDArray[Any]:
         """Returns all arrays as one, of dtype ``kind``, with a zero at its end."""
-        return np.concatenate([*self.parts, np.zeros(1, kind)])
+        return np.concatenate([*self.arrays, np.zeros(1, kind)])
 
 
 def _gap_table(task: Task) -> NDArray[Any]:
@@ -80,11 +78,22 @@ def _gap_table(task: Task) -> NDArray[Any]:
     return table
 
 
-def _work_arrays(ints: int, most: int, gaps: int) -> Work:
-    """Allocates one thread's ``work`` argument of ``step_walks``."""
-    scratch, steps = np.zeros(2 * most), np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
-    return [np.zeros(ints, np.int64), scratch, scratch.view(np.int64), np.zeros(most, np.float32),
-            np.empty(max(gaps, 1), encoding.GAP), steps]  # fmt: skip
+class _WorkArrays:
+    """Work arrays of one thread."""
+
+    def __init__(self, ints: int, size: int, gaps: int):
+        self.ints = np.zeros(ints, np.int64)
+        self.scratch, self.shares = np.zeros(2 * size), np.zeros(size, np.float32)
+        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
+        self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Returns the arrays in the order of the ``work`` argument of ``step_walks``."""
+        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
+
+    def make_steps(self) -> None:
+        """Grows the buffer of recomputation steps to four times its size."""
+        self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
 class Batch(EnvBatch):
@@ -129,31 +138,31 @@ class Batch(EnvBatch):
         self.options[0] = self.size, self.forms, causal, ignore, autoreset, len(tasks), iterations, ACTIONS[actions]
         self.walks = np.zeros(walks, columns.WALK)
         self.walks["seed"] = np.random.default_rng().integers(2**63, size=walks)
-        self._need, ended = np.zeros((2, walks, kernels + 1), np.int64)
+        self._need, ended_ns = np.zeros((2, walks, kernels + 1), np.int64)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
         self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
-        self._given = self.options, self.where, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
-        self._state = self.walks, self._need, ended, *np.zeros((3, walks, gaps), np.int64), self.rows, self.touched
+        self._inputs = self.options, self.task_rows, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
+        self._state = self.walks, self._need, ended_ns, *np.zeros((3, walks, gaps), np.int64), self.rows, self.touched
         self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
-        self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
-                       self.current)  # fmt: skip
-        self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
-        most = max(kernels + 1, self.size, gaps)
+        self._outputs = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask,
+                         self.nodes, self.current)  # fmt: skip
+        self._no_walks, self._random_tasks = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
+        size = max(kernels + 1, self.size, gaps)
         threads = max(1, min(threads or cores(), walks // SHARE))
         pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._works = [_work_arrays(self._work_size, most, gaps) for _ in range(threads)]
+        self._works = [_WorkArrays(self._work_size, size, gaps) for _ in range(threads)]
         self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
         """Builds the tables of compiled_walk.py. ``shared``: size of the work array's task-independent part."""
-        gaps, ints, floats, work = Parts(), Parts(), Parts(), Parts()
+        gaps, ints, floats, work = ArrayPacker(), ArrayPacker(), ArrayPacker(), ArrayPacker()
         work.size = shared
-        self.where = np.zeros(len(self.tasks), columns.TASK)
+        self.task_rows = np.zeros(len(self.tasks), columns.TASK)
         for i, task in enumerate(self.tasks):
             tables, graph, program, machine = task.engine.tables, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
@@ -164,7 +173,7 @@ class Batch(EnvBatch):
             nodes[columns.ACTIONS, : len(acts)], nodes[columns.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
             graph_at = ints.put(tables.graph, ("graph", program))
             by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
-            self.where[i] = (
+            self.task_rows[i] = (
                 n, len(task.program.tensors), len(task.tensor), len(graph), len(acts), task.limit, task.ideal_ns,
                 machine.host_bytes, task.host_is_short,
                 ints.put(tables.kernels, ("kernels", program, id(machine))),
@@ -184,44 +193,44 @@ class Batch(EnvBatch):
         """Seeds the task sampling of walk i."""
         self.walks["seed"][i] = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1)
 
-    def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
-        """Starts new episodes in all walks or in those of the mask ``which``, on a given or a drawn task."""
-        resets = ~self._nobody if which is None else which
-        chosen = self._drawn if task is None else np.full(self.count, range(len(self.tasks))[task], np.int64)
-        self._run(_NONE, resets, chosen)
+    def reset(self, mask: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
+        """Starts new episodes in all walks or in those of ``mask``, on a given or a drawn task."""
+        resets = ~self._no_walks if mask is None else mask
+        tasks = self._random_tasks if task is None else np.full(self.count, range(len(self.tasks))[task], np.int64)
+        self._run(_NONE, resets, tasks)
 
     def step(self, actions: NDArray[np.int64]) -> None:
         """Steps every walk. ``actions``: (M,) node + ``size`` * form."""
         if actions.shape != (self.count,):
             raise ValueError(f"actions: expected {self.count}, got shape {actions.shape}")
-        self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
+        self._run(np.ascontiguousarray(actions, np.int64), self._no_walks, self._random_tasks)
 
-    def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
-        def run(begin: int, end: int, work: Work) -> None:
+    def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], tasks: NDArray[np.int64]) -> None:
+        def run(begin: int, end: int, work: _WorkArrays) -> None:
             resume = False
             while step_walks(
-                begin, end, resume, resets, actions, chosen, self._given, self._state, tuple(work), self._shown
+                begin, end, resume, resets, actions, tasks, self._inputs, self._state, work.arrays(), self._outputs
             ):
                 self._settle(begin, end, work)
                 resume = True
 
-        self._by_pieces(run)
+        self._run_pieces(run)
 
-    def _by_pieces(self, run: Callable[[int, int, Work], None]) -> None:
+    def _run_pieces(self, run: Callable[[int, int, _WorkArrays], None]) -> None:
         """Calls ``run`` for each piece of the walks; idle threads take the next piece."""
         todo = iter(self._bounds)
 
-        def take(work: Work) -> None:
+        def run_pieces(work: _WorkArrays) -> None:
             for begin, end in todo:
                 run(begin, end, work)
 
-        side_by_side([partial(take, work) for work in self._works])
+        side_by_side([partial(run_pieces, work) for work in self._works])
 
-    def _settle(self, begin: int, end: int, work: Work) -> None:
+    def _settle(self, begin: int, end: int, work: _WorkArrays) -> None:
         """Resolves the pending requests of walks ``begin`` to ``end`` - 1."""
         pending = self.walks["pending"][begin:end]
         if (pending == columns.WANTS_STEPS).any():
-            work[STEPS] = np.empty((4 * len(work[STEPS]), encoding.STEP_COLUMNS), np.int64)
+            work.make_steps()
         for i in (begin + np.flatnonzero(pending == columns.WANTS_HOST)).tolist():
             task = self.task(i)
             with _ENGINES:
@@ -250,8 +259,8 @@ class Batch(EnvBatch):
 
     def ended(self) -> NDArray[Any]:
         """Returns whether each episode has ended, (M,), as a view."""
-        over: NDArray[Any] = self.walks["over"]
-        return over
+        has_ended: NDArray[Any] = self.walks["over"]
+        return has_ended
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
         """Returns the action and observation spaces of one walk (memory_env.py)."""
@@ -281,19 +290,19 @@ class Batch(EnvBatch):
         """
         spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
         if spare:
-            out = self._copies[spare[0]]
+            nodes = self._copies[spare[0]]
         else:
-            out = np.empty_like(self.nodes)
-            self._copies = [*self._copies[-2:], out]
+            nodes = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], nodes]
 
-        def run(begin: int, end: int, work: Work) -> None:
-            np.copyto(out[begin:end], self.nodes[begin:end])
+        def run(begin: int, end: int, work: _WorkArrays) -> None:
+            np.copyto(nodes[begin:end], self.nodes[begin:end])
 
-        self._by_pieces(run)
-        found = {key: view.copy() for key, view in views.items() if key != "nodes"}
-        return {**found, "nodes": out.transpose(0, 2, 1)}
+        self._run_pieces(run)
+        copies = {key: view.copy() for key, view in views.items() if key != "nodes"}
+        return {**copies, "nodes": nodes.transpose(0, 2, 1)}
 
-    def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
+    def advance(self, actions: NDArray[np.int64], has_ended: NDArray[np.bool_]) -> None:
         """Steps every walk. With ``autoreset``, walks whose episode has ended start a new one."""
         self.step(actions)
 

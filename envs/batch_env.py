@@ -7,18 +7,17 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+
+from simulator import Plan
 
 Observation = dict[str, NDArray[Any]]
 
 
 class EnvBatch:
-    """Batch of episodes that are stepped together: what the environments share.
-
-    A subclass also has ``spaces()`` of one walk, ``views()`` of all observations, ``ended()``, a view (M,),
-    ``seed(i, seed)``, ``reset(which, task)``, ``step(actions)``, ``advance(actions, over)``, which resets walks whose
-    episodes are over instead, and ``final_plan(i)``, the plan with which walk i's episode has just ended, or None.
+    """Batch of episodes that are stepped together: the interface that the environments need.
 
     Attributes, for M walks:
         rewards, terminated, truncated, feasible: (M,) of the last step.
@@ -34,23 +33,51 @@ class EnvBatch:
         self.rewards, self.overhead = np.zeros((2, count))
         self.terminated, self.truncated, self.feasible = np.zeros((3, count), np.bool_)
 
+    def ended(self) -> NDArray[Any]:
+        """Returns whether each episode has ended, (M,), as a view."""
+        raise NotImplementedError
+
+    def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
+        """Returns the action and observation spaces of one walk."""
+        raise NotImplementedError
+
+    def seed(self, i: int, seed: int) -> None:
+        """Seeds walk i."""
+        raise NotImplementedError
+
+    def advance(self, actions: NDArray[np.int64], has_ended: NDArray[np.bool_]) -> None:
+        """Steps every walk; resets a walk instead if its episode ``has_ended``."""
+        raise NotImplementedError
+
+    def final_plan(self, i: int) -> Plan | None:
+        """Returns the plan with which the episode of walk i has just ended, or None."""
+        raise NotImplementedError
+
+    def views(self) -> Observation:
+        """Returns the observations of all walks as views."""
+        raise NotImplementedError
+
     def copies(self, views: Observation) -> Observation:
         """Returns copies of ``views``, which must be views of this batch."""
         return {key: view.copy() for key, view in views.items()}
 
+    def infos(self) -> Observation:
+        """Returns the info arrays of all walks as views, without the action masks."""
+        return {key: getattr(self, key) for key in self.INFOS}
 
-def chosen_task(options: dict[str, Any] | None, tasks: int, known: Sequence[str]) -> int | None:
+
+def task_option(options: dict[str, Any] | None, tasks: int, names: Sequence[str]) -> int | None:
     """Returns the task index of reset options, or None; raises ValueError if an option or the task is unknown."""
     options = options or {}
-    if wrong := [key for key in options if key not in known]:
-        raise ValueError(f"options: expected {' or '.join(map(repr, known))}, got {wrong[0]!r}")
+    if unknown := [key for key in options if key not in names]:
+        raise ValueError(f"options: expected {' or '.join(map(repr, names))}, got {unknown[0]!r}")
     task = options.get("task")
     if task is not None and not -tasks <= int(task) < tasks:
         raise ValueError(f"options: expected a task from {-tasks} to {tasks - 1}, got {task}")
     return None if task is None else int(task)
 
 
-class _OverBatch:
+class _BatchEnvBase:
     """Base class of the environments: a batch and views of its buffers."""
 
     _batch: Any  # an EnvBatch
@@ -59,12 +86,11 @@ class _OverBatch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Recreates the views after copying or unpickling."""
         self.__dict__ |= state
-        self._look()
+        self._make_views()
 
-    def _look(self) -> None:
+    def _make_views(self) -> None:
         """Creates the views of the batch's buffers."""
-        self._views = self._batch.views()
-        self._infos = {key: getattr(self._batch, key) for key in self._batch.INFOS}
+        self._views, self._infos = self._batch.views(), self._batch.infos()
 
     @property
     def tasks(self) -> tuple[Any, ...]:
@@ -73,7 +99,7 @@ class _OverBatch:
         return tasks
 
 
-class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
+class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
     """Gymnasium environment over a batch of one walk.
 
     Args:
@@ -82,16 +108,16 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
 
     _options: ClassVar[tuple[str, ...]] = ("task",)  # options of ``reset``
 
-    def __init__(self, batch: Any, copy: bool):
+    def __init__(self, batch: EnvBatch, copy: bool):
         self._batch, self._copy = batch, copy
         self._action, self._all = np.zeros(1, np.int64), np.ones(1, np.bool_)
-        self.action_space, self.observation_space = batch.spaces()
-        self._look()
+        self.action_space, self.observation_space = batch.spaces()  # type: ignore[assignment]
+        self._make_views()
 
-    def _look(self) -> None:
-        super()._look()
-        self._shown = {key: view[0] for key, view in self._views.items() if view.ndim > 1}
-        self._numbers = {key: view for key, view in self._views.items() if view.ndim == 1}
+    def _make_views(self) -> None:
+        super()._make_views()
+        self._arrays = {key: view[0] for key, view in self._views.items() if view.ndim > 1}
+        self._scalars = {key: view for key, view in self._views.items() if view.ndim == 1}
         self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
 
     def reset(
@@ -102,7 +128,7 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         Raises:
             ValueError: if an option or its value is unknown.
         """
-        task = chosen_task(options, len(self.tasks), self._options)
+        task = task_option(options, len(self.tasks), self._options)
         super().reset(seed=seed)
         if seed is not None:
             self._batch.seed(0, seed)
@@ -124,18 +150,18 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         return self._mask.copy()
 
     def _observation(self) -> Observation:
-        shown = {key: view.copy("K") for key, view in self._shown.items()} if self._copy else dict(self._shown)
-        for key, view in self._numbers.items():
-            shown[key] = view[0]
-        return shown
+        observation = {key: view.copy("K") for key, view in self._arrays.items()} if self._copy else dict(self._arrays)
+        for key, view in self._scalars.items():
+            observation[key] = view[0]
+        return observation
 
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = {key: view.item(0) for key, view in self._infos.items()}
-        info["action_mask"] = self._shown["action_mask"].copy() if self._copy else self._shown["action_mask"]
+        info["action_mask"] = self._arrays["action_mask"].copy() if self._copy else self._arrays["action_mask"]
         return info
 
 
-class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
+class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     """Gymnasium vector environment over all walks of a batch.
 
     Args:
@@ -148,15 +174,15 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
 
-    def __init__(self, num_envs: int, batch: Any, copy: bool, mode: str | AutoresetMode, most: int | None):
+    def __init__(self, num_envs: int, batch: EnvBatch, copy: bool, mode: str | AutoresetMode, max_steps: int | None):
         self.num_envs, self._batch, self._copy = num_envs, batch, copy
         self.autoreset_mode = AutoresetMode(mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]
-        self._most, self._steps = most, np.zeros(num_envs, np.int64)
+        self._max_steps, self._steps = max_steps, np.zeros(num_envs, np.int64)
         self.single_action_space, self.single_observation_space = batch.spaces()
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self._look()
+        self._make_views()
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -166,20 +192,20 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         Raises:
             ValueError: if the mask or the list of seeds has the wrong length, or an option or task is unknown.
         """
-        task = chosen_task(options, len(self.tasks), ("task", "reset_mask"))
+        task = task_option(options, len(self.tasks), ("task", "reset_mask"))
         seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
         if seeds is not None:
             if len(seeds) != self.num_envs:
                 raise ValueError(f"seed: expected {self.num_envs}, got {len(seeds)}")
             super().reset(seed=seeds[0])
-            for i, one in enumerate(seeds):
-                if one is not None:
-                    self._batch.seed(i, one)
-        which = (options or {}).get("reset_mask")
-        if which is not None and (which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any()):
+            for i, env_seed in enumerate(seeds):
+                if env_seed is not None:
+                    self._batch.seed(i, env_seed)
+        mask = (options or {}).get("reset_mask")
+        if mask is not None and (mask.shape != (self.num_envs,) or mask.dtype != np.bool_ or not mask.any()):
             raise ValueError(f"reset_mask: expected {self.num_envs} booleans, at least one of them true")
-        self._batch.reset(np.ones(self.num_envs, np.bool_) if which is None else which, task)
-        self._steps[slice(None) if which is None else which] = 0
+        self._batch.reset(np.ones(self.num_envs, np.bool_) if mask is None else mask, task)
+        self._steps[slice(None) if mask is None else mask] = 0
         return self._observations(), self._copied_infos()
 
     def step(
@@ -190,23 +216,23 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         Raises:
             ValueError: if the number of actions is wrong, or an episode has ended and ``autoreset_mode`` is DISABLED.
         """
-        batch, over = self._batch, self._batch.ended() != 0
-        if self.autoreset_mode == AutoresetMode.DISABLED and over.any():
-            raise ValueError(f"reset episodes that have ended before the next step: {np.flatnonzero(over).tolist()}")
-        batch.advance(np.asarray(actions), over)
+        batch, ended = self._batch, self._batch.ended() != 0
+        if self.autoreset_mode == AutoresetMode.DISABLED and ended.any():
+            raise ValueError(f"reset episodes that have ended before the next step: {np.flatnonzero(ended).tolist()}")
+        batch.advance(np.asarray(actions), ended)
         rewards, terminated, truncated = batch.rewards.copy(), batch.terminated.copy(), batch.truncated.copy()
-        if self._most is not None:
+        if self._max_steps is not None:
             self._steps += 1
-            self._steps[over] = 0
-            truncated |= self._steps >= self._most
-            batch.ended()[truncated] = 1
-        infos, ended = self._copied_infos(), terminated | truncated
-        if ended.any():
-            infos |= self._final_plans(ended)
-        if self.autoreset_mode == AutoresetMode.SAME_STEP and ended.any():
-            final = self._final(ended, infos)
-            batch.reset(ended, None)
             self._steps[ended] = 0
+            truncated |= self._steps >= self._max_steps
+            batch.ended()[truncated] = 1
+        infos, done = self._copied_infos(), terminated | truncated
+        if done.any():
+            infos |= self._final_plans(done)
+        if self.autoreset_mode == AutoresetMode.SAME_STEP and done.any():
+            final = self._final(done, infos)
+            batch.reset(done, None)
+            self._steps[done] = 0
             infos = self._copied_infos() | final
         return self._observations(), rewards, terminated, truncated, infos
 
@@ -223,23 +249,23 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
         infos = {key: view.copy() for key, view in self._infos.items()}
         return {**infos, "action_mask": self._batch.mask.copy() if self._copy else self._batch.mask}
 
-    def _final_plans(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
+    def _final_plans(self, done: NDArray[np.bool_]) -> dict[str, Any]:
         """Returns the plans of the episodes that have just ended, as Gymnasium infos."""
         plans = np.full(self.num_envs, None, object)
-        for i in np.flatnonzero(ended).tolist():
+        for i in np.flatnonzero(done).tolist():
             plans[i] = self._batch.final_plan(i)
-        found = np.array([plan is not None for plan in plans])
-        return {"plan": plans, "_plan": found} if found.any() else {}
+        has_plan = np.array([plan is not None for plan in plans])
+        return {"plan": plans, "_plan": has_plan} if has_plan.any() else {}
 
-    def _final(self, ended: NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
+    def _final(self, done: NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
         """Returns the last observations and infos of ended episodes in Gymnasium's format."""
         observations = np.full(self.num_envs, None, object)
-        for i in np.flatnonzero(ended):
+        for i in np.flatnonzero(done):
             observations[i] = {key: view[i].copy("K") for key, view in self._views.items()}
         info: dict[str, Any] = {}
         for key in [key for key in infos if not key.startswith("_")]:
-            there = infos.get(f"_{key}", ended)
-            none = None if infos[key].dtype == object else np.zeros((), infos[key].dtype)
-            info[key] = np.where(there[:, None] if infos[key].ndim == 2 else there, infos[key], none)
-            info[f"_{key}"] = there.copy()
-        return {"final_obs": observations, "_final_obs": ended.copy(), "final_info": info, "_final_info": ended.copy()}
+            is_set = infos.get(f"_{key}", done)
+            default = None if infos[key].dtype == object else np.zeros((), infos[key].dtype)
+            info[key] = np.where(is_set[:, None] if infos[key].ndim == 2 else is_set, infos[key], default)
+            info[f"_{key}"] = is_set.copy()
+        return {"final_obs": observations, "_final_obs": done.copy(), "final_info": info, "_final_info": done.copy()}

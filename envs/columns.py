@@ -62,10 +62,10 @@ class WalkView(NamedTuple):
 
     row: Any  # a WALK
     need: Ints  # (n + 1,): planned residency
-    ended: Ints  # (n + 1,): clock time at which all kernels before k have ended
+    ended_ns: Ints  # (n + 1,): clock time at which all kernels before k have ended
     out_end: Ints  # (G,): completion time of the gap's copy to the host
     queue: Ints  # (G,): gaps with copies in flight, from head to tail
-    taken: Ints  # (G,): action taken on the gap, or -1
+    gap_actions: Ints  # (G,): action taken on the gap, or -1
 
 
 class Scratch(NamedTuple):

@@ -40,10 +40,10 @@ shapes_of = stage(work_shapes, inline=True)
 
 
 @stage(inline=True)
-def _part(array, at, shape):
-    """Returns a view of the given shape that begins at ``at``, and the offset after it."""
-    to = at + shape[0] * shape[1]
-    return array[at:to].reshape(shape), to
+def _view(array, offset, shape):
+    """Returns a view of the given shape that begins at ``offset``, and the offset after it."""
+    end = offset + shape[0] * shape[1]
+    return array[offset:end].reshape(shape), end
 
 
 @stage
@@ -77,23 +77,23 @@ def _issue(task, state, g, time):
 def _run_clock(task, state):
     """Advances the clock from the previous position to the current one (Clock.run of the reference)."""
     gaps, begins, limit = task.gaps, task.begins, task.limit
-    walk, need, ended, out_end, queue, taken = state
+    walk, need, ended_ns, out_end, queue, gap_actions = state
     ideal = begins[begins.size - 1]
-    at = walk.closed
-    while at > 0 and gaps[gaps[at - 1].by_before].before >= walk.came_from:
-        at -= 1
+    rank = walk.closed
+    while rank > 0 and gaps[gaps[rank - 1].by_before].before >= walk.came_from:
+        rank -= 1
     for k in range(walk.came_from, walk.position):
-        now = ended[k]
-        while at < gaps.size and gaps[gaps[at].by_before].before == k:
-            g = gaps[at].by_before
-            at += 1
-            if taken[g] != OFFLOAD:
+        now = ended_ns[k]
+        while rank < gaps.size and gaps[gaps[rank].by_before].before == k:
+            g = gaps[rank].by_before
+            rank += 1
+            if gap_actions[g] != OFFLOAD:
                 continue
             size, first = gaps[g].nbytes, 0 if gaps[g].wraps else gaps[g].after + 1
             j = k - 1
             while j >= first and need[j] + size <= limit:
                 j -= 1
-            fits = ended[j + 1] if j >= first else -ideal
+            fits = ended_ns[j + 1] if j >= first else -ideal
             walk.in_free = max(walk.in_free, max(out_end[g], fits)) + task.tensors[H2D, gaps[g].tensor]
             now = max(now, walk.in_free)
         while walk.head < walk.tail:
@@ -103,7 +103,7 @@ def _run_clock(task, state):
             now = max(now, out_end[g])
             walk.head += 1
             walk.under_way -= gaps[g].nbytes
-        ended[k + 1] = now + begins[k + 1] - begins[k]
+        ended_ns[k + 1] = now + begins[k + 1] - begins[k]
 
 
 # --------------------------------------------------------------------------------------------------------- one step
@@ -112,47 +112,47 @@ def _run_clock(task, state):
 @stage
 def _act(task, state, rows, kind, g, form, early, causal):
     """Appends the action's row to the plan and moves the agent (Walk._offload and Walk._remove of the reference)."""
-    walk, gaps, begins, opening, ended = state.row, task.gaps, task.begins, task.opening, state.ended
+    walk, gaps, begins, opening, ended_ns = state.row, task.gaps, task.begins, task.opening, state.ended_ns
     p, stuck, ideal = walk.position, walk.stuck_at, begins[begins.size - 1]
-    onward = min(opening[p], stuck) if p < opening.size else p
+    next_position = min(opening[p], stuck) if p < opening.size else p
     if kind == NOTHING:
-        walk.position = onward
+        walk.position = next_position
         return
     t, after, before = gaps[g].tensor, gaps[g].after, gaps[g].before
     row = rows[walk.count]
     walk.count += 1
     row[ROW_TENSOR], row[ROW_BEFORE] = t, before
-    state.taken[g] = kind
+    state.gap_actions[g] = kind
     if kind != OFFLOAD:
         row[KIND], row[ROW_AFTER], row[EXTRA], row[WHEN] = RECOMPUTE, max(p - 1, after), 1 if form == KEEP else 0, early
         walk.removals += 1
         if stuck != p:
-            walk.position = onward
+            walk.position = next_position
         return
     copy = gaps[g].copy_at if form == COPY else -1
-    lasts = task.tensors[D2H, t]
+    copy_ns = task.tensors[D2H, t]
     row[KIND], row[EXTRA], row[WHEN] = SWAP, -1, copy
     if gaps[g].wraps and p == 0:
         row[ROW_AFTER] = after
-        begin = begins[(after if copy < 0 else copy) + 1] - ideal
-        walk.free_ns = max(walk.free_ns, begin) + lasts
+        begin_ns = begins[(after if copy < 0 else copy) + 1] - ideal
+        walk.free_ns = max(walk.free_ns, begin_ns) + copy_ns
         if causal:
-            _issue(task, state, g, begin)
+            _issue(task, state, g, begin_ns)
         return
     # The last kernel that ended before the engine is free, if the gap was open then.
-    least, after = 0 if gaps[g].wraps else after, p - 1
-    while after > least and begins[after + 1] > walk.free_ns:
+    first_after, after = 0 if gaps[g].wraps else after, p - 1
+    while after > first_after and begins[after + 1] > walk.free_ns:
         after -= 1
     row[ROW_AFTER] = after
     issued = after if copy < 0 else copy
-    end = max(walk.free_ns, begins[issued + 1]) + lasts
+    end_ns = max(walk.free_ns, begins[issued + 1]) + copy_ns
     if causal:
-        _issue(task, state, g, ended[issued + 1])
+        _issue(task, state, g, ended_ns[issued + 1])
     if stuck == p:
         walk.free_ns = begins[p]
         return
-    walk.free_ns = min(end, begins[stuck])
-    while p < stuck and begins[p] < end:
+    walk.free_ns = min(end_ns, begins[stuck])
+    while p < stuck and begins[p] < end_ns:
         p += 1
     walk.position = p
 
@@ -161,11 +161,11 @@ def _act(task, state, rows, kind, g, form, early, causal):
 def swap_out(need, after, before, size):
     """Subtracts a swapped tensor from the planned residency, from the end of kernel ``after`` to ``before``."""
     n = need.size - 1
-    part, more = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
-    for k in range(part.size):
-        part[k] -= size
-    for k in range(more.size):
-        more[k] -= size
+    inner, wrapped = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
+    for k in range(inner.size):
+        inner[k] -= size
+    for k in range(wrapped.size):
+        wrapped[k] -= size
 
 
 @stage
@@ -175,8 +175,8 @@ def _touch(graph, n, steps, n_steps, touched):
         touched[t] = False
     for j in range(n_steps):
         for table in range(2):
-            at = steps[j, STEP_KERNEL] + table * (n + 1)
-            for i in range(graph[at], graph[at + 1]):
+            row = steps[j, STEP_KERNEL] + table * (n + 1)
+            for i in range(graph[row], graph[row + 1]):
                 touched[graph[i]] = True
 
 
@@ -188,15 +188,15 @@ def _begin(task, state):
     for k in range(n):
         need[k] = task.kernels[LIVE, k]
         most = max(most, need[k])
-    for g in range(state.taken.size):
-        state.taken[g] = -1
+    for g in range(state.gap_actions.size):
+        state.gap_actions[g] = -1
     walk.position = walk.count = walk.dead_end = walk.pending = walk.over = walk.removals = walk.rerun_ns = 0
     walk.changed = walk.came_from = walk.new_from = walk.head = walk.tail = walk.under_way = 0
     walk.free_ns = walk.out_free = walk.in_free = -ideal
     walk.iteration = ideal
     walk.host_left = task.row.host
     walk.ended = 1 if most <= task.limit else 0
-    state.ended[0] = 0
+    state.ended_ns[0] = 0
 
 
 @stage
@@ -211,7 +211,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     walk.new_from, walk.new_to = 0, n
     if g < 0:
         return True, False
-    if state.taken[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
+    if state.gap_actions[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
         after, before = plan[walk.count - 1, ROW_AFTER], gaps[g].before
         swap_out(need, after, before, gaps[g].nbytes)
         if after < before:
@@ -219,12 +219,12 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
         return True, False
     if not causal:
         return False, False
-    n_steps, lasts = lower_recomputations(
+    n_steps, rerun_ns = lower_recomputations(
         task.kernels, task.tensors, task.graph, plan, by_kernel, by_tensor, by_row, steps
     )
     if n_steps >= steps.shape[0]:
         return False, True
-    walk.rerun_ns = lasts
+    walk.rerun_ns = rerun_ns
     for k in range(n):
         need[k] = by_kernel[PLANNED, k]
     _touch(task.graph, n, steps, n_steps, touched)
@@ -232,7 +232,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
 
 
 @stage(entry=True)
-def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work, shown):
+def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays, work, outputs):
     """Steps walks ``begin`` to ``end`` - 1, or resets those in ``resets``.
 
     Args:
@@ -241,62 +241,62 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
         resume: continue pending walks only.
         resets: bool (walks,).
         actions: (walks,) node + N * form; empty: resets only.
-        chosen: (walks,) task of walks that are reset; -1: draw one.
-        tables: options, where, gaps, ints, floats (columns.py).
-        arrays: walks, need, ended, out_end, queue, taken: fields of each WalkView, along the first axis; rows: int64
-            (walks, gaps, COLUMNS), the partial plans; touched: bool (walks, tensors), tensors that the plan's
+        task_indices: (walks,) task of walks that are reset; -1: draw one.
+        tables: options, task_rows, gaps, ints, floats (columns.py).
+        arrays: walks, need, ended_ns, out_end, queue, gap_actions: fields of each WalkView, along the first axis; rows:
+            int64 (walks, gaps, COLUMNS), the partial plans; touched: bool (walks, tensors), tensors that the plan's
             recomputation writes or reads.
         work: work arrays of one thread (batch.py).
-        shown: outputs. rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes,
+        outputs: rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes,
             current: of the walks, written only where they change.
 
     Returns:
         The number of pending walks.
     """
-    settings_of_all, where, gap_table, ints, floats = tables
-    walks, needs, ended, out_end, queues, taken, rows, touched = arrays
-    options = settings_of_all[0]
+    option_rows, task_rows, gap_table, ints, floats = tables
+    walks, needs, ended_ns, out_end, queues, kinds, rows, touched = arrays
+    options = option_rows[0]
     work_ints, product, bits, shares, work_gaps, steps = work
-    rewards, terminated, invalid, overhead, feasible, mask, nodes, current = shown
+    rewards, terminated, invalid, overhead, feasible, mask, nodes, current = outputs
     scratch = Scratch(product, bits, shares)
-    pending, number = 0, -1
+    pending, task_index = 0, -1
     size, causal = options.shown_nodes, options.causal != 0
     for i in range(begin, end):
         walk = walks[i]
-        starts = not resume and (resets[i] or (options.autoreset != 0 and walk.over != 0))
-        if (resume and walk.pending == NOT_PENDING) or (not resume and actions.size == 0 and not starts):
+        resets_walk = not resume and (resets[i] or (options.autoreset != 0 and walk.over != 0))
+        if (resume and walk.pending == NOT_PENDING) or (not resume and actions.size == 0 and not resets_walk):
             continue
         if not resume:
             rewards[i], terminated[i], invalid[i] = 0.0, False, False
-        if starts:
-            walk.task = chosen[i] if chosen[i] >= 0 else draw(walk, options.tasks)
+        if resets_walk:
+            walk.task = task_indices[i] if task_indices[i] >= 0 else draw(walk, options.tasks)
 
         # Views of the task's tables and work arrays, if the task differs from the previous walk's; arrays of the walk.
-        if walk.task != number:
-            number = walk.task
-            w = where[number]
+        if walk.task != task_index:
+            task_index = walk.task
+            w = task_rows[task_index]
             n, n_gaps, limit, ideal = w.kernels, w.gaps, w.limit_bytes, w.ideal_ns
-            kernels, _ = _part(ints, w.kernels_at, (KERNEL_ROWS, n + 1))
-            tensors, _ = _part(ints, w.tensors_at, (TENSOR_ROWS, w.tensors))
+            kernels, _ = _view(ints, w.kernels_at, (KERNEL_ROWS, n + 1))
+            tensors, _ = _view(ints, w.tensors_at, (TENSOR_ROWS, w.tensors))
             gaps = gap_table[w.gaps_at : w.gaps_at + n_gaps]
-            v, _ = _part(ints, w.nodes_at, (NODE_ROWS, w.nodes))
+            v, _ = _view(ints, w.nodes_at, (NODE_ROWS, w.nodes))
             task = TaskView(
                 w, kernels, tensors, ints[w.graph_at : w.graph_end], gaps, v,
                 floats[w.times_at : w.times_at + w.nodes], kernels[BEGINS],
                 ints[w.opening_at : w.opening_at + n], ints[w.node_at : w.node_at + n + 1], limit,
             )  # fmt: skip
             shapes = shapes_of(n, w.tensors, n_gaps, options.iterations)
-            by_kernel, at = _part(work_ints, w.work_at, shapes[0])
-            by_tensor, _ = _part(work_ints, at, shapes[2])
-            by_segment, at = _part(work_ints, 0, shapes[1])
-            by_row, at = _part(work_ints, at, shapes[3])
-            states, to = _part(work_ints, at, shapes[4])
+            by_kernel, offset = _view(work_ints, w.work_at, shapes[0])
+            by_tensor, _ = _view(work_ints, offset, shapes[2])
+            by_segment, offset = _view(work_ints, 0, shapes[1])
+            by_row, offset = _view(work_ints, offset, shapes[3])
+            states, to = _view(work_ints, offset, shapes[4])
             results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
             result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         need = needs[i, : n + 1]
-        state = WalkView(walk, need, ended[i, : n + 1], out_end[i, :n_gaps], queues[i, :n_gaps], taken[i, :n_gaps])
+        state = WalkView(walk, need, ended_ns[i, : n + 1], out_end[i, :n_gaps], queues[i, :n_gaps], kinds[i, :n_gaps])
 
-        if starts:
+        if resets_walk:
             _begin(task, state)
             walk.new_to = n
             if walk.shown != walk.task + 1:
@@ -332,13 +332,13 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
 
         # Planned residency and iteration time, from the clock or from a simulation.
         plan, g, p = rows[i][: walk.count], walk.changed, walk.position
-        known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
-        fits, feasibly, ns = known and first_over(need, limit) == n, True, 0
+        is_known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
+        fits, is_feasible, ns = is_known and first_over(need, limit) == n, True, 0
         if causal and not fits and not no_room:
             _run_clock(task, state)
-            ns = task.begins[n] + state.ended[p] - task.begins[p] + walk.rerun_ns
-        again = not no_room and (fits or not causal)
-        while again:
+            ns = task.begins[n] + state.ended_ns[p] - task.begins[p] + walk.rerun_ns
+        needs_simulation = not no_room and (fits or not causal)
+        while needs_simulation:
             for c in range(SETTINGS):
                 settings[c] = ints[w.settings_at + c]
             if w.short:  # host_left already has the plan's host memory
@@ -349,20 +349,20 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
                 by_segment, by_tensor, by_row, work_gaps, steps, states, results, steps[:0],
             )  # fmt: skip
             no_room = result[STATUS] == MORE_STEPS
-            again = not known and not no_room and result[REQUIRED] <= limit
-            if again:  # last step of the episode
-                known = fits = True
+            needs_simulation = not is_known and not no_room and result[REQUIRED] <= limit
+            if needs_simulation:  # last step of the episode
+                is_known = fits = True
             for k in range(n):
                 need[k] = by_kernel[PLANNED, k]
             ns = result[ITERATION_NS]
-            feasibly = result[STATUS] == DONE and result[PERIOD] > 0 and (w.short == 0 or walk.host_left >= 0)
+            is_feasible = result[STATUS] == DONE and result[PERIOD] > 0 and (w.short == 0 or walk.host_left >= 0)
         walk.pending = WANTS_STEPS if no_room else NOT_PENDING
         if no_room:
             pending += 1
             continue
         if fits:
             walk.ended = 1
-        if feasibly:
+        if is_feasible:
             rewards[i], overhead[i] = (walk.iteration - ns) / ideal, ns / ideal - 1.0
             walk.iteration = ns
         elif fits:  # its iterations never repeat (rule 10)

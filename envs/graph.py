@@ -63,10 +63,10 @@ def build_graph(
         ValueError: if the mode is unknown.
     """
     check_mode(mode)
-    over = np.concatenate([[0], np.cumsum(np.array(program.live_bytes) > limit)]).tolist()  # count before each kernel
-    gaps = tuple(g for g in program.gaps(min_bytes) if _passes(over, g))
-    concerned = {g.tensor for g in gaps}
-    operations = [op for op in program.operations() if op.tensor in concerned]
+    n_over = np.concatenate([[0], np.cumsum(np.array(program.live_bytes) > limit)]).tolist()  # count before each kernel
+    gaps = tuple(g for g in program.gaps(min_bytes) if _passes(n_over, g))
+    evictable = {g.tensor for g in gaps}
+    operations = [op for op in program.operations() if op.tensor in evictable]
     ideal = max(1, program.ideal_ns)
     n = len(operations) + 1
     by_tensor: dict[int, list[int]] = {}
@@ -82,17 +82,17 @@ def build_graph(
         if op.kind in ("read", "write"):
             opening[op.tensor, op.kernel] = i
             closing.setdefault((op.tensor, op.kernel), i)
-    ways = [ways_to_empty(program, gap, mode) for gap in gaps]
+    kinds = [ways_to_empty(program, gap, mode) for gap in gaps]
     for g, gap in enumerate(gaps):
-        if OFFLOAD in ways[g]:
+        if OFFLOAD in kinds[g]:
             node = opening[gap.tensor, gap.after]
             kind[node], gap_of[node] = OFFLOAD, g
     recompute = np.zeros(len(gaps))
-    removable = [g for g in range(len(gaps)) if REMOVE in ways[g]]
+    removable = [g for g in range(len(gaps)) if REMOVE in kinds[g]]
     if removable:
         recompute[removable] = rerun_ns(program, [gaps[g] for g in removable])
     for g, gap in enumerate(gaps):
-        if REMOVE in ways[g]:
+        if REMOVE in kinds[g]:
             nodes = by_tensor[gap.tensor]
             for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):
                 if kind[node] < 0:
@@ -102,8 +102,8 @@ def build_graph(
     features = np.zeros((n, STATIC), np.float32)
     tensor = np.array([op.tensor for op in operations], np.int64)
     nbytes = np.array([t.nbytes for t in program.tensors])
-    there_and_back = np.array([machine.d2h_ns(t.nbytes) + machine.h2d_ns(t.nbytes) for t in program.tensors])
-    features[1:, SIZE], features[1:, TRANSFER] = nbytes[tensor] / program.peak_bytes, there_and_back[tensor] / ideal
+    round_trip_ns = np.array([machine.d2h_ns(t.nbytes) + machine.h2d_ns(t.nbytes) for t in program.tensors])
+    features[1:, SIZE], features[1:, TRANSFER] = nbytes[tensor] / program.peak_bytes, round_trip_ns[tensor] / ideal
     gap_at = {(gap.tensor, gap.after): g for g, gap in enumerate(gaps)}
     gap_ns = [program.gap_ns(gap) for gap in gaps]
     for i, op in enumerate(operations, 1):
@@ -114,9 +114,9 @@ def build_graph(
     features[:, ACTION] = np.where(kind < 0, 0.0, (kind + 1) / 3)
 
     times = np.array([0] + [op.time_ns for op in operations], np.float64)
-    grouped = tensor.argsort(kind="stable")
-    same = np.flatnonzero(tensor[grouped[:-1]] == tensor[grouped[1:]])
-    pairs = np.append(np.arange(n - 1) * (n + 1) + 1, (grouped[same] + 1) * n + grouped[same + 1] + 1)
+    order = tensor.argsort(kind="stable")
+    same_tensor = np.flatnonzero(tensor[order[:-1]] == tensor[order[1:]])
+    pairs = np.append(np.arange(n - 1) * (n + 1) + 1, (order[same_tensor] + 1) * n + order[same_tensor + 1] + 1)
     one_way = np.stack(np.divmod(np.unique(pairs), n))  # a pair (i, j) is i n + j
     loops = np.arange(n)[None].repeat(2, 0)
     edges = np.concatenate([one_way, one_way[::-1], loops], axis=1)
@@ -125,7 +125,7 @@ def build_graph(
     return OperationGraph(gaps, features, kernel, edges, weights.astype(np.float32), kind, gap_of)
 
 
-def _passes(over: list[int], gap: Gap) -> bool:
-    """Returns whether the load exceeds the limit inside the gap; ``over`` counts such kernels before each kernel."""
-    found = over[gap.before] - over[gap.after + 1]
-    return (found if gap.after < gap.before else found + over[-1]) > 0
+def _passes(n_over: list[int], gap: Gap) -> bool:
+    """Returns whether the load exceeds the limit inside the gap; ``n_over`` counts such kernels before each kernel."""
+    count = n_over[gap.before] - n_over[gap.after + 1]
+    return (count if gap.after < gap.before else count + n_over[-1]) > 0

@@ -62,14 +62,14 @@ def make_tasks(
         ValueError: if a limit is invalid or unreachable, or a program has no machine.
     """
     tasks: list[Task] = []
-    for built, where, nbytes in each_task(program, machine, limit):
-        least = least_residency(built, min_bytes, check_mode(mode))
-        if nbytes < least:
+    for task_program, task_machine, nbytes in each_task(program, machine, limit):
+        min_limit = least_residency(task_program, min_bytes, check_mode(mode))
+        if nbytes < min_limit:
             raise ValueError(
-                f"limit: no plan of mode {mode!r} brings {built.name!r} below {least:,} bytes while tensors "
+                f"limit: no plan of mode {mode!r} brings {task_program.name!r} below {min_limit:,} bytes while tensors "
                 f"smaller than {min_bytes:,} bytes stay resident; got {nbytes:,}"
             )
-        tasks.append(Task(built, where, nbytes, min_bytes, mode))
+        tasks.append(Task(task_program, task_machine, nbytes, min_bytes, mode))
     return tasks
 
 
@@ -80,14 +80,14 @@ def each_task(
     if program is None:
         program, small_machine = small_task()
         machine = machine or small_machine
-    for one in _several(program):
-        for on in _several(machine):
-            built, where = program_and_machine(one, on)
-            for each in _several(limit):
-                yield built, where, limit_bytes(each, built)
+    for program_like in _as_sequence(program):
+        for machine_like in _as_sequence(machine):
+            task_program, task_machine = program_and_machine(program_like, machine_like)
+            for task_limit in _as_sequence(limit):
+                yield task_program, task_machine, limit_bytes(task_limit, task_program)
 
 
-def _several(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
@@ -117,14 +117,13 @@ class MemoryEnv(BatchEnv):
 
     def __init__(
         self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", copy: bool = True,
-        render_mode: str | None = None, **options: Any,
+        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
+        invalid: str = "end", actions: str = "paper", copy: bool = True, render_mode: str | None = None,
     ):  # fmt: skip
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode = render_mode
-        tasks = make_tasks(program, machine, limit, min_bytes, mode)
-        super().__init__(Batch(tasks, 1, autoreset=False, **options), copy)
+        super().__init__(Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions), copy)
 
     def render(self) -> Any:
         """Renders memory use against the limit, copies in flight and evicted tensors (render.py)."""
@@ -161,12 +160,13 @@ class MemoryVectorEnv(BatchVectorEnv):
     def __init__(
         self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
         machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
-        mode: str = "joint", copy: bool = True, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        max_episode_steps: int | None = None, **options: Any,
+        mode: str = "joint", reward: str = "paper", invalid: str = "end", actions: str = "paper", copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
     ):  # fmt: skip
-        tasks = make_tasks(program, machine, limit, min_bytes, mode)
-        autoreset = AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP
-        batch = Batch(tasks, num_envs, autoreset=autoreset, **options)
+        batch = Batch(
+            make_tasks(program, machine, limit, min_bytes, mode), num_envs, reward, invalid, actions,
+            AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP,
+        )  # fmt: skip
         super().__init__(num_envs, batch, copy, autoreset_mode, max_episode_steps)
 
     best_plans, best_plan = MemoryEnv.best_plans, MemoryEnv.best_plan

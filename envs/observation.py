@@ -32,7 +32,7 @@ def _copies(task, walk, g):
     if gaps[g].copy_at < 0 or (gaps[g].wraps and (walk.row.position != 0 or first != g)):
         return False
     for f in range(first, g):
-        if walk.taken[f] >= 0:
+        if walk.gap_actions[f] >= 0:
             return False
     return True
 
@@ -41,7 +41,7 @@ def _copies(task, walk, g):
 def _is_open(task, walk, g):
     """Returns whether gap g is open (Walk.open of the reference)."""
     gaps, p = task.gaps, walk.row.position
-    return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.taken[g] < 0
+    return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.gap_actions[g] < 0
 
 
 @stage
@@ -49,13 +49,13 @@ def _show_gap(task, walk, g, mask, nodes):
     """Updates mask and validity of the nodes of a gap."""
     gaps, row = task.gaps, walk.row
     is_open = row.ended == 0 and _is_open(task, walk, g)
-    for way in range(2):
-        node = gaps[g].remove_node if way else gaps[g].offload_node
+    for removal in range(2):
+        node = gaps[g].remove_node if removal else gaps[g].offload_node
         if node >= 0:
-            valid = 1 if is_open and (way == 1 or gaps[g].nbytes <= row.host_left) else 0
+            valid = 1 if is_open and (removal == 1 or gaps[g].nbytes <= row.host_left) else 0
             row.valid_actions += valid - mask[node]
             mask[node] = valid
-            nodes[VALID, node] = valid - (1 if walk.taken[g] == OFFLOAD + way else 0)
+            nodes[VALID, node] = valid - (1 if walk.gap_actions[g] == OFFLOAD + removal else 0)
 
 
 @stage
@@ -78,22 +78,22 @@ def _show_forms(task, walk, mask, size, forms, language):
 
 
 @stage
-def _divide(values, less, by, product, bits, out):
+def _divide(values, shift, divisor, product, bits, out):
     """Writes (values - less) / by as float32 to ``out``, bit-identical to the division.
 
     The product with the reciprocal is off by at most 2 float64 units. ``bits`` shows whether a product is that close
     to a float32 rounding boundary; if one is, all values are divided.
     """
-    per, least = 1.0 / by, 2**29
+    reciprocal, distance = 1.0 / divisor, 2**29
     for i in range(values.size):
-        product[i] = (values[i] - less) * per
+        product[i] = (values[i] - shift) * reciprocal
     for i in range(values.size):
         out[i] = product[i]
     for i in range(values.size):
-        least = min(least, (bits[i] - (2**28 - 2)) & (2**29 - 1))
-    if least <= 4:
+        distance = min(distance, (bits[i] - (2**28 - 2)) & (2**29 - 1))
+    if distance <= 4:
         for i in range(values.size):
-            out[i] = (values[i] - less) / by
+            out[i] = (values[i] - shift) / divisor
 
 
 @stage
@@ -106,9 +106,9 @@ def _fill(values, value):
 @stage
 def _any_over(need, limit, begin, end):
     """Returns whether an entry of need[begin:end] exceeds the limit."""
-    part, over = need[begin:end], 0  # a slice and no early exit, so that the loop vectorizes
-    for k in range(part.size):
-        over |= part[k] > limit
+    values, over = need[begin:end], 0  # a slice and no early exit, so that the loop vectorizes
+    for k in range(values.size):
+        over |= values[k] > limit
     return over != 0
 
 
@@ -130,21 +130,21 @@ def _show_relief(task, need, scratch, nodes):
     first = first_over(need, limit)
     while last > first and not _any_over(need, limit, max(first, last - BLOCK), last):
         last = max(first, last - BLOCK)
-    until, inside = product[: n + 1], product[product.size // 2 :]
-    _fill(until[: first + 1], 0.0)
+    excess, gap_excess = product[: n + 1], product[product.size // 2 :]
+    _fill(excess[: first + 1], 0.0)
     total = 0.0
     for k in range(first, last):
         total += np.float64(max(0, need[k] - limit)) * np.float64(begins[k + 1] - begins[k])
-        until[k + 1] = total
-    _fill(until[last:], total)
+        excess[k + 1] = total
+    _fill(excess[last:], total)
     for j in range(gaps.size):  # indirect order: otherwise LLVM emits slow float64 gathers
         g = np.uintp(gaps[j].by_after)
-        inside[g] = until[np.uintp(gaps[g].before)] - until[np.uintp(gaps[g].after + 1)]
+        gap_excess[g] = excess[np.uintp(gaps[g].before)] - excess[np.uintp(gaps[g].after + 1)]
     j = gaps.size - 1
     while j >= 0 and gaps[gaps[j].by_after].wraps:  # wrapping gaps are last
-        inside[gaps[j].by_after] += total
+        gap_excess[gaps[j].by_after] += total
         j -= 1
-    _divide(inside[: gaps.size], 0.0, max(total, 1.0), product, bits, shares)
+    _divide(gap_excess[: gaps.size], 0.0, max(total, 1.0), product, bits, shares)
     relief, actions, gap_of = nodes[RELIEF], task.nodes[ACTIONS], task.nodes[ACTION_GAPS]
     for j in range(task.row.n_actions):
         relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
@@ -153,10 +153,10 @@ def _show_relief(task, need, scratch, nodes):
 @stage
 def _show_pressure(task, need, first, last, shares, nodes):
     """Updates (planned residency - limit) / limit at the nodes of kernels ``first`` to ``last`` - 1."""
-    limit, node_at, fresh, part = task.limit, task.node_at, need[first:last], shares[first:last]
+    limit, node_at, planned, pressures = task.limit, task.node_at, need[first:last], shares[first:last]
     per_byte = 1.0 / limit
-    for k in range(fresh.size):
-        part[k] = np.float64(fresh[k] - limit) * per_byte
+    for k in range(planned.size):
+        pressures[k] = np.float64(planned[k] - limit) * per_byte
     begin, end = node_at[first] + 1 if first else 0, node_at[last] + 1
     kernel, pressure = task.nodes[NODE_KERNEL, begin:end], nodes[PRESSURE, begin:end]
     for i in range(kernel.size):
@@ -180,7 +180,7 @@ def _show_time(task, walk, scratch, nodes, moved):
 
 
 @stage
-def show(task, state, scratch, options, mask, nodes, g, moved, fresh):
+def show(task, state, scratch, options, mask, nodes, g, moved, rewrite):
     """Updates the walk (Walk._refresh of the reference) and its observation; returns the current node.
 
     Args:
@@ -192,7 +192,7 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):
         nodes: float32 (OBSERVED, N) to update.
         g: the gap that was emptied, or -1.
         moved: whether the position has changed.
-        fresh: whether to rewrite the whole observation.
+        rewrite: whether to rewrite the whole observation.
     """
     walk, need, gaps, limit = state.row, state.need, task.gaps, task.limit
     n, p = need.size - 1, walk.position
@@ -200,47 +200,47 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):
     while stuck < n and need[stuck] <= limit:
         stuck += 1
     walk.stuck_at = stuck
-    behind = gaps.size
-    if not fresh:
+    n_gaps = gaps.size
+    if not rewrite:
         if g >= 0:
             _show_gap(task, state, g, mask, nodes)
-        while walk.opened < behind:
-            other = gaps[walk.opened].by_after
-            if gaps[other].after + 1 > p or gaps[other].wraps:
+        while walk.opened < n_gaps:
+            gap = gaps[walk.opened].by_after
+            if gaps[gap].after + 1 > p or gaps[gap].wraps:
                 break
-            _show_gap(task, state, other, mask, nodes)
+            _show_gap(task, state, gap, mask, nodes)
             walk.opened += 1
-        while walk.closed < behind:
-            other = gaps[walk.closed].by_before
-            if gaps[other].before > p:
+        while walk.closed < n_gaps:
+            gap = gaps[walk.closed].by_before
+            if gaps[gap].before > p:
                 break
-            _show_gap(task, state, other, mask, nodes)
+            _show_gap(task, state, gap, mask, nodes)
             walk.closed += 1
     else:
         walk.valid_actions = 0
         for node in range(mask.size):
             mask[node] = 0
-        for other in range(behind):
-            _show_gap(task, state, other, mask, nodes)
-        at = 0
-        while at < behind and gaps[gaps[at].by_after].wraps == 0 and gaps[gaps[at].by_after].after < p:
-            at += 1
-        walk.opened = at
-        at = 0
-        while at < behind and gaps[gaps[at].by_before].before <= p:
-            at += 1
-        walk.closed = at
+        for gap in range(n_gaps):
+            _show_gap(task, state, gap, mask, nodes)
+        rank = 0
+        while rank < n_gaps and gaps[gaps[rank].by_after].wraps == 0 and gaps[gaps[rank].by_after].after < p:
+            rank += 1
+        walk.opened = rank
+        rank = 0
+        while rank < n_gaps and gaps[gaps[rank].by_before].before <= p:
+            rank += 1
+        walk.closed = rank
     if walk.ended == 0 and stuck == p and walk.valid_actions == 0:
         walk.ended = walk.dead_end = 1
     if walk.ended and walk.valid_actions:
-        for other in range(behind):
-            _show_gap(task, state, other, mask, nodes)
+        for gap in range(n_gaps):
+            _show_gap(task, state, gap, mask, nodes)
     mask[0] = 1 if walk.ended or stuck > p else 0
     nodes[VALID, 0] = mask[0]
     if options.forms > 1:
         _show_forms(task, state, mask, options.shown_nodes, options.forms, options.language)
-    if g >= 0 or fresh:
+    if g >= 0 or rewrite:
         _show_relief(task, need, scratch, nodes)
         _show_pressure(task, need, walk.new_from, walk.new_to, scratch.shares, nodes)
-    _show_time(task, walk, scratch, nodes, moved or fresh)
+    _show_time(task, walk, scratch, nodes, moved or rewrite)
     return task.node_at[p]

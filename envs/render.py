@@ -15,22 +15,22 @@ from simulator.compiled import encoding
 
 GIB = 2**30
 COLUMNS, ROWS = 72, 12  # size of the text
-LEFT, NOW, OVER, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
+UNPLANNED, PLANNED, EXCESS, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
 
 
 def _captions(batch: Batch, i: int) -> tuple[str, str]:
     """Returns the title, and a summary of the position of walk i and its evicted tensors."""
     task, walk, rows = batch.task(i), batch.walks[i], batch.plan_rows(i)
-    position, until = int(walk["position"]), int(walk["free_ns"])
+    position, copy_end = int(walk["position"]), int(walk["free_ns"])
     swapped = moving = dropped = 0
     for kind, tensor, after, before in rows[::-1, [encoding.KIND, encoding.TENSOR, encoding.AFTER, encoding.BEFORE]]:
-        away = after < position <= before if after < before else position <= before or after < position
+        is_evicted = after < position <= before if after < before else position <= before or after < position
         if kind == encoding.RECOMPUTE:
-            dropped += away
+            dropped += is_evicted
             continue
-        moving += until > task.start_ns[position]  # D2H copies are sequential, and the last one ends at ``free_ns``
-        until -= task.machine.d2h_ns(task.program.tensors[tensor].nbytes)
-        swapped += away
+        moving += copy_end > task.start_ns[position]  # D2H copies are sequential, and the last one ends at ``free_ns``
+        copy_end -= task.machine.d2h_ns(task.program.tensors[tensor].nbytes)
+        swapped += is_evicted
     title = f"{task.program.name} on {task.machine.name}, {task.limit / task.program.peak_bytes:.0%} of the memory"
     overhead = "dead end" if np.isnan(batch.overhead[i]) else f"overhead {batch.overhead[i]:.2%}"
     return title, (
@@ -42,19 +42,19 @@ def _captions(batch: Batch, i: int) -> tuple[str, str]:
 def text(batch: Batch, i: int) -> str:
     """Draws COLUMNS bars over the iteration of walk i: "#" memory under the partial plan, "." memory that it freed."""
     task = batch.task(i)
-    n, most = len(task.live_bytes), max(int(task.live_bytes.max()), task.limit)
-    part = np.linspace(0, n, COLUMNS + 1).astype(int)
-    pairs = [(a, max(b, a + 1)) for a, b in zip(part, part[1:], strict=False)]
+    n, max_bytes = len(task.live_bytes), max(int(task.live_bytes.max()), task.limit)
+    bounds = np.linspace(0, n, COLUMNS + 1).astype(int)
+    pairs = [(a, max(b, a + 1)) for a, b in zip(bounds, bounds[1:], strict=False)]
     need, without = (
-        [int(ROWS * x[a:b].max() / most + 0.5) for a, b in pairs] for x in (batch.need(i), task.live_bytes)
+        [int(ROWS * x[a:b].max() / max_bytes + 0.5) for a, b in pairs] for x in (batch.need(i), task.live_bytes)
     )
-    line = int(ROWS * task.limit / most + 0.5)
-    out = [*_captions(batch, i)]
+    line = int(ROWS * task.limit / max_bytes + 0.5)
+    lines = [*_captions(batch, i)]
     for row in range(ROWS, 0, -1):
         cells = ("#" if x >= row else "." if y >= row else " " for x, y in zip(need, without, strict=True))
-        out.append("".join(cells) + (f" {task.limit / GIB:.2f} GiB, the limit" if row == line else ""))
-    here = min(COLUMNS - 1, COLUMNS * int(batch.walks["position"][i]) // n)
-    return "\n".join([*out, " " * here + "^"])
+        lines.append("".join(cells) + (f" {task.limit / GIB:.2f} GiB, the limit" if row == line else ""))
+    marker = min(COLUMNS - 1, COLUMNS * int(batch.walks["position"][i]) // n)
+    return "\n".join([*lines, " " * marker + "^"])
 
 
 def picture(batch: Batch, i: int) -> NDArray[np.uint8]:
@@ -71,9 +71,9 @@ def picture(batch: Batch, i: int) -> NDArray[np.uint8]:
         steps = np.append(values, values[-1:]) / GIB
         axes.fill_between(times, steps, bottom, step="post", color=color, lw=0, label=label)
 
-    fill(task.live_bytes, LEFT, "without a plan")
-    fill(need, NOW, "under the plan so far")
-    fill(np.maximum(need, task.limit), OVER, "over the limit", limit)
+    fill(task.live_bytes, UNPLANNED, "without a plan")
+    fill(need, PLANNED, "under the plan so far")
+    fill(np.maximum(need, task.limit), EXCESS, "over the limit", limit)
     axes.axhline(limit, color=INK, lw=1.2)
     axes.axvline(times[batch.walks["position"][i]], color=INK, lw=1.2, ls=":")
     top = 1.08 * max(int(task.live_bytes.max()), task.limit) / GIB

@@ -32,7 +32,7 @@ FINGERPRINTS = {
 }
 
 
-class Named(NamedTuple):
+class NamedTask(NamedTuple):
     """Definition of ``GpuMemory/NAME-v0``."""
 
     program: str  # a key of FINGERPRINTS
@@ -46,15 +46,15 @@ class Named(NamedTuple):
 
 
 TASKS = {
-    "vgg16-45": Named("vgg16", 0.45, "train"),
-    "vgg16-40": Named("vgg16", 0.40, "train"),
-    "resnet50-30": Named("resnet50", 0.30, "train"),
-    "densenet121-50": Named("densenet121", 0.50, "train"),
-    "bert-50": Named("bert", 0.50, "train"),
-    "squeezenet-40": Named("squeezenet", 0.40, "test"),
-    "unet-50": Named("unet", 0.50, "test"),
-    "mobilenet-40": Named("mobilenet", 0.40, "test"),
-    "gpt2_small-50": Named("gpt2_small", 0.50, "test"),
+    "vgg16-45": NamedTask("vgg16", 0.45, "train"),
+    "vgg16-40": NamedTask("vgg16", 0.40, "train"),
+    "resnet50-30": NamedTask("resnet50", 0.30, "train"),
+    "densenet121-50": NamedTask("densenet121", 0.50, "train"),
+    "bert-50": NamedTask("bert", 0.50, "train"),
+    "squeezenet-40": NamedTask("squeezenet", 0.40, "test"),
+    "unet-50": NamedTask("unet", 0.50, "test"),
+    "mobilenet-40": NamedTask("mobilenet", 0.40, "test"),
+    "gpt2_small-50": NamedTask("gpt2_small", 0.50, "test"),
 }
 SUITES = {
     split: tuple(f"GpuMemory/{name}-v0" for name, task in TASKS.items() if task.split == split)
@@ -85,18 +85,18 @@ def load(name: str) -> tuple[Program, Machine]:
         FormatError: if the name is unknown or the file's fingerprint differs from FINGERPRINTS.
     """
     if name not in FINGERPRINTS:
-        near = get_close_matches(name, FINGERPRINTS, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise FormatError(f"program: {name!r} is neither a .json file nor one of {', '.join(FINGERPRINTS)}{meant}")
+        matches = get_close_matches(name, FINGERPRINTS, 1)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
+        raise FormatError(f"program: {name!r} is neither a .json file nor one of {', '.join(FINGERPRINTS)}{hint}")
     path = PROGRAMS / f"{name}.json.gz"
 
-    def both(data: object) -> tuple[Program, Machine]:
-        got = fields(data, "task", {"program": dict, "machine": dict}, {})
-        return Program.from_dict(got["program"]), Machine.from_dict(got["machine"])
+    def read(data: object) -> tuple[Program, Machine]:
+        entries = fields(data, "task", {"program": dict, "machine": dict}, {})
+        return Program.from_dict(entries["program"]), Machine.from_dict(entries["machine"])
 
-    program, machine = load_json(path, both)
-    if (found := fingerprint(program, machine)) != FINGERPRINTS[name]:
-        raise FormatError(f"{path}: expected fingerprint {FINGERPRINTS[name]}, got {found}")
+    program, machine = load_json(path, read)
+    if (actual := fingerprint(program, machine)) != FINGERPRINTS[name]:
+        raise FormatError(f"{path}: expected fingerprint {FINGERPRINTS[name]}, got {actual}")
     return program, machine
 
 
@@ -111,14 +111,14 @@ def program_and_machine(program: Program | str | Path, machine: Machine | str | 
         FormatError: if the program or machine does not exist.
         ValueError: if no machine is given and the program is not named.
     """
-    own = None
+    stored_machine = None
     if not isinstance(program, Program):
         if str(program).endswith((".json", ".json.gz")):
             program = Program.load(program)
         else:
-            program, own = load(str(program))
-    if machine is None and own is None:
+            program, stored_machine = load(str(program))
+    if machine is None and stored_machine is None:
         raise ValueError("machine: required, because the program is not a named one")
-    on = own if machine is None else machine if isinstance(machine, Machine) else Machine.load(machine)
-    assert on is not None
-    return program, on
+    resolved = stored_machine if machine is None else machine if isinstance(machine, Machine) else Machine.load(machine)
+    assert resolved is not None
+    return program, resolved

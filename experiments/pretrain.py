@@ -23,15 +23,15 @@ from rich.progress import Progress, TaskID
 
 from experiments.common import cli, report, workers
 from experiments.common.endings import goes_on
-from experiments.pretrain_tasks import LIMITS, Network, capture_one, drawn_machine, on_task, task_rng, timed
+from experiments.pretrain_tasks import LIMITS, Network, capture_one, count_timed, draw_machine, task_program, task_rng
 from simulator.files import FormatError
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
 
-JOINT = 0.8  # fraction of tasks in mode joint; the rest swap or recompute
-VALIDATED = 48  # maximum validation tasks from held-out families
+JOINT_FRACTION = 0.8  # fraction of tasks in mode joint; the rest swap or recompute
+VALIDATION = 48  # maximum validation tasks from held-out families
 
 
 def words_of(typed: list[str]) -> list[str]:
@@ -43,19 +43,19 @@ def words_of(typed: list[str]) -> list[str]:
 @goes_on
 def main(cfg: DictConfig) -> None:
     """Captures the programs and trains the network that ``agent=`` selects."""
-    sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
+    sets = [check_set(i, entry) for i, entry in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
     unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}
     if unknown:
         raise cli.UsageError(f"held_out: no network in sets has family {sorted(unknown)[0]!r}")
-    each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
-    net_seed, rounds, at = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.launcher(cfg)
+    tasks_each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
+    net_seed, rounds, pool = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.launcher(cfg)
     out = cli.path(cfg, "out") or Path("runs/pretrain")
     edits = cli.choice(cfg, "network", ("policy", "dqn")) == "dqn"
-    some = cli.values(cfg, "dqn_programs")
-    fits = len(some) == len(sets) and all(type(n) is int and 0 <= n <= sets[i][0] for i, n in enumerate(some))
+    counts = cli.values(cfg, "dqn_programs")
+    fits = len(counts) == len(sets) and all(type(n) is int and 0 <= n <= sets[i][0] for i, n in enumerate(counts))
     if edits and not fits:
-        raise cli.UsageError(f"dqn_programs: expected one integer per set, at most its programs, got {some}")
+        raise cli.UsageError(f"dqn_programs: expected one integer per set, at most its programs, got {counts}")
 
     from agents.learned import expert_iteration as learning  # slow to import; configuration errors come first
     from agents.learned.checkpoint import save_weights
@@ -66,49 +66,49 @@ def main(cfg: DictConfig) -> None:
     args = cli.dataclass_of(Args, cfg.dqn, "dqn")
     one_thread()
     folder = out / f"structure2vec-{net_seed}"
-    for made in (out / "programs", out / "times", *(() if edits else (folder,))):
-        made.mkdir(parents=True, exist_ok=True)
+    for subfolder in (out / "programs", out / "times", *(() if edits else (folder,))):
+        subfolder.mkdir(parents=True, exist_ok=True)
     with report.held(out):
         drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # networks per program
         count = len(drawn_from)
-        first = [sum(programs for programs, _ in sets[:k]) for k in range(len(sets))]
-        chosen = [i for k, n in enumerate(some) for i in range(first[k], first[k] + n)] if edits else range(count)
-        todo = [(out, drawn_from[i], seed, i, each) for i in chosen if timed(out, i) < each]
-        run(capture_one, todo, at, "capturing programs", lambda _: None)
+        offsets = [sum(programs for programs, _ in sets[:k]) for k in range(len(sets))]
+        ids = [i for k, n in enumerate(counts) for i in range(offsets[k], offsets[k] + n)] if edits else range(count)
+        todo = [(out, drawn_from[i], seed, i, tasks_each) for i in ids if count_timed(out, i) < tasks_each]
+        run(capture_one, todo, pool, "capturing programs", lambda _: None)
         if edits:
             from experiments import pretrain_edits
 
-            jobs = [(out, seed, i, j) for i in chosen for j in range(each)]
-            append(out / "edits.jsonl", pretrain_edits.prepare, jobs, at, "preparing tasks")
+            jobs = [(out, seed, i, j) for i in ids for j in range(tasks_each)]
+            append(out / "edits.jsonl", pretrain_edits.prepare, jobs, pool, "preparing tasks")
             print(pretrain_edits.train(out, args, net_seed, cli.path(cfg, "weights")))
             return
-        tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # a larger ``tasks`` appends
-        append(out / "lessons-0.jsonl", plan_one, tasks, at, "planning tasks")
+        tasks = [(out, seed, i, j) for j in range(tasks_each) for i in range(count)]  # a larger ``tasks`` appends
+        append(out / "lessons-0.jsonl", plan_one, tasks, pool, "planning tasks")
 
         log, net = report.console(stderr=True), None
         for round_ in range(rounds + 1):
             if round_ and net is not None:
                 guide = folder / f"round-{round_ - 1}.pt"
                 save_weights(net, guide)
-                before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
-                again = [(out, line, guide, i) for i, line in enumerate(before)]
-                append(out / f"lessons-{round_}.jsonl", plan_again, again, at, "planning tasks with the network")
-            lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
-            kept = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATED]  # the network's family
+                lines = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
+                guided = [(out, line, guide, i) for i, line in enumerate(lines)]
+                append(out / f"lessons-{round_}.jsonl", improve_plans, guided, pool, "planning tasks with the network")
+            lessons = [lesson for lesson in read_lessons(out, round_) if lesson.is_useful]
+            validation = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATION]  # name = family
             examples = [learning.Example(lesson) for lesson in lessons if lesson.program.name not in held_out]
-            if not examples or not kept:
+            if not examples or not validation:
                 raise cli.UsageError(
                     f"{out}: no tasks to train on, or none to validate on: increase the programs of sets"
                 )
             if net is None:
                 net = learning.network(examples, settings, net_seed)
-            log.print(f"round {round_}: {len(examples)} training tasks, {len(kept)} validation tasks")
+            log.print(f"round {round_}: {len(examples)} training tasks, {len(validation)} validation tasks")
 
             bar = report.progress(log)
-            shown = bar.add_task("training", total=settings.epochs)
+            task = bar.add_task("training", total=settings.epochs)
 
-            def watch(entry: dict[str, Any], round_: int = round_, bar: Progress = bar, shown: TaskID = shown) -> None:
-                bar.update(shown, completed=entry["epoch"])
+            def watch(entry: dict[str, Any], round_: int = round_, bar: Progress = bar, task: TaskID = task) -> None:
+                bar.update(task, completed=entry["epoch"])
                 log.print(
                     f"epoch {entry['epoch']}: loss {entry['loss']:.4f}, {entry['validation']:.3f} points above the best"
                 )
@@ -117,7 +117,7 @@ def main(cfg: DictConfig) -> None:
 
             state = folder / f"state-{round_}.pt"
             with bar:
-                net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
+                net = learning.train(net, examples, validation, settings, net_seed + 1000 * round_, state, watch)
         weights = cli.path(cfg, "weights") or folder / "policy.pt"
         save_weights(net, weights)
         print(weights)
@@ -132,57 +132,57 @@ def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:
         raise cli.UsageError(f"sets[{i}].programs: expected an integer of at least 1, got {programs!r}")
     if not isinstance(networks, list) or not networks:
         raise cli.UsageError(f"sets[{i}].networks: expected a list of networks, got {networks!r}")
-    return programs, [check_network(f"sets[{i}].networks[{j}]", one) for j, one in enumerate(networks)]
+    return programs, [check_network(f"sets[{i}].networks[{j}]", network) for j, network in enumerate(networks)]
 
 
-def check_network(where: str, entry: Any) -> Network:
-    """Returns the possible values of each setting as lists; raises UsageError naming ``where``."""
+def check_network(location: str, entry: Any) -> Network:
+    """Returns the possible values of each setting as lists; raises UsageError naming ``location``."""
     if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
-        raise cli.UsageError(f"{where}: expected a mapping with family, got {entry!r}")
+        raise cli.UsageError(f"{location}: expected a mapping with family, got {entry!r}")
     lists = {str(key): value if isinstance(value, list) else [value] for key, value in entry.items()}
     for key, values in lists.items():
         if not values:
-            raise cli.UsageError(f"{where}.{key}: expected at least one value")
+            raise cli.UsageError(f"{location}.{key}: expected at least one value")
     return lists
 
 
 def run(
-    work: Callable[[Any], Any], tasks: Sequence[Any], at: tuple[str, int | None], what: str, done: Callable[[Any], None]
+    fn: Callable[[Any], Any], tasks: Sequence[Any], pool: tuple[str, int | None], text: str, done: Callable[[Any], None]
 ) -> None:
     """Calls ``done`` with the result of each task, in order, with a progress bar.
 
-    ``at``: launcher and number of parallel workers (common/workers.py); ("processes", 1) runs in this process.
+    ``pool``: launcher and number of parallel workers (common/workers.py); ("processes", 1) runs in this process.
     """
     if not tasks:
         return
     waiting: dict[int, Any] = {}
-    following = 0
+    next_index = 0
     with report.progress() as bar:
-        shown = bar.add_task(what, total=len(tasks))
-        here = ((i, work(task)) for i, task in enumerate(tasks))
-        for i, result in here if at == ("processes", 1) else workers.results(*at, work, [(task,) for task in tasks]):
+        bar_task = bar.add_task(text, total=len(tasks))
+        local = ((i, fn(task)) for i, task in enumerate(tasks))
+        for i, result in local if pool == ("processes", 1) else workers.results(*pool, fn, [(task,) for task in tasks]):
             if isinstance(result, Exception):
                 raise result
             waiting[i] = result
-            while following in waiting:
-                done(waiting.pop(following))
-                following += 1
-            bar.advance(shown)
+            while next_index in waiting:
+                done(waiting.pop(next_index))
+                next_index += 1
+            bar.advance(bar_task)
 
 
-def append(path: Path, work: Callable[[Any], Any], jobs: Sequence[Any], at: tuple[str, int | None], what: str) -> None:
+def append(path: Path, fn: Callable[[Any], Any], jobs: Sequence[Any], pool: tuple[str, int | None], text: str) -> None:
     """Appends the results of all jobs, in order, to a file of JSON lines; jobs that have a line are skipped."""
     lines = path.read_text().splitlines(True) if path.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    if len(whole) < len(lines):  # the last line is incomplete; otherwise untouched: another training may read it
-        path.write_text("".join(whole))
+    complete = [line for line in lines if line.endswith("\n")]
+    if len(complete) < len(lines):  # the last line is incomplete; otherwise untouched: another training may read it
+        path.write_text("".join(complete))
     with path.open("a") as file:
 
         def add(entry: Any) -> None:
             file.write(json.dumps(entry, separators=(",", ":")) + "\n")
             file.flush()
 
-        run(work, jobs[len(whole) :], at, what, add)
+        run(fn, jobs[len(complete) :], pool, text, add)
 
 
 def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
@@ -192,16 +192,16 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
 
     out, seed, i, j = task
     rng = task_rng(seed, i, j)
-    machine = drawn_machine(rng)
-    program = on_task(out, i, j)
-    mode = "joint" if rng.random() < JOINT else rng.choice([m for m in MODES if m != "joint"])
+    machine = draw_machine(rng)
+    program = task_program(out, i, j)
+    mode = "joint" if rng.random() < JOINT_FRACTION else rng.choice([m for m in MODES if m != "joint"])
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), mode)
     plans = first_plans(program, machine, limit, mode)
     return {"program": i, "task": j, "machine": machine.to_dict(), "limit": limit, "mode": mode,
             "plans": [[ns, rows.tolist()] for ns, rows in plans]}  # fmt: skip
 
 
-def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
+def improve_plans(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
     """Returns a line of the next lessons: a task's plans, with the plans of the search that the network guides."""
     from agents.learned.expert_iteration import better_plans
     from agents.learned.policy_net import trained
@@ -209,20 +209,20 @@ def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
     out, line, weights, seed = task
     entry: dict[str, Any] = json.loads(line)
     lesson = lesson_of(out, entry)
-    if lesson.teaches:
+    if lesson.is_useful:
         entry["plans"] = [[ns, rows.tolist()] for ns, rows in better_plans(trained(weights), lesson, seed)]
     return entry
 
 
 def read_lessons(out: Path, round_: int) -> list[Lesson]:
     """Returns all lessons of a round; raises FormatError naming the line."""
-    path, found = out / f"lessons-{round_}.jsonl", []
+    path, lessons = out / f"lessons-{round_}.jsonl", []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
-            found.append(lesson_of(out, json.loads(line)))
+            lessons.append(lesson_of(out, json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path}: line {number} is not a task with plans ({error})") from None
-    return found
+    return lessons
 
 
 def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
@@ -230,7 +230,7 @@ def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
     from agents.learned.expert_iteration import Lesson
 
     machine = Machine.from_dict(entry["machine"])
-    program = on_task(out, entry["program"], entry["task"])
+    program = task_program(out, entry["program"], entry["task"])
     plans = [(int(ns), np.array(rows, np.int64).reshape(-1, 6)) for ns, rows in entry["plans"]]
     return Lesson(program, machine, int(entry["limit"]), str(entry["mode"]), plans)
 

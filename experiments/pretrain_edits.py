@@ -26,26 +26,26 @@ from envs.edit.starts import policy, policy_plans
 from envs.edit.task import EditTask
 from envs.tasks import load
 from experiments.common import report
-from experiments.pretrain_tasks import LIMITS, captured, drawn_machine, on_task, task_rng
+from experiments.pretrain_tasks import LIMITS, draw_machine, load_program, task_program, task_rng
 from simulator.machine import Machine
 
 MOST_GAPS = 600  # maximum gaps of a task
 LEAST_GAIN, MOST_OVERHEAD = 0.05, 60.0  # points: least gain of a search over the policy's best plan; largest overhead
 RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and first temperature of annealing runs for start plans
-LONG, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # calls, temperatures and seed of the reference run
-NEAR = 25.0  # maximum points of a start plan above the reference
+LONG_CALLS, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # calls, temperatures and seed of the reference run
+MAX_ABOVE = 25.0  # maximum points of a start plan above the reference
 NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # train split, added to the random tasks
-EVERY = 50  # iterations between log lines and between checkpoints
+LOG_EVERY = 50  # iterations between log lines and between checkpoints
 
 
 def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
     """Returns the line of a random task: limit, start plans (empty: the task is left out) and reference."""
     out, seed, i, j = job
     entry: dict[str, Any] = {"program": i, "task": j, "starts": []}
-    if len(captured(out, i).gaps(MIB)) > MOST_GAPS:
+    if len(load_program(out, i).gaps(MIB)) > MOST_GAPS:
         return entry
     rng = task_rng(seed, i, j)
-    machine, program = drawn_machine(rng), on_task(out, i, j)
+    machine, program = draw_machine(rng), task_program(out, i, j)
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
     try:
         task = EditTask(program, machine, limit, "joint", MIB, policy)
@@ -56,48 +56,48 @@ def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
 
 def _starts(task: EditTask) -> dict[str, Any]:
     """Returns the start plans and the reference (points) of a task."""
-    found = [(start.iteration_ns, start.rows) for start in task.starts]
+    plans = [(start.iteration_ns, start.rows) for start in task.starts]
     rows = everything(task.program, task.mode, task.min_bytes)
     score = task.engine.score(rows)
-    even = task.moves.fork(0)
-    even.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
+    uniform_moves = task.moves.fork(0)
+    uniform_moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
     for k, (calls, hot) in enumerate(RUNS if score.feasible else ()):
-        better, ns = anneal(even, task.engine, rows, score.iteration_ns, calls, hot, COLD, k)
-        found.append((ns, better))
-    first, first_rows = min(found, key=lambda one: one[0])
-    _, least = anneal(task.moves, task.engine, first_rows, first, LONG, HOT, COLD, SEED)
+        better, ns = anneal(uniform_moves, task.engine, rows, score.iteration_ns, calls, hot, COLD, k)
+        plans.append((ns, better))
+    best_ns, best_rows = min(plans, key=lambda plan: plan[0])
+    _, reference_ns = anneal(task.moves, task.engine, best_rows, best_ns, LONG_CALLS, HOT, COLD, SEED)
 
     def points(ns: int) -> float:
         return 100 * (ns / task.ideal_ns - 1)
 
-    reference = points(least)
-    teaches = points(task.starts[0].iteration_ns) - reference > LEAST_GAIN and reference < MOST_OVERHEAD
-    kept = [rows.tolist() for ns, rows in found if ns > task.ideal_ns and points(ns) < reference + NEAR]
-    return {"reference": reference, "starts": kept if teaches else []}
+    reference = points(reference_ns)
+    is_useful = points(task.starts[0].iteration_ns) - reference > LEAST_GAIN and reference < MOST_OVERHEAD
+    near_rows = [rows.tolist() for ns, rows in plans if ns > task.ideal_ns and points(ns) < reference + MAX_ABOVE]
+    return {"reference": reference, "starts": near_rows if is_useful else []}
 
 
 def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
     """Returns the task of a line and its reference."""
     starts = [np.array(rows, np.int64).reshape(-1, 6) for rows in entry["starts"]]
 
-    def given(task: EditTask) -> list[Rows]:
+    def stored_starts(task: EditTask) -> list[Rows]:
         policy_plans(task, samples=0)  # sets priors and move weights
         return starts
 
-    program = on_task(out, entry["program"], entry["task"])
-    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), "joint", MIB, given)
+    program = task_program(out, entry["program"], entry["task"])
+    task = EditTask(program, Machine.from_dict(entry["machine"]), int(entry["limit"]), "joint", MIB, stored_starts)
     return task, float(entry["reference"])
 
 
 def named_tasks() -> list[tuple[EditTask, float]]:
     """Returns the tasks of ``NAMED`` with their references."""
-    found = []
+    tasks = []
     for name, fractions in NAMED.items():
         program, machine = load(name)
         for fraction in fractions:
             task = EditTask(program, machine, int(fraction * program.peak_bytes), "joint", MIB, policy)
-            found.append((task, float(_starts(task)["reference"])))
-    return found
+            tasks.append((task, float(_starts(task)["reference"])))
+    return tasks
 
 
 def train(out: Path, args: Args, seed: int, weights: Path | None) -> Path:
@@ -112,15 +112,15 @@ def train(out: Path, args: Args, seed: int, weights: Path | None) -> Path:
         dqn.load(state)
     log.print(f"{len(pairs)} tasks")
     with report.progress(log) as bar, (folder / "log.jsonl").open("a") as file:
-        shown = bar.add_task("training", total=args.iterations, completed=len(dqn.history))
+        bar_task = bar.add_task("training", total=args.iterations, completed=len(dqn.history))
 
         def watch(dqn: DQN) -> None:
-            bar.update(shown, completed=len(dqn.history))
-            if len(dqn.history) % EVERY and len(dqn.history) < args.iterations:
+            bar.update(bar_task, completed=len(dqn.history))
+            if len(dqn.history) % LOG_EVERY and len(dqn.history) < args.iterations:
                 return
-            last = dqn.history[-EVERY:]
-            keys = sorted({key for row in last for key in row} - {"task", "calls"})
-            means = {key: round(statistics.fmean(row[key] for row in last if key in row), 5) for key in keys}
+            recent = dqn.history[-LOG_EVERY:]
+            keys = sorted({key for row in recent for key in row} - {"task", "calls"})
+            means = {key: round(statistics.fmean(row[key] for row in recent if key in row), 5) for key in keys}
             file.write(json.dumps({"iteration": len(dqn.history), "calls": dqn.calls, **means}) + "\n")
             file.flush()
             dqn.save(state)

@@ -38,7 +38,7 @@ def times_path(out: Path, i: int) -> Path:
     return out / "times" / f"{i:04d}.json"
 
 
-def timed(out: Path, i: int) -> int:
+def count_timed(out: Path, i: int) -> int:
     """Returns the number of a program's tasks with known kernel times; raises FormatError."""
     return len(read_times(times_path(out, i))) if times_path(out, i).exists() else 0
 
@@ -47,16 +47,16 @@ def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
     """Captures a random network of acceptable size; writes its program and its kernel times on each task's machine."""
     from experiments import workloads
 
-    out, networks, seed, i, each = task
+    out, networks, seed, i, tasks_each = task
     rng = random.Random(f"{seed}:{i}")
     machine = Machine.load(CAPTURED_ON)
     while True:
-        chosen = {key: rng.choice(values) for key, values in rng.choice(networks).items()}
-        captured = workloads.load({"name": chosen["family"], **chosen}, machine)
+        settings = {key: rng.choice(values) for key, values in rng.choice(networks).items()}
+        captured = workloads.load({"name": settings["family"], **settings}, machine)
         program = captured.program
         gaps = len(program.gaps(2**20))
         if len(program.kernels) <= MOST_KERNELS and LEAST_GAPS <= gaps <= MOST_GAPS:
-            machines = [drawn_machine(task_rng(seed, i, j)) for j in range(each)]
+            machines = [draw_machine(task_rng(seed, i, j)) for j in range(tasks_each)]
             write_json(
                 times_path(out, i),
                 [[k.duration_ns for k in captured.on(machine).program.kernels] for machine in machines],
@@ -70,7 +70,7 @@ def task_rng(seed: int, i: int, j: int) -> random.Random:
     return random.Random(f"{seed}:{i}:{j}")
 
 
-def drawn_machine(rng: random.Random) -> Machine:
+def draw_machine(rng: random.Random) -> Machine:
     """Returns a random machine: with probability MODELLED one with the time model, else one with a roofline."""
     return modelled_machine(rng) if rng.random() < MODELLED else random_machine(rng)
 
@@ -82,23 +82,23 @@ def modelled_machine(rng: random.Random) -> Machine:
     times = gpu.kernel_times
     assert times is not None
 
-    def off(rate: float, most: float = math.inf) -> float:
-        return min(most, rate * math.exp(rng.gauss(0, SCATTER)))
+    def perturb(rate: float, maximum: float = math.inf) -> float:
+        return min(maximum, rate * math.exp(rng.gauss(0, SCATTER)))
 
-    shares = {name: off(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
+    shares = {name: perturb(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
     return replace(
-        link, memory_bytes_per_s=int(off(gpu.memory_bytes_per_s)), kernel_times=replace(times, **shares),
-        flops_per_s={dtype: int(off(rate)) for dtype, rate in gpu.flops_per_s.items()},
+        link, memory_bytes_per_s=int(perturb(gpu.memory_bytes_per_s)), kernel_times=replace(times, **shares),
+        flops_per_s={dtype: int(perturb(rate)) for dtype, rate in gpu.flops_per_s.items()},
     )  # fmt: skip
 
 
 def random_machine(rng: random.Random) -> Machine:
     """Returns a random machine: 4 to 200 TFLOP/s, links of 4 to 60 GB/s, one or two copy engines."""
 
-    def between(low: float, high: float) -> float:
+    def log_uniform(low: float, high: float) -> float:
         return math.exp(rng.uniform(math.log(low), math.log(high)))
 
-    flops, link = between(4e12, 2e14), between(4e9, 6e10)
+    flops, link = log_uniform(4e12, 2e14), log_uniform(4e9, 6e10)
     kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
     h2d, (h2d_share, d2h_share) = link * rng.uniform(0.85, 1.1), rng.choice(SHARES)
     latency_ns = rng.choice([5_000, 10_000, 20_000])
@@ -107,13 +107,13 @@ def random_machine(rng: random.Random) -> Machine:
         d2h_latency_ns=latency_ns, h2d_latency_ns=latency_ns, copy_engines=1 if rng.random() < 0.1 else 2,
         duplex_h2d_bytes_per_s=int(h2d_share * h2d), duplex_d2h_bytes_per_s=int(d2h_share * link),
         host_bytes=2**50, flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
-        memory_bytes_per_s=int(flops * between(0.03, 0.12)), launch_ns=int(between(1_500, 8_000)),
+        memory_bytes_per_s=int(flops * log_uniform(0.03, 0.12)), launch_ns=int(log_uniform(1_500, 8_000)),
         efficiency={kind: rng.uniform(0.35, 0.95) for kind in kinds},
     )  # fmt: skip
 
 
 @cache
-def captured(out: Path, i: int) -> Program:
+def load_program(out: Path, i: int) -> Program:
     """Returns program ``i`` (cached)."""
     return Program.load(program_path(out, i))
 
@@ -135,6 +135,6 @@ def kernel_times(out: Path, i: int) -> list[list[int]]:
     return read_times(times_path(out, i))
 
 
-def on_task(out: Path, i: int, j: int) -> Program:
+def task_program(out: Path, i: int, j: int) -> Program:
     """Returns program ``i`` with the kernel times of its task ``j``."""
-    return captured(out, i).with_durations(kernel_times(out, i)[j])
+    return load_program(out, i).with_durations(kernel_times(out, i)[j])

@@ -87,18 +87,18 @@ def main(cfg: DictConfig) -> Path:
     with resumable(directory) as out:
         start = time.perf_counter()
 
-        def begin() -> Tracker:
+        def open_tracker() -> Tracker:
             program.save(out / "program.json")
             write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
             return tracker(out, cli.plain(cfg))
 
-        told = ", from scratch" if edits and config.init == "scratch" else variant.told
-        about = {"agent": f"train_dqn, {choice}{told}", "seed": seed}
+        suffix = ", from scratch" if edits and config.init == "scratch" else variant.label_suffix
+        about = {"agent": f"train_dqn, {choice}{suffix}", "seed": seed}
         curve = Curve(
             out / "curve.json", *task, config.mode, {**about, "reward": "log" if edits else variant.reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",
         )  # fmt: skip
-        with Watch(config.iterations if edits else config.episodes, begin, log, curve) as watch:
+        with Watch(config.iterations if edits else config.episodes, open_tracker, log, curve) as watch:
             try:
                 trainer = (dqn.FineTuning(*task, config, seed) if edits
                            else dqn_paper.Trainer(*task, config, seed, variant))  # fmt: skip
@@ -108,40 +108,40 @@ def main(cfg: DictConfig) -> Path:
             overhead = math.nan if result.greedy is None else simulator.simulate(
                 program, result.greedy, machine, limit).overhead  # fmt: skip
             curve.point(result.simulator_calls, overhead)
-        spent = time.perf_counter() - start
+        train_s = time.perf_counter() - start
 
         mode = None if config.mode == "joint" else config.mode  # None: each planner's default
         options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": seed}
-        controls = report.controls(result.simulator_calls, None if resume else spent, **options)
+        controls = report.controls(result.simulator_calls, None if resume else train_s, **options)
         if edits:
-            few = {**options, "calls": config.greedy_calls}
+            limited = {**options, "calls": config.greedy_calls}
             controls |= {
-                f"{report.CONTROL}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **few),
-                "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **few),
+                f"{report.CONTROL}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **limited),
+                "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **limited),
             }
-        rows = compared(
+        rows = compare_planners(
             task, seed, mode, names, controls,
             {agent: (result.best, result.simulator_calls),
              f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls)},
-            spent, curve.bound,
+            train_s, curve.bound,
         )  # fmt: skip
         from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
-        shown = None
+        training_curves = None
         if isinstance(trainer, dqn.FineTuning):
-            shown = trainer.dqn.history, curve.points
+            training_curves = trainer.dqn.history, curve.points
             save_weights(trainer.dqn.net, out / "weights.pt")
-        write_training(out, program, machine, result.best, agent, result.history, rows, shown)
-        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
+        write_training(out, program, machine, result.best, agent, result.history, rows, training_curves)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=train_s)
         (out / SETTINGS).unlink(missing_ok=True)  # the summary contains the settings
     screen.print(report.table(rows))
     print(out)
     return out
 
 
-def compared(
+def compare_planners(
     task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
-    controls: Mapping[str, agents.Planner], plans: Mapping[str, tuple[Plan | None, int]], spent: float, bound: Floor,
+    controls: Mapping[str, agents.Planner], plans: Mapping[str, tuple[Plan | None, int]], train_s: float, bound: Floor,
 ) -> list[report.Row]:  # fmt: skip
     """Returns the certified rows of the planners ``names``, of ``controls`` and of the agent's own ``plans``.
 
@@ -150,15 +150,15 @@ def compared(
         mode: eviction mode; None: the default of each planner.
         controls: planners by row name.
         plans: plan (None: infeasible) and simulator calls by row name.
-        spent: training time in seconds.
+        train_s: training time in seconds.
         bound: certified lower bound.
     """
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
-    rows += [report.score_with(controls[named], *task, seed, mode, named=named)[0]
-             for named in report.tracked(list(controls), "planning with")]  # fmt: skip
-    for named, (plan, calls) in plans.items():
+    rows += [report.score_with(controls[row_name], *task, seed, mode, named=row_name)[0]
+             for row_name in report.tracked(list(controls), "planning with")]  # fmt: skip
+    for row_name, (plan, calls) in plans.items():
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
-        rows.append(report.row(*task, named, seed, timeline, spent, calls, NO_GREEDY, mode or "joint"))
+        rows.append(report.row(*task, row_name, seed, timeline, train_s, calls, NO_GREEDY, mode or "joint"))
     return [report.certified(row, bound) for row in rows]
 
 
@@ -212,8 +212,8 @@ class Watch:
     immediately.
     """
 
-    def __init__(self, episodes: int, begin: Callable[[], Tracker], console: Any, curve: Curve):
-        self.begin, self.curve = begin, curve
+    def __init__(self, episodes: int, open_tracker: Callable[[], Tracker], console: Any, curve: Curve):
+        self.open_tracker, self.curve = open_tracker, curve
         self.tracker: Tracker | None = None  # created at the first episode, so that earlier errors leave no files
         self.bar = report.progress(console)
         self.resumes = bool(curve.before)
@@ -222,16 +222,16 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.stopping: type[KeyboardInterrupt] | None = None
-        self.before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.old_handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         return self  # the bar starts with the first episode, so that earlier errors are printed alone
 
     def stop(self, number: int, _: object) -> None:
         """Handles a signal: training stops after this episode, and the next signal has its previous handler."""
         self.stopping = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        signal.signal(number, self.before[number])
+        signal.signal(number, self.old_handlers[number])
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         if self.bar.live.is_started:
             self.bar.stop()
@@ -241,7 +241,7 @@ class Watch:
     def __call__(self, e: Episode) -> None:
         """Reports one finished episode."""
         if self.tracker is None:
-            self.tracker = self.begin()
+            self.tracker = self.open_tracker()
             self.curve.tell = self.tracker.scalars
         best = e.best_overhead
         self.bar.start()

@@ -26,7 +26,7 @@ from envs.tasks import TASKS, load
 from experiments.common import cli, report
 from experiments.common.curves import Curve
 from experiments.common.tracking import chosen
-from experiments.train_dqn import compared, variant_of
+from experiments.train_dqn import compare_planners, variant_of
 from simulator.limits import limit_bytes
 from simulator.modes import MODES
 
@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> Path:
     if cfg.get("machine") is None:  # recorded in the summary, so that the run can be repeated
         with open_dict(cfg):
             cfg.machine = machine.to_dict()
-    reward, actions, own = variant_of(cfg)
+    reward, actions, custom_network = variant_of(cfg)
     if program.peak_bytes <= limit:
         raise cli.UsageError(f"limit: {program.name} fits without a plan (peak {program.peak_bytes:,} bytes); lower it")
     check_reachable(program, limit, min_bytes, mode)
@@ -66,7 +66,7 @@ def main(cfg: DictConfig) -> Path:
     with directory as out:
         with log.status("compiling the simulator"):
             try:
-                model = sb3.make(algorithm, environment, seed, own=own, **cli.plain(cfg.algo))
+                model = sb3.make(algorithm, environment, seed, custom_network=custom_network, **cli.plain(cfg.algo))
             except CustomNetworkError as error:
                 raise cli.UsageError(str(error)) from None
             except (TypeError, ValueError, AssertionError) as error:
@@ -76,42 +76,42 @@ def main(cfg: DictConfig) -> Path:
                 report.warm_up(machine, planner)
         with report.progress() as bar, closing(tracker(out, cli.plain(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
-            told = Variant(reward, actions).told
-            about = {"agent": f"train_sb3, {algorithm}{told}", "seed": seed, "reward": reward}
+            suffix = Variant(reward, actions).label_suffix
+            about = {"agent": f"train_sb3, {algorithm}{suffix}", "seed": seed, "reward": reward}
             curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.scalars)
-            alone = gymnasium.make("GpuMemory-v0", **environment)
+            eval_env = gymnasium.make("GpuMemory-v0", **environment)
 
-            def ended(e: Episode) -> None:
+            def on_episode(e: Episode) -> None:
                 curve.episode(e.overhead)
                 text = f"training, best {e.best_overhead:.2%}"
                 bar.update(task, completed=min(record.num_timesteps, steps), description=text)
 
-            record = sb3.Record(
-                agent, reward == "causal", ended,
-                lambda: curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, alone)),
+            record = sb3.EpisodeRecorder(
+                agent, reward == "causal", on_episode,
+                lambda: curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, eval_env)),
             )  # fmt: skip
             sb3.watch(model, record, scalars.scalars)
             start = time.perf_counter()
             model.learn(steps, record)
-            spent = time.perf_counter() - start
+            train_s = time.perf_counter() - start
             model.logger.dump(model.num_timesteps)
-            curve.point(record.calls, sb3.greedy_overhead(model, alone))
+            curve.point(record.calls, sb3.greedy_overhead(model, eval_env))
         model.save(out / "model.zip")
         if record.best is None:
             raise agents.Infeasible(f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes")
 
-        rows = compared(
+        rows = compare_planners(
             (program, machine, limit), seed, mode, names,
-            report.controls(record.calls, spent, mode=mode, min_bytes=min_bytes, seed=seed),
+            report.controls(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed),
             {agent: (record.best, record.calls),
              f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
-            spent, curve.bound,
+            train_s, curve.bound,
         )  # fmt: skip
         from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
         write_training(out, program, machine, record.best, agent, record.history, rows)
         episodes = len(record.history)
-        report.write_summary(out / "summary.json", cfg, program, rows, episodes=episodes, train_s=spent)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=episodes, train_s=train_s)
     screen.print(report.table(rows))
     print(out)
     return out
@@ -123,23 +123,23 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
     The small built-in task is the default if no task, workload or program is given.
     """
     if cfg.task is not None:
-        known = {f"GpuMemory/{name}-v0": task for name, task in TASKS.items()}
-        if str(cfg.task) not in known:
-            raise cli.UsageError(f"task: unknown task {cfg.task!r}{cli.nearest(str(cfg.task), set(known))}")
+        tasks = {f"GpuMemory/{name}-v0": task for name, task in TASKS.items()}
+        if str(cfg.task) not in tasks:
+            raise cli.UsageError(f"task: unknown task {cfg.task!r}{cli.nearest(str(cfg.task), set(tasks))}")
         typed = [word.partition("=")[0] for word in HydraConfig.get().overrides.task]
-        if both := {"workload", "program", "machine", "limit"} & set(typed):
-            raise cli.UsageError(f"task: {cfg.task} already sets {min(both)}=; remove one of the two")
-        found = known[str(cfg.task)]
-        program, machine = load(found.program)
-        cfg.limit = found.limit
-        return program, machine, limit_bytes(found.limit, program)
+        if conflicts := {"workload", "program", "machine", "limit"} & set(typed):
+            raise cli.UsageError(f"task: {cfg.task} already sets {min(conflicts)}=; remove one of the two")
+        named_task = tasks[str(cfg.task)]
+        program, machine = load(named_task.program)
+        cfg.limit = named_task.limit
+        return program, machine, limit_bytes(named_task.limit, program)
     small, machine = small_task()
-    own = cfg.program is None and cfg.get("workload") is None
+    is_small = cfg.program is None and cfg.get("workload") is None
     if cfg.get("machine") is not None:
         machine = cli.machine(cfg)
-    elif not own:
+    elif not is_small:
         machine = simulator.Machine.load("gtx1080ti")
-    program = small if own else cli.program(cfg, machine)
+    program = small if is_small else cli.program(cfg, machine)
     return program, machine, limit_bytes(cfg.limit, program)
 
 

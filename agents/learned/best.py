@@ -26,19 +26,19 @@ from simulator.modes import MODES
 from simulator.program import Program
 
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
-SOLVER = 3.0  # seconds from which the LP solution is accurate enough to guide a search
+LP_S = 3.0  # seconds from which the LP solution is accurate enough to guide a search
 HUGE = 50_000  # kernels from which the network and restarted searches take too long
-ROUND, ROUNDS = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
+SEARCH_S, MAX_SEARCHES = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
 HOT = (3e-3, 3e-2, 1e-2)  # initial temperatures of successive restarts
-KICKS, LONG, MOST = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; practically unlimited seconds and kicks
-TURN = 1_000  # difference between the seeds of two methods
+KICKS, UNLIMITED_S, MAX_KICKS = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; no limit in practice
+SEED_STEP = 1_000  # difference between the seeds of two methods
 
 
 class Share(NamedTuple):
     """Method, its share of the time (or of the calls), and the initial temperature of searches that have one."""
 
     method: str
-    part: float
+    fraction: float
     hot: float = HOT[0]
 
 
@@ -47,13 +47,13 @@ def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> lis
     search = "policy_search" if network else "annealing"
     if kernels >= HUGE:
         return [Share("annealing", 0.25), Share("lp_round", 0.75)]
-    solver = seconds is None or seconds >= SOLVER
+    solver = seconds is None or seconds >= LP_S
     if mode == "recompute":
         rounding = [Share("lp_round", 0.2)] if solver else []
         return [Share(search, 0.1), *rounding, Share("rerun_search", 0.7 if solver else 0.9)]
-    part = 0.5 if solver else 1.0
-    rounds = 1 if seconds is None else min(max(int(part * seconds / max(ROUND * kernels, 1.0)), 1), ROUNDS)
-    searches = [Share(search, part / rounds, HOT[i % len(HOT)]) for i in range(rounds)]
+    fraction = 0.5 if solver else 1.0
+    rounds = 1 if seconds is None else min(max(int(fraction * seconds / max(SEARCH_S * kernels, 1.0)), 1), MAX_SEARCHES)
+    searches = [Share(search, fraction / rounds, HOT[i % len(HOT)]) for i in range(rounds)]
     return [*searches, Share("lp_round", 0.5)] if solver else searches
 
 
@@ -71,7 +71,7 @@ class Best(RowsPlanner):
 
     Attributes:
         floor: certified lower bound of the mode, if ``lp_round`` was among the methods; else None.
-        found: method -> iteration time (ns) of the best plan after its turn, or None without a plan.
+        best_ns: method -> iteration time (ns) of the best plan after its turn, or None without a plan.
     """
 
     facts = PlannerInfo("best", "best", family="search", slot=7, place=300, moves="joint", slow=2)
@@ -82,56 +82,56 @@ class Best(RowsPlanner):
     min_bytes: int | None = None  # type: ignore[assignment]
     jobs: int | None = at_least(1, None)
     floor: Floor | None = field(init=False, default=None)
-    found: dict[str, int | None] = field(init=False, default_factory=dict)
+    best_ns: dict[str, int | None] = field(init=False, default_factory=dict)
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the best plan found; raises Infeasible if the floor excludes every plan or no method finds one."""
         began, share_end = time.monotonic(), 0.0
         program, machine, limit = engine.program, engine.machine, engine.limit
-        self.floor, self.found = None, {}
+        self.floor, self.best_ns = None, {}
         if program.peak_bytes <= limit:
             return NO_ROWS
-        best, best_ns, why = None, NEVER, ""
+        best, best_ns, reason = None, NEVER, ""
         network = "torch" in sys.modules or self.seconds is None or self.seconds >= LOADING
         for turn, share in enumerate(shares(self.mode, len(program.kernels), self.seconds, network)):
-            share_end += share.part
-            left = None if self.seconds is None else began + share_end * self.seconds - time.monotonic()
-            if best is not None and left is not None and left <= 0:
+            share_end += share.fraction
+            remaining_s = None if self.seconds is None else began + share_end * self.seconds - time.monotonic()
+            if best is not None and remaining_s is not None and remaining_s <= 0:
                 continue
-            planner = self._made(share, turn, program, left)
+            planner = self._make_planner(share, turn, program, remaining_s)
             if isinstance(planner, LPRound):
                 planner.first = best
             try:
-                with within(None if left is None else max(left, 0.0) + SLACK):
+                with within(None if remaining_s is None else max(remaining_s, 0.0) + SLACK):
                     rows = rows_of(planner.plan(program, machine, limit).decisions)
                 ns = engine.score(rows).iteration_ns
                 if ns < best_ns:
                     best, best_ns = rows, ns
             except Infeasible as error:
-                why = str(error).removeprefix(f"{planner.name}: ")
+                reason = str(error).removeprefix(f"{planner.name}: ")
             except TimeUp:
-                why = why or f"found no plan for {program.name!r} within {self.seconds} s"
+                reason = reason or f"found no plan for {program.name!r} within {self.seconds} s"
             engine.calls += planner.simulator_calls
             self.floor = getattr(planner, "floor", self.floor)
-            self.found[share.method] = None if best is None else best_ns
+            self.best_ns[share.method] = None if best is None else best_ns
             if self.floor is not None and (not self.floor.feasible or best_ns <= self.floor.iteration_ns):
                 break
         if best is None:
             self.simulator_calls = engine.calls
-            raise Infeasible(f"{self.name}: {why}")
+            raise Infeasible(f"{self.name}: {reason}")
         return best
 
-    def _made(
-        self, share: Share, turn: int, program: Program, left: float | None
+    def _make_planner(
+        self, share: Share, turn: int, program: Program, remaining_s: float | None
     ) -> Annealing | LPRound | PolicySearch | RerunSearch:
-        """Returns the planner of a method, with its share of the calls or the seconds ``left``."""
-        seconds = None if left is None else max(left, 1e-2)
+        """Returns the planner of a method, with its share of the calls or the seconds ``remaining_s``."""
+        seconds = None if remaining_s is None else max(remaining_s, 1e-2)
         min_bytes = small(program) if self.min_bytes is None else self.min_bytes
         if share.method == "rerun_search":
-            budget = (LONG, KICKS) if seconds is None else (seconds, MOST)
+            budget = (UNLIMITED_S, KICKS) if seconds is None else (seconds, MAX_KICKS)
             return RerunSearch(*budget, min_bytes=min_bytes, seed=self.seed)
-        calls = None if self.calls is None else max(int(share.part * (self.calls - 1)), LEAST)
-        seed = self.seed + TURN * turn
+        calls = None if self.calls is None else max(int(share.fraction * (self.calls - 1)), LEAST)
+        seed = self.seed + SEED_STEP * turn
         budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}
         if share.method == "lp_round":
             return LPRound(mode=self.mode, min_bytes=min_bytes, seed=seed, **budgets)

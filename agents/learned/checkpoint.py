@@ -47,8 +47,8 @@ def read_training_state(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> Any:
     """Checks the file's checksums and loads it with ``torch.load``."""
     raw = read_bytes(path)
-    with zipfile.ZipFile(io.BytesIO(raw)) as parts:
-        if damaged := parts.testzip():
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        if damaged := archive.testzip():
             raise ValueError(f"{damaged} is damaged")
     return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
 
@@ -56,11 +56,11 @@ def _load(path: Path) -> Any:
 def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raises TrainingStateError naming the first entry of ``identity`` that differs in the checkpoint."""
     for key, value in identity.items():
-        theirs = state.get(key)
-        if theirs == value:
+        stored = state.get(key)
+        if stored == value:
             continue
-        if key == "config" and isinstance(theirs, dict):
-            key = next((f"agent.{k}" for k in value if theirs.get(k) != value[k]), key)
+        if key == "config" and isinstance(stored, dict):
+            key = next((f"agent.{k}" for k in value if stored.get(k) != value[k]), key)
         raise TrainingStateError(f"{path}: the checkpoint belongs to a run with a different {key}")
 
 
@@ -80,11 +80,11 @@ def save_weights(net: nn.Module, path: Path) -> None:
     write_whole(path, lambda file: torch.save(state, file))
 
 
-def read_weights(path: Path, kind: type[Net], what: str) -> Net:
+def read_weights(path: Path, kind: type[Net], description: str) -> Net:
     """Returns a network of class ``kind`` from a file of weights, without executing any content.
 
     Raises:
-        FormatError: if the file cannot be read or does not contain weights of ``what``.
+        FormatError: if the file cannot be read or does not contain weights of ``description``.
     """
     try:
         state = _load(path)
@@ -93,5 +93,5 @@ def read_weights(path: Path, kind: type[Net], what: str) -> Net:
     except FormatError as error:
         raise FormatError(f"weights: {error}") from None
     except Exception:  # torch.load raises many types for damaged files
-        raise FormatError(f"weights: {path} does not contain weights of {what}, or is damaged") from None
+        raise FormatError(f"weights: {path} does not contain weights of {description}, or is damaged") from None
     return net.eval()

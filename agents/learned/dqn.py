@@ -45,7 +45,7 @@ ROUNDS = 2  # rounds of structure2vec
 CURVE_CALLS = 200  # simulator calls of the greedy policy per point of the learning curve
 
 
-class Observed(NamedTuple):
+class Observation(NamedTuple):
     """States of B walkers of one task: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6), edits (B, M, CHANGES)."""
 
     gaps: NDArray[Any]
@@ -59,43 +59,43 @@ class Observed(NamedTuple):
         return gaps, bins, plan, torch.from_numpy(self.edits.astype(np.int64))
 
 
-class Walk:
+class TaskWalkers:
     """Walkers of one task, kept across training iterations."""
 
     def __init__(self, task: EditTask, args: Args, reference: float, rng: np.random.Generator) -> None:
         self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
         self.batch = EditBatch(
             [task], args.walkers, args.neighbours, budget=(args.least_calls, args.most_calls), reward="log",
-            shaping=args.shaping, below=[reference],
+            shaping=args.shaping, reference=[reference],
         )  # fmt: skip
         for i in range(args.walkers):
             self.batch.seed(i, int(rng.integers(2**31)))
-        share = np.linspace(0, 1, args.walkers)
-        self.temperature = np.exp(np.interp(share, (0, 1), np.log((args.coldest, args.hottest))))
+        fraction = np.linspace(0, 1, args.walkers)
+        self.temperature = np.exp(np.interp(fraction, (0, 1), np.log((args.coldest, args.hottest))))
         self.epsilon = np.where(
-            share > 1 - args.uniform, 1.0, np.interp(share[::-1], (0, 1), (args.least_epsilon, args.most_epsilon))
+            fraction > 1 - args.uniform, 1.0, np.interp(fraction[::-1], (0, 1), (args.least_epsilon, args.most_epsilon))
         )
         self.best, self.best_overhead = Plan(), float("inf")
         self.begin(np.ones(args.walkers, np.bool_))
-        self.remember()
+        self.update_best()
 
-    def begin(self, which: NDArray[np.bool_]) -> None:
-        """Starts episodes of the walkers in the mask ``which`` from randomly drawn start plans."""
-        for i in np.flatnonzero(which):
-            one = np.zeros_like(which)
-            one[i] = True
-            self.batch.reset(one, 0, int(self.rng.integers(len(self.task.starts))))
+    def begin(self, mask: NDArray[np.bool_]) -> None:
+        """Starts episodes of the walkers in ``mask`` from randomly drawn start plans."""
+        for i in np.flatnonzero(mask):
+            walker_mask = np.zeros_like(mask)
+            walker_mask[i] = True
+            self.batch.reset(walker_mask, 0, int(self.rng.integers(len(self.task.starts))))
 
-    def remember(self) -> None:
+    def update_best(self) -> None:
         """Updates the best plan so far."""
         i = int(self.batch.best_overhead.argmin())
         if self.batch.best_overhead[i] < self.best_overhead:
             self.best, self.best_overhead = self.batch.best_plan(i, "dqn"), float(self.batch.best_overhead[i])
 
-    def observe(self) -> Observed:
+    def observe(self) -> Observation:
         """Returns a copy of the current observations."""
         batch = self.batch
-        return Observed(
+        return Observation(
             batch.gaps.astype(np.float16), batch.bins[:, :, -BIN_COLUMNS:].astype(np.float16), batch.plan.copy(),
             batch.edits.astype(np.int16),
         )  # fmt: skip
@@ -121,30 +121,30 @@ class Rollout:
     """
 
     def __init__(
-        self, graph: EditGraph, observed: list[Observed], order: NDArray[np.int64], rewards: Floats, effects: Floats,
+        self, graph: EditGraph, observed: list[Observation], order: NDArray[np.int64], rewards: Floats, effects: Floats,
         counts: NDArray[np.int64], ends: NDArray[np.bool_], args: Args,
     ) -> None:  # fmt: skip
         n, gamma = args.n_step, args.gamma
         length = len(order) - n + 1
         tries = np.arange(order.shape[2])
-        used = tries < counts[:, :, None]
+        tried = tries < counts[:, :, None]
         tail = np.zeros((*counts.shape, len(tries) + 1), np.float32)  # discounted rewards from a try to its pass's end
         for k in tries[::-1]:
-            tail[:, :, k] = np.where(used[:, :, k], rewards[:, :, k] + gamma * tail[:, :, k + 1], 0)
-        later, alive, passed = np.zeros((length, counts.shape[1])), 1.0 - ends[:length], np.zeros(counts[:length].shape)
+            tail[:, :, k] = np.where(tried[:, :, k], rewards[:, :, k] + gamma * tail[:, :, k + 1], 0)
+        future, alive, calls = np.zeros((length, counts.shape[1])), 1.0 - ends[:length], np.zeros(counts[:length].shape)
         for u in range(1, n):
-            later += gamma**passed * alive * tail[u : u + length, :, 0]
-            passed += counts[u : u + length]
+            future += gamma**calls * alive * tail[u : u + length, :, 0]
+            calls += counts[u : u + length]
             alive = alive * (1.0 - ends[u : u + length])
         to_end = gamma ** np.maximum(counts[:length, :, None] - tries, 0)
         self.graph, self.args = graph, args
-        self.observed = Observed(*(np.stack(x) for x in zip(*observed, strict=True)))
-        self.order, self.effects, self.tried = order[:length], effects[:length], used[:length]
-        self.returns = (tail[:length, :, :-1] + to_end * later[:, :, None]).astype(np.float32)
-        self.discount = (to_end * (gamma**passed * alive)[:, :, None]).astype(np.float32)
+        self.observed = Observation(*(np.stack(x) for x in zip(*observed, strict=True)))
+        self.order, self.effects, self.tried = order[:length], effects[:length], tried[:length]
+        self.returns = (tail[:length, :, :-1] + to_end * future[:, :, None]).astype(np.float32)
+        self.discount = (to_end * (gamma**calls * alive)[:, :, None]).astype(np.float32)
         self.priority = (np.abs(self.returns) * self.tried).max(2).ravel() + 0.02
 
-    def sample(self, rng: np.random.Generator) -> tuple[NDArray[np.int64], Observed, Observed, dict[str, Tensor]]:
+    def sample(self, rng: np.random.Generator) -> tuple[NDArray[np.int64], Observation, Observation, dict[str, Tensor]]:
         """Draws a batch of states by priority.
 
         Returns:
@@ -152,14 +152,14 @@ class Rollout:
         """
         p = self.priority**self.args.priority_exponent
         p /= p.sum()
-        at = rng.choice(len(p), self.args.batch_size, p=p)
-        weight = (len(p) * p[at]) ** -self.args.importance_exponent
-        t, w = np.divmod(at, self.returns.shape[1])
-        now, then = (Observed(*(x[u, w] for x in self.observed)) for u in (t, t + self.args.n_step))
+        index = rng.choice(len(p), self.args.batch_size, p=p)
+        weight = (len(p) * p[index]) ** -self.args.importance_exponent
+        t, w = np.divmod(index, self.returns.shape[1])
+        states, next_states = (Observation(*(x[u, w] for x in self.observed)) for u in (t, t + self.args.n_step))
         tries = {"edit": self.order[t, w], "return": self.returns[t, w], "discount": self.discount[t, w],
                  "effect": self.effects[t, w],
                  "weight": (self.tried[t, w] * (weight / weight.max())[:, None]).astype(np.float32)}  # fmt: skip
-        return at, now, then, {key: torch.from_numpy(value) for key, value in tries.items()}
+        return index, states, next_states, {key: torch.from_numpy(value) for key, value in tries.items()}
 
 
 class DQN:
@@ -185,7 +185,7 @@ class DQN:
         self.target = EditNet(**self.net.settings)
         self.target.load_state_dict(self.net.state_dict())
         self.optimizer = torch.optim.AdamW(self.net.parameters(), args.learning_rate, weight_decay=args.weight_decay)
-        self.walks: dict[int, Walk] = {}
+        self.walkers: dict[int, TaskWalkers] = {}
         self.replay: list[Rollout] = []
         self.history: list[dict[str, float]] = []
         self.updates = self.calls = 0
@@ -200,75 +200,75 @@ class DQN:
         net.scale.copy_(static.std(0, unbiased=False).clamp(min=0.05))
         return net
 
-    def collect(self, walk: Walk) -> tuple[Rollout, dict[str, float]]:
+    def collect(self, walk: TaskWalkers) -> tuple[Rollout, dict[str, float]]:
         """Collects a rollout of ``passes`` forward passes with the exploring policies, and its statistics."""
         args, batch = self.args, walk.batch
         length, count = args.passes + args.n_step - 1, args.walkers
         shape = length, count, args.tries
         order, rewards, effects = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        counts, ends = np.zeros(shape[:2], np.int64), np.zeros(shape[:2], np.bool_)
-        observed, better, gained, returned = [], np.zeros(count), np.zeros(count), list[float]()
-        parts = self.net.static_parts(walk.graph)
+        counts, episode_ends = np.zeros(shape[:2], np.int64), np.zeros(shape[:2], np.bool_)
+        observed, hits, gain, final_overheads = [], np.zeros(count), np.zeros(count), list[float]()
+        static_parts = self.net.static_parts(walk.graph)
         for t in range(length):
             observed.append(walk.observe())
             gaps, bins, plan, edits = observed[-1].tensors()
-            h, whole = self.net.encode(walk.graph, gaps, bins, plan, parts)
-            order[t] = walk.order(self.net.score(h, whole, edits)[0].numpy())
+            h, plan_state = self.net.encode(walk.graph, gaps, bins, plan, static_parts)
+            order[t] = walk.order(self.net.score(h, plan_state, edits)[0].numpy())
             valid = np.take_along_axis(batch.mask, order[t], 1) > 0
-            going = np.ones(count, np.bool_)
+            active = np.ones(count, np.bool_)
             for k in range(args.tries):
-                going &= valid[:, k] if k else True
-                if not going.any():
+                active &= valid[:, k] if k else True
+                if not active.any():
                     break
-                before = batch.best_overhead.copy()
-                batch.step(order[t, :, k], going)
-                rewards[t, going, k], counts[t, going] = batch.rewards[going], k + 1
-                effects[t, going, k] = batch.effects()[going]
-                better += going & (batch.effect_ns < 0)
-                gained += np.where(going, before - batch.best_overhead, 0)
-                ends[t] |= going & batch.over
-                going &= ~(batch.accepted | batch.over)
-            returned += batch.best_overhead[ends[t]].tolist()
-            walk.remember()
-            walk.begin(ends[t])
-            batch.redraw(~ends[t])
+                old_overhead = batch.best_overhead.copy()
+                batch.step(order[t, :, k], active)
+                rewards[t, active, k], counts[t, active] = batch.rewards[active], k + 1
+                effects[t, active, k] = batch.effects()[active]
+                hits += active & (batch.effect_ns < 0)
+                gain += np.where(active, old_overhead - batch.best_overhead, 0)
+                episode_ends[t] |= active & batch.has_ended
+                active &= ~(batch.accepted | batch.has_ended)
+            final_overheads += batch.best_overhead[episode_ends[t]].tolist()
+            walk.update_best()
+            walk.begin(episode_ends[t])
+            batch.redraw(~episode_ends[t])
         observed.append(walk.observe())
-        tried = counts.sum(0)
-        self.calls += int(tried.sum())
+        trials = counts.sum(0)
+        self.calls += int(trials.sum())
         greedy = walk.epsilon < 1
-        row = {"hits": better[greedy].sum() / tried[greedy].sum(), "reward": float(rewards.sum() / tried.sum()),
-               "gained": 1e5 * gained[greedy].sum() / tried[greedy].sum()}  # fmt: skip
+        row = {"hits": hits[greedy].sum() / trials[greedy].sum(), "reward": float(rewards.sum() / trials.sum()),
+               "gained": 1e5 * gain[greedy].sum() / trials[greedy].sum()}  # fmt: skip
         if not greedy.all():
-            row |= {"hits_random": better[~greedy].sum() / tried[~greedy].sum(),
-                    "gained_random": 1e5 * gained[~greedy].sum() / tried[~greedy].sum()}  # fmt: skip
-        if returned:
-            row["overhead"] = float(np.mean(returned))
-        return Rollout(walk.graph, observed, order, rewards, effects, counts, ends, args), row
+            row |= {"hits_random": hits[~greedy].sum() / trials[~greedy].sum(),
+                    "gained_random": 1e5 * gain[~greedy].sum() / trials[~greedy].sum()}  # fmt: skip
+        if final_overheads:
+            row["overhead"] = float(np.mean(final_overheads))
+        return Rollout(walk.graph, observed, order, rewards, effects, counts, episode_ends, args), row
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Performs one gradient step on a batch of a rollout and updates its priorities; returns the losses."""
-        at, now, then, tries = rollout.sample(self.rng)
+        index, states, next_states, tries = rollout.sample(self.rng)
         with torch.no_grad():
-            goal = tries["return"]
+            td_target = tries["return"]
             if self.args.gamma > 0:
-                chosen = self.net(rollout.graph, *then.tensors())[0].argmax(1, keepdim=True)
-                later = self.target(rollout.graph, *then.tensors())[0].gather(1, chosen)
-                goal = goal + tries["discount"] * later.clamp(min=-5)
-        q, effect, improves = self.net(rollout.graph, *now.tensors())
-        taken, weight, used = q.gather(1, tries["edit"]).clamp(min=-5), tries["weight"], tries["weight"] > 0
-        loss = (weight * F.smooth_l1_loss(10 * taken, 10 * goal, reduction="none") / 10).sum() / weight.sum()
-        observed = tries["effect"][used]
-        side = F.smooth_l1_loss(effect.gather(1, tries["edit"])[used], observed)
-        side = side + F.binary_cross_entropy_with_logits(
-            improves.gather(1, tries["edit"])[used], (observed < -0.003).float()
+                next_edits = self.net(rollout.graph, *next_states.tensors())[0].argmax(1, keepdim=True)
+                next_q = self.target(rollout.graph, *next_states.tensors())[0].gather(1, next_edits)
+                td_target = td_target + tries["discount"] * next_q.clamp(min=-5)
+        q, effect, improves = self.net(rollout.graph, *states.tensors())
+        tried_q, weight, mask = q.gather(1, tries["edit"]).clamp(min=-5), tries["weight"], tries["weight"] > 0
+        loss = (weight * F.smooth_l1_loss(10 * tried_q, 10 * td_target, reduction="none") / 10).sum() / weight.sum()
+        observed_effects = tries["effect"][mask]
+        aux_loss = F.smooth_l1_loss(effect.gather(1, tries["edit"])[mask], observed_effects)
+        aux_loss = aux_loss + F.binary_cross_entropy_with_logits(
+            improves.gather(1, tries["edit"])[mask], (observed_effects < -0.003).float()
         )
-        descend(loss + self.args.auxiliary * side, self.net, self.optimizer, 1.0)
+        descend(loss + self.args.auxiliary * aux_loss, self.net, self.optimizer, 1.0)
         self.updates += 1
         if self.updates % self.args.target_every == 0:
             self.target.load_state_dict(self.net.state_dict())
-        error = (taken.detach() - goal).abs() * used
-        rollout.priority[at] = error.max(1).values.numpy() + 0.02
-        return {"loss": float(loss.detach()), "side": float(side.detach()), "td": float(error.sum() / used.sum())}
+        error = (tried_q.detach() - td_target).abs() * mask
+        rollout.priority[index] = error.max(1).values.numpy() + 0.02
+        return {"loss": float(loss.detach()), "side": float(aux_loss.detach()), "td": float(error.sum() / mask.sum())}
 
     def iterate(self) -> dict[str, float]:
         """Collects a rollout of one task and updates the network.
@@ -277,24 +277,24 @@ class DQN:
             Hit rates, reward and gain per call, losses, and calls.
         """
         args, rng = self.args, self.rng
-        share = len(self.history) / args.iterations
+        progress = len(self.history) / args.iterations
         for group in self.optimizer.param_groups:
-            group["lr"] = args.learning_rate * (0.05 + 0.95 * (1 - min(share, 1.0)))
+            group["lr"] = args.learning_rate * (0.05 + 0.95 * (1 - min(progress, 1.0)))
         k = int(rng.integers(len(self.tasks)))
-        if k not in self.walks:
-            self.walks[k] = Walk(self.tasks[k], args, self.references[k], rng)
+        if k not in self.walkers:
+            self.walkers[k] = TaskWalkers(self.tasks[k], args, self.references[k], rng)
         with torch.no_grad():
-            rollout, row = self.collect(self.walks[k])
+            rollout, row = self.collect(self.walkers[k])
         self.replay.append(rollout)
         if len(self.replay) > args.buffer_size:
             self.replay.pop(int(rng.integers(len(self.replay) // 2)))
         losses = []
         if len(self.replay) >= args.learning_starts:
-            total = np.array([one.priority.sum() for one in self.replay])
+            total = np.array([entry.priority.sum() for entry in self.replay])
             for u in range(args.updates):
-                which = -1 if u == 0 else int(rng.choice(len(total), p=total / total.sum()))
-                losses.append(self.update(self.replay[which]))
-        row |= {key: float(np.mean([one[key] for one in losses])) for key in (losses[0] if losses else {})}
+                index = -1 if u == 0 else int(rng.choice(len(total), p=total / total.sum()))
+                losses.append(self.update(self.replay[index]))
+        row |= {key: float(np.mean([entry[key] for entry in losses])) for key in (losses[0] if losses else {})}
         self.history.append({key: float(value) for key, value in row.items()} | {"calls": self.calls, "task": k})
         return self.history[-1]
 
@@ -362,14 +362,14 @@ class FineTuning(Trainer):
 
     def step(self) -> list[Episode]:
         """Runs one iteration."""
-        before = self.dqn.calls
+        calls_before = self.dqn.calls
         row = self.dqn.iterate()
-        walk = self.dqn.walks[0]
+        walk = self.dqn.walkers[0]
         if walk.best_overhead < self.best_overhead:
             self.best, self.best_overhead = walk.best, walk.best_overhead
         self.history.append(Episode(
             len(self.history) + 1, row.get("overhead", math.nan), True, self.best_overhead, float(walk.epsilon.mean()),
-            row.get("loss", math.nan), self.dqn.calls - before, self.simulator_calls,
+            row.get("loss", math.nan), self.dqn.calls - calls_before, self.simulator_calls,
         ))  # fmt: skip
         return self.history[-1:]
 
@@ -378,9 +378,9 @@ class FineTuning(Trainer):
 
     def _greedy(self, calls: int) -> Plan:
         planner = Planner(calls, self.config.mode, min_bytes=self.config.min_bytes, seed=self.seed)
-        made = self.task.engine.calls
+        saved_calls = self.task.engine.calls
         rows = planner.search(self.task, self.dqn.net.eval(), max(calls - self.task.start_calls - 1, 0))
-        self.task.engine.calls = made
+        self.task.engine.calls = saved_calls
         return self._plan_of(rows)
 
     def greedy(self) -> Plan:

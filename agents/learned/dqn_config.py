@@ -47,8 +47,8 @@ class PaperConfig:
     weights: str = ""  # section 4.4.2: checkpoint of another program's training to fine-tune
 
     def __post_init__(self) -> None:
-        among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
-        positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
+        check_choices(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
+        check_positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
                   "update_every", "buffer_size")  # fmt: skip
 
 
@@ -91,8 +91,8 @@ class Args:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the first value out of range."""
-        among(self, init=("pretrained", "scratch"), mode=MODES)
-        positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
+        check_choices(self, init=("pretrained", "scratch"), mode=MODES)
+        check_positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
                  "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
         if self.most_calls < self.least_calls:
             raise ValueError(f"most_calls: expected at least {self.least_calls}, got {self.most_calls}")
@@ -100,20 +100,20 @@ class Args:
             raise ValueError(f"greedy_calls: expected at least {LEAST}, got {self.greedy_calls}")
 
 
-def among(config: object, **known: tuple[Any, ...]) -> None:
+def check_choices(config: object, **choices: tuple[Any, ...]) -> None:
     """Raises ValueError that names the first field whose value is not allowed."""
-    for name, allowed in known.items():
+    for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name}: expected one of {allowed}, got {getattr(config, name)!r}")
 
 
-def positive(config: object, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
     """Raises ValueError that names the first of these fields that is below 1."""
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
 
 
-def moved(key: str) -> str:
+def renamed_key_message(key: str) -> str:
     """Returns a message with the new name of a renamed key, or '' for any other key."""
     return f"this key was renamed to agent.{RENAMED[key]}" if key in RENAMED else ""

@@ -80,8 +80,8 @@ class ExperienceBuffer:
     def sample(self, batch: int, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
         """Draws transitions uniformly with replacement; returns them, and those n steps later (if ``ahead`` > 0)."""
         index = rng.integers(self.size, size=batch)
-        now = self.ring[index]
-        return now, self.ring[(index + now["ahead"]) % self.capacity]
+        transitions = self.ring[index]
+        return transitions, self.ring[(index + transitions["ahead"]) % self.capacity]
 
     def state(self) -> dict[str, Any]:
         """Returns the filled part for a checkpoint."""
@@ -104,7 +104,7 @@ class Variant(NamedTuple):
     network: type[nn.Module] | None = None
 
     @property
-    def told(self) -> str:
+    def label_suffix(self) -> str:
         """Suffix of the agent's name in learning curves."""
         return "" if self.actions == "paper" else f", {self.actions}"
 
@@ -145,7 +145,7 @@ class Trainer(OneTask):
         self.buffer = ExperienceBuffer(config.buffer_size, len(self.task.graph), len(self.actions))
         self.walks = [self._walk() for _ in range(config.num_envs)]
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
-        self.started = 0  # transitions since the last update
+        self.pending_transitions = 0  # transitions since the last update
         self.updates = 0
         self.losses: list[float] = []
 
@@ -179,8 +179,8 @@ class Trainer(OneTask):
     def epsilon(self) -> float:
         """Current probability of a random action."""
         c = self.config
-        part = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
-        return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
+        progress = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
+        return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * progress
 
     def _state(self, walk: Walk) -> State:
         dynamic = walk.features[:, STATIC:FEATURES].astype(np.float16, order="C")
@@ -198,37 +198,37 @@ class Trainer(OneTask):
     @torch.no_grad()
     def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
         """Selects ε-greedy actions (Algorithm 1, lines 6 to 10): one index into ``actions`` per state."""
-        chosen = np.zeros(len(states), np.int64)
+        actions = np.zeros(len(states), np.int64)
         explore = self.rng.random(len(states)) < epsilon
         for i in np.flatnonzero(explore):
             valid = np.flatnonzero(states[i].mask)
-            chosen[i] = self.rng.choice(valid)
+            actions[i] = self.rng.choice(valid)
         greedy = np.flatnonzero(~explore)
         if len(greedy):
             dynamic = np.stack([states[i].dynamic for i in greedy])
             q = self._q(self.q, dynamic, np.array([states[i].current for i in greedy])).numpy()
             mask = np.stack([states[i].mask for i in greedy])
-            chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
-        return chosen
+            actions[greedy] = np.where(mask, q, MASKED).argmax(1)
+        return actions
 
     def step(self) -> list[Episode]:
         """Runs lines 5 to 17 for every walk; returns the episodes that ended."""
-        ended = []
+        episodes = []
         states = [self._state(walk) for walk in self.walks]
-        chosen = self.act(states, self.epsilon)
-        for walk, trail, state, action in zip(self.walks, self.trails, states, chosen.tolist(), strict=True):
+        actions = self.act(states, self.epsilon)
+        for walk, trail, state, action in zip(self.walks, self.trails, states, actions.tolist(), strict=True):
             result = walk.step(int(self.actions[action]))
             trail.append((state, action, result.reward * self.config.reward_scale))
-            self.started += 1
+            self.pending_transitions += 1
             if result.terminated:
                 self.buffer.add(trail, self.config.n_step, self.config.gamma)
-                ended.append(self._log(walk, len(trail)))
+                episodes.append(self._log(walk, len(trail)))
                 trail.clear()
                 walk.reset()
-        while self.started >= self.config.update_every and self.buffer.size >= self.config.batch_size:
-            self.started -= self.config.update_every
+        while self.pending_transitions >= self.config.update_every and self.buffer.size >= self.config.batch_size:
+            self.pending_transitions -= self.config.update_every
             self.losses.append(self.update())
-        return ended
+        return episodes
 
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
@@ -245,24 +245,24 @@ class Trainer(OneTask):
     def update(self) -> float:
         """Performs one minibatch update of fitted Q-iteration (lines 12 and 13); returns the loss."""
         c = self.config
-        now, later = self.buffer.sample(c.batch_size, self.rng)
-        more = now["ahead"] > 0  # whether the episode continued after n steps
+        data, next_data = self.buffer.sample(c.batch_size, self.rng)
+        has_next = data["ahead"] > 0  # whether the episode continued after n steps
         with torch.no_grad():  # equation 5: y is a constant
-            y = torch.from_numpy(now["reward"])
-            if more.any():
-                mask = torch.from_numpy(later["mask"])
-                after = self._q(self.target if c.target_every else self.q, later["dynamic"], later["current"])
-                chooser = self._q(self.q, later["dynamic"], later["current"]) if c.double else after
-                best = chooser.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
-                y = y + c.gamma**c.n_step * torch.where(torch.from_numpy(more), after.gather(1, best)[:, 0], 0.0)
-        q = self._q(self.q, now["dynamic"], now["current"]).gather(1, torch.from_numpy(now["action"])[:, None])[:, 0]
+            y = torch.from_numpy(data["reward"])
+            if has_next.any():
+                mask = torch.from_numpy(next_data["mask"])
+                next_q = self._q(self.target if c.target_every else self.q, next_data["dynamic"], next_data["current"])
+                selector_q = self._q(self.q, next_data["dynamic"], next_data["current"]) if c.double else next_q
+                best = selector_q.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
+                y = y + c.gamma**c.n_step * torch.where(torch.from_numpy(has_next), next_q.gather(1, best)[:, 0], 0.0)
+        q = self._q(self.q, data["dynamic"], data["current"]).gather(1, torch.from_numpy(data["action"])[:, None])[:, 0]
         adam = c.optimizer == "adam"
-        each = nn.functional.huber_loss(q, y, reduction="none") if adam else (y - q) ** 2  # equation 4
-        found = descend(each.mean(), self.q, self.optimizer, 10.0 if adam else None)
+        losses = nn.functional.huber_loss(q, y, reduction="none") if adam else (y - q) ** 2  # equation 4
+        loss = descend(losses.mean(), self.q, self.optimizer, 10.0 if adam else None)
         self.updates += 1
         if c.target_every and self.updates % c.target_every == 0:
             self.target.load_state_dict(self.q.state_dict())
-        return found
+        return loss
 
     def greedy(self) -> Plan | None:
         """Returns the greedy policy's plan, or None if the policy reaches a dead end."""
@@ -271,9 +271,9 @@ class Trainer(OneTask):
 
     def greedy_overhead(self) -> float:
         """Returns the overhead of the greedy policy's plan (NaN in a dead end); the training state is unchanged."""
-        drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
+        rng_state, calls = self.rng.bit_generator.state, self.task.engine.calls
         walk = self._greedy()
-        self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
+        self.rng.bit_generator.state, self.task.engine.calls = rng_state, calls
         return walk.overhead
 
     @torch.no_grad()
@@ -299,7 +299,7 @@ class Trainer(OneTask):
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
             "replay": self.buffer.state(),
             "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
-            "started": self.started, "updates": self.updates, "losses": list(self.losses),
+            "started": self.pending_transitions, "updates": self.updates, "losses": list(self.losses),
             "calls": self.task.engine.calls,
         }  # fmt: skip
 
@@ -313,10 +313,10 @@ class Trainer(OneTask):
             walk.reset()
             trail.clear()
             for node in nodes:
-                before = self._state(walk)
+                walk_state = self._state(walk)
                 action = int(np.searchsorted(self.actions, node))
-                trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
+                trail.append((walk_state, action, walk.step(node).reward * self.config.reward_scale))
         self.rng.bit_generator.state = json.loads(state["numpy_rng"])
         torch.set_rng_state(state["torch_rng"])
-        self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+        self.pending_transitions, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
         self.task.engine.calls = state["calls"]

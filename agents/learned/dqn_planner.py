@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agents.learned.dqn_config import PaperConfig
-from agents.learned.policy import Guided, halving
+from agents.learned.policy import GuidedSearch, successive_halving
 from agents.planner import LEAST, NO_ROWS, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
@@ -40,14 +40,14 @@ HERE = Path(__file__).parent
 WEIGHTS = {True: HERE / "dqn.pt", False: HERE / "dqn_flat.pt"}  # with message passing, and without
 RANKS = ("q", "improves", "policy", "uniform")
 CALLS = 1_000  # simulator calls by default
-SEVERAL = 600  # calls from which several walkers are used
+MANY_WALKERS_CALLS = 600  # calls from which several walkers are used
 HEURISTIC_CALLS = 1_000  # calls from which the best heuristic's plan is a start
-FEW, MANY = 24, 64  # plans drawn from the policy, for one walker and for several
-WALKERS, SHARE, SHORT = 6, 0.4, 300  # walkers, their share of the calls, and maximum calls per walker
-HALVED, LAST = 1_000, 700  # minimum calls of the annealing in between, and calls of the last walk
-REST = 5  # the last walk gets 1 / REST of the remaining calls under a time budget
-WARM = 0.3  # progress of the temperature, in the exponent, at the start of the annealing and the last walk
-CLOCK = 10.0  # seconds from which a heuristic's plan is a start
+FEW_SAMPLES, MANY_SAMPLES = 24, 64  # plans drawn from the policy, for one walker and for several
+WALKERS, WALKERS_SHARE, WALKER_CALLS = 6, 0.4, 300  # walkers, their share of the calls, and maximum calls per walker
+MIN_HALVING_CALLS, LAST_CALLS = 1_000, 700  # minimum calls of the annealing in between, and calls of the last walk
+LAST_DIVISOR = 5  # the last walk gets 1 / LAST_DIVISOR of the remaining calls under a time budget
+WARM_PROGRESS = 0.3  # progress of the temperature, in the exponent, at the start of the annealing and the last walk
+HEURISTIC_S = 10.0  # seconds from which a heuristic's plan is a start
 LOOK = 32  # calls between updates of clock and temperature
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
 
@@ -113,68 +113,68 @@ class DQN(RowsPlanner):
             return task.starts[0].rows
         if self.ranks == "uniform":
             task.moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
-        several = calls is None or task.engine.calls + calls >= SEVERAL - 1
-        count, share = (WALKERS, SHARE) if several else (1, 1.0)
+        many_walkers = calls is None or task.engine.calls + calls >= MANY_WALKERS_CALLS - 1
+        count, share = (WALKERS, WALKERS_SHARE) if many_walkers else (1, 1.0)
         column = IMPROVES if self.ranks == "improves" else Q
         walk = EditWalk(task, count, net, self.seed, column=column, hot=self.hot, cold=self.cold)
-        plans = [task.starts[0], *(one for one in task.starts if one.rows is self._heuristic), *task.starts[1:]]
-        found: list[Start] = []
-        begin, used = time.monotonic(), 0
+        plans = [task.starts[0], *(plan for plan in task.starts if plan.rows is self._heuristic), *task.starts[1:]]
+        best_plans: list[Start] = []
+        start_s, calls_made = time.monotonic(), 0
         for i in range(count):
             walk.begin(i, plans[i % len(plans)])
-            end = None if until is None else begin + share * (until - begin) * (i + 1) / count
-            each = SHORT if calls is None else int(share * calls) // count
-            used += self._run(walk, i, min(each, SHORT) if several else each, end, 0.0)
-            found.append(walk.best(i))
-        best = min(found, key=lambda plan: plan.iteration_ns)
-        if several:
+            deadline = None if until is None else start_s + share * (until - start_s) * (i + 1) / count
+            budget = WALKER_CALLS if calls is None else int(share * calls) // count
+            calls_made += self._run(walk, i, min(budget, WALKER_CALLS) if many_walkers else budget, deadline, 0.0)
+            best_plans.append(walk.best(i))
+        best = min(best_plans, key=lambda plan: plan.iteration_ns)
+        if many_walkers:
             now = time.monotonic()
             if calls is not None:
-                left = calls - used
-                last = left if left < HALVED + LAST else LAST
+                remaining_calls = calls - calls_made
+                last_calls = remaining_calls if remaining_calls < MIN_HALVING_CALLS + LAST_CALLS else LAST_CALLS
             else:  # a call of the annealing takes a fraction of the time
                 assert until is not None
-                left = int(used * (until - now) / max(now - begin, 1e-9))
-                last = left if left < LAST else left // REST
-            if last < left:
-                end = None if until is None else until - (until - now) * last / left
-                best = self._halve(task, found, None if calls is None else left - last, end)
+                remaining_calls = int(calls_made * (until - now) / max(now - start_s, 1e-9))
+                last_calls = remaining_calls if remaining_calls < LAST_CALLS else remaining_calls // LAST_DIVISOR
+            if last_calls < remaining_calls:
+                deadline = None if until is None else until - (until - now) * last_calls / remaining_calls
+                best = self._halve(task, best_plans, None if calls is None else remaining_calls - last_calls, deadline)
             walk.begin(0, best)
-            self._run(walk, 0, last if calls is not None else None, until, WARM)
+            self._run(walk, 0, last_calls if calls is not None else None, until, WARM_PROGRESS)
             best = min(best, walk.best(0), key=lambda plan: plan.iteration_ns)
         task.engine.calls += walk.simulated
         return best.rows
 
-    def _halve(self, task: EditTask, found: list[Start], calls: int | None, until: float | None) -> Start:
-        """Returns the best plan of policy_search's annealing with successive halving, started from ``found``."""
+    def _halve(self, task: EditTask, starts: list[Start], calls: int | None, until: float | None) -> Start:
+        """Returns the best plan of policy_search's annealing with successive halving, started from ``starts``."""
         from envs.edit.task import Start
 
-        plans = sorted(((plan.iteration_ns, plan.rows) for plan in found), key=lambda plan: plan[0])
-        guided, warm = Guided(task.engine, task.moves, plans), self.hot * (self.cold / self.hot) ** WARM
-        return Start(*halving(guided, calls, until, 1, warm, self.cold, self.seed))
+        plans = sorted(((plan.iteration_ns, plan.rows) for plan in starts), key=lambda plan: plan[0])
+        guided, warm = GuidedSearch(task.engine, task.moves, plans), self.hot * (self.cold / self.hot) ** WARM_PROGRESS
+        return Start(*successive_halving(guided, calls, until, 1, warm, self.cold, self.seed))
 
-    def _run(self, walk: EditWalk, i: int, calls: int | None, end: float | None, fallen: float) -> int:
-        """Runs walker i while the temperature falls from ``fallen`` to the end; returns the number of calls."""
-        begin, made = time.monotonic(), 0
-        while calls is None or made < calls:
+    def _run(self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, first_progress: float) -> int:
+        """Runs walker i while the temperature falls from ``first_progress`` to the end; returns the number of calls."""
+        start_s, calls_made = time.monotonic(), 0
+        while calls is None or calls_made < calls:
             now = time.monotonic()
-            if end is not None and now >= end:
+            if deadline is not None and now >= deadline:
                 break
-            share = made / calls if calls else 0.0
-            if end is not None:
-                share = max(share, (now - begin) / max(end - begin, 1e-9))
-            most = LOOK if calls is None else min(LOOK, calls - made)
-            made += walk.walk(i, most, fallen + (1 - fallen) * share)
-        return made
+            progress = calls_made / calls if calls else 0.0
+            if deadline is not None:
+                progress = max(progress, (now - start_s) / max(deadline - start_s, 1e-9))
+            max_calls = LOOK if calls is None else min(LOOK, calls - calls_made)
+            calls_made += walk.walk(i, max_calls, first_progress + (1 - first_progress) * progress)
+        return calls_made
 
     def _starts(self, task: EditTask, calls: int | None, until: float | None) -> list[Rows]:
         """Returns rows of the policy's plans, and of the best heuristic's if time allows or no other plan fits."""
         from envs.edit.starts import policy_plans
 
-        samples = FEW if calls is not None and calls < SEVERAL else MANY
+        samples = FEW_SAMPLES if calls is not None and calls < MANY_WALKERS_CALLS else MANY_SAMPLES
         plans = policy_plans(task, samples if calls is None else min(samples, calls // 3), self.seed, half_way(until))
-        clock = until is None or (self.seconds is not None and self.seconds >= CLOCK)
-        if not plans or (clock and (calls is None or calls >= HEURISTIC_CALLS)):
+        has_time = until is None or (self.seconds is not None and self.seconds >= HEURISTIC_S)
+        if not plans or (has_time and (calls is None or calls >= HEURISTIC_CALLS)):
             rows, _, required = start(
                 task.program, task.machine, task.limit, task.engine, self.mode, self.min_bytes, half_way(until)
             )
@@ -198,9 +198,9 @@ class DQNPaper(RowsPlanner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"mode": self.mode, "episodes": self.episodes, "min_bytes": self.min_bytes}
-        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        self.config = self.config or PaperConfig(**chosen)
+        options = {"mode": self.mode, "episodes": self.episodes, "min_bytes": self.min_bytes}
+        overrides: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+        self.config = self.config or PaperConfig(**overrides)
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Trains on the program and returns the best plan found; raises Infeasible if it found none."""

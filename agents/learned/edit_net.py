@@ -97,44 +97,44 @@ class EditNet(nn.Module):
         return self.gap_static(x), self.change_of_static(x), self.bin_static(graph.bins)
 
     def encode(
-        self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, parts: tuple[Tensor, Tensor, Tensor]
+        self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, static_parts: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Encodes states: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6); ``parts`` from ``static_parts``.
+        """Encodes states: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6); ``static_parts`` from ``static_parts``.
 
         Returns:
             h (B, G * MODES, w), the term of each possible change, and the state of the whole plan (B, w).
         """
-        gap_part, change_part, bin_part = parts
+        gap_part, change_part, bin_part = static_parts
         x = gaps.transpose(0, 1)  # (G, B, 32): one sparse product sums over the neighbors in all states
-        own = gap_part[:, None] + self.gap_state(x)
-        bin_own = bin_part[:, None] + self.bin_state(bins.transpose(0, 1))
-        s, b = own.relu(), bin_own.relu()
-        size, batch, w = own.shape
+        gap_x = gap_part[:, None] + self.gap_state(x)
+        bin_x = bin_part[:, None] + self.bin_state(bins.transpose(0, 1))
+        s, b = gap_x.relu(), bin_x.relu()
+        n, batch, w = gap_x.shape
         for _ in range(self.rounds):
-            of_gaps = (graph.bin_of_gap @ s.flatten(1)).view(-1, batch, w)
-            b = (bin_own + self.to_bin(of_gaps) + self.among(b.mean(0, keepdim=True))).relu()
-            near = torch.cat([neighbour_sum(s, edges) for edges in graph.edges], -1)
-            s = (own + self.to_gap((graph.gap_of_bin @ b.flatten(1)).view(size, batch, w)) + self.along(near)).relu()
-        whole = self.whole(torch.cat([s.mean(0), b.mean(0), plan], -1)).relu()
-        z = (self.change_of_gap(s) + self.change_of_state(x) + change_part[:, None] + whole[None]).relu()
-        return self.change(z).transpose(0, 1).reshape(batch, size * MODES, w), whole
+            gap_means = (graph.bin_of_gap @ s.flatten(1)).view(-1, batch, w)
+            b = (bin_x + self.to_bin(gap_means) + self.among(b.mean(0, keepdim=True))).relu()
+            messages = torch.cat([neighbour_sum(s, edges) for edges in graph.edges], -1)
+            s = (gap_x + self.to_gap((graph.gap_of_bin @ b.flatten(1)).view(n, batch, w)) + self.along(messages)).relu()
+        plan_state = self.whole(torch.cat([s.mean(0), b.mean(0), plan], -1)).relu()
+        z = (self.change_of_gap(s) + self.change_of_state(x) + change_part[:, None] + plan_state[None]).relu()
+        return self.change(z).transpose(0, 1).reshape(batch, n * MODES, w), plan_state
 
-    def score(self, h: Tensor, whole: Tensor, edits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def score(self, h: Tensor, plan_state: Tensor, edits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Q, effect and logit of an improvement, (B, M) each.
 
         Args:
-            h, whole: from ``encode``.
+            h, plan_state: from ``encode``.
             edits: (B, M, CHANGES) of gap * MODES + mode, padded with -1. Q is MASKED for edits without changes.
         """
-        some = edits >= 0
-        flat = edits.clamp(min=0).flatten(1)[:, :, None].expand(-1, -1, h.shape[2])
-        changes = h.gather(1, flat).view(*edits.shape, -1)
-        u = (changes * some[..., None]).sum(2) + self.edit_of_whole(whole)[:, None]
+        is_change = edits >= 0
+        change_index = edits.clamp(min=0).flatten(1)[:, :, None].expand(-1, -1, h.shape[2])
+        changes = h.gather(1, change_index).view(*edits.shape, -1)
+        u = (changes * is_change[..., None]).sum(2) + self.edit_of_whole(plan_state)[:, None]
         advantage, effect, improves = self.out(self.edit(u.relu()).relu()).unbind(-1)
         advantage = advantage + self.lift * improves.detach().sigmoid()
-        valid = some[:, :, 0]
+        valid = is_change[:, :, 0]
         mean = (advantage * valid).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
-        q = self.value(whole) + advantage - mean
+        q = self.value(plan_state) + advantage - mean
         return q.masked_fill(~valid, MASKED), effect, improves
 
     def forward(

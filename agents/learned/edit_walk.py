@@ -22,10 +22,10 @@ from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
 Q, IMPROVES, RANDOM = range(3)  # ranking of edits
-NONE = -1e30  # score of an empty slot
+EMPTY = -1e30  # score of an empty slot
 SLOT, FRESH, FILLED, METAS = range(4)
-SEEN, CROWDED = 4096, 2000  # slots of the hash set (a power of two); number of keys at which it is cleared
-AGAIN = 8  # maximum rounds of draws without a new edit
+SEEN, MAX_SEEN = 4096, 2000  # slots of the hash set (a power of two); number of keys at which it is cleared
+MAX_REDRAWS = 8  # maximum rounds of draws without a new edit
 NOTHING = np.zeros((1, 1), np.float32)
 
 
@@ -43,7 +43,7 @@ class Head(NamedTuple):
 class Pool(NamedTuple):
     """Untried neighbors of one walker's plan."""
 
-    score: NDArray[np.float64]  # (M,) NONE: empty
+    score: NDArray[np.float64]  # (M,) EMPTY: empty
     seen: NDArray[np.uint64]  # (SEEN,) hashes of edits that are in the pool or were tried at this plan; 0: free
     meta: NDArray[np.int64]  # (METAS,) slot on trial; whether to redraw the pool; number of keys in ``seen``
 
@@ -53,8 +53,8 @@ def head_of(net: EditNet | None) -> Head:
     if net is None:
         zeros = np.zeros((1, 1), np.float32)
         return Head(zeros, zeros[0], np.zeros((3, 1), np.float32), np.zeros(3, np.float32), zeros[0], zeros)
-    parts = [net.edit.weight, net.edit.bias, net.out.weight, net.out.bias, net.lift.view(1)]
-    layers: list[Any] = [part.detach().numpy().copy() for part in parts]
+    tensors = [net.edit.weight, net.edit.bias, net.out.weight, net.out.bias, net.lift.view(1)]
+    layers: list[Any] = [tensor.detach().numpy().copy() for tensor in tensors]
     return Head._make([*layers, np.zeros((2, net.settings["width"]), np.float32)])
 
 
@@ -62,7 +62,7 @@ def make_pool(neighbours: int) -> Pool:
     """Returns an empty pool."""
     meta = np.zeros(METAS, np.int64)
     meta[FRESH] = 1
-    return Pool(np.full(neighbours, NONE), np.zeros(SEEN, np.uint64), meta)
+    return Pool(np.full(neighbours, EMPTY), np.zeros(SEEN, np.uint64), meta)
 
 
 @stage
@@ -97,15 +97,15 @@ def _is_new(pool, codes, rows, count):
         for x in range(rows.shape[1]):
             key = (key ^ np.uint64(rows[c, x] + 7)) * np.uint64(1099511628211)
     key |= np.uint64(1)
-    if pool.meta[FILLED] >= CROWDED:
+    if pool.meta[FILLED] >= MAX_SEEN:
         pool.seen[:] = 0
         pool.meta[FILLED] = 0
-    at: Any = np.int64(key & np.uint64(SEEN - 1))
-    while pool.seen[at] != np.uint64(0):
-        if pool.seen[at] == key:
+    slot: Any = np.int64(key & np.uint64(SEEN - 1))
+    while pool.seen[slot] != np.uint64(0):
+        if pool.seen[slot] == key:
             return False
-        at = (at + 1) & (SEEN - 1)
-    pool.seen[at] = key
+        slot = (slot + 1) & (SEEN - 1)
+    pool.seen[slot] = key
     pool.meta[FILLED] += 1
     return True
 
@@ -121,22 +121,22 @@ def _extreme(score, sign):
 
 
 @stage
-def _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):
+def _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):
     """Draws ``count`` neighbors into the slots of the lowest scores."""
     for _ in range(count):
         slot = _extreme(pool.score, -1.0)
         draw(walkers, i, slot, limit, gaps, new, scratch)
-        found, codes = walkers.counts[i, slot], walkers.codes[i, slot]
-        pool.score[slot] = NONE
-        if found > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], found):
+        n_changes, codes = walkers.counts[i, slot], walkers.codes[i, slot]
+        pool.score[slot] = EMPTY
+        if n_changes > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], n_changes):
             if column == RANDOM:
                 pool.score[slot] = uniform(walkers.rng[i])
             else:
-                pool.score[slot] = rank(h, base, head, codes, found, column)
+                pool.score[slot] = rank(h, base, head, codes, n_changes, column)
 
 
 @stage(entry=True)
-def hunt(
+def try_best_edits(
     walkers, i, calls, draws, answer_ns, pool, h, base, head, column, accept, hot, cold, ideal, limit, gaps, new,
     scratch, engine,
 ):  # fmt: skip
@@ -151,35 +151,35 @@ def hunt(
     Returns:
         The number of calls, whether the last edit was accepted, and whether ``Engine.score`` is needed.
     """
-    state, meta, asked = walkers.state[i], pool.meta, answer_ns >= 0
+    state, meta, has_answer = walkers.state[i], pool.meta, answer_ns >= 0
     for call in range(calls):
         slot, ns = meta[SLOT], answer_ns
-        if not asked:
+        if not has_answer:
             scratch.differ[0] = -1
             count = draws
             if meta[FRESH] != 0:
-                pool.score[:] = NONE
+                pool.score[:] = EMPTY
                 pool.seen[:] = 0
                 meta[FRESH], meta[FILLED], count = 0, 0, pool.score.shape[0]
-            for _ in range(AGAIN):
-                _draw_more(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch)
+            for _ in range(MAX_REDRAWS):
+                _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch)
                 slot = _extreme(pool.score, 1.0)
-                if pool.score[slot] > NONE:
+                if pool.score[slot] > EMPTY:
                     break
             meta[SLOT] = slot
             open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
-            if pool.score[slot] == NONE:  # every neighbor was tried: allow them again
+            if pool.score[slot] == EMPTY:  # every neighbor was tried: allow them again
                 meta[FRESH] = 1
                 continue
             apply_edit(walkers, i, slot, gaps, new, scratch)
         rows = rows_in_use(new, scratch.plan)
-        if not asked:
+        if not has_answer:
             ns = score_trial(state, rows, ideal, scratch, engine)
             if ns < 0:
                 state.time_ns = rows
                 return call, False, True
-        asked = False
-        pool.score[slot] = NONE
+        has_answer = False
+        pool.score[slot] = EMPTY
         if close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
             meta[FRESH] = 1
             return call + 1, True, False
@@ -216,55 +216,55 @@ class EditWalk(EditBatch):
         if net is not None:
             with torch.no_grad():
                 self._graph = edit_graph(task)
-                self._parts = net.static_parts(self._graph)
+                self._static_parts = net.static_parts(self._graph)
 
     def begin(self, i: int, start: Start) -> None:
         """Starts walker i from a plan."""
         self._begin(i, 0, start)
         self._pools[i].meta[FRESH] = 1
 
-    def walk(self, i: int, calls: int, done: float) -> int:
+    def walk(self, i: int, calls: int, progress: float) -> int:
         """Tries edits with walker i under one encoding of its plan; returns the simulator calls made.
 
         Args:
             i: index of the walker.
             calls: maximum simulator calls.
-            done: progress of the temperature, from 0 to 1.
+            progress: progress of the temperature, from 0 to 1.
         """
         task, walkers = self.tasks[0], self._walkers[0]
         state = walkers.state[i : i + 1]
-        state["budget"] = round(min((int(state["steps"][0]) + 1) / max(done, 1e-9), 1e12))
+        state["budget"] = round(min((int(state["steps"][0]) + 1) / max(progress, 1e-9), 1e12))
         if self.net is not None and self._pools[i].meta[FRESH]:
-            self._read(i)
+            self._encode(i)
         h, base = self._bases[i]
-        made, answer, waits, begin = 0, -1, True, task.engine.calls
-        while waits:
-            room = task.engine.direct(len(task.graph) + 8)
-            more, accepted, waits = hunt(
-                walkers, i, calls - made, self.draws, answer, self._pools[i], h, base, self._head, self.column,
-                self.accept, self.hot, self.cold, float(task.ideal_ns), *self._moved(0), room,
+        calls_made, answer_ns, needs_score, first_engine_call = 0, -1, True, task.engine.calls
+        while needs_score:
+            engine_arrays = task.engine.direct(len(task.graph) + 8)
+            new_calls, accepted, needs_score = try_best_edits(
+                walkers, i, calls - calls_made, self.draws, answer_ns, self._pools[i], h, base, self._head, self.column,
+                self.accept, self.hot, self.cold, float(task.ideal_ns), *self._trial_arrays(0), engine_arrays,
             )  # fmt: skip
-            made += more
-            if waits:
-                answer = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns
+            calls_made += new_calls
+            if needs_score:
+                answer_ns = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns
         if accepted and self.net is not None:
             self._show_plan(i)
-        self.simulated += made - (task.engine.calls - begin)  # Engine.score counts its own calls
-        return made
+        self.simulated += calls_made - (task.engine.calls - first_engine_call)  # Engine.score counts its own calls
+        return calls_made
 
     def best(self, i: int) -> Start:
         """Returns the best plan of walker i."""
         walkers = self._walkers[0]
         return Start(int(walkers.state["best_ns"][i]), walkers.best[i, : walkers.state["best_rows"][i]].copy())
 
-    def _read(self, i: int) -> None:
-        one = np.zeros(self.count, np.bool_)
-        one[i] = True
-        self._finish(one)
+    def _encode(self, i: int) -> None:
+        walker_mask = np.zeros(self.count, np.bool_)
+        walker_mask[i] = True
+        self._finish(walker_mask)
         assert self.net is not None
         with torch.no_grad():
             gaps, bins, plan = (
                 torch.from_numpy(x[i : i + 1]) for x in (self.gaps, self.bins[:, :, -BIN_COLUMNS:].copy(), self.plan)
             )
-            h, whole = self.net.encode(self._graph, gaps, bins, plan, self._parts)
-            self._bases[i] = h[0].numpy(), self.net.edit_of_whole(whole)[0].numpy()
+            h, plan_state = self.net.encode(self._graph, gaps, bins, plan, self._static_parts)
+            self._bases[i] = h[0].numpy(), self.net.edit_of_whole(plan_state)[0].numpy()

@@ -26,7 +26,7 @@ from torch_geometric.data import HeteroData
 
 from agents.learned.checkpoint import read_training_state, write_training_state
 from agents.learned.optimisation import descend
-from agents.learned.policy import Guided, decoded, halving
+from agents.learned.policy import GuidedSearch, decode_plans, successive_halving
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
@@ -45,15 +45,15 @@ ROOM, MOST_LIMIT = 1.15, 0.9
 LEAST_CALLS, MOST_CALLS, WORK = 2_000, 12_000, 12_000_000  # calls of a teacher's search: WORK / kernels, clipped
 HOT, MILD, WARM, COLD = 1e-2, 3e-3, 1e-3, 3e-5
 RUNS = ((0, HOT), (1, HOT), (2, MILD))  # seed and first temperature of the first teacher's runs
-AGAIN = 2  # further runs from its best plan, with half the calls
-KEEP = 5  # plans of a lesson
-MOST = 0.6  # overhead above which a plan is not used for training
+EXTRA_RUNS = 2  # further runs from its best plan, with half the calls
+MAX_PLANS = 5  # plans of a lesson
+MAX_OVERHEAD = 0.6  # overhead above which a plan is not used for training
 SPREAD = 0.004  # fraction of the ideal time by which a plan is slower if its weight is 1/e
-LEAST = 0.1  # minimum weight of a gap
-SURE = -12.0  # lower clip of log-probabilities
-NARROW = 0.05  # minimum scale of a column
+MIN_WEIGHT = 0.1  # minimum weight of a gap
+MIN_LOG_PROB = -12.0  # lower clip of log-probabilities
+MIN_SCALE = 0.05  # minimum scale of a column
 CALLS, CLIP = 1_000, 3.0  # validation: simulator calls, and upper clip of a task's points
-AVERAGE = 0.995  # decay of the weight average, which is validated and kept
+EMA_DECAY = 0.995  # decay of the weight average, which is validated and kept
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Lesson:
         return self.plans[0][0] / self.program.ideal_ns - 1
 
     @property
-    def teaches(self) -> bool:
-        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and below MOST."""
-        return bool(self.plans) and 0 < self.overhead < MOST
+    def is_useful(self) -> bool:
+        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and below MAX_OVERHEAD."""
+        return bool(self.plans) and 0 < self.overhead < MAX_OVERHEAD
 
 
 @dataclass(frozen=True)
@@ -119,34 +119,34 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
     moves, calls = Moves(program, limit, mode, MIB, 0), teacher_calls(program)
     plans: Plans = []
     for seed, hot in RUNS:
-        plans.append(_turned(anneal(moves, engine, rows, score.iteration_ns, calls, hot, COLD, seed)))
+        plans.append(_time_first(anneal(moves, engine, rows, score.iteration_ns, calls, hot, COLD, seed)))
         if plans[-1][0] <= program.ideal_ns:
             break
-    for seed in range(AGAIN):
+    for seed in range(EXTRA_RUNS):
         best_ns, best = min(plans, key=itemgetter(0))
         if best_ns > program.ideal_ns:
-            plans.append(_turned(anneal(moves, engine, best, best_ns, calls // 2, WARM, COLD, len(RUNS) + seed)))
+            plans.append(_time_first(anneal(moves, engine, best, best_ns, calls // 2, WARM, COLD, len(RUNS) + seed)))
     return sorted(plans, key=itemgetter(0))
 
 
 def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
-    """Returns the fastest of the lesson's plans and two that the guided search finds, at most KEEP.
+    """Returns the fastest of the lesson's plans and two that the guided search finds, at most MAX_PLANS.
 
     The guided search starts from the lesson's best plan and from the best decoded one.
     """
-    found = Guided(
+    guided = GuidedSearch(
         Engine(lesson.program, lesson.machine, lesson.limit),
         Moves(lesson.program, lesson.limit, lesson.mode, MIB, seed),
     )
-    decoded(net, found, lesson.mode)
+    decode_plans(net, guided, lesson.mode)
     calls, (best_ns, best) = teacher_calls(lesson.program), lesson.plans[0]
     starts = [(best, best_ns, WARM)]
-    starts += [(rows, ns, MILD) for ns, rows in found.plans[:1]]
-    new = [
-        _turned(anneal(found.moves, found.engine, rows, ns, calls, hot, COLD, seed + i))
+    starts += [(rows, ns, MILD) for ns, rows in guided.plans[:1]]
+    improved = [
+        _time_first(anneal(guided.moves, guided.engine, rows, ns, calls, hot, COLD, seed + i))
         for i, (rows, ns, hot) in enumerate(starts)
     ]
-    return sorted([*new, *lesson.plans], key=itemgetter(0))[:KEEP]
+    return sorted([*improved, *lesson.plans], key=itemgetter(0))[:MAX_PLANS]
 
 
 def teacher_calls(program: Program) -> int:
@@ -154,8 +154,8 @@ def teacher_calls(program: Program) -> int:
     return max(LEAST_CALLS, min(MOST_CALLS, WORK // len(program.kernels)))
 
 
-def _turned(found: tuple[Rows, int]) -> tuple[int, Rows]:
-    return found[1], found[0]
+def _time_first(result: tuple[Rows, int]) -> tuple[int, Rows]:
+    return result[1], result[0]
 
 
 # ------------------------------------------------------------------------------------------- training data
@@ -166,7 +166,7 @@ class Example:
 
     Attributes:
         graph: gap graph with G gaps.
-        ways: (P, G), eviction kind of each gap in each of the P plans.
+        kinds: (P, G), eviction kind of each gap in each of the P plans.
         shares: (P,), weight of each plan.
         counts: (G,), weight of each gap.
     """
@@ -174,14 +174,14 @@ class Example:
     def __init__(self, lesson: Lesson) -> None:
         moves = Moves(lesson.program, lesson.limit, lesson.mode, MIB, 0)
         self.graph = GapGraph(lesson.program, lesson.machine, lesson.limit, moves, lesson.mode)
-        self.ways = np.zeros((len(lesson.plans), len(self.graph)), np.int64)
-        for ways, (_, rows) in zip(self.ways, lesson.plans, strict=True):
+        self.kinds = np.zeros((len(lesson.plans), len(self.graph)), np.int64)
+        for kinds, (_, rows) in zip(self.kinds, lesson.plans, strict=True):
             for row in rows.tolist():
-                ways[moves.index[row[TENSOR], row[BEFORE]]] = way_of(row)
+                kinds[moves.index[row[TENSOR], row[BEFORE]]] = way_of(row)
         times = np.array([ns for ns, _ in lesson.plans], np.float64)
-        likely = np.exp(-(times - times[0]) / (SPREAD * lesson.program.ideal_ns))
-        self.shares: NDArray[np.float64] = likely / likely.sum()
-        self.counts = (LEAST + np.minimum(1, self.graph.nbytes / self.graph.excess)).astype(np.float32)
+        weights = np.exp(-(times - times[0]) / (SPREAD * lesson.program.ideal_ns))
+        self.shares: NDArray[np.float64] = weights / weights.sum()
+        self.counts = (MIN_WEIGHT + np.minimum(1, self.graph.nbytes / self.graph.excess)).astype(np.float32)
 
     def item(self, rng: np.random.Generator, undecided: float) -> HeteroData:
         """Returns a training item with ``target`` (G, 4) and ``count`` (G,).
@@ -192,26 +192,26 @@ class Example:
         gaps = len(self.graph)
         decided, target = np.full(gaps, UNDECIDED), np.zeros((gaps, KEPT + 1), np.float32)
         if rng.random() < undecided:
-            for share, ways in zip(self.shares, self.ways, strict=True):
-                target[np.arange(gaps), ways] += share
+            for share, kinds in zip(self.shares, self.kinds, strict=True):
+                target[np.arange(gaps), kinds] += share
         else:
-            ways = self.ways[rng.choice(len(self.ways), p=self.shares)]
-            target[np.arange(gaps), ways] = 1
-            decided = np.where(rng.random(gaps) < rng.random(), ways, UNDECIDED)
-        out = data_of(self.graph, decided)
-        out["gap"].target = torch.from_numpy(target)
-        out["gap"].count = torch.from_numpy(self.counts * (decided == UNDECIDED))
-        return out
+            kinds = self.kinds[rng.choice(len(self.kinds), p=self.shares)]
+            target[np.arange(gaps), kinds] = 1
+            decided = np.where(rng.random(gaps) < rng.random(), kinds, UNDECIDED)
+        data = data_of(self.graph, decided)
+        data["gap"].target = torch.from_numpy(target)
+        data["gap"].count = torch.from_numpy(self.counts * (decided == UNDECIDED))
+        return data
 
 
 def loss(net: PolicyNet, data: HeteroData) -> Tensor:
     """Returns the cross-entropy with the targets: weighted mean over a task's gaps, then mean over tasks."""
-    log_chance = net(data).log_softmax(-1).clamp(min=SURE)
-    counts, of = data["gap"].count, data["gap"].batch
-    each = -(data["gap"].target * log_chance).sum(-1) * counts
-    tasks = int(of[-1]) + 1
-    total, most = (torch.zeros(tasks).index_add(0, of, x) for x in (each, counts))
-    return (total / most.clamp(min=1e-6)).mean()
+    log_probs = net(data).log_softmax(-1).clamp(min=MIN_LOG_PROB)
+    counts, task_index = data["gap"].count, data["gap"].batch
+    gap_losses = -(data["gap"].target * log_probs).sum(-1) * counts
+    tasks = int(task_index[-1]) + 1
+    total, weights = (torch.zeros(tasks).index_add(0, task_index, x) for x in (gap_losses, counts))
+    return (total / weights.clamp(min=1e-6)).mean()
 
 
 def network(examples: Sequence[Example], settings: Training, seed: int) -> PolicyNet:
@@ -223,23 +223,23 @@ def network(examples: Sequence[Example], settings: Training, seed: int) -> Polic
     net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers)
     fixed = columns.shape[1] - STATE  # columns of decisions are not normalized
     net.mean[:fixed] = columns.mean(0)[:fixed]
-    net.scale[:fixed] = columns.std(0).clamp(min=NARROW)[:fixed]
+    net.scale[:fixed] = columns.std(0).clamp(min=MIN_SCALE)[:fixed]
     return net
 
 
 def validate(net: PolicyNet, lessons: Sequence[Lesson]) -> float:
     """Returns the mean gap in points between plans of a short search and the best known plans."""
-    above = []
+    points = []
     for lesson in lessons:
         engine = Engine(lesson.program, lesson.machine, lesson.limit)
-        found = Guided(engine, Moves(lesson.program, lesson.limit, lesson.mode, MIB, 0))
-        decoded(net, found, lesson.mode)
-        if not found.plans:
-            above.append(CLIP)
+        guided = GuidedSearch(engine, Moves(lesson.program, lesson.limit, lesson.mode, MIB, 0))
+        decode_plans(net, guided, lesson.mode)
+        if not guided.plans:
+            points.append(CLIP)
             continue
-        ns, _ = halving(found, max(CALLS - engine.calls, 0), None, 1, MILD, COLD, 0)
-        above.append(min(CLIP, 100 * (ns / lesson.program.ideal_ns - 1 - lesson.overhead)))
-    return float(np.mean(above))
+        ns, _ = successive_halving(guided, max(CALLS - engine.calls, 0), None, 1, MILD, COLD, 0)
+        points.append(min(CLIP, 100 * (ns / lesson.program.ideal_ns - 1 - lesson.overhead)))
+    return float(np.mean(points))
 
 
 def train(
@@ -265,18 +265,18 @@ def train(
         optimizer,
         lambda step: min(1.0, (step + 1) / settings.warm_up) * max(0.02, 1 - step / (steps * settings.epochs)),
     )
-    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)
+    ema = swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
     average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
     averaged = cast(PolicyNet, average.module)
-    best, kept, first = float("inf"), net.state_dict(), 0
+    best, best_weights, first_epoch = float("inf"), net.state_dict(), 0
     if state.exists():
-        found = read_training_state(state)
-        net.load_state_dict(found["weights"])
-        average.load_state_dict(found["average"])
-        optimizer.load_state_dict(found["optimizer"])
-        rate.load_state_dict(found["rate"])
-        best, kept, first = found["best"], found["kept"], found["epoch"]
-    for epoch in range(first, settings.epochs):
+        checkpoint = read_training_state(state)
+        net.load_state_dict(checkpoint["weights"])
+        average.load_state_dict(checkpoint["average"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        rate.load_state_dict(checkpoint["rate"])
+        best, best_weights, first_epoch = checkpoint["best"], checkpoint["kept"], checkpoint["epoch"]
+    for epoch in range(first_epoch, settings.epochs):
         rng = np.random.default_rng((seed, epoch))
         losses = []
         for batch in _batches(examples, settings.batch_size, rng):
@@ -286,13 +286,13 @@ def train(
             average.update_parameters(net)
         validation = validate(averaged, held_out)
         if validation < best:
-            best, kept = validation, {key: value.clone() for key, value in averaged.state_dict().items()}
+            best, best_weights = validation, {key: value.clone() for key, value in averaged.state_dict().items()}
         watch({"epoch": epoch, "loss": float(np.mean(losses)), "validation": validation})
         write_training_state(state, {
             "weights": net.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict(),
-            "rate": rate.state_dict(), "best": best, "kept": kept, "epoch": epoch + 1,
+            "rate": rate.state_dict(), "best": best, "kept": best_weights, "epoch": epoch + 1,
         })  # fmt: skip
-    net.load_state_dict(kept)
+    net.load_state_dict(best_weights)
     return net.eval()
 
 
@@ -300,5 +300,5 @@ def _batches(examples: Sequence[Example], size: int, rng: np.random.Generator) -
     """Returns batches of examples of similar size, which need little padding."""
     blur = rng.random(len(examples)) * 60
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].graph) + blur[i])
-    out = [order[i : i + size] for i in range(0, len(order), size)]
-    return [out[i] for i in rng.permutation(len(out))]
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    return [batches[i] for i in rng.permutation(len(batches))]

@@ -19,12 +19,12 @@ def one_thread() -> None:
 @contextmanager
 def on_one_thread() -> Iterator[None]:
     """Limits PyTorch to one thread within the context."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     one_thread()
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def descend(loss: Tensor, net: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> float:

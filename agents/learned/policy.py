@@ -35,16 +35,16 @@ CALLS, WORK = 5_000, 12_000_000  # default simulator calls; maximum of calls tim
 SAMPLES = 128  # sampled plans in addition to the most likely one
 STARTS = 6
 FALL = (0.0, 0.25, 0.5, 1.0)  # progress of the temperature, in the exponent, at the start of 6, 3 and 1 runs; the end
-LEAST = 0.03  # added to every probability, so that the search can make unlikely moves
-PER_GAP, PER_PAIR = 1e-4, 1e-8  # approximate seconds of the network per gap and per gap times kernel
-MOST = 1.0  # added instead of LEAST in the run that trusts the network least
+MIN_SMOOTHING = 0.03  # added to every probability, so that the search can make unlikely moves
+GAP_S, PAIR_S = 1e-4, 1e-8  # approximate seconds of the network per gap and per gap times kernel
+MAX_SMOOTHING = 1.0  # added instead of MIN_SMOOTHING in the run that trusts the network least
 
 
 Run = tuple[int, Rows, Moves]  # iteration time and rows of its best plan, and its moves
 
 
 @dataclass
-class Guided:
+class GuidedSearch:
     """Start of a guided search on one task.
 
     Attributes:
@@ -64,45 +64,45 @@ class Guided:
             self.plans = sorted([*self.plans, (score.iteration_ns, rows)], key=lambda plan: plan[0])[:STARTS]
 
 
-def decoded(
-    net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0,
+def decode_plans(
+    net: PolicyNet, search: GuidedSearch, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0,
     until: float | None = None,
 ) -> None:  # fmt: skip
     """Offers the network's plans as starts and sets its probabilities as weights of the moves.
 
     Args:
         net: the policy's network.
-        found: start of the search, which is updated.
+        search: start of the search, which is updated.
         mode: "swap", "recompute" or "joint".
         samples: sampled plans in addition to the most likely one.
         rounds: decoding rounds of the most likely plan.
         seed: seed of the samples.
         until: time.monotonic() after which no more plans are offered.
     """
-    from agents.learned.policy_net import decode, drawn, fitted
+    from agents.learned.policy_net import decode, fit, sample
     from simulator.moves.gap_graph import GapGraph
 
-    engine, moves, rng = found.engine, found.moves, np.random.default_rng(seed)
+    engine, moves, rng = search.engine, search.moves, np.random.default_rng(seed)
     graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
-    ways, first, said = decode(net, graph, rounds)
-    for likely, chosen in [(said, ways), *((first, drawn(first, rng)) for _ in range(samples))]:
-        if found.plans and until is not None and time.monotonic() > until:
+    kinds, priors, confidences = decode(net, graph, rounds)
+    for likely, candidate in [(confidences, kinds), *((priors, sample(priors, rng)) for _ in range(samples))]:
+        if search.plans and until is not None and time.monotonic() > until:
             break
-        rows = fitted(engine, graph, chosen, likely)
+        rows = fit(engine, graph, candidate, likely)
         if rows is not None:
-            found.offer(rows)
-    moves.weights = np.where(moves.weights > 0, first.astype(np.float64) + LEAST, 0.0)
+            search.offer(rows)
+    moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + MIN_SMOOTHING, 0.0)
 
 
-def halving(
-    found: Guided, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
+def successive_halving(
+    search: GuidedSearch, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
 ) -> tuple[int, Rows]:
     """Runs annealing from ``STARTS`` starts with successive halving until one run is left.
 
-    The runs trust the network to different degrees, from ``LEAST`` to ``MOST``.
+    The runs trust the network to different degrees, from ``MIN_SMOOTHING`` to ``MAX_SMOOTHING``.
 
     Args:
-        found: start plans and weighted moves.
+        search: start plans and weighted moves.
         calls: simulator calls of all runs together; None: limited by ``until`` only.
         until: time.monotonic() at which to stop.
         jobs: parallel runs. They do not change the result of a search with ``calls``.
@@ -114,48 +114,48 @@ def halving(
 
     Source: "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016).
     """
-    on, moves = found.engine, found.moves
-    engines = [on, *(Engine(on.program, on.machine, on.limit) for _ in range(1, min(jobs, STARTS)))]
+    main, moves = search.engine, search.moves
+    engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, STARTS)))]
     runs = []
-    for i, even in enumerate(np.geomspace(LEAST, MOST, STARTS).tolist()):
-        mine = moves.fork(seed + i)
-        mine.weights = np.where(moves.weights > 0, moves.weights + even - LEAST, 0.0)
-        runs.append((*found.plans[i % len(found.plans)], mine))
+    for i, smoothing in enumerate(np.geomspace(MIN_SMOOTHING, MAX_SMOOTHING, STARTS).tolist()):
+        run_moves = moves.fork(seed + i)
+        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - MIN_SMOOTHING, 0.0)
+        runs.append((*search.plans[i % len(search.plans)], run_moves))
     rungs = len(FALL) - 1
     heat = [hot * (cold / hot) ** share for share in FALL]
     for rung in range(rungs):
-        each = None if calls is None else calls // rungs // len(runs)
+        run_calls = None if calls is None else calls // rungs // len(runs)
         now = time.monotonic()
-        end = None if until is None else now + (until - now) / (rungs - rung)
-        runs = _together(engines, runs, each, now, end, heat[rung], heat[rung + 1], seed + rung * STARTS)
+        deadline = None if until is None else now + (until - now) / (rungs - rung)
+        runs = _anneal_runs(engines, runs, run_calls, now, deadline, heat[rung], heat[rung + 1], seed + rung * STARTS)
         runs = sorted(runs, key=lambda run: run[0])[: max(len(runs) // 2, 1)]
-    on.calls = sum(engine.calls for engine in engines)
+    main.calls = sum(engine.calls for engine in engines)
     return runs[0][:2]
 
 
-def _together(
-    engines: list[Engine], runs: list[Run], calls: int | None, now: float, end: float | None, hot: float, cold: float,
+def _anneal_runs(
+    engines: list[Engine], runs: list[Run], calls: int | None, now: float, stop: float | None, hot: float, cold: float,
     seed: int,
 ) -> list[Run]:  # fmt: skip
-    """Anneals all runs with ``calls`` each until ``end``, distributed over the engines."""
-    out = list(runs)
+    """Anneals all runs with ``calls`` each until ``stop``, distributed over the engines."""
+    results = list(runs)
 
-    def work(which: int) -> None:
-        mine = range(which, len(runs), len(engines))
-        for turn, i in enumerate(mine, 1):
-            until = None if end is None else now + (end - now) * turn / len(mine)
+    def work(worker: int) -> None:
+        indices = range(worker, len(runs), len(engines))
+        for turn, i in enumerate(indices, 1):
+            until = None if stop is None else now + (stop - now) * turn / len(indices)
             ns, rows, moves = runs[i]
-            rows, ns = anneal(moves, engines[which], rows, ns, calls, hot, cold, seed + i, until=until)
-            out[i] = ns, rows, moves
+            rows, ns = anneal(moves, engines[worker], rows, ns, calls, hot, cold, seed + i, until=until)
+            results[i] = ns, rows, moves
 
-    side_by_side([partial(work, which) for which in range(min(len(engines), len(runs)))])
-    return out
+    side_by_side([partial(work, worker) for worker in range(min(len(engines), len(runs)))])
+    return results
 
 
 def _too_large(moves: Moves, until: float | None) -> bool:
     """Returns whether the network would take more than half of the remaining time."""
-    takes = PER_GAP * len(moves.gaps) + PER_PAIR * len(moves.gaps) * len(moves.load)
-    return until is not None and 2 * takes > until - time.monotonic()
+    network_s = GAP_S * len(moves.gaps) + PAIR_S * len(moves.gaps) * len(moves.load)
+    return until is not None and 2 * network_s > until - time.monotonic()
 
 
 @dataclass(eq=False)
@@ -178,25 +178,25 @@ class Policy(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the fastest decoded plan; raises Infeasible if no plan fits, FormatError for ``weights``."""
-        return self._begin(engine, self.samples).plans[0][1]
+        return self._start(engine, self.samples).plans[0][1]
 
-    def _begin(self, engine: Engine, samples: int, guide: bool = True, until: float | None = None) -> Guided:
+    def _start(self, engine: Engine, samples: int, guide: bool = True, until: float | None = None) -> GuidedSearch:
         """Returns the start of the search with at least one feasible plan; raises Infeasible."""
         task = engine.program, engine.machine, engine.limit
-        found = Guided(engine, Moves(engine.program, engine.limit, self.mode, self.min_bytes, self.seed))
+        search = GuidedSearch(engine, Moves(engine.program, engine.limit, self.mode, self.min_bytes, self.seed))
         if not guide:
-            found.offer(everything(engine.program, self.mode, self.min_bytes))
-        elif found.moves.gaps and not _too_large(found.moves, until):
+            search.offer(everything(engine.program, self.mode, self.min_bytes))
+        elif search.moves.gaps and not _too_large(search.moves, until):
             from agents.learned.policy_net import trained
 
             net = trained(Path(self.weights or WEIGHTS))
-            decoded(net, found, self.mode, samples, self.rounds, self.seed, half_way(until))
-        if not found.plans:
+            decode_plans(net, search, self.mode, samples, self.rounds, self.seed, half_way(until))
+        if not search.plans:
             rows, _, required = start(*task, engine, self.mode, self.min_bytes, until)
             if rows is None:
                 raise self.beyond_reach(engine, required if self.mode == "swap" else None)
-            found.offer(rows)
-        return found
+            search.offer(rows)
+        return search
 
 
 @dataclass(eq=False)
@@ -230,11 +230,11 @@ class PolicySearch(Policy):
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises as in ``Policy.choose``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
-        most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls
+        max_calls = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls
         # The most likely plan and the final check take a call each.
         samples = self.samples if self.calls is None else min(self.samples, max(self.calls - 2, 0))
         engine = Engine(program, machine, limit)
-        found = self._begin(engine, samples, self.guide, until)
-        calls = None if until is not None and self.calls is None else max(most - 1 - engine.calls, 0)
-        _, best = halving(found, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
+        search = self._start(engine, samples, self.guide, until)
+        calls = None if until is not None and self.calls is None else max(max_calls - 1 - engine.calls, 0)
+        _, best = successive_halving(search, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
         return self.finish(engine, best)

@@ -1,6 +1,6 @@
 """Network of the policy: probabilities of each gap's eviction kinds (stays, swapped, recomputed, kept).
 
-A plan takes the most likely kinds (``decode``) or samples them (``drawn``); ``fitted`` repairs plans that exceed the
+A plan takes the most likely kinds (``decode``) or samples them (``sample``); ``fit`` repairs plans that exceed the
 limit by the same probabilities. With several rounds, each decides the gaps with the highest confidence, and the next
 reads these decisions, as in "MaskGIT" (Chang et al., 2022).
 
@@ -32,11 +32,11 @@ from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.moves.gap_graph import BINS, UNDECIDED, Choices, GapGraph
 from simulator.moves.plan_moves import add_between
 
-WAYS = KEPT + 1
+KINDS = KEPT + 1
 TINY = 1e-30
-MENDS = 8  # maximum refits of a plan to the memory of its recomputation chains
+MAX_REFITS = 8  # maximum refits of a plan to the memory of its recomputation chains
 
-Chances = NDArray[np.float32]  # (G, 4): probability of each eviction kind of each gap
+Probabilities = NDArray[np.float32]  # (G, 4): probability of each eviction kind of each gap
 
 
 @cache
@@ -48,14 +48,14 @@ def trained(path: Path) -> PolicyNet:
 def data_of(graph: GapGraph, decided: Choices) -> HeteroData:
     """Returns the network's input for a task with some gaps ``decided``."""
     gaps, bins = graph.state(decided)
-    out = HeteroData()
-    out["gap"].x = torch.cat([torch.from_numpy(graph.static), torch.from_numpy(gaps)], 1)
-    out["gap"].cover = torch.from_numpy(graph.cover)
-    out["gap"].ways = torch.from_numpy(graph.ways)
-    out["bin"].x = torch.cat([torch.from_numpy(graph.bins), torch.from_numpy(bins)], 1)
-    out["gap", "next", "gap"].edge_index = torch.from_numpy(graph.next)
-    out["gap", "chain", "gap"].edge_index = torch.from_numpy(graph.chain)
-    return out
+    data = HeteroData()
+    data["gap"].x = torch.cat([torch.from_numpy(graph.static), torch.from_numpy(gaps)], 1)
+    data["gap"].cover = torch.from_numpy(graph.cover)
+    data["gap"].allowed = torch.from_numpy(graph.ways)
+    data["bin"].x = torch.cat([torch.from_numpy(graph.bins), torch.from_numpy(bins)], 1)
+    data["gap", "next", "gap"].edge_index = torch.from_numpy(graph.next)
+    data["gap", "chain", "gap"].edge_index = torch.from_numpy(graph.chain)
+    return data
 
 
 def batch_of(data: Sequence[HeteroData]) -> HeteroData:
@@ -82,21 +82,21 @@ class PolicyNet(nn.Module):
         self.register_buffer("scale", torch.ones(features))
         self.gap, self.bin = _feed(features, width, width), _feed(bin_features, width, width)
         self.rounds = Rounds(width, layers)
-        self.out = nn.Sequential(nn.LayerNorm(width), _feed(width, width, WAYS))
+        self.out = nn.Sequential(nn.LayerNorm(width), _feed(width, width, KINDS))
 
     def encode(self, data: HeteroData) -> tuple[Tensor, Tensor]:
         """Returns the states of the gaps of all tasks (G, width) and of each task's bins (B, BINS, width)."""
         gaps = self.gap((data["gap"].x - self.mean) / self.scale)
         bins = self.bin(data["bin"].x)
         edges = data["gap", "next", "gap"].edge_index, data["gap", "chain", "gap"].edge_index
-        of = data["gap"].batch if "batch" in data["gap"] else torch.zeros(len(gaps), dtype=torch.int64)
-        cover, there = to_dense_batch(data["gap"].cover, of)  # (B, G', BINS)
+        task_index = data["gap"].batch if "batch" in data["gap"] else torch.zeros(len(gaps), dtype=torch.int64)
+        cover, gap_mask = to_dense_batch(data["gap"].cover, task_index)  # (B, G', BINS)
         bins = bins.view(-1, BINS, bins.shape[-1])
-        return self.rounds(gaps, bins, cover, there, of, edges)  # type: ignore[no-any-return]
+        return self.rounds(gaps, bins, cover, gap_mask, task_index, edges)  # type: ignore[no-any-return]
 
     def forward(self, data: HeteroData) -> Tensor:
         """Returns logits (G, 4) of the gaps of all tasks, MASKED for kinds that a gap does not have."""
-        logits: Tensor = self.out(self.encode(data)[0]).masked_fill(~data["gap"].ways, MASKED)
+        logits: Tensor = self.out(self.encode(data)[0]).masked_fill(~data["gap"].allowed, MASKED)
         return logits
 
 
@@ -104,12 +104,12 @@ def _feed(inputs: int, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs))
 
 
-def _along(layers: nn.ModuleList, x: Tensor, edges: Sequence[Tensor]) -> Tensor:
+def _edge_messages(layers: nn.ModuleList, x: Tensor, edges: Sequence[Tensor]) -> Tensor:
     """Returns messages along and against the edges: one layer per direction, of the mean over neighbors."""
-    out = torch.zeros_like(x)
+    messages = torch.zeros_like(x)
     for layer, (source, target) in zip(layers, [e for edge in edges for e in (edge, edge.flip(0))], strict=True):
-        out = out + layer(scatter(x[target], source, dim=0, dim_size=len(x), reduce="mean"))
-    return out
+        messages = messages + layer(scatter(x[target], source, dim=0, dim_size=len(x), reduce="mean"))
+    return messages
 
 
 class Rounds(nn.Module):
@@ -122,7 +122,7 @@ class Rounds(nn.Module):
         self.to_bin, self.to_gap, self.among = (nn.Linear(width, width, bias=False) for _ in range(3))
 
     def forward(
-        self, gaps: Tensor, bins: Tensor, cover: Tensor, there: Tensor, of: Tensor, edges: tuple[Tensor, ...]
+        self, gaps: Tensor, bins: Tensor, cover: Tensor, gap_mask: Tensor, task_index: Tensor, edges: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Returns states of gaps and bins.
 
@@ -130,17 +130,17 @@ class Rounds(nn.Module):
             gaps: (G, width).
             bins: (B, BINS, width).
             cover: (B, G', BINS), share of a gap's time in a bin.
-            there: bool (B, G'), padding mask.
-            of: (G,), task of each gap.
+            gap_mask: bool (B, G'), padding mask.
+            task_index: (G,), task of each gap.
             edges: edge indices (2, E).
         """
         s, b = gaps.relu(), bins.relu()
-        of_gap = cover / cover.sum(2, keepdim=True).clamp(min=1e-6)
-        of_bin = (cover / cover.sum(1, keepdim=True).clamp(min=1.0)).transpose(1, 2)
+        gap_weights = cover / cover.sum(2, keepdim=True).clamp(min=1e-6)
+        bin_weights = (cover / cover.sum(1, keepdim=True).clamp(min=1.0)).transpose(1, 2)
         for _ in range(self.rounds):
-            dense, _ = to_dense_batch(s, of)
-            b = (bins + self.to_bin(of_bin @ dense) + self.among(b.mean(1, keepdim=True))).relu()
-            s = (gaps + self.to_gap(of_gap @ b)[there] + _along(self.edges, s, edges)).relu()
+            dense, _ = to_dense_batch(s, task_index)
+            b = (bins + self.to_bin(bin_weights @ dense) + self.among(b.mean(1, keepdim=True))).relu()
+            s = (gaps + self.to_gap(gap_weights @ b)[gap_mask] + _edge_messages(self.edges, s, edges)).relu()
         return s, b
 
 
@@ -148,96 +148,96 @@ class Rounds(nn.Module):
 
 
 @torch.no_grad()
-def chances(net: PolicyNet, graph: GapGraph, decided: Choices) -> Chances:
+def gap_probabilities(net: PolicyNet, graph: GapGraph, decided: Choices) -> Probabilities:
     """Returns the network's probabilities of all modes for each gap, given the ``decided`` modes."""
-    found: Chances = net(batch_of([data_of(graph, decided)])).softmax(-1).numpy()
-    return found
+    probabilities: Probabilities = net(batch_of([data_of(graph, decided)])).softmax(-1).numpy()
+    return probabilities
 
 
-def decode(net: PolicyNet, graph: GapGraph, rounds: int = 1) -> tuple[Choices, Chances, Chances]:
+def decode(net: PolicyNet, graph: GapGraph, rounds: int = 1) -> tuple[Choices, Probabilities, Probabilities]:
     """Returns the most likely kind of every gap, the initial probabilities, and those at each gap's decision."""
     decided = np.full(len(graph), UNDECIDED)
-    first = chances(net, graph, decided)
-    said = first.copy()
+    initial = gap_probabilities(net, graph, decided)
+    at_decision = initial.copy()
     for i in range(rounds):
-        now = chances(net, graph, decided) if i else first
-        left = np.flatnonzero(decided == UNDECIDED)
-        surest = left[np.argsort(-now[left].max(1), kind="stable")[: -(-len(left) // (rounds - i))]]
-        said[surest] = now[surest]
-        decided[surest] = now[surest].argmax(1)
-    return decided, first, said
+        current = gap_probabilities(net, graph, decided) if i else initial
+        undecided = np.flatnonzero(decided == UNDECIDED)
+        surest = undecided[np.argsort(-current[undecided].max(1), kind="stable")[: -(-len(undecided) // (rounds - i))]]
+        at_decision[surest] = current[surest]
+        decided[surest] = current[surest].argmax(1)
+    return decided, initial, at_decision
 
 
-def drawn(likely: Chances, rng: np.random.Generator) -> Choices:
+def sample(likely: Probabilities, rng: np.random.Generator) -> Choices:
     """Samples a kind for every gap independently."""
-    ways: Choices = (np.log(likely + TINY) + rng.gumbel(size=likely.shape)).argmax(1)
-    return ways
+    kinds: Choices = (np.log(likely + TINY) + rng.gumbel(size=likely.shape)).argmax(1)
+    return kinds
 
 
-def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> Rows | None:
-    """Returns rows of a plan near ``ways`` that fits the limit, or None if repair fails.
+def fit(engine: Engine, graph: GapGraph, kinds: Choices, likely: Probabilities) -> Rows | None:
+    """Returns rows of a plan near ``kinds`` that fits the limit, or None if repair fails.
 
     While the load exceeds the limit, the open gap that is most likely evicted at the fullest kernel is emptied. Then
     gaps that need not be emptied are filled, those most likely to stay first. The memory of recomputation chains, which
     only the simulator knows, is subtracted from the limit, and the plan is fitted again.
     """
-    chosen = ways.copy()
-    away = 1 - likely[:, STAYS]
-    other = likely[:, STAYS + 1 :].argmax(1) + 1
-    order = np.argsort(away, kind="stable")
+    fitted = kinds.copy()
+    eviction = 1 - likely[:, STAYS]
+    kind = likely[:, STAYS + 1 :].argmax(1) + 1
+    order = np.argsort(eviction, kind="stable")
     room = np.full(graph.count, graph.limit, np.int64)
-    for _ in range(MENDS):
-        load = graph.load(chosen > STAYS)
-        if not _fit(chosen, other, graph.ways, away, order, graph.after, graph.before, graph.nbytes, load, room):
+    for _ in range(MAX_REFITS):
+        load = graph.load(fitted > STAYS)
+        if not _repair(fitted, kind, graph.ways, eviction, order, graph.after, graph.before, graph.nbytes, load, room):
             return None
-        rows = rows_of_ways(graph, chosen)
-        over = engine.residency(rows) - load  # memory of the chains
-        if (load + over <= graph.limit).all():
+        rows = rows_of_kinds(graph, fitted)
+        chain_bytes = engine.residency(rows) - load  # memory of the chains
+        if (load + chain_bytes <= graph.limit).all():
             return rows
-        room = np.minimum(room, graph.limit - over)
+        room = np.minimum(room, graph.limit - chain_bytes)
     return None
 
 
-def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
+def rows_of_kinds(graph: GapGraph, kinds: Choices) -> Rows:
     """Returns int64[k, 6], a row for each gap whose mode is not STAYS."""
-    out = np.empty((len(ways), 6), np.int64)
-    for way in (SWAPPED, RECOMPUTED, KEPT):
-        chosen = np.flatnonzero(ways == way)
-        out[chosen] = rows_for([graph.gaps[i] for i in chosen.tolist()], way)
-    return out[ways > STAYS]
+    rows = np.empty((len(kinds), 6), np.int64)
+    for kind in (SWAPPED, RECOMPUTED, KEPT):
+        gaps = np.flatnonzero(kinds == kind)
+        rows[gaps] = rows_for([graph.gaps[i] for i in gaps.tolist()], kind)
+    return rows[kinds > STAYS]
 
 
 @stage(entry=True)
-def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):
-    """Repairs ``chosen`` (G,) to fit ``room`` (K,); ``load`` (K,) is updated. Returns False if that is impossible."""
+def _repair(kinds, evict_kinds, allowed, evict_prob, order, after, before, nbytes, load, limits):
+    """Repairs ``kinds`` (G,) to fit ``limits`` (K,); ``load`` (K,) is updated. Returns False if that is impossible."""
     n = load.shape[0]
     while True:
         worst, k = 0, -1
         for j in range(n):
-            if load[j] - room[j] > worst:
-                worst, k = load[j] - room[j], j
+            if load[j] - limits[j] > worst:
+                worst, k = load[j] - limits[j], j
         if k < 0:
             break
         best = -1
-        for g in range(chosen.shape[0]):
-            if chosen[g] != STAYS or not ways[g, other[g]]:
+        for g in range(kinds.shape[0]):
+            if kinds[g] != STAYS or not allowed[g, evict_kinds[g]]:
                 continue
-            inside = after[g] < k < before[g] if after[g] < before[g] else k > after[g] or k < before[g]
-            if inside and (best < 0 or away[g] > away[best]):
+            is_open = after[g] < k < before[g] if after[g] < before[g] else k > after[g] or k < before[g]
+            if is_open and (best < 0 or evict_prob[g] > evict_prob[best]):
                 best = g
         if best < 0:
             return False
-        chosen[best] = other[best]
+        kinds[best] = evict_kinds[best]
         add_between(load, after[best], before[best], -nbytes[best])
     for i in range(order.shape[0]):
         g = order[i]
-        if chosen[g] == STAYS:
+        if kinds[g] == STAYS:
             continue
         k, fits = after[g] + 1 if after[g] + 1 < n else 0, True
         while k != before[g] and fits:
-            fits = load[k] + nbytes[g] <= room[k]
+            fits = load[k] + nbytes[g] <= limits[k]
             k = k + 1 if k + 1 < n else 0
         if fits:
-            chosen[g] = STAYS
+            kinds[g] = STAYS
             add_between(load, after[g], before[g], nbytes[g])
     return True

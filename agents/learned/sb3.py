@@ -190,7 +190,7 @@ class MaskedDQN(DQN):
 # ------------------------------------------------------------------------------------------- training
 
 
-class Record(BaseCallback):
+class EpisodeRecorder(BaseCallback):
     """Callback that records the finished episodes of all environments, and the best plan.
 
     Args:
@@ -244,7 +244,7 @@ class Scalars(KVWriter):
         """Does nothing; the owner of ``tell`` closes it."""
 
 
-def watch(model: BaseAlgorithm, record: Record, tell: Callable[[int, Mapping[str, float]], None]) -> None:
+def watch(model: BaseAlgorithm, record: EpisodeRecorder, tell: Callable[[int, Mapping[str, float]], None]) -> None:
     """Forwards the library's scalars to ``tell``, indexed by simulator calls.
 
     Call it before ``learn``, and ``model.logger.dump`` after it to forward the last scalars.
@@ -259,7 +259,7 @@ ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {
 
 def make(
     algorithm: str, environment: Mapping[str, Any], seed: int, num_envs: int, reward_scale: float,
-    network: Mapping[str, Any], own: type[nn.Module] | None = None, **options: Any,
+    network: Mapping[str, Any], custom_network: type[nn.Module] | None = None, **options: Any,
 ) -> BaseAlgorithm:  # fmt: skip
     """Returns a model of the library, ready to learn.
 
@@ -269,8 +269,8 @@ def make(
         seed: random seed.
         num_envs: number of environments.
         reward_scale: factor of the rewards.
-        network: arguments of GraphFeatures, except ``graph``, ``forms`` and ``own``.
-        own: custom network class.
+        network: arguments of GraphFeatures, except ``graph``, ``forms`` and ``custom_network``.
+        custom_network: custom network class.
         options: arguments of the library's class.
 
     Raises:
@@ -279,12 +279,12 @@ def make(
     one_thread()
     env = make_vec_env(
         lambda: gymnasium.make("GpuMemory-v0", **environment), num_envs, seed,
-        wrapper_class=lambda one: TransformReward(one, lambda reward: float(reward) * reward_scale),
+        wrapper_class=lambda inner_env: TransformReward(inner_env, lambda reward: float(reward) * reward_scale),
     )  # fmt: skip
     kind, policy = ALGORITHMS[algorithm]
     task = env.get_attr("tasks")[0][0]
     forms = task.forms if environment.get("actions", "paper") != "paper" else 1
-    extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network, "forms": forms, "own": own}
+    extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network, "forms": forms, "own": custom_network}
     policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
     if algorithm == "maskable_ppo":
         policy_options["ortho_init"] = False  # it would scale an extractor layer close to zero
@@ -307,6 +307,6 @@ def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int
 def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
     """Returns the plan of the deterministic policy, or None if it ends in a dead end."""
     env = gymnasium.make("GpuMemory-v0", **environment)
-    found = greedy_overhead(model, env)
+    overhead = greedy_overhead(model, env)
     plan: Plan = env.get_wrapper_attr("plan")(planner)
-    return None if np.isnan(found) else plan
+    return None if np.isnan(overhead) else plan

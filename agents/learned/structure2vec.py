@@ -85,19 +85,19 @@ class Structure2Vec(nn.Module):
         # Equation 1. S^0 is zero, so the first round has no neighbor term; the edge term is equal in all states.
         weighted = self.w4(self.weights).relu()
         edge = self.w3(torch.zeros(n, self.w3.in_features).index_add_(0, self.target, weighted))
-        own = self.w1(x) + edge[:, None]
-        s = own.relu()
+        node_input = self.w1(x) + edge[:, None]
+        s = node_input.relu()
         for _ in range(self.message_passing_steps - 1):
-            s = (own + self.w2(neighbour_sum(s, self.adjacency))).relu()
+            s = (node_input + self.w2(neighbour_sum(s, self.adjacency))).relu()
         # Equation 2: g = [W5 Σ_u s_u, W6 s_c].
-        together = s.sum(0) if self.pool == "sum" else s.mean(0)
-        g = torch.cat([self.w5(together), self.w6(s[current, torch.arange(batch)])], -1)  # (B, 2p)
+        pooled = s.sum(0) if self.pool == "sum" else s.mean(0)
+        g = torch.cat([self.w5(pooled), self.w6(s[current, torch.arange(batch)])], -1)  # (B, 2p)
         # Equation 3: Q = W7 ReLU([g, W8 s_a]).
         a = self.w8(s[self.actions]).transpose(0, 1)  # (B, A, p)
-        both = torch.cat([g[:, None].expand(-1, a.shape[1], -1), a], -1)
+        features = torch.cat([g[:, None].expand(-1, a.shape[1], -1), a], -1)
         if self.w9 is not None:
-            both = self.w9(both)
-        q: Tensor = self.w7(both.relu())
+            features = self.w9(features)
+        q: Tensor = self.w7(features.relu())
         return q.transpose(1, 2).flatten(1), g
 
 
@@ -129,12 +129,12 @@ class CustomNetwork(nn.Module):
         try:
             self.network = kind(graph, features, forms)
             with torch.no_grad():
-                made = self.network(torch.zeros(2, n, features), torch.zeros(2, dtype=torch.long))
+                output = self.network(torch.zeros(2, n, features), torch.zeros(2, dtype=torch.long))
         except Exception as error:  # user code can raise anything
             raise CustomNetworkError(f"network: {name} failed ({type(error).__name__}: {error})") from error
-        if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
+        if not isinstance(output, tuple) or len(output) != 2 or not all(isinstance(value, Tensor) for value in output):
             raise CustomNetworkError(f"network: {name} must return two tensors, scores and a state")
-        scores, state = made
+        scores, state = output
         if scores.shape != (2, n * forms) or state.dim() != 2 or len(state) != 2 or not scores.is_floating_point():
             raise CustomNetworkError(
                 f"network: {name}: for 2 states expected scores (2, {n * forms}) and a state (2, any), got "

@@ -155,9 +155,9 @@ def train(
     every = trainer.config.checkpoint_every
     saved = trainer.episodes // every
     while not trainer.done and not fits:
-        finished = trainer.step()
+        new_episodes = trainer.step()
         try:
-            for episode in finished:
+            for episode in new_episodes:
                 on_episode(episode)
         except KeyboardInterrupt:  # between two steps the state is consistent
             if checkpoint is not None:

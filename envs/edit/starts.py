@@ -43,14 +43,14 @@ def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, unti
         seed: seed of the samples.
         until: time.monotonic() after which sampling stops.
     """
-    from agents.learned.policy import SAMPLES, WEIGHTS, Guided, decoded
+    from agents.learned.policy import SAMPLES, WEIGHTS, GuidedSearch, decode_plans
     from agents.learned.policy_net import trained
 
-    found = Guided(task.engine, task.moves)
-    decoded(trained(WEIGHTS), found, task.mode, SAMPLES if samples is None else samples, seed=seed, until=until)
+    search = GuidedSearch(task.engine, task.moves)
+    decode_plans(trained(WEIGHTS), search, task.mode, SAMPLES if samples is None else samples, seed=seed, until=until)
     task.priors = np.maximum(task.moves.weights - LEAST, 0.0)
     task.priors[:, STAYS] = 1.0 - task.priors.sum(1)
-    return [rows for _, rows in found.plans]
+    return [rows for _, rows in search.plans]
 
 
 def floor_of(task: EditTask) -> float:

@@ -74,21 +74,21 @@ class EditTask:
     def _starts(self, start: Plan | StartMaker) -> list[Start]:
         if isinstance(start, Plan):
             start.check(self.program)
-            found = [rows_of(start.decisions)]
-            if not self.moves.takes(found[0]):
+            plans = [rows_of(start.decisions)]
+            if not self.moves.takes(plans[0]):
                 raise ValueError("start: the plan evicts tensors in gaps or modes that this task does not allow")
         else:
-            found = list(start(self))
-        scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in found]
-        fits = [one for one in scored if one.iteration_ns < NEVER]
-        if not fits:
+            plans = list(start(self))
+        scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in plans]
+        feasible = [candidate for candidate in scored if candidate.iteration_ns < NEVER]
+        if not feasible:
             raise ValueError(f"start: no start plan fits {self.limit:,} bytes; use a larger limit or another start")
-        return sorted(fits, key=lambda one: one.iteration_ns)
+        return sorted(feasible, key=lambda candidate: candidate.iteration_ns)
 
     def _static(self) -> NDArray[np.float32]:
         prior = np.where(self.graph.ways, np.log(np.maximum(self.priors, PRIOR_FLOOR)) / PRIOR_SCALE, -PRIOR_SCALE)
-        both = np.concatenate([self.graph.static, prior], 1).clip(-BOUND, BOUND)
-        return both.astype(np.float32)
+        columns = np.concatenate([self.graph.static, prior], 1).clip(-BOUND, BOUND)
+        return columns.astype(np.float32)
 
     def _times(self) -> Times:
         n, m = len(self.program.kernels), len(self.graph)

@@ -89,7 +89,7 @@ def mode_of(on, rows, g):
 
 
 @stage
-def _same(a, b):
+def _equal_rows(a, b):
     """Returns whether two rows are equal."""
     for c in range(a.shape[0]):
         if a[c] != b[c]:
@@ -104,8 +104,8 @@ def plan_of(walkers, i):
 
 
 @stage
-def _read_changes(now, new, differ, codes, rows):
-    """Writes the changes from ``now`` to ``new`` and returns their number; 0 if there are more than CHANGES."""
+def _read_changes(current, new, differ, codes, rows):
+    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than CHANGES."""
     count = 0
     codes[:] = -1
     if differ[0] < 0:
@@ -117,13 +117,13 @@ def _read_changes(now, new, differ, codes, rows):
             seen = seen or codes[c] // MODES == g
         if seen:
             continue
-        was, then = mode_of(now.on, now.rows, g), mode_of(new.on, new.rows, g)
-        if was == then and (then == FILL or _same(new.rows[g], now.rows[g])):
+        old_mode, new_mode = mode_of(current.on, current.rows, g), mode_of(new.on, new.rows, g)
+        if old_mode == new_mode and (new_mode == FILL or _equal_rows(new.rows[g], current.rows[g])):
             continue
         if count == CHANGES:
             codes[:] = -1
             return 0
-        codes[count] = g * MODES + (SHIFT if was == then else then)
+        codes[count] = g * MODES + (SHIFT if old_mode == new_mode else new_mode)
         for c in range(new.rows.shape[1]):
             rows[count, c] = new.rows[g, c]
         count += 1
@@ -133,52 +133,52 @@ def _read_changes(now, new, differ, codes, rows):
 @stage
 def draw(walkers, i, slot, limit, gaps, new, scratch):
     """Draws neighbor ``slot`` of walker i. ``new`` must match its plan, or scratch.differ[0] must be -1."""
-    now = plan_of(walkers, i)
+    current = plan_of(walkers, i)
     walkers.counts[i, slot] = 0
     walkers.codes[i, slot, :] = -1
-    if propose(walkers.rng[i], limit, gaps, now, new, scratch) < 0:
+    if propose(walkers.rng[i], limit, gaps, current, new, scratch) < 0:
         scratch.differ[0] = -1
         return
     walkers.counts[i, slot] = _read_changes(
-        now, new, scratch.differ, walkers.codes[i, slot], walkers.changed_rows[i, slot]
+        current, new, scratch.differ, walkers.codes[i, slot], walkers.changed_rows[i, slot]
     )
 
 
 @stage(entry=True)
-def draw_all(walkers, which, limit, gaps, new, scratch):
-    """Draws all neighbors of the walkers ``which``."""
-    for i in which:
+def draw_all(walkers, members, limit, gaps, new, scratch):
+    """Draws all neighbors of the walkers ``members``."""
+    for i in members:
         scratch.differ[0] = -1
         for slot in range(walkers.counts.shape[1]):
             draw(walkers, i, slot, limit, gaps, new, scratch)
 
 
 @stage(entry=True)
-def mask_of(walkers, which, gaps, mask):
+def write_mask(walkers, members, gaps, mask):
     """Writes to ``mask`` which (gap, mode) actions change the plan, (walkers, m * MODES)."""
-    for i in which:
+    for i in members:
         on, rows = walkers.on[i], walkers.rows[i]
         for g in range(on.shape[0]):
             mode = mode_of(on, rows, g)
             mask[i, g * MODES + FILL] = mask[i, g * MODES + SHIFT] = on[g]
             for a in range(SWAPPED, SHIFT):
-                changes = gaps.weights[g, a] > 0.0 and not (mode == a and _same(rows[g], gaps.ways[g, a]))
+                changes = gaps.weights[g, a] > 0.0 and not (mode == a and _equal_rows(rows[g], gaps.ways[g, a]))
                 mask[i, g * MODES + a] = changes
 
 
 @stage
-def _change_gap(rng, limit, gaps, now, new, scratch, g, mode):
+def _change_gap(rng, limit, gaps, current, new, scratch, g, mode):
     """Sets ``new`` to the plan with gap g in another mode, repaired and pruned as in ``propose``; False on failure."""
-    nbytes, differ, rows = gaps.nbytes, scratch.differ, now.rows
-    _start(now, new, differ)
+    nbytes, differ, rows = gaps.nbytes, scratch.differ, current.rows
+    _start(current, new, differ)
     if mode == FILL:
         put(new, nbytes, differ, g, False, rows[g])
     elif mode == SHIFT:
-        _shifted(rng, rows[g], gaps.opens[g], gaps.since[g], now.load.shape[0], scratch.row)
+        _shifted(rng, rows[g], gaps.opens[g], gaps.since[g], current.load.shape[0], scratch.row)
         put(new, nbytes, differ, g, True, scratch.row)
     else:
         put(new, nbytes, differ, g, True, gaps.ways[g, mode])
-        if not now.on[g]:
+        if not current.on[g]:
             prune(rng, limit, nbytes, new, differ, g)
     return repair(rng, limit, gaps, new, differ, g)
 
@@ -189,10 +189,10 @@ def open_trial(state, rng, accept, hot, cold, ideal):
     now_ns = state.now_ns
     state.steps += 1
     state.since += 1
-    done = min(state.steps / max(state.budget, 1), 1.0)
-    heat = hot * (cold / hot) ** done * ideal
-    more = -heat * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
-    state.accept = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(more, 4e18 - now_ns))
+    progress = min(state.steps / max(state.budget, 1), 1.0)
+    temperature = hot * (cold / hot) ** progress * ideal
+    margin = -temperature * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
+    state.accept = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(margin, 4e18 - now_ns))
 
 
 @stage
@@ -213,44 +213,44 @@ def score_trial(state, rows, ideal, scratch, engine):
 @stage
 def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
     """Records the trial of neighbor ``slot`` and accepts or rejects its plan; returns whether it was accepted."""
-    state, now, codes = walkers.state[i], plan_of(walkers, i), walkers.codes[i, slot]
-    taken = ns < min(state.accept, NEVER)
+    state, current, codes = walkers.state[i], plan_of(walkers, i), walkers.codes[i, slot]
+    is_accepted = ns < min(state.accept, NEVER)
     effect = effect_of(ns, state.now_ns, ideal)
     for c in range(walkers.counts[i, slot]):
         g, mode = codes[c] // MODES, codes[c] % MODES
         walkers.effect[i, g, mode] = effect
         walkers.tried_at[i, g, mode] = state.steps
         walkers.accepted_at[i, g, mode] = state.accepted
-        if taken:
+        if is_accepted:
             walkers.changed_at[i, g] = state.steps
-    if taken:
-        for g in range(now.on.shape[0]):
-            now.on[g] = new.on[g]
-            for c in range(now.rows.shape[1]):
-                now.rows[g, c] = new.rows[g, c]
-        for k in range(now.load.shape[0]):
-            now.load[k] = new.load[k]
+    if is_accepted:
+        for g in range(current.on.shape[0]):
+            current.on[g] = new.on[g]
+            for c in range(current.rows.shape[1]):
+                current.rows[g, c] = new.rows[g, c]
+        for k in range(current.load.shape[0]):
+            current.load[k] = new.load[k]
         state.now_ns = ns
         state.accepted += 1
         if ns < state.best_ns:
             state.best_ns, state.best_rows, state.since = ns, rows, 0
             for r in range(rows):
-                for c in range(now.rows.shape[1]):
+                for c in range(current.rows.shape[1]):
                     walkers.best[i, r, c] = scratch.plan[r, c]
-    state.time_ns, state.accept = ns, taken
-    return taken
+    state.time_ns, state.accept = ns, is_accepted
+    return is_accepted
 
 
 @stage(entry=True)
 def step(
-    walkers, which, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
+    walkers, members, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
 ):
     """Tries the edit that each of the walkers ``which[begin:]`` chooses, and accepts or rejects it.
 
     Args:
         walkers: arrays of the task's walkers.
-        which: indices of the walkers to step.
-        begin: first position in ``which``.
+        members: indices of the walkers to step.
+        begin: first position in ``members``.
         answer_ns: iteration time of the first walker's plan from ``Engine.score``; -1 if not requested.
         actions: (walkers,) index of a neighbor, or gap * MODES + mode if ``by_gap``.
         accept: METROPOLIS, BETTER or ALWAYS.
@@ -261,24 +261,24 @@ def step(
         engine: ``Engine.direct``.
 
     Returns:
-        The position in ``which`` of a walker whose plan needs ``Engine.score`` (plan in scratch.plan, number of rows in
-        state.time_ns), or len(which) when all are done.
+        The position in ``members`` of a walker whose plan needs ``Engine.score`` (plan in scratch.plan, number of rows
+        in state.time_ns), or len(which) when all are done.
     """
-    for at in range(begin, which.shape[0]):
-        i = which[at]
+    for position in range(begin, members.shape[0]):
+        i = members[position]
         state, a = walkers.state[i], actions[i]
         slot = 0 if by_gap else a
-        asked = at == begin and answer_ns >= 0
+        has_answer = position == begin and answer_ns >= 0
         ns, valid = answer_ns, True
-        if not asked:
+        if not has_answer:
             scratch.differ[0] = -1
             if by_gap:
-                now = plan_of(walkers, i)
-                valid = _change_gap(walkers.rng[i], limit, gaps, now, new, scratch, a // MODES, a % MODES)
+                current = plan_of(walkers, i)
+                valid = _change_gap(walkers.rng[i], limit, gaps, current, new, scratch, a // MODES, a % MODES)
                 walkers.counts[i, 0] = 0
                 if valid:
                     walkers.counts[i, 0] = _read_changes(
-                        now, new, scratch.differ, walkers.codes[i, 0], walkers.changed_rows[i, 0]
+                        current, new, scratch.differ, walkers.codes[i, 0], walkers.changed_rows[i, 0]
                     )
             else:
                 apply_edit(walkers, i, a, gaps, new, scratch)
@@ -286,41 +286,41 @@ def step(
             open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
             ns = NEVER
         rows = rows_in_use(new, scratch.plan)
-        if valid and not asked:
+        if valid and not has_answer:
             ns = score_trial(state, rows, ideal, scratch, engine)
             if ns < 0:
                 state.time_ns = rows
-                return at
-        taken = close_trial(walkers, i, slot, ns, rows, ideal, new, scratch)
+                return position
+        is_accepted = close_trial(walkers, i, slot, ns, rows, ideal, new, scratch)
         if not by_gap:
             scratch.differ[0] = -1
-            if not taken:
+            if not is_accepted:
                 draw(walkers, i, a, limit, gaps, new, scratch)
             else:
-                for other in range(walkers.counts.shape[1]):
-                    draw(walkers, i, other, limit, gaps, new, scratch)
-    return which.shape[0]
+                for other_slot in range(walkers.counts.shape[1]):
+                    draw(walkers, i, other_slot, limit, gaps, new, scratch)
+    return members.shape[0]
 
 
 @stage(entry=True)
-def show_trials(walkers, which, ages, out):
+def show_trials(walkers, members, ages, out):
     """Writes the trial columns of each gap to ``out``, (walkers, m, >= 1 + 3 MODES).
 
     Args:
         ages: (most,) log(1 + age) for each age in steps.
     """
-    most = ages.shape[0] - 1
-    for i in which:
+    max_age = ages.shape[0] - 1
+    for i in members:
         step_no, accepted = walkers.state[i].steps, walkers.state[i].accepted
         for g in range(walkers.on.shape[1]):
-            since = walkers.changed_at[i, g]
-            out[i, g, 0] = 3.0 if since < 0 else ages[min(step_no - since, most)] / 4
+            changed_step = walkers.changed_at[i, g]
+            out[i, g, 0] = 3.0 if changed_step < 0 else ages[min(step_no - changed_step, max_age)] / 4
             for a in range(MODES):
-                when = walkers.tried_at[i, g, a]
+                tried_step = walkers.tried_at[i, g, a]
                 out[i, g, 1 + a] = walkers.effect[i, g, a]
-                out[i, g, 1 + MODES + a] = 3.0 if when < 0 else ages[min(step_no - when, most)] / 4
-                old = accepted - walkers.accepted_at[i, g, a]
-                out[i, g, 1 + 2 * MODES + a] = 3.0 if when < 0 else ages[min(old, most)] / 3
+                out[i, g, 1 + MODES + a] = 3.0 if tried_step < 0 else ages[min(step_no - tried_step, max_age)] / 4
+                accepted_since = accepted - walkers.accepted_at[i, g, a]
+                out[i, g, 1 + 2 * MODES + a] = 3.0 if tried_step < 0 else ages[min(accepted_since, max_age)] / 3
 
 
 class Times(NamedTuple):
@@ -344,42 +344,42 @@ def _read_log(log, times, plan, ideal, bins):
         if plan.on[g]:
             times.gap_of[rows] = g
             rows += 1
-    last, before = -1, -1
+    end_entry, begin_entry = -1, -1
     for e in range(log.shape[0] - 1, -1, -1):
         if log[e, 2] == LOG_BOUNDARY:
-            if last < 0:
-                last = e
+            if end_entry < 0:
+                end_entry = e
             else:
-                before = e
+                begin_entry = e
                 break
-    begin_ns = log[before, 1] if before >= 0 else 0
-    last = log.shape[0] if last < 0 else last
-    here, data, memory, rerun, stall = 0, 0.0, 0.0, 0.0, 1.0
-    for e in range(before + 1, last):
-        what, which, took = log[e, 2], log[e, 3], log[e, 1] - log[e, 0]
-        if what == LOG_RECOMPUTE:
-            rerun += took
-        elif what == LOG_KERNEL and which < n:
-            here = which
-            kernels[0, here] = log[e, 0] - begin_ns
-            kernels[1, here] += data
-            kernels[2, here] += memory
-            kernels[3, here] += rerun
+    begin_ns = log[begin_entry, 1] if begin_entry >= 0 else 0
+    end_entry = log.shape[0] if end_entry < 0 else end_entry
+    kernel, data, memory, rerun, stall = 0, 0.0, 0.0, 0.0, 1.0
+    for e in range(begin_entry + 1, end_entry):
+        event, index, took_ns = log[e, 2], log[e, 3], log[e, 1] - log[e, 0]
+        if event == LOG_RECOMPUTE:
+            rerun += took_ns
+        elif event == LOG_KERNEL and index < n:
+            kernel = index
+            kernels[0, kernel] = log[e, 0] - begin_ns
+            kernels[1, kernel] += data
+            kernels[2, kernel] += memory
+            kernels[3, kernel] += rerun
             data = memory = rerun = 0.0
-        elif what == LOG_STALL and which != FOR_ISSUE:  # edits do not affect host stalls
-            stall += took
-            if which == FOR_DATA:
-                data += took
+        elif event == LOG_STALL and index != FOR_ISSUE:  # edits do not affect host stalls
+            stall += took_ns
+            if index == FOR_DATA:
+                data += took_ns
             else:
-                memory += took
-        elif (what == LOG_OUT or what == LOG_IN) and which < rows:
-            c, column = (0, 4) if what == LOG_OUT else (2, 5)
-            copies[c, times.gap_of[which]] = log[e, 0] - begin_ns
-            copies[c + 1, times.gap_of[which]] = log[e, 1] - begin_ns
-            left, b = took / ideal * BINS, times.bin_of[here]
-            while left > 0.0:  # the link is busy in this bin and the next ones
-                bins[b, column] += min(left, 1.0)
-                left -= 1.0
+                memory += took_ns
+        elif (event == LOG_OUT or event == LOG_IN) and index < rows:
+            c, column = (0, 4) if event == LOG_OUT else (2, 5)
+            copies[c, times.gap_of[index]] = log[e, 0] - begin_ns
+            copies[c + 1, times.gap_of[index]] = log[e, 1] - begin_ns
+            remaining, b = took_ns / ideal * BINS, times.bin_of[kernel]
+            while remaining > 0.0:  # the link is busy in this bin and the next ones
+                bins[b, column] += min(remaining, 1.0)
+                remaining -= 1.0
                 b = b + 1 if b + 1 < BINS else 0
     return stall
 
@@ -422,34 +422,34 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
     for g in range(m):
         out, mode = gap_out[g], mode_of(on, rows, g)
         out[mode] = 1.0
-        if mode > 0 and not _same(rows[g], gaps.ways[g, mode]):
+        if mode > 0 and not _equal_rows(rows[g], gaps.ways[g, mode]):
             out[4] = 1.0  # shifted
-        way = SWAPPED if gaps.weights[g, SWAPPED] > 0.0 else RECOMPUTED
-        after, until = gaps.ways[g, way, AFTER], gaps.ways[g, way, BEFORE]
-        out[5] = _log(kernels[1, until] / ideal, 1000.0)
-        first = after + 1 if after + 1 < n else 0
-        k, least, memory, data, tight, span = first, 4.0 * nbytes[g], 0.0, 0.0, 0.0, 1.0
-        while k != until:
-            least = min(least, kernels[4, k])
+        kind = SWAPPED if gaps.weights[g, SWAPPED] > 0.0 else RECOMPUTED
+        after, closing = gaps.ways[g, kind, AFTER], gaps.ways[g, kind, BEFORE]
+        out[5] = _log(kernels[1, closing] / ideal, 1000.0)
+        opening = after + 1 if after + 1 < n else 0
+        k, min_slack, memory, data, tight_ns, span_ns = opening, 4.0 * nbytes[g], 0.0, 0.0, 0.0, 1.0
+        while k != closing:
+            min_slack = min(min_slack, kernels[4, k])
             data += kernels[1, k]
             memory += kernels[2, k]
-            span += duration[k]
+            span_ns += duration[k]
             if kernels[4, k] < nbytes[g]:
-                tight += duration[k]
+                tight_ns += duration[k]
             k = k + 1 if k + 1 < n else 0
         out[6] = _log(memory / ideal, 1000.0)
         out[7] = _log(data / ideal, 1000.0)
         out[8] = (memory + data) / stall
-        out[9] = least / nbytes[g]
-        out[10] = 1.0 if on[g] and least >= nbytes[g] else 0.0
-        out[11] = tight / span
+        out[9] = min_slack / nbytes[g]
+        out[10] = 1.0 if on[g] and min_slack >= nbytes[g] else 0.0
+        out[11] = tight_ns / span_ns
         if mode == SWAPPED and copies[1, g] >= 0.0:
-            out[12] = _log((copies[1, g] - kernels[0, first]) / ideal, 100.0)
+            out[12] = _log((copies[1, g] - kernels[0, opening]) / ideal, 100.0)
         if mode == SWAPPED and copies[3, g] >= 0.0:
-            out[13] = _log((kernels[0, until] - copies[3, g]) / ideal, 100.0)
-            out[14] = _log((kernels[0, until] - copies[2, g]) / ideal, 100.0)
+            out[13] = _log((kernels[0, closing] - copies[3, g]) / ideal, 100.0)
+            out[14] = _log((kernels[0, closing] - copies[2, g]) / ideal, 100.0)
         if mode > SWAPPED:
-            out[15] = _log(kernels[3, until] / ideal, 1000.0)
+            out[15] = _log(kernels[3, closing] / ideal, 1000.0)
 
 
 def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walkers:

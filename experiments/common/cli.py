@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agents.learned.dqn_config import moved
+from agents.learned.dqn_config import renamed_key_message
 from experiments import begun
 from experiments.common import endings, help, sweep, workers
 from experiments.common.endings import UsageError
@@ -140,7 +140,7 @@ def explained(error: HydraException, config_name: str, words: list[str]) -> str:
         return f"{override}: {text}"
     if found := re.match(r"Could not override '(\S+)'", text):
         key = found[1]
-        why = moved(key.removeprefix("agent."))
+        why = renamed_key_message(key.removeprefix("agent."))
         return f"{key}: {why or f'unknown key{nearest(key, help.names(config_name, words))}'}"
     return f"{text}; a file of your own ends in .yaml" if re.search("'(machine|workload)/", text) else text
 
@@ -298,7 +298,7 @@ def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
     defaults = {field.name: field.default for field in fields(kind)}
     checked: dict[str, Any] = {}
     for key, value in plain(cfg).items():
-        if why := moved(key):
+        if why := renamed_key_message(key):
             raise UsageError(f"{where}.{key}: {why}")
         if key not in defaults:
             raise UsageError(f"{where}.{key}: unknown key{nearest(key, defaults)}")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import envs
-from envs.batch import STEPS, Batch
+from envs.batch import Batch
 from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
@@ -19,17 +19,17 @@ from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
 
-def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
+def assert_walks_equal(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     """Asserts that walk i of the batch and its observation equal those of the reference walk."""
     n = len(walk.task.graph)
     masks = walk.form_masks()[: batch.forms]
     kind = walk.task.graph.action_kind
-    spoken = {"copy": [kind == OFFLOAD, False], "keep": [kind == REMOVE, False], "at": [False, kind == REMOVE]}
+    allowed = {"copy": [kind == OFFLOAD, False], "keep": [kind == REMOVE, False], "at": [False, kind == REMOVE]}
     for form in range(1, len(masks)) if actions != "full" else ():
-        masks[form] &= spoken[actions][form - 1]
-    got = batch.mask[i].reshape(batch.forms, batch.size)
-    assert (got[: len(masks), :n] == masks).all()
-    assert not got[len(masks) :].any() and not got[:, n:].any() and not batch.nodes[i, :, n:].any()
+        masks[form] &= allowed[actions][form - 1]
+    mask = batch.mask[i].reshape(batch.forms, batch.size)
+    assert (mask[: len(masks), :n] == masks).all()
+    assert not mask[len(masks) :].any() and not mask[:, n:].any() and not batch.nodes[i, :, n:].any()
     features = np.zeros((n, OBSERVED), np.float32)
     features[:, :STATIC] = walk.task.graph.features
     dynamic_features(walk, features)
@@ -43,44 +43,44 @@ def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     np.testing.assert_equal((batch.overhead[i], batch.feasible[i]), (overhead, walk.done and not walk.dead_end))
 
 
-def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, steps: int, little_room: bool) -> int:
+def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, steps: int, small_buffer: bool) -> int:
     """Steps a batch and as many reference walks with random valid actions; returns the number of finished episodes."""
     rng = np.random.default_rng(seed)
     batch = Batch(tasks, walks, reward, "end", actions)
-    if little_room:
+    if small_buffer:
         for work in batch._works:
-            work[STEPS] = np.empty((1, STEP_COLUMNS), np.int64)
+            work.steps = np.empty((1, STEP_COLUMNS), np.int64)
     for i in range(walks):
         batch.seed(i, int(rng.integers(2**62)))
-    over, episodes, ours = np.ones(walks, np.bool_), 0, [Walk(tasks[0])] * walks
+    ended, episodes, references = np.ones(walks, np.bool_), 0, [Walk(tasks[0])] * walks
     total = np.zeros(walks)
     for _ in range(steps):
-        if over.any():
-            batch.reset(over)
-            for i in np.flatnonzero(over):
-                ours[i], total[i] = Walk(batch.task(i), reward), 0.0
-                assert_shown(batch, i, ours[i], actions)
-        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
-        batch.step(chosen)
-        for i, walk in enumerate(ours):
+        if ended.any():
+            batch.reset(ended)
+            for i in np.flatnonzero(ended):
+                references[i], total[i] = Walk(batch.task(i), reward), 0.0
+                assert_walks_equal(batch, i, references[i], actions)
+        codes = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
+        batch.step(codes)
+        for i, walk in enumerate(references):
             if walk.done:  # no further action is needed
                 result = 0.0, True
             else:
-                result = walk.step(int(chosen[i]) % batch.size, int(chosen[i]) // batch.size)[:2]
+                result = walk.step(int(codes[i]) % batch.size, int(codes[i]) // batch.size)[:2]
                 walk.plan().check(walk.task.program)
             assert result == (batch.rewards[i], batch.terminated[i]) and not batch.invalid[i]
-            assert_shown(batch, i, walk, actions)
-            over[i] = result[1]
+            assert_walks_equal(batch, i, walk, actions)
+            ended[i] = result[1]
             total[i] += result[0]
             task = walk.task
-            if over[i] and not walk.dead_end:
-                late = walk.iteration_ns - task.program.ideal_ns
-                assert total[i] == pytest.approx(-late / task.ideal_ns, rel=1e-9, abs=1e-9)
+            if ended[i] and not walk.dead_end:
+                stall_ns = walk.iteration_ns - task.program.ideal_ns
+                assert total[i] == pytest.approx(-stall_ns / task.ideal_ns, rel=1e-9, abs=1e-9)
                 assert simulate(task.program, batch.plan(i), task.machine, task.limit).iteration_ns == walk.iteration_ns
-            elif over[i]:  # dead end: the next kernel fits under no further action
+            elif ended[i]:  # dead end: the next kernel fits under no further action
                 with pytest.raises(OutOfMemory):
                     simulate(task.program, batch.plan(i), task.machine, task.limit)
-            episodes += int(over[i])
+            episodes += int(ended[i])
     return episodes
 
 
@@ -107,8 +107,8 @@ def test_many_episodes(reward: str, actions: str) -> None:
     """
     program, machine = small_task()
     slow = replace(machine, d2h_bytes_per_s=6 * 10**9, host_bytes=20 * 2**20)
-    tasks = [Task(program, on, round(share * program.peak_bytes), 2**20, mode)
-             for on in (machine, slow) for share in (0.45, 0.6, 0.8) for mode in ("swap", "joint")]  # fmt: skip
+    tasks = [Task(program, link, round(fraction * program.peak_bytes), 2**20, mode)
+             for link in (machine, slow) for fraction in (0.45, 0.6, 0.8) for mode in ("swap", "joint")]  # fmt: skip
     assert follow(tasks, reward, actions, 1, 16, 100, False) > 100
 
 
@@ -124,9 +124,9 @@ def test_threads_share_nothing() -> None:
         batch.reset()
     rng = np.random.default_rng(0)
     for _ in range(200):
-        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in batches[0].mask])
+        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in batches[0].mask])
         for batch in batches:
-            batch.step(chosen)
+            batch.step(actions)
         for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):
             np.testing.assert_equal(*(getattr(batch, name) for batch in batches), name)
 

@@ -32,16 +32,16 @@ ENVIRONMENTS = [
 ]  # fmt: skip
 
 
-def walked(env: Any, seed: int, steps: int) -> list[Any]:
+def rollout(env: Any, seed: int, steps: int) -> list[Any]:
     """Returns the observations and rewards of random valid actions after a reset with ``seed``."""
     observation, _ = env.reset(seed=seed)
-    rng, out = np.random.default_rng(seed), [observation]
+    rng, results = np.random.default_rng(seed), [observation]
     for _ in range(steps):
         observation, reward, terminated, truncated, _ = env.step(rng.choice(np.flatnonzero(observation["action_mask"])))
-        out += [reward, observation]
+        results += [reward, observation]
         if terminated or truncated:
-            out.append(observation := env.reset()[0])
-    return out
+            results.append(observation := env.reset()[0])
+    return results
 
 
 @pytest.mark.parametrize(("name", "arguments"), ENVIRONMENTS)
@@ -51,9 +51,9 @@ def test_an_environment_conforms(name: str, arguments: dict[str, Any]) -> None:
         check_env(gymnasium.make(name, **arguments).unwrapped, skip_render_check=True)
         sb3_check_env(gymnasium.make(name, **arguments).unwrapped)
     env = gymnasium.make(name, **arguments)
-    first = walked(env, 3, 30)
-    for other in (env, gymnasium.make(EnvSpec.from_json(env.spec.to_json()))):
-        np.testing.assert_equal(walked(other, 3, 30), first)
+    expected = rollout(env, 3, 30)
+    for copy in (env, gymnasium.make(EnvSpec.from_json(env.spec.to_json()))):
+        np.testing.assert_equal(rollout(copy, 3, 30), expected)
 
 
 @pytest.mark.parametrize("name", TASKS)

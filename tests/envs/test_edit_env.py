@@ -23,12 +23,12 @@ def episode(env: MemoryEditEnv, seed: int) -> Iterator[tuple[dict[str, Any], flo
     """Yields the reset and the steps of an episode of uniformly drawn valid actions."""
     rng = np.random.default_rng(seed)
     observation, info = env.reset(seed=seed)
-    ended = truncated = False
-    yield observation, 0.0, ended, truncated, info
-    while not ended and not truncated:
+    terminated = truncated = False
+    yield observation, 0.0, terminated, truncated, info
+    while not terminated and not truncated:
         action = rng.choice(np.flatnonzero(observation["action_mask"]))
-        observation, reward, ended, truncated, info = env.step(action)
-        yield observation, float(reward), ended, truncated, info
+        observation, reward, terminated, truncated, info = env.step(action)
+        yield observation, float(reward), terminated, truncated, info
 
 
 @pytest.mark.parametrize("edits", ["neighbours", "gap"])
@@ -43,18 +43,18 @@ def test_episodes_agree_with_the_simulator(edits: str, accept: str, mode: str) -
         best = [info["best_overhead"] for *_, info in steps]
         assert sum(reward for _, reward, *_ in steps) == pytest.approx(100 * (best[0] - best[-1]))
         assert best == [min(overheads[: i + 1]) for i in range(len(overheads))]
-        *_, ended, truncated, last = steps[-1]
-        assert ended == (best[-1] <= 0) and truncated == (not ended)
-        assert last["calls"] == len(steps) - 1 <= 60
-        found = simulate(task.program, last["plan"], task.machine, task.limit)
-        assert found.overhead == pytest.approx(best[-1]) and found.peak_bytes <= task.limit
-        for (*_, before), (*_, after) in zip(steps, steps[1:], strict=False):
-            effect = 100 * after["effect_ns"] / task.ideal_ns
-            gained = 100 * (after["overhead"] - before["overhead"])
-            assert gained == pytest.approx(effect if after["accepted"] else 0.0)
-            assert after["feasible"] or not after["accepted"]
-            assert accept != "always" or after["accepted"] == after["feasible"]
-            assert accept != "better" or not after["accepted"] or gained <= 1e-9
+        *_, terminated, truncated, final_info = steps[-1]
+        assert terminated == (best[-1] <= 0) and truncated == (not terminated)
+        assert final_info["calls"] == len(steps) - 1 <= 60
+        timeline = simulate(task.program, final_info["plan"], task.machine, task.limit)
+        assert timeline.overhead == pytest.approx(best[-1]) and timeline.peak_bytes <= task.limit
+        for (*_, old), (*_, new) in zip(steps, steps[1:], strict=False):
+            effect = 100 * new["effect_ns"] / task.ideal_ns
+            change = 100 * (new["overhead"] - old["overhead"])
+            assert change == pytest.approx(effect if new["accepted"] else 0.0)
+            assert new["feasible"] or not new["accepted"]
+            assert accept != "always" or new["accepted"] == new["feasible"]
+            assert accept != "better" or not new["accepted"] or change <= 1e-9
 
 
 def test_observations_follow_the_plan() -> None:
@@ -70,10 +70,10 @@ def test_observations_follow_the_plan() -> None:
     # Trial columns of the changed gap are set for the mode that it was changed to.
     observation, _ = env.reset(seed=0)
     code = observation["edits"][0, 0]
-    after, *_ = env.step(np.int64(0))
+    next_obs, *_ = env.step(np.int64(0))
     gap, mode = divmod(int(code), 5)
-    tried = after["gaps"][gap, 22:27] < 3  # steps since the last trial of each mode
-    assert tried[mode] and not after["gaps"][:, 22:27][np.arange(len(after["gaps"])) != gap].min() < 0
+    tried = next_obs["gaps"][gap, 22:27] < 3  # steps since the last trial of each mode
+    assert tried[mode] and not next_obs["gaps"][:, 22:27][np.arange(len(next_obs["gaps"])) != gap].min() < 0
 
 
 def test_where_plans_start() -> None:
@@ -88,8 +88,8 @@ def test_where_plans_start() -> None:
     assert overheads["heuristic"] <= overheads["empty"]
     env = MemoryEditEnv(program, machine, limit, start="empty")
     env.reset(seed=0)
-    given = MemoryEditEnv(program, machine, limit, start=env.best_plan)
-    assert given.reset(seed=0)[1]["overhead"] == overheads["empty"]
+    continued = MemoryEditEnv(program, machine, limit, start=env.best_plan)
+    assert continued.reset(seed=0)[1]["overhead"] == overheads["empty"]
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def batch(count: int, **options: Any) -> EditBatch:
     """Returns walkers of the small task at the start of an episode."""
     program, machine = small_task()
     task = EditTask(program, machine, int(0.6 * program.peak_bytes), "joint", 1, starts.heuristic)
-    found = EditBatch([task], count, 8, **options)
+    walkers = EditBatch([task], count, 8, **options)
     for i in range(count):
-        found.seed(i, i)
-    found.reset(np.ones(count, np.bool_))
-    return found
+        walkers.seed(i, i)
+    walkers.reset(np.ones(count, np.bool_))
+    return walkers
 
 
 def budgets(walkers: EditBatch) -> np.ndarray:
@@ -123,20 +123,20 @@ def budgets(walkers: EditBatch) -> np.ndarray:
 
 def test_a_budget_is_drawn_from_a_range() -> None:
     """Budgets are drawn log-uniformly per episode, and an episode ends with its last call."""
-    many, drawn = batch(20, budget=(10, 1000)), []
+    many, rows = batch(20, budget=(10, 1000)), []
     for _ in range(20):
-        drawn.append(budgets(many))
+        rows.append(budgets(many))
         many.reset(np.ones(20, np.bool_))
-    found = np.array(drawn)
-    assert found.min() >= 10 and found.max() <= 1000 and len(np.unique(found[:, 0])) > 10
-    assert np.median(found) == pytest.approx(100, rel=0.25)  # 505 if it were uniform
-    quarters = np.quantile(np.log(found), [0.25, 0.75])
+    samples = np.array(rows)
+    assert samples.min() >= 10 and samples.max() <= 1000 and len(np.unique(samples[:, 0])) > 10
+    assert np.median(samples) == pytest.approx(100, rel=0.25)  # 505 if it were uniform
+    quarters = np.quantile(np.log(samples), [0.25, 0.75])
     assert quarters == pytest.approx(np.log([10**1.5, 10**2.5]), abs=0.3)
     few = batch(6, budget=(5, 9))
-    ends = budgets(few)
-    while not few.over.all():
-        few.step(np.argmax(few.mask, 1), ~few.over)
-        assert (few.over == (few.calls >= ends))[~few.terminated & (few.edits[:, :, 0] >= 0).any(1)].all()
+    max_calls = budgets(few)
+    while not few.has_ended.all():
+        few.step(np.argmax(few.mask, 1), ~few.has_ended)
+        assert (few.has_ended == (few.calls >= max_calls))[~few.terminated & (few.edits[:, :, 0] >= 0).any(1)].all()
     with pytest.raises(ValueError, match="budget"):
         batch(1, budget=(0, 9))
 
@@ -145,16 +145,16 @@ def test_redraw_changes_the_neighbours_and_nothing_else() -> None:
     walkers = batch(4)
     for _ in range(3):
         walkers.step(np.argmax(walkers.mask, 1))
-    kept = {key: getattr(walkers, key).copy() for key in ("gaps", "bins", "plan", "overhead", "calls", "edits", "mask")}
-    which = np.array([True, False, True, False])
-    walkers.redraw(which)
-    for key, before in kept.items():
-        after = getattr(walkers, key)
+    prev = {key: getattr(walkers, key).copy() for key in ("gaps", "bins", "plan", "overhead", "calls", "edits", "mask")}
+    mask = np.array([True, False, True, False])
+    walkers.redraw(mask)
+    for key, old in prev.items():
+        new = getattr(walkers, key)
         if key in ("edits", "mask"):
-            np.testing.assert_array_equal(after[~which], before[~which])
+            np.testing.assert_array_equal(new[~mask], old[~mask])
         else:
-            np.testing.assert_array_equal(after, before)
-    assert (walkers.edits[which] != kept["edits"][which]).any(axis=(1, 2)).all()
+            np.testing.assert_array_equal(new, old)
+    assert (walkers.edits[mask] != prev["edits"][mask]).any(axis=(1, 2)).all()
     assert ((walkers.edits[:, :, 0] >= 0) == (walkers.mask > 0)).all()
     assert walkers.edits.max() < MODES * walkers.gaps.shape[1]
     walkers.step(np.argmax(walkers.mask, 1))  # a redrawn edit can be tried
@@ -180,15 +180,15 @@ def test_a_start_that_is_a_function() -> None:
     program, machine = small_task()
     limit = int(0.6 * program.peak_bytes)
     heuristic = EditTask(program, machine, limit, "joint", 1, starts.heuristic).starts[0].rows
-    asked = []
+    calls = []
 
     def start(task: EditTask) -> list[Any]:
-        asked.append(task)
+        calls.append(task)
         return [annealing.everything(program, task.mode, 1), heuristic, heuristic[:0]]
 
     task = EditTask(program, machine, limit, "joint", 1, start)
-    assert asked == [task] and len(task.starts) == 2 and task.start_calls == 3  # the empty plan does not fit
-    first, second = (one.iteration_ns for one in task.starts)
+    assert calls == [task] and len(task.starts) == 2 and task.start_calls == 3  # the empty plan does not fit
+    first, second = (entry.iteration_ns for entry in task.starts)
     assert first <= second and task.starts[0].rows is heuristic
     assert simulate(program, Plan(decisions_of(heuristic)), machine, limit).iteration_ns == first
     with pytest.raises(ValueError, match="start"):

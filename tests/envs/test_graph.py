@@ -68,9 +68,9 @@ def test_edges_and_weights() -> None:
     pairs = {(i, i + 1) for i in range(15)} | {
         (2, 12), (12, 14), (1, 3), (3, 5), (5, 9), (9, 13), (13, 15), (4, 6), (6, 7), (7, 8), (8, 10), (10, 11)
     }  # fmt: skip
-    there = sorted(pairs)
-    back, own = [(b, a) for a, b in there], [(i, i) for i in range(16)]
-    assert [tuple(edge) for edge in graph.edges.T.tolist()] == there + back + own
+    forward = sorted(pairs)
+    backward, loops = [(b, a) for a, b in forward], [(i, i) for i in range(16)]
+    assert [tuple(edge) for edge in graph.edges.T.tolist()] == forward + backward + loops
     assert graph.weights == pytest.approx([abs(TIMES[a] - TIMES[b]) / 120 for a, b in graph.edges.T], rel=1e-6)
 
 
@@ -97,8 +97,8 @@ def test_no_node_is_more_than_one_action() -> None:
     assert graph.features[:, 2] * 96 == pytest.approx([0, 10, 10, 10, 10, 10, 20, 20, 10], rel=1e-6)
     assert graph.features[:, 3] * 96 == pytest.approx([0, 10, 10, 11, 12, 12, 13, 13, 11], rel=1e-6)
     # With k6 reading only, gap 2 closes at 5, which is taken, as are the malloc and the free: it has no removal.
-    only = (*kernels[:6], replace(kernels[6], outputs=()), *kernels[7:-1])
-    graph = build_graph(replace(program, kernels=only), MACHINE, 100, 1, "joint")
+    read_only = (*kernels[:6], replace(kernels[6], outputs=()), *kernels[7:-1])
+    graph = build_graph(replace(program, kernels=read_only), MACHINE, 100, 1, "joint")
     assert graph.action_gap[graph.action_kind == REMOVE].tolist() == [0, 3, 1]
 
 

@@ -28,8 +28,8 @@ def test_features_of_the_current_position():
     assert info.keys() == {"action_mask", "overhead", "iteration_ns", "feasible", "invalid"}
     assert (info["overhead"], info["iteration_ns"], info["feasible"]) == (0, 120, False)
     assert env.step(0)[0]["current"] == 3  # kernel 1 is next; operations 1 to 3 have begun
-    then, reward, *_ = env.step(2)  # w is swapped out during the whole excess: 15 bytes x 10 ns and 25 x 20
-    assert then["current"] == 6 and np.flatnonzero(then["action_mask"]).tolist() == [0, 5, 9] and reward == 0
+    second, reward, *_ = env.step(2)  # w is swapped out during the whole excess: 15 bytes x 10 ns and 25 x 20
+    assert second["current"] == 6 and np.flatnonzero(second["action_mask"]).tolist() == [0, 5, 9] and reward == 0
     # Only f1 is recomputed: 110 and 130 bytes remain.
     _, reward, terminated, truncated, info = env.step(9)
     assert (reward, terminated, truncated, info["feasible"]) == (pytest.approx(-10 / 120), True, False, True)
@@ -39,18 +39,18 @@ def test_features_of_the_current_position():
 @pytest.mark.parametrize("invalid", ["end", "ignore"])
 def test_an_invalid_action_ends_the_episode_or_changes_nothing(invalid):
     """With "ignore", the episode continues as if the action had not been taken."""
-    env, other = (envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1, invalid=invalid) for _ in range(2))
+    env, reference = (envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1, invalid=invalid) for _ in range(2))
     first, _ = env.reset(seed=0)
-    other.reset(seed=0)
+    reference.reset(seed=0)
     for action in (2, 16, -1):  # closed, out of range, out of range
         observation, *step, info = env.step(action)
         assert step == ([DEAD_END_REWARD, True, False] if invalid == "end" else [0.0, False, False])
         assert info["invalid"] and all((observation[key] == first[key]).all() for key in first)
     if invalid == "ignore":
         assert not env.step(0)[4]["invalid"]
-        other.step(0)
-        for ours, theirs in zip(env.step(2)[:4], other.step(2)[:4], strict=True):
-            np.testing.assert_equal(ours, theirs)
+        reference.step(0)
+        for value, expected in zip(env.step(2)[:4], reference.step(2)[:4], strict=True):
+            np.testing.assert_equal(value, expected)
 
 
 def test_a_fitting_program_ends_at_the_first_step():
@@ -64,29 +64,29 @@ def test_observations_are_shared_only_on_request():
     for copied in (True, False):
         env = envs.MemoryEnv(limit=0.6, copy=copied)
         vector = envs.MemoryVectorEnv(2, limit=0.6, copy=copied)
-        for one in (env, vector):
-            first, info = one.reset(seed=0)
-            kept = {key: value.copy() for key, value in first.items()}
-            then, _, _, _, later = one.step(0 if one is env else np.zeros(2, np.int64))
-            assert all(np.shares_memory(first[key], then[key]) != copied for key in first if np.ndim(first[key]))
-            assert np.shares_memory(info["action_mask"], later["action_mask"]) != copied
-            assert all((first[key] == kept[key]).all() for key in first) == copied
-            assert not all((then[key] == kept[key]).all() for key in then)
+        for tested in (env, vector):
+            first, info = tested.reset(seed=0)
+            copies = {key: value.copy() for key, value in first.items()}
+            second, _, _, _, second_info = tested.step(0 if tested is env else np.zeros(2, np.int64))
+            assert all(np.shares_memory(first[key], second[key]) != copied for key in first if np.ndim(first[key]))
+            assert np.shares_memory(info["action_mask"], second_info["action_mask"]) != copied
+            assert all((first[key] == copies[key]).all() for key in first) == copied
+            assert not all((second[key] == copies[key]).all() for key in second)
 
 
 def test_held_observations_are_not_overwritten():
     """Observation buffers are reused only when no view of them is left."""
     vector = envs.MemoryVectorEnv(3, limit=0.6)
     observation, info = vector.reset(seed=0)
-    rng, kept, addresses = np.random.default_rng(0), [], set()
+    rng, views, addresses = np.random.default_rng(0), [], set()
     for step in range(40):
-        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in info["action_mask"]])
-        observation, *_, info = vector.step(chosen)
+        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in info["action_mask"]])
+        observation, *_, info = vector.step(actions)
         addresses.add(observation["nodes"].ctypes.data)
         if step % 5 == 0:
-            kept.append((observation["nodes"][1, 2:].T, observation["nodes"][1, 2:].T.copy()))
-    assert all((view == value).all() for view, value in kept)
-    assert len({view.ctypes.data for view, _ in kept}) == len(kept) <= len(addresses) < 20
+            views.append((observation["nodes"][1, 2:].T, observation["nodes"][1, 2:].T.copy()))
+    assert all((view == value).all() for view, value in views)
+    assert len({view.ctypes.data for view, _ in views}) == len(views) <= len(addresses) < 20
 
 
 @pytest.mark.parametrize("make", [envs.MemoryEnv, envs.MemoryEditEnv, partial(envs.MemoryVectorEnv, 2),
@@ -94,14 +94,14 @@ def test_held_observations_are_not_overwritten():
 def test_copied_and_pickled_environments_are_independent(make):
     env, rng = make(limit=0.6), np.random.default_rng(0)
     _, info = env.reset(seed=0)
-    others = copy.deepcopy(env), pickle.loads(pickle.dumps(env))
+    copies = copy.deepcopy(env), pickle.loads(pickle.dumps(env))
     for _ in range(20):
         masks = np.atleast_2d(info["action_mask"])
         actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in masks])
-        *ours, info = env.step(actions if info["action_mask"].ndim == 2 else actions[0])
-        for other in others:
-            np.testing.assert_equal(other.step(actions if info["action_mask"].ndim == 2 else actions[0])[:4], ours)
-        if np.any(ours[2]) or np.any(ours[3]):
+        *expected, info = env.step(actions if info["action_mask"].ndim == 2 else actions[0])
+        for copied in copies:
+            np.testing.assert_equal(copied.step(actions if info["action_mask"].ndim == 2 else actions[0])[:4], expected)
+        if np.any(expected[2]) or np.any(expected[3]):
             break
 
 
@@ -175,17 +175,17 @@ def test_programs_and_machines_by_name_and_path(tmp_path):
 
 def test_a_limit_that_no_plan_meets_is_refused():
     """The tiny program holds 105 bytes at its seventh kernel with every eligible tensor evicted."""
-    least = least_residency(PROGRAM, 1)
-    assert envs.MemoryEnv(PROGRAM, MACHINE, least, min_bytes=1)
+    min_limit = least_residency(PROGRAM, 1)
+    assert envs.MemoryEnv(PROGRAM, MACHINE, min_limit, min_bytes=1)
     for make in (envs.MemoryEnv, partial(envs.MemoryVectorEnv, 2)):
-        with pytest.raises(ValueError, match=f"limit: no plan of mode 'joint' brings 'tiny' below {least} bytes"):
-            make(PROGRAM, MACHINE, [0.9, least - 1], min_bytes=1)
-    assert least_residency(PROGRAM, 1, "recompute") > least  # the batch cannot be recomputed
+        with pytest.raises(ValueError, match=f"limit: no plan of mode 'joint' brings 'tiny' below {min_limit} bytes"):
+            make(PROGRAM, MACHINE, [0.9, min_limit - 1], min_bytes=1)
+    assert least_residency(PROGRAM, 1, "recompute") > min_limit  # the batch cannot be recomputed
     with pytest.raises(ValueError, match="no plan of mode 'recompute'"):
-        envs.MemoryEnv(PROGRAM, MACHINE, least, min_bytes=1, mode="recompute")
+        envs.MemoryEnv(PROGRAM, MACHINE, min_limit, min_bytes=1, mode="recompute")
 
 
-def ended(env, rng):
+def final_step(env, rng):
     """Returns the last step of an episode of random valid actions on a drawn task."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     while True:
@@ -199,21 +199,21 @@ def test_the_best_plan_is_kept_and_a_dead_end_has_no_overhead():
     program, machine = small_task()
     env, rng = envs.MemoryEnv(limit=[0.55, 0.7]), np.random.default_rng(0)
     assert env.best_plans == (None, None)
-    best, dead = {}, 0
+    best, dead_ends = {}, 0
     for _ in range(40):
-        observation, _, _, _, info = ended(env, rng)
+        observation, _, _, _, info = final_step(env, rng)
         task = int(observation["program"])
         if not info["feasible"]:
             assert np.isnan(info["overhead"]) and "plan" not in info
-            dead += 1
+            dead_ends += 1
             continue
         limit = env.tasks[task].limit
         assert simulate(program, info["plan"], machine, limit).overhead == pytest.approx(info["overhead"], abs=1e-12)
         best[task] = min(best.get(task, np.inf), info["overhead"])
-    assert dead and len(best) == 2
+    assert dead_ends and len(best) == 2
     for task, plan in enumerate(env.best_plans):
-        found = simulate(program, plan, machine, env.tasks[task].limit)
-        assert found.overhead == pytest.approx(best[task], abs=1e-12)
+        timeline = simulate(program, plan, machine, env.tasks[task].limit)
+        assert timeline.overhead == pytest.approx(best[task], abs=1e-12)
     assert env.best_plan == env.best_plans[0]
 
 
@@ -231,16 +231,16 @@ def test_the_rendering_shows_the_walk():
     assert "." not in "".join(first[2:-1]).replace("0.00 GiB", "")
     env.step(0)
     env.step(2)
-    then = env.render().splitlines()
-    assert "swapped out 1" in then[1] and "." in "".join(then[2:-1]).replace("0.00 GiB", "")
+    second = env.render().splitlines()
+    assert "swapped out 1" in second[1] and "." in "".join(second[2:-1]).replace("0.00 GiB", "")
 
 
 def test_a_picture():
     env = gymnasium.make("GpuMemory-v0", limit=0.6, render_mode="rgb_array")
     env.reset(seed=0)
-    before = env.render()
-    assert (before.shape, before.dtype) == ((450, 800, 3), np.uint8)
+    image = env.render()
+    assert (image.shape, image.dtype) == ((450, 800, 3), np.uint8)
     env.step(0)
-    assert (env.render() != before).any()
+    assert (env.render() != image).any()
     with pytest.raises(ValueError, match="render_mode: expected 'ansi' or 'rgb_array', got 'human'"):
         envs.MemoryEnv(render_mode="human")

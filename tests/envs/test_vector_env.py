@@ -20,28 +20,28 @@ def assert_same(observation: dict, i: int, expected: dict) -> None:
         assert (observation[key][i] == expected[key]).all(), key
 
 
-def assert_all_same(ours: dict, theirs: dict) -> None:
-    assert ours.keys() == theirs.keys()
-    for key in theirs:
-        assert ours[key].dtype == theirs[key].dtype and (ours[key] == theirs[key]).all(), key
+def assert_all_same(observation: dict, expected: dict) -> None:
+    assert observation.keys() == expected.keys()
+    for key in expected:
+        assert observation[key].dtype == expected[key].dtype and (observation[key] == expected[key]).all(), key
 
 
-def assert_infos_are_alike(ours: dict, theirs: dict, size: int) -> None:
+def assert_infos_are_alike(info: dict, expected: dict, size: int) -> None:
     """Compares infos: ours has every key in every step, Gymnasium's marks valid entries by ``_key``."""
-    for key, value in theirs.items():
+    for key, value in expected.items():
         if key.startswith("_"):
             continue
-        counts = theirs.get(f"_{key}", np.ones(size, np.bool_))
+        counts = expected.get(f"_{key}", np.ones(size, np.bool_))
         if key == "final_obs":
-            assert (ours["_final_obs"] == counts).all()
+            assert (info["_final_obs"] == counts).all()
             for i in np.flatnonzero(counts):
-                assert_same({name: part[None] for name, part in ours[key][i].items()}, 0, value[i])
-            assert all(ours[key][i] is None for i in np.flatnonzero(~counts))
+                assert_same({name: array[None] for name, array in info[key][i].items()}, 0, value[i])
+            assert all(info[key][i] is None for i in np.flatnonzero(~counts))
         elif key == "final_info":
-            assert (ours["_final_info"] == counts).all()
-            assert_infos_are_alike(ours[key], value, size)
+            assert (info["_final_info"] == counts).all()
+            assert_infos_are_alike(info[key], value, size)
         else:
-            np.testing.assert_equal(np.asarray(ours[key])[counts], value[counts])
+            np.testing.assert_equal(np.asarray(info[key])[counts], value[counts])
 
 
 PROGRAM, MACHINE = small_task()
@@ -68,9 +68,9 @@ def test_the_vector_env_equals_gymnasiums_vector_of_envs(form, mode):
     Covers programs of two lengths, two machines, limits below and above the peak, random actions with a few invalid
     ones, and truncation.
     """
-    name, arguments, most = FORMS[form]
+    name, arguments, max_steps = FORMS[form]
     walks = name == "GpuMemory-v0"
-    kwargs = {**arguments, "max_episode_steps": most}
+    kwargs = {**arguments, "max_episode_steps": max_steps}
     vector = gymnasium.make_vec(name, 3, "vector_entry_point", **kwargs, autoreset_mode=mode)
     assert isinstance(vector, envs.MemoryVectorEnv if walks else envs.MemoryEditVectorEnv)
     assert vector.metadata["autoreset_mode"] == mode
@@ -89,19 +89,19 @@ def test_the_vector_env_equals_gymnasiums_vector_of_envs(form, mode):
         assert (reward == its_reward).all() and (terminated == its_end).all() and (truncated == its_stop).all()
         assert (info["action_mask"] == observation["action_mask"]).all()
         assert_infos_are_alike(info, its_info, 3)
-        over = terminated | truncated
-        ends += [(step, i) for i in np.flatnonzero(terminated if walks else over)]
+        done = terminated | truncated
+        ends += [(step, i) for i in np.flatnonzero(terminated if walks else done)]
         rewards += reward.tolist()
         tasks |= set(observation["program" if walks else "task"].tolist())
         cut += truncated.sum()
-        if mode == AutoresetMode.DISABLED and over.any():
+        if mode == AutoresetMode.DISABLED and done.any():
             with pytest.raises(ValueError, match="reset episodes that have ended"):
                 vector.step(actions)
-            observation, info = vector.reset(options={"reset_mask": over})
-            assert_all_same(observation, peer.reset(options={"reset_mask": over.copy()})[0])
+            observation, info = vector.reset(options={"reset_mask": done})
+            assert_all_same(observation, peer.reset(options={"reset_mask": done.copy()})[0])
     assert len(ends) > (20 if walks else 8) and len({step for step, _ in ends}) > (10 if walks else 2)
     assert tasks == set(range(12 if walks else 2)) and (DEAD_END_REWARD in rewards) == walks
-    assert cut > 10 if most else (cut == 0) == walks
+    assert cut > 10 if max_steps else (cut == 0) == walks
 
 
 def test_what_may_be_reset():
@@ -109,23 +109,23 @@ def test_what_may_be_reset():
     vector.reset(seed=1)
     vector.step(np.zeros(3, np.int64))
     mask = np.array([False, True, False])
-    after, _ = vector.reset(options={"reset_mask": mask, "task": 1})
-    assert after["current"][0] > 0 and after["current"][1] == 0 and after["program"][1] == 1
+    observation, _ = vector.reset(options={"reset_mask": mask, "task": 1})
+    assert observation["current"][0] > 0 and observation["current"][1] == 0 and observation["program"][1] == 1
     for wrong in (np.zeros(3, np.bool_), np.ones(2, np.bool_), np.ones(3)):
         with pytest.raises(ValueError, match="reset_mask: expected 3 booleans"):
             vector.reset(options={"reset_mask": wrong})
     with pytest.raises(ValueError, match="seed: expected 3, got 2"):
         vector.reset(seed=[1, 2])
-    for one in (vector, envs.MemoryEnv(limit=[0.6, 0.8])):
+    for env in (vector, envs.MemoryEnv(limit=[0.6, 0.8])):
         with pytest.raises(ValueError, match="expected a task from -2 to 1, got 2"):
-            one.reset(options={"task": 2})
+            env.reset(options={"task": 2})
         with pytest.raises(ValueError, match=r"options: expected 'task'.*got 'tasks'"):
-            one.reset(options={"tasks": 1})
+            env.reset(options={"tasks": 1})
 
 
 def test_a_vector_env_takes_the_first_of_several_seeds_and_an_action_for_each_walk():
     vector = envs.MemoryVectorEnv(4, PROGRAM, MACHINE, [0.6, 0.7, 0.8, 0.9])
-    drawn = [vector.reset(seed=seed)[0]["program"].tolist() for seed in (3, [3, 4, 5, 6], 4)]
-    assert drawn[0] == drawn[1] != drawn[2]
+    programs = [vector.reset(seed=seed)[0]["program"].tolist() for seed in (3, [3, 4, 5, 6], 4)]
+    assert programs[0] == programs[1] != programs[2]
     with pytest.raises(ValueError):
         vector.step(np.zeros(3, np.int64))

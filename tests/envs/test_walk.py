@@ -23,14 +23,14 @@ def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> i
     if kind == NOTHING:
         return 0
     graph = walk.task.graph
-    (found,) = [
+    (index,) = [
         n for n in np.flatnonzero(graph.action_kind == kind)
         if (gap := graph.gaps[graph.action_gap[n]]).tensor == tensor and before in (None, gap.before)
     ]  # fmt: skip
-    return int(found)
+    return int(index)
 
 
-def allowed(walk: Walk) -> set[tuple[int, ...]]:
+def valid_actions(walk: Walk) -> set[tuple[int, ...]]:
     """Returns the valid actions as (kind, tensor), or (NOTHING,)."""
     graph = walk.task.graph
     return {
@@ -39,7 +39,7 @@ def allowed(walk: Walk) -> set[tuple[int, ...]]:
     }
 
 
-def nothing(walk: Walk) -> int:
+def do_nothing(walk: Walk) -> int:
     """Takes "do nothing" and returns the position."""
     walk.step(0)
     return walk.position
@@ -51,10 +51,10 @@ def nothing(walk: Walk) -> int:
 def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
     """The gaps of w, a1 and a2 open when kernels 0, 1 and 2 have ended. Kernel 3 needs 170 bytes of 150."""
     walk = walk_of()
-    assert (walk.position, walk.done, walk.overhead, allowed(walk)) == (0, False, 0.0, {(NOTHING,)})
-    assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, W)}
-    assert nothing(walk) == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, W), (OFFLOAD, A1)}
-    assert nothing(walk) == 3 and allowed(walk) == {(OFFLOAD, W), (OFFLOAD, A1), (OFFLOAD, A2)}
+    assert (walk.position, walk.done, walk.overhead, valid_actions(walk)) == (0, False, 0.0, {(NOTHING,)})
+    assert do_nothing(walk) == 1 and valid_actions(walk) == {(NOTHING,), (OFFLOAD, W)}
+    assert do_nothing(walk) == 2 and valid_actions(walk) == {(NOTHING,), (OFFLOAD, W), (OFFLOAD, A1)}
+    assert do_nothing(walk) == 3 and valid_actions(walk) == {(OFFLOAD, W), (OFFLOAD, A1), (OFFLOAD, A2)}
     with pytest.raises(ValueError, match="node 0 is not a valid action now"):
         walk.step(0)
     # With a2 swapped out, kernels 3 and 4 need 130 and 140 bytes. It is copied out [30, 70) and f4 waits for 40 ns; it
@@ -63,7 +63,7 @@ def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
     assert step == (pytest.approx(-80 / 120), True, False)
     assert (walk.position, walk.overhead) == (3, pytest.approx(80 / 120))
     assert walk.plan("me") == Plan((Swap(A2, 2, 5),), PROGRAM.fingerprint, "me", LIMIT, "tiny")
-    assert allowed(walk) == {(NOTHING,)}
+    assert valid_actions(walk) == {(NOTHING,)}
     with pytest.raises(ValueError, match="not a valid action"):  # the episode has ended
         walk.step(0)
 
@@ -71,12 +71,12 @@ def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
 def test_a_dead_end() -> None:
     """Under 79 bytes kernel 1 needs 80 even with w swapped out, and no other tensor can be evicted."""
     walk = walk_of(limit=79)
-    assert nothing(walk) == 1 and allowed(walk) == {(OFFLOAD, W)}
+    assert do_nothing(walk) == 1 and valid_actions(walk) == {(OFFLOAD, W)}
     assert walk.step(node(walk, OFFLOAD, W)) == (DEAD_END_REWARD, True, True) == (-10.0, True, True)
-    assert walk.done and walk.dead_end and allowed(walk) == {(NOTHING,)}
+    assert walk.done and walk.dead_end and valid_actions(walk) == {(NOTHING,)}
     walk.reset()
     assert (walk.position, walk.count, walk.done, walk.dead_end, len(walk.rows)) == (0, 0, False, False, 0)
-    assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and allowed(walk) == {(NOTHING,)}
+    assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and valid_actions(walk) == {(NOTHING,)}
 
 
 # ------------------------------------------------------------------------------------------------ over the boundary
@@ -97,7 +97,7 @@ def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
     """
     assert RING.live_bytes == (60, 60, 60, 110, 100)
     walk = walk_of(RING, 50)
-    assert walk.position == 0 and allowed(walk) == {(OFFLOAD, V), (OFFLOAD, U)}
+    assert walk.position == 0 and valid_actions(walk) == {(OFFLOAD, V), (OFFLOAD, U)}
     # Above 50 bytes are 10 in each of k0, k1 and k2, 60 in k3 and 50 in k4: 1400 byte-ns. The gap of v covers all but
     # k1, that of w all but k2, that of x k1 to k3.
     assert walk.relief() == pytest.approx([130 / 140, 130 / 140, 80 / 140])
@@ -105,9 +105,9 @@ def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
     assert (walk.position, walk.free_ns) == (0, -10)
     walk.step(node(walk, OFFLOAD, U))
     assert (walk.position, walk.free_ns) == (0, 20)
-    assert walk.need.tolist() == [10, 30, 40, 60, 50] and allowed(walk) == {(NOTHING,)}
+    assert walk.need.tolist() == [10, 30, 40, 60, 50] and valid_actions(walk) == {(NOTHING,)}
     # x's gap opens when k0 has ended; the engine is free at 20.
-    assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, X)}
+    assert do_nothing(walk) == 1 and valid_actions(walk) == {(NOTHING,), (OFFLOAD, X)}
     walk.step(node(walk, OFFLOAD, X))
     assert walk.done and walk.plan().decisions == (Swap(V, 1, 1), Swap(U, 2, 2), Swap(X, 0, 4))
     assert walk.rows.tolist() == rows_of(walk.plan().decisions).tolist()

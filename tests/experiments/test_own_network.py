@@ -51,8 +51,8 @@ def test_a_named_task(run: Run, tmp_path: Path) -> None:
     run("train_sb3", *words, f"out={tmp_path / 'out'}").ok()
     row = rows_in(tmp_path / "out")[0]
     assert (row["workload"], row["machine"], round(row["limit_fraction"], 3)) == ("unet", "rtx2080ti", 0.5)
-    kept = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]
-    assert kept["limit"] == 0.5 and kept["machine"]["d2h_bytes_per_s"] > 0
+    config = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]
+    assert config["limit"] == 0.5 and config["machine"]["d2h_bytes_per_s"] > 0
 
 
 class Wrong(nn.Module):
@@ -88,13 +88,13 @@ def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
     assert set(np.unique(trainer.actions // n)) == {0, 1, 2}
     while len(trainer.history) < config.episodes:
         trainer.step()
-    taken = trainer.buffer.ring["action"][: trainer.buffer.size]
-    assert set(np.unique(trainer.actions[taken] // n)) == {0, 1, 2}
+    actions = trainer.buffer.ring["action"][: trainer.buffer.size]
+    assert set(np.unique(trainer.actions[actions] // n)) == {0, 1, 2}
     assert isinstance(trainer.best, Plan) and trainer.best_overhead < 0.05
     assert trainer.task.engine.calls < trainer.buffer.size  # with the causal reward one per episode
-    before = trainer.rng.bit_generator.state, trainer.task.engine.calls
+    state = trainer.rng.bit_generator.state, trainer.task.engine.calls
     assert trainer.greedy_overhead() >= 0
-    assert before == (trainer.rng.bit_generator.state, trainer.task.engine.calls)
+    assert state == (trainer.rng.bit_generator.state, trainer.task.engine.calls)
     trainer.save(tmp_path / "checkpoint.pt")
     Trainer(PROGRAM, MACHINE, LIMIT, config, 0, variant=Variant("causal", "full")).load(tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match="variant"):

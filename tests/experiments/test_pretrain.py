@@ -42,28 +42,28 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
         [min((ns for ns, _ in json.loads(line)["plans"]), default=0) for line in lines] for lines in (first, second)
     ]
     assert len(first) == 4 and all(a >= b for a, b in zip(*best, strict=True))
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*z")} | {
+    captured = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*z")} | {
         tmp_path / "lessons-0.jsonl": (tmp_path / "lessons-0.jsonl").read_text()
     }
     (folder / "state-1.pt").unlink()
-    old = (folder / "policy.pt").read_bytes()
-    again = run("pretrain", *SMALL, f"out={tmp_path}")
-    assert again.returncode == 0, again.stderr
-    assert (folder / "policy.pt").read_bytes() == old
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*z")} | {
+    weights = (folder / "policy.pt").read_bytes()
+    repeated = run("pretrain", *SMALL, f"out={tmp_path}")
+    assert repeated.returncode == 0, repeated.stderr
+    assert (folder / "policy.pt").read_bytes() == weights
+    assert captured == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*z")} | {
         tmp_path / "lessons-0.jsonl": (tmp_path / "lessons-0.jsonl").read_text()
     }
 
 
 @pytest.mark.nightly
 def test_on_ray_the_lessons_and_weights_are_the_same(start: Run, tmp_path: Path) -> None:
-    made = []
+    outputs = []
     for name, words in (("here", ()), ("ray", ("launcher=ray", "jobs=2"))):
         done = start("pretrain", *SMALL, *words, f"out={tmp_path / name}")
         assert done.returncode == 0, done.stderr
         files = ("lessons-0.jsonl", "lessons-1.jsonl", "structure2vec-0/policy.pt")
-        made.append([(tmp_path / name / file).read_bytes() for file in files])
-    assert made[0] == made[1]
+        outputs.append([(tmp_path / name / file).read_bytes() for file in files])
+    assert outputs[0] == outputs[1]
 
 
 def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:

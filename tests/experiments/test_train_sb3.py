@@ -35,7 +35,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def made(algorithm: str, seed: int = 0, **options: Any) -> Any:
+def make_model(algorithm: str, seed: int = 0, **options: Any) -> Any:
     return sb3.make(algorithm, ENVIRONMENT, seed, **{"num_envs": 4, "reward_scale": 10.0, "network": {}, **options})
 
 
@@ -58,7 +58,7 @@ class Invalid(BaseCallback):
 
 
 def test_maskable_ppo_learns_the_small_task() -> None:
-    model = made("maskable_ppo", seed=3, num_envs=8, **PPO)
+    model = make_model("maskable_ppo", seed=3, num_envs=8, **PPO)
     assert overhead(sb3.greedy(model, ENVIRONMENT, "")) > 0.05
     invalid = Invalid()
     model.learn(2500, invalid)
@@ -74,13 +74,13 @@ def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     histories = []
     for seed in (5, 5, 6):
-        told: list[Episode] = []
-        record = sb3.Record(algorithm, on_episode=told.append)
-        made(algorithm, seed, **SMALL[algorithm]).learn(512, record)
-        assert record.num_timesteps == 512 and told == record.history and len(told) > 20
-        assert [e.episode for e in told] == list(range(1, len(told) + 1))
-        found = [e.overhead for e in told if e.feasible]
-        assert told[-1].best_overhead == min(found) == pytest.approx(overhead(record.best))
+        episodes: list[Episode] = []
+        record = sb3.EpisodeRecorder(algorithm, on_episode=episodes.append)
+        make_model(algorithm, seed, **SMALL[algorithm]).learn(512, record)
+        assert record.num_timesteps == 512 and episodes == record.history and len(episodes) > 20
+        assert [e.episode for e in episodes] == list(range(1, len(episodes) + 1))
+        overheads = [e.overhead for e in episodes if e.feasible]
+        assert episodes[-1].best_overhead == min(overheads) == pytest.approx(overhead(record.best))
         assert record.best is not None and record.best.planner == algorithm
         histories.append([(e.steps, e.overhead) for e in record.history if e.feasible])
     assert histories[0] == histories[1] != histories[2]
@@ -89,7 +89,7 @@ def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(
 
 def test_rewards_are_scaled_for_learning_only() -> None:
     """The sum of an episode's rewards is −10 times its overhead; Monitor, inside the wrapper, reports the plain sum."""
-    env, rng = made("maskable_ppo", num_envs=1, **SMALL["maskable_ppo"]).get_env(), np.random.default_rng(0)
+    env, rng = make_model("maskable_ppo", num_envs=1, **SMALL["maskable_ppo"]).get_env(), np.random.default_rng(0)
     env.reset()
     total, done = 0.0, False
     while not done:
@@ -105,7 +105,7 @@ def test_what_the_network_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="one graph"):
         sb3.graph_of(tasks)
     with pytest.raises(ValueError, match="pool"):
-        made("dqn", network={"pool": "median"})
+        make_model("dqn", network={"pool": "median"})
     assert sb3.graph_of([tasks[0], Task(PROGRAM, MACHINE, LIMIT)]) is tasks[0].graph
 
 
@@ -118,7 +118,7 @@ def test_what_the_network_cannot_be_is_refused() -> None:
     {"learning_starts": 0, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0},  # greedy
 ])  # fmt: skip
 def test_the_dqn_takes_no_invalid_action(settings: dict[str, Any]) -> None:
-    model = made("dqn", **{**SMALL["dqn"], **settings})
+    model = make_model("dqn", **{**SMALL["dqn"], **settings})
     invalid = Invalid()
     model.learn(400, invalid)
     assert not invalid.count
@@ -129,12 +129,12 @@ def test_the_maximum_of_the_target_is_masked(monkeypatch: pytest.MonkeyPatch) ->
     features = sb3.GraphFeatures.forward
 
     def tempting(extractor: sb3.GraphFeatures, observations: Mapping[str, Tensor]) -> Tensor:
-        out = features(extractor, observations).clone()
-        out[:, : extractor.nodes][observations["action_mask"] == 0] = 1e6
-        return out
+        scores = features(extractor, observations).clone()
+        scores[:, : extractor.nodes][observations["action_mask"] == 0] = 1e6
+        return scores
 
     monkeypatch.setattr(sb3.GraphFeatures, "forward", tempting)
-    model = made("dqn", **{**SMALL["dqn"], "learning_starts": 10_000})
+    model = make_model("dqn", **{**SMALL["dqn"], "learning_starts": 10_000})
     model.learn(400)
     model.train(1, 64)
     assert model.logger.name_to_value["train/loss"] < 100
@@ -162,13 +162,13 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     plan = Plan.load(out / "plan.json")
     assert overhead(plan) == rows[3]["overhead"] and plan.planner == agent
     assert json.loads((out / "summary.json").read_text())["versions"]["sb3-contrib"]
-    told = EventAccumulator(str(out / "tb"))
-    told.Reload()
-    best = [(e.step, e.value) for e in told.Scalars("episode/best_overhead")]
+    events = EventAccumulator(str(out / "tb"))
+    events.Reload()
+    best = [(e.step, e.value) for e in events.Scalars("episode/best_overhead")]
     assert best[-1] == (steps, pytest.approx(overhead(plan))) and len(best) > 1
     assert best == sorted(best, key=lambda entry: (entry[0], -entry[1]))
-    assert {"rollout/ep_rew_mean", "time/fps", *curves.NAMES} <= set(told.Tags()["scalars"])
-    greedy = told.Scalars(curves.GREEDY)
+    assert {"rollout/ep_rew_mean", "time/fps", *curves.NAMES} <= set(events.Tags()["scalars"])
+    greedy = events.Scalars(curves.GREEDY)
     assert len(greedy) >= 3 and greedy[-1].value == pytest.approx(rows[4]["overhead"], abs=1e-6)
 
 
@@ -183,10 +183,10 @@ def test_a_program_of_ones_own(run: Run, program_file: Path, tmp_path: Path) -> 
 
 
 def test_the_single_file_learns_the_small_task(capsys: pytest.CaptureFixture[str]) -> None:
-    found = dqn_single_file.main(dqn_single_file.Args(steps=4000, seed=1))
+    overhead = dqn_single_file.main(dqn_single_file.Args(steps=4000, seed=1))
     lines = capsys.readouterr().out.splitlines()
-    assert found <= 0.01
-    assert f"{found:.2%}" in lines[-1]
+    assert overhead <= 0.01
+    assert f"{overhead:.2%}" in lines[-1]
     returns = [float(line.split("return ")[1].split(",")[0]) for line in lines[:-1]]
     assert len(returns) > 5 and np.mean(returns[-3:]) > returns[0]
 

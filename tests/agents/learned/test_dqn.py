@@ -13,12 +13,12 @@ from torch import Tensor
 
 import agents
 from agents.learned.checkpoint import TrainingStateError, save_weights
-from agents.learned.dqn import DQN, FineTuning, Observed, Rollout
+from agents.learned.dqn import DQN, FineTuning, Observation, Rollout
 from agents.learned.dqn_config import Args, PaperConfig
 from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
-from agents.learned.edit_walk import IMPROVES, NONE, SLOT, EditWalk, Q
+from agents.learned.edit_walk import EMPTY, IMPROVES, SLOT, EditWalk, Q
 from agents.learned.optimisation import MASKED
 from agents.learned.training import Episode, Trainer, train
 from envs.edit import starts
@@ -68,21 +68,21 @@ def test_compiled_ranking_equals_the_network(
     walk = EditWalk(task, 1, net, 0, neighbours=24, column=column)
     walk.begin(0, task.starts[0])
     graph = edit_graph(task)
-    parts = net.static_parts(graph)
+    static_parts = net.static_parts(graph)
     while len(seen) < 12:
         walk.walk(0, 1, 0.5)
         score, tried = walk._pools[0].score, int(walk._pools[0].meta[SLOT])
         edits = torch.from_numpy(walk._walkers[0].codes[:1])
         with torch.no_grad():
-            h, whole = encode(net, graph, *seen[-1], parts)
-            outputs = net.score(h, whole, edits)
+            h, plan_state = encode(net, graph, *seen[-1], static_parts)
+            outputs = net.score(h, plan_state, edits)
         expected = outputs[0 if column == Q else 2][0].double().numpy()
-        left = np.flatnonzero(score > NONE)
-        assert len(left) > 8 and tried not in left
-        differences = score[left] - expected[left]
+        untried = np.flatnonzero(score > EMPTY)
+        assert len(untried) > 8 and tried not in untried
+        differences = score[untried] - expected[untried]
         assert differences == pytest.approx(differences[0] if column == Q else 0.0, abs=1e-4)
-        assert expected[left].max() - expected[left].min() > 1e-3
-        assert expected[tried] >= expected[left].max() - 1e-4  # the best edit is tried
+        assert expected[untried].max() - expected[untried].min() > 1e-3
+        assert expected[tried] >= expected[untried].max() - 1e-4  # the best edit is tried
 
 
 def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,21 +93,21 @@ def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tens
     batch.reset(np.ones(count, np.bool_), 0)
     for _ in range(10):
         batch.step(rng.integers(8, size=count))
-    return Observed(batch.gaps, batch.bins[:, :, -7:], batch.plan, batch.edits).tensors()
+    return Observation(batch.gaps, batch.bins[:, :, -7:], batch.plan, batch.edits).tensors()
 
 
 def test_message_passing_reads_the_edges_and_the_flat_network_does_not() -> None:
     task = pyramid_task()
     state, graph = states(task), edit_graph(task)
-    other = graph._replace(edges=graph.edges[::-1])
-    found = []
+    other_graph = graph._replace(edges=graph.edges[::-1])
+    q_values = []
     for message_passing in (True, False):
         net = DQN([task], [0.0], replace(SMALL, message_passing=message_passing)).net
         with torch.no_grad():
-            q, swapped = net(graph, *state)[0], net(other, *state)[0]
-        assert torch.equal(q, swapped) == (not message_passing)
-        found.append(q)
-    assert not torch.allclose(found[0], found[1], atol=1e-3)
+            q, other_q = net(graph, *state)[0], net(other_graph, *state)[0]
+        assert torch.equal(q, other_q) == (not message_passing)
+        q_values.append(q)
+    assert not torch.allclose(q_values[0], q_values[1], atol=1e-3)
     assert trained(WEIGHTS[True]).rounds and not trained(WEIGHTS[False]).rounds
 
 
@@ -116,12 +116,12 @@ def test_padding_edits_are_masked_and_do_not_affect_others() -> None:
     *state, edits = states(task)
     edits[0, 0] = -1
     net, graph = DQN([task], [0.0], SMALL).net, edit_graph(task)
-    more = torch.cat([edits, torch.full_like(edits[:, :3], -1)], 1)
+    padded_edits = torch.cat([edits, torch.full_like(edits[:, :3], -1)], 1)
     with torch.no_grad():
-        q, padded = net(graph, *state, edits)[0], net(graph, *state, more)[0]
-    found = edits[:, :, 0] >= 0
-    assert found.any() and not found.all()
-    assert torch.equal(q > MASKED, found) and (q[~found] == MASKED).all() and (padded[:, 8:] == MASKED).all()
+        q, padded = net(graph, *state, edits)[0], net(graph, *state, padded_edits)[0]
+    is_edit = edits[:, :, 0] >= 0
+    assert is_edit.any() and not is_edit.all()
+    assert torch.equal(q > MASKED, is_edit) and (q[~is_edit] == MASKED).all() and (padded[:, 8:] == MASKED).all()
     assert torch.allclose(padded[:, :8], q, atol=1e-6)
 
 
@@ -137,25 +137,25 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
     counts, ends = rng.integers(1, tries + 1, (length, walkers)), rng.random((length, walkers)) < 0.25
     shape = length, walkers, tries
     rewards = rng.normal(size=shape).astype(np.float32)  # rewards of untried edits must be ignored
-    seen = [Observed(*(np.full((walkers, 1), t) for _ in range(4))) for t in range(length + 1)]
+    seen = [Observation(*(np.full((walkers, 1), t) for _ in range(4))) for t in range(length + 1)]
     args = replace(SMALL, n_step=n, gamma=gamma, batch_size=16)
     rollout = Rollout(None, seen, np.zeros(shape, np.int64), rewards, rewards, counts, ends, args)
     for t, w, k in np.ndindex(passes, walkers, tries):
         assert rollout.tried[t, w, k] == (k < counts[t, w])
         if k >= counts[t, w]:
             continue
-        total, factor, more = 0.0, 1.0, 1.0
+        total, factor, alive = 0.0, 1.0, 1.0
         for u in range(t, t + n):
             for j in range(k if u == t else 0, counts[u, w]):
                 total += factor * rewards[u, w, j]
                 factor *= gamma
             if ends[u, w]:
-                more = 0.0
+                alive = 0.0
                 break
         assert rollout.returns[t, w, k] == pytest.approx(total, abs=1e-4)
-        assert rollout.discount[t, w, k] == pytest.approx(more * factor, abs=1e-5)
-    _, now, then, drawn = rollout.sample(rng)
-    assert (then.gaps - now.gaps == n).all() and (drawn["weight"][:, 0] > 0).all()
+        assert rollout.discount[t, w, k] == pytest.approx(alive * factor, abs=1e-5)
+    _, states, next_states, batch = rollout.sample(rng)
+    assert (next_states.gaps - states.gaps == n).all() and (batch["weight"][:, 0] > 0).all()
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -164,11 +164,11 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
 def test_the_temporal_difference_falls() -> None:
     """Trains from scratch. With a learning rate of 0 the final error is 0.85 of the initial one."""
     dqn = DQN([EditTask(PROGRAM, MACHINE, LIMIT, "joint", 1, starts.policy)], [0.0], replace(SMALL, iterations=24))
-    before = [x.clone() for x in dqn.net.parameters()]
+    initial = [x.clone() for x in dqn.net.parameters()]
     dqn.train()
     error = [row["td"] for row in dqn.history if "td" in row]
     assert len(error) == 23 and np.mean(error[-8:]) < 0.6 * np.mean(error[:8])
-    assert all(not torch.equal(x, y) for x, y in zip(before, dqn.net.parameters(), strict=True))
+    assert all(not torch.equal(x, y) for x, y in zip(initial, dqn.net.parameters(), strict=True))
 
 
 @pytest.mark.nightly
@@ -180,8 +180,8 @@ def test_edits_of_high_value_gain_more_than_random_ones() -> None:
         for seed in range(2):
             dqn = DQN([pyramid_task()], [0.0], args, seed)
             dqn.train()
-            mine, others = (sum(row[key] for row in dqn.history) for key in ("gained", "gained_random"))
-            ratios.setdefault(rate, []).append(mine / others)
+            greedy_gain, random_gain = (sum(row[key] for row in dqn.history) for key in ("gained", "gained_random"))
+            ratios.setdefault(rate, []).append(greedy_gain / random_gain)
     learned, random = map(np.mean, ratios.values())
     assert learned > 1.15 and learned > 1.3 * random
 
@@ -196,15 +196,15 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
         dqn.iterate()
     assert {row["task"] for row in dqn.history} == {0, 1}
     dqn.save(tmp_path / "dqn.pt")
-    others = [DQN(tasks, [0.0, 1.0], SMALL, 5) for _ in range(2)]
-    for other in others:
-        other.load(tmp_path / "dqn.pt")
-        assert (other.history, other.updates, other.calls) == (dqn.history, dqn.updates, dqn.calls)
-        for x, y in ((other.net, dqn.net), (other.target, dqn.target)):
+    loaded = [DQN(tasks, [0.0, 1.0], SMALL, 5) for _ in range(2)]
+    for copy in loaded:
+        copy.load(tmp_path / "dqn.pt")
+        assert (copy.history, copy.updates, copy.calls) == (dqn.history, dqn.updates, dqn.calls)
+        for x, y in ((copy.net, dqn.net), (copy.target, dqn.target)):
             assert all(torch.equal(a, b) for a, b in zip(x.parameters(), y.parameters(), strict=True))
-        other.train()
-        assert len(other.history) == SMALL.iterations and other.updates > dqn.updates
-    assert others[0].history == others[1].history
+        copy.train()
+        assert len(copy.history) == SMALL.iterations and copy.updates > dqn.updates
+    assert loaded[0].history == loaded[1].history
     for args, seed, named in ((replace(SMALL, gamma=0.5), 5, "args"), (SMALL, 0, "seed")):
         with pytest.raises(TrainingStateError, match=f"a different {named}"):
             DQN(tasks, [0.0, 1.0], args, seed).load(tmp_path / "dqn.pt")
@@ -214,7 +214,7 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
 
 
 def test_plans_improve_with_calls_and_depend_on_seed_and_ranking() -> None:
-    program, found = pyramid(40, 5), set()
+    program, distinct = pyramid(40, 5), set()
     limit = program.peak_bytes // 2
     choices = [*((ranks, True) for ranks in RANKS), ("q", False), ("improves", False)]
     for ranks, message_passing in choices:
@@ -224,12 +224,12 @@ def test_plans_improve_with_calls_and_depend_on_seed_and_ranking() -> None:
             planner = agents.make("dqn", calls=calls, seed=seed, **options)
             plans.append(planner.plan(program, LINK, limit))
             assert planner.simulator_calls == calls
-        few, many, again, other = plans
-        assert many == again != other
+        few, many, repeated, reseeded = plans
+        assert many == repeated != reseeded
         ns = [simulate(program, plan, LINK, limit).iteration_ns for plan in (few, many)]
         assert ns[1] < ns[0]
-        found.add(many.decisions)
-    assert len(found) == len(choices)
+        distinct.add(many.decisions)
+    assert len(distinct) == len(choices)
 
 
 def test_claimed_times_equal_simulated_times() -> None:
@@ -239,20 +239,20 @@ def test_claimed_times_equal_simulated_times() -> None:
         walk.begin(i, task.starts[0])
         assert sum(walk.walk(i, 50, 0.0) for _ in range(3)) <= 150
         best = walk.best(i)
-        found = simulate(task.program, Plan(decisions_of(best.rows)), LINK, task.limit)
-        assert found.iteration_ns == best.iteration_ns < task.starts[0].iteration_ns
+        timeline = simulate(task.program, Plan(decisions_of(best.rows)), LINK, task.limit)
+        assert timeline.iteration_ns == best.iteration_ns < task.starts[0].iteration_ns
 
 
 def test_weights_of_a_file(tmp_path: Path) -> None:
-    program, (mine, other) = pyramid(24, 0), (tmp_path / "mine.pt", tmp_path / "other.pt")
+    program, (weights, cut_weights) = pyramid(24, 0), (tmp_path / "mine.pt", tmp_path / "other.pt")
     limit = int(0.6 * program.peak_bytes)
-    save_weights(EditNet(**trained(WEIGHTS[True]).settings), mine)
-    own, bundled = (agents.make("dqn", calls=100, min_bytes=1, **given).plan(program, LINK, limit) for given in
-                    ({"weights": mine}, {}))  # fmt: skip
-    assert own != bundled
-    other.write_bytes(mine.read_bytes()[:500])
+    save_weights(EditNet(**trained(WEIGHTS[True]).settings), weights)
+    custom, bundled = (agents.make("dqn", calls=100, min_bytes=1, **options).plan(program, LINK, limit) for options in
+                    ({"weights": weights}, {}))  # fmt: skip
+    assert custom != bundled
+    cut_weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(FormatError, match=r"other\.pt"):
-        agents.make("dqn", calls=100, min_bytes=1, weights=other).plan(program, LINK, limit)
+        agents.make("dqn", calls=100, min_bytes=1, weights=cut_weights).plan(program, LINK, limit)
 
 
 # ------------------------------------------------------------------------------------- both trainers
@@ -272,8 +272,8 @@ def test_finds_the_optimum_of_a_small_task(small: Config) -> None:
     if isinstance(small, Args):
         plans.append(result.greedy)
     for plan in plans:
-        found = simulate(PROGRAM, plan, MACHINE, LIMIT).iteration_ns
-        assert found <= enumeration.shortest_ns(PROGRAM, MACHINE, LIMIT, "swap")
+        iteration_ns = simulate(PROGRAM, plan, MACHINE, LIMIT).iteration_ns
+        assert iteration_ns <= enumeration.shortest_ns(PROGRAM, MACHINE, LIMIT, "swap")
 
 
 EDITS = replace(SMALL, passes=4, updates=3)
@@ -283,9 +283,9 @@ PAPER = replace(test_dqn_paper.SMALL, n_step=3, episodes=24, checkpoint_every=6)
 @pytest.mark.parametrize(("config", "fraction", "stop"), [(EDITS, 0.55, 5), (PAPER, 0.6, 15)], ids=["dqn", "paper"])
 def test_same_seed_same_run_and_resume(config: Config, fraction: float, stop: int, tmp_path: Path) -> None:
     limit = round(fraction * PROGRAM.peak_bytes)
-    whole = train(trainer(config, limit, 3))
-    assert len(whole.history) > 1 and repr(train(trainer(config, limit, 3))) == repr(whole)  # losses may be NaN
-    assert train(trainer(config, limit, 4)).history != whole.history
+    full = train(trainer(config, limit, 3))
+    assert len(full.history) > 1 and repr(train(trainer(config, limit, 3))) == repr(full)  # losses may be NaN
+    assert train(trainer(config, limit, 4)).history != full.history
 
     def kill(episode: Episode) -> None:
         if episode.episode == stop:
@@ -295,19 +295,19 @@ def test_same_seed_same_run_and_resume(config: Config, fraction: float, stop: in
     stopped = trainer(config, limit, 3)
     with pytest.raises(KeyboardInterrupt):
         train(stopped, path, on_episode=kill)
-    going = trainer(config, limit, 3)
-    going.load(path)
-    done = len(going.history)  # a step of dqn_paper may end several episodes
-    assert repr(going.history) == repr(whole.history[:done]) and going.best == stopped.best
-    assert going.simulator_calls == stopped.simulator_calls >= going.history[-1].simulator_calls
+    loaded = trainer(config, limit, 3)
+    loaded.load(path)
+    n_done = len(loaded.history)  # a step of dqn_paper may end several episodes
+    assert repr(loaded.history) == repr(full.history[:n_done]) and loaded.best == stopped.best
+    assert loaded.simulator_calls == stopped.simulator_calls >= loaded.history[-1].simulator_calls
     resumed = train(trainer(config, limit, 3), resume=path)
     if isinstance(config, PaperConfig):
-        assert repr(resumed) == repr(whole)
+        assert repr(resumed) == repr(full)
     else:  # walkers and replay buffer start empty
         assert len(resumed.history) == config.iterations and resumed.simulator_calls > stopped.simulator_calls
-        assert repr(resumed.history[:done]) == repr(whole.history[:done])
-        more = train(trainer(replace(config, iterations=10), limit, 3), resume=path)
-        assert len(more.history) == 10
+        assert repr(resumed.history[:n_done]) == repr(full.history[:n_done])
+        extended = train(trainer(replace(config, iterations=10), limit, 3), resume=path)
+        assert len(extended.history) == 10
     for wrong, named in ((trainer(config, limit, 1), "seed"), (trainer(config, limit + 1, 3), "limit"),
                          (trainer(replace(config, min_bytes=2), limit, 3), r"agent\.min_bytes")):  # fmt: skip
         with pytest.raises(TrainingStateError, match=f"a different {named}"):

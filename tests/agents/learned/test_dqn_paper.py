@@ -75,18 +75,18 @@ def test_training_gives_the_recorded_overheads(settings, greedy, mean):
 
 def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
     """Weights do not depend on program size: a network of one program initializes that of another."""
-    first = Trainer(PROGRAM, MACHINE, LIMIT, replace(SWAPS, episodes=8), 0)
-    train(first, checkpoint=tmp_path / "checkpoint.pt")
-    other = load("vgg16")[0], MACHINE, load("vgg16")[0].peak_bytes // 2
+    source = Trainer(PROGRAM, MACHINE, LIMIT, replace(SWAPS, episodes=8), 0)
+    train(source, checkpoint=tmp_path / "checkpoint.pt")
+    other_task = load("vgg16")[0], MACHINE, load("vgg16")[0].peak_bytes // 2
     for weights in (tmp_path, tmp_path / "checkpoint.pt"):
-        tuned = Trainer(*other, replace(SWAPS, weights=str(weights)), 1)
+        tuned = Trainer(*other_task, replace(SWAPS, weights=str(weights)), 1)
         for network in (tuned.q, tuned.target):
-            assert all(torch.equal(a, b) for a, b in zip(network.parameters(), first.q.parameters(), strict=True))
-    assert tuned.first_value() != Trainer(*other, SWAPS, 1).first_value()
+            assert all(torch.equal(a, b) for a, b in zip(network.parameters(), source.q.parameters(), strict=True))
+    assert tuned.first_value() != Trainer(*other_task, SWAPS, 1).first_value()
     with pytest.raises(TrainingStateError, match=r"agent\.weights: .*embedding_size"):
-        Trainer(*other, replace(SWAPS, embedding_size=4, weights=str(tmp_path)), 1)
+        Trainer(*other_task, replace(SWAPS, embedding_size=4, weights=str(tmp_path)), 1)
     with pytest.raises(TrainingStateError, match=r"nothing\.pt"):
-        Trainer(*other, replace(SWAPS, weights=str(tmp_path / "nothing.pt")), 1)
+        Trainer(*other_task, replace(SWAPS, weights=str(tmp_path / "nothing.pt")), 1)
 
 
 def test_keys_of_older_checkpoints_are_renamed(tmp_path):
@@ -103,7 +103,7 @@ def test_keys_of_older_checkpoints_are_renamed(tmp_path):
     train(Trainer(PROGRAM, MACHINE, LIMIT, config, 0), resume=tmp_path / "old.pt")
 
 
-def but(valid: np.ndarray, q: np.ndarray) -> np.ndarray:
+def without_best(valid: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Returns the mask without the action of the highest Q-value."""
     mask = valid.copy()
     mask[q.argmax()] = False
@@ -120,13 +120,13 @@ def test_an_invalid_action_is_never_taken():
     trainer = Trainer(PROGRAM, MACHINE, LIMIT, SWAPS, 0)
     state = trainer._state(trainer.walks[0])
     q = q_values(trainer, trainer.q, state)
-    state = state._replace(mask=but(np.ones(len(q), bool), q))
+    state = state._replace(mask=without_best(np.ones(len(q), bool), q))
     best = np.flatnonzero(state.mask)[q[state.mask].argmax()]
     assert q[best] < q.max() and trainer.act([state] * 3, 0.0).tolist() == [best] * 3
     random = trainer.act([state] * 200, 1.0)
     assert state.mask[random].all() and len(set(random.tolist())) > 1
-    only = state._replace(mask=np.arange(len(q)) == best)
-    assert set(trainer.act([only] * 50, 1.0).tolist()) == {best}
+    single = state._replace(mask=np.arange(len(q)) == best)
+    assert set(trainer.act([single] * 50, 1.0).tolist()) == {best}
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -139,25 +139,25 @@ def test_an_invalid_action_never_enters_the_target(double, target_every):
     config = replace(SWAPS, double=double, target_every=target_every, n_step=1, gamma=0.5, optimizer="sgd")
     trainer = Trainer(PROGRAM, MACHINE, LIMIT, config, 0)
     trainer.target.load_state_dict(Trainer(PROGRAM, MACHINE, LIMIT, config, 1).q.state_dict())
-    for each in (trainer.q, trainer.target):
-        each.w7.weight.data *= 300  # Q-values of untrained networks are near 0
+    for net in (trainer.q, trainer.target):
+        net.w7.weight.data *= 300  # Q-values of untrained networks are near 0
     network = trainer.target if target_every else trainer.q
     walk = trainer.walks[0]
     first = trainer._state(walk)
     walk.step(int(trainer.actions[np.flatnonzero(first.mask)[0]]))
     second = trainer._state(walk)
-    own, value = q_values(trainer, trainer.q, second), q_values(trainer, network, second)
-    second = second._replace(mask=but(but(np.ones(len(own), bool), own), value))
+    online_q, target_q = q_values(trainer, trainer.q, second), q_values(trainer, network, second)
+    second = second._replace(mask=without_best(without_best(np.ones(len(online_q), bool), online_q), target_q))
     mask = second.mask
-    action = np.flatnonzero(mask)[own[mask].argmax() if double else value[mask].argmax()]
-    unmasked = value[own.argmax()] if double else value.max()
-    assert abs(unmasked - value[action]) > 0.1
-    reward, last = 0.5, 0.25
-    trainer.buffer.add([(first, 1, reward), (second, 2, last)], 1)
-    errors = np.array([reward + 0.5 * value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
-    drawn = copy.deepcopy(trainer.rng).integers(2, size=config.batch_size)  # the draw of ``update``
-    assert set(drawn) == {0, 1}
-    assert trainer.update() == pytest.approx(float(np.mean(errors[drawn] ** 2)), rel=1e-5)
+    action = np.flatnonzero(mask)[online_q[mask].argmax() if double else target_q[mask].argmax()]
+    unmasked = target_q[online_q.argmax()] if double else target_q.max()
+    assert abs(unmasked - target_q[action]) > 0.1
+    reward, end = 0.5, 0.25
+    trainer.buffer.add([(first, 1, reward), (second, 2, end)], 1)
+    errors = np.array([reward + 0.5 * target_q[action] - q_values(trainer, trainer.q, first)[1], end - online_q[2]])
+    samples = copy.deepcopy(trainer.rng).integers(2, size=config.batch_size)  # the draw of ``update``
+    assert set(samples) == {0, 1}
+    assert trainer.update() == pytest.approx(float(np.mean(errors[samples] ** 2)), rel=1e-5)
 
 
 def test_replay_n_step_returns():
@@ -167,5 +167,5 @@ def test_replay_n_step_returns():
     replay.add(trail, n_step=2, gamma=0.5)
     assert replay.ring["reward"][:4].tolist() == [6, 60, 600, 1000]
     assert replay.ring["ahead"][:4].tolist() == [2, 2, 0, 0]
-    now, later = replay.sample(200, np.random.default_rng(0))
-    assert (later["current"] == now["current"] + now["ahead"]).all() and set(now["ahead"]) == {0, 2}
+    sampled, following = replay.sample(200, np.random.default_rng(0))
+    assert (following["current"] == sampled["current"] + sampled["ahead"]).all() and set(sampled["ahead"]) == {0, 2}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agents.learned import expert_iteration as learning
-from agents.learned.policy_net import batch_of, rows_of_ways
+from agents.learned.policy_net import batch_of, rows_of_kinds
 from simulator import Machine
 from simulator.compiled.engine import Engine
 from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
@@ -26,50 +26,50 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "CALLS", 60)
 
 
-def lesson(layers: int, share: float = 0.6, mode: str = "joint") -> learning.Lesson:
+def lesson(layers: int, fraction: float = 0.6, mode: str = "joint") -> learning.Lesson:
     program = chain(layers)
-    limit = int(share * program.peak_bytes)
+    limit = int(fraction * program.peak_bytes)
     return learning.Lesson(program, MACHINE, limit, mode, learning.first_plans(program, MACHINE, limit, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_teachers_plans(mode: str) -> None:
-    one = lesson(8, mode=mode)
-    engine = Engine(one.program, MACHINE, one.limit)
-    assert [ns for ns, _ in one.plans] == sorted(engine.score(rows).iteration_ns for _, rows in one.plans)
-    assert all(engine.score(rows).feasible for _, rows in one.plans)
-    net = learning.network([learning.Example(one)], SETTINGS, 0).eval()
-    better = learning.better_plans(net, one, 0)
-    assert len(better) <= learning.KEEP and better[0][0] <= one.plans[0][0]
+    task = lesson(8, mode=mode)
+    engine = Engine(task.program, MACHINE, task.limit)
+    assert [ns for ns, _ in task.plans] == sorted(engine.score(rows).iteration_ns for _, rows in task.plans)
+    assert all(engine.score(rows).feasible for _, rows in task.plans)
+    net = learning.network([learning.Example(task)], SETTINGS, 0).eval()
+    better = learning.better_plans(net, task, 0)
+    assert len(better) <= learning.MAX_PLANS and better[0][0] <= task.plans[0][0]
     assert all(engine.score(rows).iteration_ns == ns for ns, rows in better)
 
 
 def test_a_limit_within_reach() -> None:
     program = chain(8)
-    least = learning.reachable(program, MACHINE, 1, "swap")
-    assert Engine(program, MACHINE, least).score(learning.everything(program, "swap", learning.MIB)).feasible
-    assert learning.reachable(program, MACHINE, least + 1, "swap") == least + 1
+    min_limit = learning.reachable(program, MACHINE, 1, "swap")
+    assert Engine(program, MACHINE, min_limit).score(learning.everything(program, "swap", learning.MIB)).feasible
+    assert learning.reachable(program, MACHINE, min_limit + 1, "swap") == min_limit + 1
     assert not learning.first_plans(program, MACHINE, 1, "swap")
 
 
 def test_examples_have_targets_and_counts_per_gap() -> None:
-    one = lesson(8)
-    example = learning.Example(one)
-    for ways, (ns, rows) in zip(example.ways, one.plans, strict=True):
-        plain = rows_of_ways(example.graph, ways)  # without the shifts
+    task = lesson(8)
+    example = learning.Example(task)
+    for kinds, (ns, rows) in zip(example.kinds, task.plans, strict=True):
+        plain = rows_of_kinds(example.graph, kinds)  # without the shifts
         assert {tuple(row) for row in plain[:, :2]} == {tuple(row) for row in rows[:, :2]}
-        assert ns == one.plans[0][0] or example.shares[0] > example.shares[-1]
+        assert ns == task.plans[0][0] or example.shares[0] > example.shares[-1]
     rng = np.random.default_rng(0)
-    nothing, some = example.item(rng, 1.0)["gap"], example.item(rng, 1e-9)["gap"]
-    assert torch.allclose(nothing.target.sum(1), torch.ones(len(example.graph))) and (nothing.count > 0).all()
-    decided = some.x[:, -learning.STATE :][:, STAYS - UNDECIDED : RECOMPUTED - UNDECIDED + 1].any(1)
-    assert decided.any() and (some.count[decided] == 0).all()
-    assert (some.target.max(1).values == 1).all()
+    undecided, partial = example.item(rng, 1.0)["gap"], example.item(rng, 1e-9)["gap"]
+    assert torch.allclose(undecided.target.sum(1), torch.ones(len(example.graph))) and (undecided.count > 0).all()
+    decided = partial.x[:, -learning.STATE :][:, STAYS - UNDECIDED : RECOMPUTED - UNDECIDED + 1].any(1)
+    assert decided.any() and (partial.count[decided] == 0).all()
+    assert (partial.target.max(1).values == 1).all()
 
 
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     lessons = [lesson(n) for n in (5, 6, 7, 8)]
-    examples = [learning.Example(one) for one in lessons]
+    examples = [learning.Example(item) for item in lessons]
 
     def train(state: Path, watch: Any) -> dict[str, torch.Tensor]:
         net = learning.network(examples, SETTINGS, 0)
@@ -83,14 +83,14 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
             raise Stopped
 
     seen: list[dict[str, Any]] = []
-    whole = train(tmp_path / "whole.pt", seen.append)
+    uninterrupted = train(tmp_path / "whole.pt", seen.append)
     with pytest.raises(Stopped):
         train(tmp_path / "cut.pt", stop)
-    again = train(tmp_path / "cut.pt", lambda entry: None)
-    assert all(torch.equal(again[key], value) for key, value in whole.items())
+    resumed = train(tmp_path / "cut.pt", lambda entry: None)
+    assert all(torch.equal(resumed[key], value) for key, value in uninterrupted.items())
     assert seen[-1]["loss"] < seen[0]["loss"]
-    first, other = (learning.network(examples, SETTINGS, seed).state_dict() for seed in (0, 1))
-    assert any(not torch.equal(first[key], value) for key, value in other.items())
+    net, other_net = (learning.network(examples, SETTINGS, seed).state_dict() for seed in (0, 1))
+    assert any(not torch.equal(net[key], value) for key, value in other_net.items())
 
 
 def test_the_loss_weights_tasks_equally_and_gaps_by_their_count() -> None:
@@ -104,4 +104,4 @@ def test_the_loss_weights_tasks_equally_and_gaps_by_their_count() -> None:
     want = float(counts @ np.log(example.graph.ways.sum(1)) / counts.sum())
     for batch in ([item], [item, item]):
         assert learning.loss(net, batch_of(batch)).item() == pytest.approx(want, rel=1e-5)
-    assert SWAPPED in example.ways or RECOMPUTED in example.ways
+    assert SWAPPED in example.kinds or RECOMPUTED in example.kinds

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import agents
 from agents.learned.checkpoint import save_weights
 from agents.learned.policy import WEIGHTS
-from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, decode, drawn, fitted, rows_of_ways, trained
+from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, decode, fit, rows_of_kinds, sample, trained
 from agents.planner import Infeasible
 from agents.search.annealing import everything
 from experiments.common.report import heuristics
@@ -25,12 +25,12 @@ from tests.agents.search.test_search import MACHINE, pyramid
 from tests.strategies import networks
 
 
-def graph_of(program: Program, share: float, mode: str = "joint") -> GapGraph:
-    limit = max(int(share * program.peak_bytes), 1)
+def graph_of(program: Program, fraction: float, mode: str = "joint") -> GapGraph:
+    limit = max(int(fraction * program.peak_bytes), 1)
     return GapGraph(program, MACHINE, limit, Moves(program, limit, mode, 1, 0), mode)
 
 
-def fresh(graph: GapGraph, seed: int = 0) -> PolicyNet:
+def random_net(graph: GapGraph, seed: int = 0) -> PolicyNet:
     """Returns a network with all weights random, because weights initialized to 0 would hide errors."""
     torch.manual_seed(seed)
     net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2).eval()
@@ -43,19 +43,19 @@ def test_batched_outputs_equal_single_outputs() -> None:
     rng = np.random.default_rng(0)
     graphs = [graph_of(pyramid(n, n), 0.6) for n in (4, 9, 6)]
     decided = [np.where(rng.random(len(g)) < 0.5, STAYS, UNDECIDED) for g in graphs]
-    net = fresh(graphs[0])
+    net = random_net(graphs[0])
     data = [data_of(g, d) for g, d in zip(graphs, decided, strict=True)]
     with torch.no_grad():
-        together = net(batch_of(data))
-        alone = torch.cat([net(batch_of([one])) for one in data])
-    assert torch.allclose(together, alone, atol=1e-4)
-    ways = torch.cat([torch.from_numpy(g.ways) for g in graphs])
-    assert (together[~ways] == MASKED).all() and (together[ways].abs() < 1e3).all()
+        batched = net(batch_of(data))
+        single = torch.cat([net(batch_of([item])) for item in data])
+    assert torch.allclose(batched, single, atol=1e-4)
+    allowed = torch.cat([torch.from_numpy(g.ways) for g in graphs])
+    assert (batched[~allowed] == MASKED).all() and (batched[allowed].abs() < 1e3).all()
 
 
 def test_a_decision_changes_the_probabilities_of_other_gaps() -> None:
     graph = graph_of(pyramid(8, 0), 0.5)
-    net, decided = fresh(graph), np.full(len(graph), UNDECIDED)
+    net, decided = random_net(graph), np.full(len(graph), UNDECIDED)
     with torch.no_grad():
         nothing = net(batch_of([data_of(graph, decided)]))
         decided[0] = STAYS
@@ -63,17 +63,17 @@ def test_a_decision_changes_the_probabilities_of_other_gaps() -> None:
 
 
 @given(networks(), st.floats(0.3, 1.0), st.integers(0, 5), st.sampled_from(["swap", "recompute", "joint"]))
-def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str) -> None:
-    graph = graph_of(program, share, mode)
+def test_decoded_plans_fit(program: Program, fraction: float, seed: int, mode: str) -> None:
+    graph = graph_of(program, fraction, mode)
     if not len(graph):
         return
     engine = Engine(program, MACHINE, graph.limit)
-    ways, first, last = decode(fresh(graph, seed), graph, 3)
-    assert graph.ways[np.arange(len(graph)), ways].all()
-    assert np.allclose(first.sum(1), 1, atol=1e-5) and np.allclose(last.sum(1), 1, atol=1e-5)
-    one, other = (drawn(first, np.random.default_rng(seed)) for _ in range(2))
-    assert (one == other).all() and graph.ways[np.arange(len(graph)), one].all()
-    rows = fitted(engine, graph, ways, last)
+    kinds, initial, at_decision = decode(random_net(graph, seed), graph, 3)
+    assert graph.ways[np.arange(len(graph)), kinds].all()
+    assert np.allclose(initial.sum(1), 1, atol=1e-5) and np.allclose(at_decision.sum(1), 1, atol=1e-5)
+    sampled, resampled = (sample(initial, np.random.default_rng(seed)) for _ in range(2))
+    assert (sampled == resampled).all() and graph.ways[np.arange(len(graph)), sampled].all()
+    rows = fit(engine, graph, kinds, at_decision)
     if rows is not None:
         assert engine.score(rows).feasible
         assert len(rows) == 0 or len(rows) <= len(graph)
@@ -83,23 +83,23 @@ def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str)
 
 def test_nothing_is_evicted_if_the_program_fits() -> None:
     graph = graph_of(pyramid(8, 0), 1.0)
-    every = np.where(graph.ways[:, 1:].any(1), graph.ways[:, 1:].argmax(1) + 1, STAYS)
-    assert len(rows_of_ways(graph, every)) == len(graph)
+    all_evicted = np.where(graph.ways[:, 1:].any(1), graph.ways[:, 1:].argmax(1) + 1, STAYS)
+    assert len(rows_of_kinds(graph, all_evicted)) == len(graph)
     likely = np.full((len(graph), 4), 0.25, np.float32)
-    rows = fitted(Engine(pyramid(8, 0), MACHINE, graph.limit), graph, every, likely)
+    rows = fit(Engine(pyramid(8, 0), MACHINE, graph.limit), graph, all_evicted, likely)
     assert rows is not None and len(rows) == 0
 
 
 @pytest.mark.parametrize("name", ["policy", "policy_search"])
-@given(program=networks(), share=st.floats(0.3, 1.0))
-def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, share: float) -> None:
-    limit = max(int(share * program.peak_bytes), 1)
+@given(program=networks(), fraction=st.floats(0.3, 1.0))
+def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, fraction: float) -> None:
+    limit = max(int(fraction * program.peak_bytes), 1)
     try:
         plan = agents.make(name, min_bytes=1).plan(program, MACHINE, limit)
     except Infeasible:
-        for other in heuristics():
+        for heuristic in heuristics():
             with pytest.raises(Infeasible):
-                agents.make(other, min_bytes=1).plan(program, MACHINE, limit)
+                agents.make(heuristic, min_bytes=1).plan(program, MACHINE, limit)
     else:
         assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
 
@@ -130,13 +130,13 @@ def test_shipped_weights_beat_the_no_network_ablation() -> None:
 def test_weights_are_checked(tmp_path: Path) -> None:
     program = pyramid(6, 0)
     graph = graph_of(program, 0.6)
-    good, cut, other = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
-    save_weights(fresh(graph), good)
+    good, cut, foreign = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
+    save_weights(random_net(graph), good)
     assert trained(good).settings["width"] == 16
     agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
     cut.write_bytes(good.read_bytes()[:1000])
-    torch.save({"weights": {}}, other)
-    for path, word in ((cut, "damaged"), (other, "damaged"), (tmp_path / "none.pt", "No such file")):
+    torch.save({"weights": {}}, foreign)
+    for path, word in ((cut, "damaged"), (foreign, "damaged"), (tmp_path / "none.pt", "No such file")):
         with pytest.raises(FormatError, match=word) as error:
             agents.make("policy_search", min_bytes=1, weights=path).plan(program, MACHINE, graph.limit)
         assert str(path) in str(error.value)
