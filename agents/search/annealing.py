@@ -32,9 +32,9 @@ from agents.planner import (
     Rows,
     RowsPlanner,
     at_least,
+    eviction_rows,
     one_of,
     positive,
-    ways_of,
 )
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal, check_heat
@@ -191,5 +191,5 @@ def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Plann
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:
     """Returns int64[m, 6]: every gap emptied by its first eviction kind."""
-    ways = [ways_of(program, gap, mode) for gap in program.gaps(min_bytes)]
-    return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 6)
+    rows = [eviction_rows(program, gap, mode) for gap in program.gaps(min_bytes)]
+    return np.array([w[0] for w in rows if w], dtype=np.int64).reshape(-1, 6)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.floor import floor
-from agents.planner import Candidates, held_back
+from agents.planner import Candidates, min_bytes_hint
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.modes import MODES, least_residency
 from tests import tiny
@@ -150,7 +150,7 @@ def test_slow_imports_are_deferred() -> None:
     ],
 )
 def test_an_error_names_min_bytes_where_it_is_the_cause(limit: int, min_bytes: int, words: str) -> None:
-    assert held_back(tiny.PROGRAM, limit, min_bytes) == (words and f", because {words}")
+    assert min_bytes_hint(tiny.PROGRAM, limit, min_bytes) == (words and f", because {words}")
     for name in ("autoswap_doa", "lp_round", "superneurons"):
         planner = agents.make(name, min_bytes=min_bytes, **FAST.get(name, {}))
         if words:
