@@ -9,8 +9,8 @@ import pytest
 import agents
 from agents.deadline import TimeUp, within
 from agents.planner import Infeasible
-from agents.search import in_time as module
-from agents.search.in_time import in_time
+from agents.search import budgeted as module
+from agents.search.budgeted import budgeted
 from simulator import Machine, Plan, Program, simulate
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
@@ -24,7 +24,7 @@ class Search:
         self.seconds: float | None = 0.2
         self.mode, self.ends = mode, ends
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         while not self.ends:
             pass

@@ -100,7 +100,7 @@ def test_compiled_annealing_equals_the_reference_with_a_time_budget(
     found = []
     for module in (stepwise, local_search):
         monkeypatch.setattr(module, "time", ticking(1.0))
-        found.append(outcome(module.anneal, *task, calls=calls, until=25.0)[0])
+        found.append(outcome(module.anneal, *task, calls=calls, deadline=25.0)[0])
     assert found[0] == found[1]
     assert found[0][2] == (150 if calls else 24 * CLOCK)
 
@@ -112,5 +112,5 @@ def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatc
     for seconds in (0.9 * TICK, TICK):
         monkeypatch.setattr(local_search, "time", ticking(seconds))
         task = program, MACHINE, int(0.6 * program.peak_bytes), "swap", 0, False
-        calls[seconds] = outcome(local_search.anneal, *task, calls=None, until=6.5 * seconds)[1].calls
+        calls[seconds] = outcome(local_search.anneal, *task, calls=None, deadline=6.5 * seconds)[1].calls
     assert calls == {0.9 * TICK: CLOCK * (1 + 2 + 4 + 8 + 16 + 32), TICK: CLOCK * 6}

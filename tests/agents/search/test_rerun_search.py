@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 import agents
 from agents.search import rerun_search
-from agents.search.rerun_moves import FREE, anneal, counting, nodes_of, tables
+from agents.search.rerun_moves import FREE, anneal, nodes_of, pruned, tables
 from agents.search.rerun_search import least_bytes, rows
 from simulator import Kernel, Plan, PlanError, Program, Rerun, Tensor, simulate
 from simulator.compiled.encoding import decisions_of
@@ -57,7 +57,7 @@ def test_costs_of_the_sweep_equal_those_of_the_schedule(data: st.DataObject) -> 
     rng = np.array([data.draw(st.integers(1, 2**62))], np.uint64)
     _, runs, ns, _ = anneal(rng, table, limit, rules, state, 0, 400, 10.0, 0.1, 1.0)
     if ns >= 0:
-        plan = Plan(decisions_of(rows(counting(table, runs), n)))
+        plan = Plan(decisions_of(rows(pruned(table, runs), n)))
         plan.check(program)
         schedule = lower(program, plan)
         assert schedule.required_bytes <= limit
