@@ -107,9 +107,9 @@ class Reruns:
         evicted[v, k]  it is evicted just before kernel k, which uses it, and recomputed in the window of k
 
     Rows: resident[j, v] <= resident[j-1, v] + restored[j-1, v];  restored[j, v] <= rerun[j, writer];
-    resident + restored <= 1;  each use in window j, and each kernel that reads v and is recomputed in it, needs v held at
-    its start or recomputed in it;  a kernel is recomputed only with the earlier writers of its outputs. ``load`` is the
-    memory.
+    resident + restored <= 1;  each use in window j, and each kernel that reads v and is recomputed in it, needs v held
+    at its start or recomputed in it;  a kernel is recomputed only with the earlier writers of its outputs. ``load`` is
+    the memory.
 
     Args:
         min_nbytes: bytes; smaller tensors are always available and take no memory in their gaps.

@@ -73,7 +73,7 @@ def test_the_controller_replans_for_active_jobs(planner: agents.jobs.JobsPlanner
     jobs = [Job("stays", PROGRAM, NONE), Job("visits", PROGRAM, NONE, arrives_ns=2 * ideal + 1, iterations=3)]
     done = control(jobs, MACHINE, limit, planner, until_ns=20 * ideal, check_ns=ideal)
     stays, visits = done.timeline.jobs
-    assert [one.why for one in done.replanned if one.why != "drift"] == ["arrival", "arrival", "departure"]
+    assert [one.reason for one in done.replanned if one.reason != "drift"] == ["arrival", "arrival", "departure"]
     assert done.timeline.peak_bytes <= limit and len(visits.boundaries) == 3
     # Alone it needs no plan; with the visitor it has one, which takes effect at a boundary; then none again.
     assert done.jobs[0].plan.decisions == () and len(stays.switches) >= 2

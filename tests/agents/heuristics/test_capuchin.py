@@ -53,10 +53,10 @@ def test_msps_is_updated_when_a_source_or_a_user_is_chosen() -> None:
     made = policy()
     assert [made.recompute_ns(i) for i in (a1, a2)] == [10, 10]  # f1 from w; f2 from a1
     assert made.msps(a1) == 4.0  # 40 bytes in 10 ns
-    made.take(a1, made.recomputed, made.can_recompute)
+    made.try_adding(a1, made.recomputed, made.can_recompute)
     assert made.recompute_ns(a2) == 20  # a1 is evicted at b3 now: f1 and f2
     made = policy()
-    made.take(a2, made.recomputed, made.can_recompute)
+    made.try_adding(a2, made.recomputed, made.can_recompute)
     assert made.recompute_ns(a1) == 20  # for itself, and again in the chain of a2
     assert made.msps(a1) == 2.0
 
@@ -93,7 +93,7 @@ def test_feedback_moves_a_late_trigger_earlier() -> None:
 def test_layer_by_layer_ignores_later_tensors() -> None:
     a2 = capuchin.feature_maps(PROGRAM, 1)[1]
     # After f2 and before b3, a3, a4 and g4 are first accessed.
-    known = capuchin.up_to(PROGRAM, a2)
+    known = capuchin.program_up_to(PROGRAM, a2)
     assert [t.name for t in known.tensors if not t.nbytes] == ["a3", "a4", "g4"]
     # Up to a2's layer everything fits; in the whole step, 30 bytes are missing. Dropping a1 costs f1, 10 ns.
     plan = agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)

@@ -149,7 +149,7 @@ def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algo
     for limit in (75, 95, *range(100, 157, 8)):
         both, filled, own = (agents.make(name, min_bytes=1) for _ in range(3))
         alone = own.plan(program.with_variants(least_workspaces(program)), MACHINE, limit)
-        plan = plan_with_variants(filled, program, MACHINE, limit, own=False)
+        plan = plan_with_variants(filled, program, MACHINE, limit, include_default=False)
         assert plan.decisions == alone.decisions and plan.limit == alone.limit <= limit
         least = replace(plan, variants=least_workspaces(program))
         assert plan == least or name != "smartpool+autoswap"  # its addresses are for these workspaces
@@ -169,5 +169,5 @@ def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algo
 def test_superneurons_has_the_option() -> None:
     program, limit = network(), 95
     plan = agents.make("superneurons", min_bytes=1, workspace=True).plan(program, MACHINE, limit)
-    paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, own=False)
+    paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, include_default=False)
     assert plan == paper and plan.variants
