@@ -147,8 +147,8 @@ class RowsPlanner:
     def reachable(self, engine: Engine, gaps: Sequence[Gap]) -> Candidates:
         """Returns ``gaps`` as candidates; raises Infeasible if emptying all of them does not reach the limit."""
         candidates = Candidates(engine.program, gaps)
-        if candidates.least > engine.limit:
-            raise self.beyond_reach(engine, candidates.least)
+        if candidates.least_bytes > engine.limit:
+            raise self.beyond_reach(engine, candidates.least_bytes)
         return candidates
 
     def beyond_reach(self, engine: Engine, least: int | None) -> Infeasible:
@@ -175,7 +175,7 @@ class Candidates:
         rows: int64[m, 6], the swaps that empty the gaps, with prefetch times left to the simulator.
         absent: bool[m, n], the kernels at which each gap is open.
         live_bytes: int64[n], the program's live bytes per kernel.
-        least: bytes, the peak that remains when every gap is emptied: the smallest reachable limit.
+        least_bytes: bytes, the peak that remains when every gap is emptied: the smallest reachable limit.
     """
 
     def __init__(self, program: Program, gaps: Sequence[Gap]) -> None:
@@ -183,7 +183,7 @@ class Candidates:
         self.live_bytes = np.array(program.live_bytes, dtype=np.int64)
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
         self._spans = columns_of(self.gaps)[:, 1:]
-        self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
+        self.least_bytes = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
         return len(self.gaps)
@@ -204,7 +204,7 @@ class Candidates:
         """Returns int64[n], the load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
         return residency(self.live_bytes, self._spans[chosen], self.nbytes[chosen])
 
-    def first(self, order: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    def prefix(self, order: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
         """Returns the shortest prefix of ``order`` that reaches the residency ``limit``, which all of it must reach."""
 
         def fits(count: int) -> bool:

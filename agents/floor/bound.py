@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor.lp import Linear, Row, Solver, Terms
-from agents.floor.reruns import Past, Reruns
+from agents.floor.reruns import RerunLimits, Reruns
 from agents.floor.transfers import Groups, Transfers
 from simulator.machine import Machine
 from simulator.modes import KINDS_OF, check_mode
@@ -93,9 +93,9 @@ def floor(
         raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes, nbytes = np.array(program.live_bytes, np.int64), [t.nbytes for t in program.tensors]
-    past, n = Past(program), len(program.kernels)
-    candidates = [g for g in program.gaps(1) if mode != "recompute" or past.absence(g)]
-    ends = [g.before if mode != "recompute" else past.absence(g).stop for g in candidates]
+    limits, n = RerunLimits(program), len(program.kernels)
+    candidates = [g for g in program.gaps(1) if mode != "recompute" or limits.absence(g)]
+    ends = [g.before if mode != "recompute" else limits.absence(g).stop for g in candidates]
     size = np.array([nbytes[g.tensor] for g in candidates], np.int64)
     spans = np.array([(g.after, end) for g, end in zip(candidates, ends, strict=True)], np.int64).reshape(-1, 2)
     min_load = residency(live_bytes, spans, size)
@@ -107,7 +107,7 @@ def floor(
     if not ideal.feasible or live_bytes.max() <= limit or not detail:
         return ideal
     copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
-    ratio, n = copies / max(program.ideal_ns, 1), len(past.rerun_until)
+    ratio, n = copies / max(program.ideal_ns, 1), len(limits.rerun_until)
     min_groups = MIN_GROUPS * min(1.0, LINK_RATIO / max(ratio, 1.0))
     mergeable = max(min_groups, MAX_PAIRS / max(len(gaps), 1)) if mode == "joint" else n
     max_groups, cells = max(GROUPS.get(mode, 0), UNMERGED if n <= UNMERGED else 0), CELLS.get(mode, 0)

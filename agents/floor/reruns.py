@@ -58,7 +58,7 @@ def versions_of(program: Program, min_nbytes: int) -> list[Version]:
     return versions
 
 
-class Past:
+class RerunLimits:
     """Until which kernel each kernel can be recomputed.
 
     Attributes:
@@ -125,7 +125,7 @@ class Reruns:
         cells: int, byte: float, families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.limit = lp, program, limit
-        self.byte, self.past, self.n, self.live_bytes = byte, Past(program), len(program.kernels), live_bytes
+        self.byte, self.limits, self.n, self.live_bytes = byte, RerunLimits(program), len(program.kernels), live_bytes
         self.versions = versions_of(program, min_nbytes)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
@@ -151,8 +151,8 @@ class Reruns:
             self._futures(j)
 
     def _windows(self, parts: int) -> list[tuple[int, int]]:
-        over = np.flatnonzero(self.live_bytes > self.limit)
-        first, last = int(over[0]), int(over[-1])
+        heavy = np.flatnonzero(self.live_bytes > self.limit)
+        first, last = int(heavy[0]), int(heavy[-1])
         used: dict[int, set[int]] = defaultdict(set)
         for v in self.versions:
             for k in (v.writer, *v.uses):
@@ -179,7 +179,7 @@ class Reruns:
     def can_rerun(self, j: int, w: int) -> bool:
         """Returns whether kernel w can be recomputed before a kernel of window j."""
         begin, end = self.windows[j]
-        return w < end - 1 and self.past.rerun_until[w] >= max(begin, w + 1)
+        return w < end - 1 and self.limits.rerun_until[w] >= max(begin, w + 1)
 
     @cached_property
     def useful_until(self) -> list[int]:
@@ -191,12 +191,12 @@ class Reruns:
                     until[k] = max(until[k], self._last_use(self.index[x, k], until))
                 else:
                     uses = (u for u in self.program.accesses[x] if u > k)
-                    until[k] = max([until[k], *(until[u] for u in uses if self.past.rerun_until[u] > u)])
+                    until[k] = max([until[k], *(until[u] for u in uses if self.limits.rerun_until[u] > u)])
         return until
 
     def _last_use(self, i: int, until: list[int]) -> int:
         v = self.versions[i]
-        return max([v.ends, *(until[u] for u in v.uses if self.past.rerun_until[u] > u)])
+        return max([v.ends, *(until[u] for u in v.uses if self.limits.rerun_until[u] > u)])
 
     def _version(self, i: int) -> None:
         """Adds the columns resident[j, v] and restored[j, v] of version i."""
@@ -231,7 +231,7 @@ class Reruns:
     def droppable(self) -> list[bool]:
         """Whether each version can be evicted between two of its uses and recomputed in a window."""
         return [
-            any(b - a > 1 and self.past.rerun_until[v.writer] > a + 1 and self.window_of[b] >= 0 for a, b in v.spans)
+            any(b - a > 1 and self.limits.rerun_until[v.writer] > a + 1 and self.window_of[b] >= 0 for a, b in v.spans)
             for v in self.versions
         ]
 
@@ -272,7 +272,7 @@ class Reruns:
                     self.lp.row([(column, 1), *rerun(writer)], 0)
             elif (x, writer) in self.index:
                 self._require(j, self.index[x, writer], [(column, 1)], 0, rerun)
-        for writer in self.past.earlier(w):
+        for writer in self.limits.earlier(w):
             self.lp.row([(column, 1), *rerun(writer)], 0)
 
     def _futures(self, j: int) -> None:
@@ -328,14 +328,14 @@ class Reruns:
                 for i in used_in:
                     v = self.versions[i]
                     used, droppable = k == v.writer or k in v.uses, self.droppable[i]
-                    later = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
-                    in_life = used or later >= 0 or k < v.writer or (not droppable and k <= v.ends)
+                    next_use = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
+                    in_life = used or next_use >= 0 or k < v.writer or (not droppable and k <= v.ends)
                     if (j, i) in self.resident and in_life:
                         terms[self.resident[j, i]] = -size[i]
-                    if later >= 0 and droppable:
+                    if next_use >= 0 and droppable:
                         constant += size[i]
-                        if (i, later) in self.evicted:
-                            terms[self.evicted[i, later]] = -size[i]
+                        if (i, next_use) in self.evicted:
+                            terms[self.evicted[i, next_use]] = -size[i]
                 for i in of_window[j] if k == end - 1 else ():
                     if (j, i) in self.restored and k != self.versions[i].writer and k not in self.versions[i].uses:
                         terms[self.restored[j, i]] = size[i]

@@ -56,7 +56,7 @@ class AutoSwap(RowsPlanner):
 
     def select(self, candidates: Candidates, engine: Engine) -> NDArray[np.int64]:
         """Returns the selected candidates in order of selection by this score (section IV-D)."""
-        return candidates.first(SCORES[self.score](candidates, engine.program, engine.machine), engine.limit)
+        return candidates.prefix(SCORES[self.score](candidates, engine.program, engine.machine), engine.limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
@@ -239,7 +239,7 @@ class AutoSwapBO(RowsPlanner):
                 is_random = i < 4 + self.random or not evaluated
                 weights = rng.uniform(-1, 1, 4) if is_random else propose(np.array(evaluated), np.array(overheads), rng)
                 order = descending(scores @ weights)
-            selected = candidates.first(order, limit)
+            selected = candidates.prefix(order, limit)
             score = engine.score(schedule(candidates.rows[selected]))
             if not score.feasible:
                 continue

@@ -62,7 +62,7 @@ class Capuchin(RowsPlanner):
             return rows
         policy = Policy(engine, self.mode, self.min_bytes)
         if not policy.decide():
-            raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
+            raise self.beyond_reach(engine, policy.candidates.least_bytes if self.mode != "recompute" else None)
         rows = policy.rows()
         if engine.score(rows).feasible:  # infeasible if host memory is insufficient
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))

@@ -84,7 +84,7 @@ class HOME(RowsPlanner):
         pairs = [(m.gap, placements(engine.program, m.gap, self.mode)) for m in maps]
         gaps, allowed = [gap for gap, kinds in pairs if len(kinds) > 1], [kinds for _, kinds in pairs if len(kinds) > 1]
         # Swaps alone reach the minimum; recomputation chains need extra memory.
-        min_limit = Candidates(engine.program, gaps).least
+        min_limit = Candidates(engine.program, gaps).least_bytes
         if min_limit > engine.limit:
             raise self.beyond_reach(engine, None if self.mode == "recompute" else min_limit)
         evaluator = Evaluator(engine, gaps, self.jobs, self.evaluator)

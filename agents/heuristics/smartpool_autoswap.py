@@ -83,7 +83,7 @@ class SmartPoolAutoSwap(RowsPlanner):
             Infeasible: no plan tried has such a footprint.
         """
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
-        lowest = min(limit, max(candidates.least, limit // 2))
+        lowest = min(limit, max(candidates.least_bytes, limit // 2))
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
         for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
             if self._footprint(run) <= limit:
@@ -96,7 +96,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         Tries ``2 * steps`` load limits, from the peak to the minimum that swaps reach.
         """
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
-        runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
+        runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least_bytes, 2 * self.steps)
         runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))
         footprints: dict[int, int] = {}
         plans = []
@@ -122,7 +122,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         selections: dict[frozenset[int], NDArray[np.int64]] = {}
         schedule = partial(just_in_time, program, machine)
         for autoswap, engine in product(self.autoswaps, engines):
-            if candidates.least <= engine.limit:
+            if candidates.least_bytes <= engine.limit:
                 options = [schedule] if isinstance(autoswap, AutoSwapBO) else []
                 selected = autoswap.select(candidates, engine, *options)
                 selections.setdefault(frozenset(selected.tolist()), selected)

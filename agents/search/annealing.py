@@ -135,7 +135,7 @@ class RandomSearch(RowsPlanner):
         rng = np.random.default_rng(self.seed)
         samples = self.calls - 1 if program.peak_bytes > limit else 1
         orders = (rng.permutation(len(candidates)) for _ in range(samples))
-        plans = (candidates.rows[np.sort(candidates.first(order, limit))] for order in orders)
+        plans = (candidates.rows[np.sort(candidates.prefix(order, limit))] for order in orders)
         return min(plans, key=lambda rows: engine.score(rows).iteration_ns)
 
 

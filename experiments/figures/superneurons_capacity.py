@@ -81,7 +81,7 @@ def floor(method: str, program: Program) -> int:
         gaps = list(evictable_gaps(program, joins=how.options.get("joins", False)))
     else:
         gaps = list(program.gaps()) if method == "bound" else [m.gap for m in feature_maps(program)]
-    return Candidates(program, gaps).least
+    return Candidates(program, gaps).least_bytes
 
 
 def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:

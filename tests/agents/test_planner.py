@@ -77,8 +77,8 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     moves = options.get("mode", agents.PLANNERS[name].moves)
     assert kinds <= {"": set(), "swap": {True}, "recompute": {False}, "joint": {True, False}}[str(moves)]
     for mode in ["joint"] + ["swap"] * (kinds <= {True}) + ["recompute"] * (kinds <= {False}):
-        found = floor(program, machine, limit, mode)
-        assert found.feasible and found.iteration_ns <= timeline.iteration_ns
+        bound = floor(program, machine, limit, mode)
+        assert bound.feasible and bound.iteration_ns <= timeline.iteration_ns
 
 
 @pytest.mark.parametrize("name", agents.PLANNERS)
@@ -161,4 +161,4 @@ def test_an_error_names_min_bytes_where_it_is_the_cause(limit: int, min_bytes: i
 
 @given(programs(), st.integers(1, 200))
 def test_the_least_residency_is_that_of_every_gap_emptied(program: Program, min_bytes: int) -> None:
-    assert least_residency(program, min_bytes) == Candidates(program, program.gaps(min_bytes)).least
+    assert least_residency(program, min_bytes) == Candidates(program, program.gaps(min_bytes)).least_bytes

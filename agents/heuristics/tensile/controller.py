@@ -30,27 +30,27 @@ DRIFT = 0.1  # drift above which plans are remade
 
 
 @dataclass(frozen=True)
-class Replan:
+class Replanned:
     """A replanning event and its reason."""
 
     time_ns: int
-    reason: str  # "arrival", "departure" or "drift"
+    why: str  # "arrival", "departure" or "drift"
     drift: float  # largest drift of all jobs, as a fraction
 
 
 @dataclass(frozen=True)
-class ControlResult:
+class Controlled:
     """Result of running jobs under a controller."""
 
     jobs: tuple[Job, ...]  # with all plans they received
     timeline: JobsTimeline
-    replanned: tuple[Replan, ...]
+    replanned: tuple[Replanned, ...]
 
 
 def control(
     jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
     times: KernelTimes | None = None,
-) -> ControlResult:  # fmt: skip
+) -> Controlled:  # fmt: skip
     """Simulates jobs whose plans ``planner`` makes and replans.
 
     Args:
@@ -79,7 +79,7 @@ def control(
             break
         now = min([now + check_ns, *(time for time in changes if time > now)])
     final = tuple(job for _, job in sorted(run.planned.items()))
-    return ControlResult(final, simulate_jobs(final, machine, limit, until_ns), tuple(run.replanned))
+    return Controlled(final, simulate_jobs(final, machine, limit, until_ns), tuple(run.replanned))
 
 
 class _JobSet:
@@ -99,7 +99,7 @@ class _JobSet:
         self.planned: dict[int, Job] = {}
         self.times: dict[int, Times] = {}
         self.plan_times: dict[int, Times] = {}
-        self.replanned: list[Replan] = []
+        self.replanned: list[Replanned] = []
 
     def simulate(self, until_ns: int) -> dict[int, JobTimeline]:
         """Simulates all jobs with plans up to a time; returns results by index."""
@@ -156,7 +156,7 @@ class _JobSet:
             elif plan.decisions != (job := self.planned[j]).plans[-1].decisions:
                 switches = tuple(switch for switch in job.switches if switch[0] < now)
                 self.planned[j] = replace(job, switches=(*switches, (now, plan)))
-        self.replanned.append(Replan(now, reason, drift))
+        self.replanned.append(Replanned(now, reason, drift))
 
     def update_times(self, timelines: dict[int, JobTimeline], now: int) -> float:
         """Updates the times from each job's last complete iteration; returns the largest drift."""

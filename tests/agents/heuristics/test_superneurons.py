@@ -67,8 +67,8 @@ def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
     planner = agents.make("superneurons", min_bytes=1, recompute="cost")
     assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
-    both = agents.make("superneurons", min_bytes=1, mode="recompute", recompute="cost").plan(NET, MACHINE, 51).decisions
-    assert both == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
+    rows = agents.make("superneurons", min_bytes=1, mode="recompute", recompute="cost").plan(NET, MACHINE, 51).decisions
+    assert rows == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
 
 
 def recomputed(program: Program, strategy: str) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def test_the_default_is_the_fastest_of_all_settings() -> None:
         plan = figures.attempt(agents.make("superneurons", min_bytes=1, **options), SEGMENT, MACHINE, limit)
         return inf if plan is None else simulate(SEGMENT, plan, MACHINE, limit).iteration_ns
 
-    every = list(product(MODES, ("cost", "speed", "memory"), (False, True), (False, True)))
+    settings = list(product(MODES, ("cost", "speed", "memory"), (False, True), (False, True)))
     for limit in range(40, SEGMENT.peak_bytes + 1):
-        explicit = [iteration(limit, mode=m, recompute=r, always=a, early=e) for m, r, a, e in every]
+        explicit = [iteration(limit, mode=m, recompute=r, always=a, early=e) for m, r, a, e in settings]
         assert iteration(limit) == min(explicit)

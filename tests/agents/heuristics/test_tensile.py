@@ -61,8 +61,8 @@ def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
     plan = agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=5, copy=7), Recompute(A1, 1, 6))
     assert agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
-    alone = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
-    assert alone.decisions == (Recompute(A1, 1, 6),)
+    recompute_plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
+    assert recompute_plan.decisions == (Recompute(A1, 1, 6),)
     # With f1 of 40 ns a1 saves 1 byte a nanosecond, a2 still 4.
     slower = PROGRAM.with_durations([40, *(k.duration_ns for k in PROGRAM.kernels[1:])])
     plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(slower, MACHINE, LIMIT)
@@ -98,15 +98,15 @@ def test_the_ratio_and_the_host_bound_what_is_swapped(ratio: float, host: int, s
 
 def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
     # TWO needs 100 bytes at its peak, the other 110. At 200 the 40 bytes of its a go, though 30 or 20 would do.
-    other = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
+    larger = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
     planner = TENSILE(min_bytes=1)
-    small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 200)
+    small, large = planner.plan_jobs([TWO, larger], BYTE_PER_NS, 200)
     assert small.decisions == () and [d.tensor for d in large.decisions] == [0]
     assert (small.limit, large.limit) == (130, 100)  # each gets what the other job leaves
-    small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 100)
+    small, large = planner.plan_jobs([TWO, larger], BYTE_PER_NS, 100)
     assert {d.tensor for d in small.decisions} == {d.tensor for d in large.decisions} == {0, 1}
     with pytest.raises(agents.Infeasible, match="100 bytes"):
-        planner.plan_jobs([TWO, other], BYTE_PER_NS, 99)
+        planner.plan_jobs([TWO, larger], BYTE_PER_NS, 99)
     first, second = TENSILE(min_bytes=1, max_swap_ratio=[0.5, 1.0]).plan_jobs([TWO, TWO], BYTE_PER_NS, 120)
     assert {d.tensor for d in first.decisions} == {0} and {d.tensor for d in second.decisions} == {0, 1}
     with pytest.raises(ValueError, match="one for each of 2 jobs, got 3"):

@@ -40,8 +40,8 @@ def anneal(
         rows = moves.propose()
         if rows is None:
             break
-        done = max(spent, step / calls if calls is not None else 0.0)
-        temperature = ideal * hot * (cold / hot) ** done
+        progress = max(spent, step / calls if calls is not None else 0.0)
+        temperature = ideal * hot * (cold / hot) ** progress
         cutoff_ns = min(current_ns + math.ceil(-temperature * math.log(1.0 - rng.random())), NEVER)
         iteration_ns = engine.score(rows, None, cutoff_ns).iteration_ns
         if iteration_ns < cutoff_ns:

@@ -33,11 +33,11 @@ def extra_ns(program: Program, plan: Plan, limit: int) -> int:
 def test_as_good_as_every_set_of_reruns(seed: int, few_moves: None) -> None:
     program = pyramid(3, seed)
     n = len(program.kernels)
-    made = list(rerun_plans(program, [Rerun(k, b) for b in range(n) for k in range(b) if k < 3], 4))
-    reach = min(required for _, required in made)
+    schedules = list(rerun_plans(program, [Rerun(k, b) for b in range(n) for k in range(b) if k < 3], 4))
+    reach = min(required for _, required in schedules)
     assert reach < program.peak_bytes
     for limit in range(reach, program.peak_bytes, 5):
-        best = min(ns for ns, required in made if required <= limit)
+        best = min(ns for ns, required in schedules if required <= limit)
         plan = agents.make("rerun_search", min_bytes=1, kicks=2).plan(program, MACHINE, limit)
         assert simulate(program, plan, MACHINE, limit).iteration_ns <= best
 
@@ -110,9 +110,9 @@ def test_the_time_budget_ends_the_search(few_moves: None, monkeypatch: pytest.Mo
 
 def test_unet_at_10_gib_is_at_most_what_checkmate_published() -> None:
     models = json.loads((DATA / "answers.json").read_text())["models"]
-    (theirs,) = (b for b in models[1]["budgets"] if b["budget_gib"] == 10)
+    (published,) = (b for b in models[1]["budgets"] if b["budget_gib"] == 10)
     program = Program.load(DATA / models[1]["program"])
-    plan = agents.make("rerun_search", kicks=0).plan(program, MACHINE, theirs["limit_bytes"])
-    timeline = simulate(program, plan, MACHINE, theirs["limit_bytes"])
-    assert timeline.peak_bytes <= theirs["limit_bytes"]
-    assert timeline.iteration_ns <= theirs["schedule_ns"]
+    plan = agents.make("rerun_search", kicks=0).plan(program, MACHINE, published["limit_bytes"])
+    timeline = simulate(program, plan, MACHINE, published["limit_bytes"])
+    assert timeline.peak_bytes <= published["limit_bytes"]
+    assert timeline.iteration_ns <= published["schedule_ns"]
