@@ -151,9 +151,9 @@ class RowsPlanner:
             raise self.beyond_reach(engine, candidates.least_bytes)
         return candidates
 
-    def beyond_reach(self, engine: Engine, least: int | None) -> Infeasible:
+    def beyond_reach(self, engine: Engine, min_limit: int | None) -> Infeasible:
         """Returns the exception of ``infeasible`` for the engine's program, limit and calls."""
-        return infeasible(self, engine.program, engine.limit, least, engine.calls)
+        return infeasible(self, engine.program, engine.limit, min_limit, engine.calls)
 
 
 class NoPlan(RowsPlanner):
@@ -249,20 +249,20 @@ def check_budget(calls: int | None = None, seconds: float | None = None, jobs: i
         raise ValueError(f"jobs: expected at least 1, got {jobs}")
 
 
-def infeasible(planner: Planner, program: Program, limit: int, least: int | None, calls: int = 0) -> Infeasible:
+def infeasible(planner: Planner, program: Program, limit: int, min_limit: int | None, calls: int = 0) -> Infeasible:
     """Returns the Infeasible exception that names the smallest reachable limit, and records the calls on the planner.
 
     Args:
         planner: Planner that found no plan.
         program: Program to be planned.
         limit: memory limit in bytes.
-        least: smallest limit that the planner can reach, in bytes; None if unknown.
+        min_limit: smallest limit that the planner can reach, in bytes; None if unknown.
         calls: simulator calls made so far.
     """
     planner.simulator_calls = calls
     min_bytes = getattr(planner, "min_bytes", 0)
-    is_known = least is not None and least > limit
-    reason = f"the smallest limit it can reach is {least:,} bytes" if is_known else "it found no plan that fits"
+    is_known = min_limit is not None and min_limit > limit
+    reason = f"the smallest limit it can reach is {min_limit:,} bytes" if is_known else "it found no plan that fits"
     if min_bytes and not program.gaps(min_bytes) and program.gaps():
         reason = "it can evict no tensor"
     return Infeasible(

@@ -153,20 +153,20 @@ class Reruns:
     def _windows(self, parts: int) -> list[tuple[int, int]]:
         heavy = np.flatnonzero(self.live_bytes > self.limit)
         first, last = int(heavy[0]), int(heavy[-1])
-        used: dict[int, set[int]] = defaultdict(set)
+        users: dict[int, set[int]] = defaultdict(set)
         for v in self.versions:
             for k in (v.writer, *v.uses):
-                used[k].add(v.tensor)
+                users[k].add(v.tensor)
         fine = (last - first) * len(self.versions) <= MAX_UNMERGED
         max_bytes = 0.0 if fine else self.program.peak_bytes / parts
-        windows, begin, end, inside, total = [], first, first, set[int](), 0
-        for k in sorted(k for k in used if first <= k <= last):
-            added = sum(self.program.tensors[x].nbytes for x in used[k] - inside)
-            if inside and total + added > max_bytes:
+        windows, begin, end, current, total = [], first, first, set[int](), 0
+        for k in sorted(k for k in users if first <= k <= last):
+            added = sum(self.program.tensors[x].nbytes for x in users[k] - current)
+            if current and total + added > max_bytes:
                 windows.append((begin, end))
-                begin, inside, total = end, set(), 0
-                added = sum(self.program.tensors[x].nbytes for x in used[k])
-            inside |= used[k]
+                begin, current, total = end, set(), 0
+                added = sum(self.program.tensors[x].nbytes for x in users[k])
+            current |= users[k]
             total, end = total + added, k + 1
         windows.append((begin, last + 1))
         return [*windows, (last + 1, self.n)] if last + 1 < self.n else windows
@@ -184,19 +184,19 @@ class Reruns:
     @cached_property
     def useful_until(self) -> list[int]:
         """Last kernel that may use each kernel's outputs, directly or through recomputed kernels."""
-        until = list(range(self.n))
+        last_uses = list(range(self.n))
         for k in reversed(range(self.n)):
             for x in self.program.kernels[k].outputs:
                 if (x, k) in self.index:
-                    until[k] = max(until[k], self._last_use(self.index[x, k], until))
+                    last_uses[k] = max(last_uses[k], self._last_use(self.index[x, k], last_uses))
                 else:
                     uses = (u for u in self.program.accesses[x] if u > k)
-                    until[k] = max([until[k], *(until[u] for u in uses if self.limits.rerun_until[u] > u)])
-        return until
+                    last_uses[k] = max([last_uses[k], *(last_uses[u] for u in uses if self.limits.rerun_until[u] > u)])
+        return last_uses
 
-    def _last_use(self, i: int, until: list[int]) -> int:
+    def _last_use(self, i: int, last_uses: list[int]) -> int:
         v = self.versions[i]
-        return max([v.ends, *(until[u] for u in v.uses if self.limits.rerun_until[u] > u)])
+        return max([v.ends, *(last_uses[u] for u in v.uses if self.limits.rerun_until[u] > u)])
 
     def _version(self, i: int) -> None:
         """Adds the columns resident[j, v] and restored[j, v] of version i."""
@@ -240,9 +240,9 @@ class Reruns:
         v = self.versions[i]
         if j == 0 or self.window_of[v.writer] >= j:
             return [], 1.0
-        found = [columns[j - 1, i] for columns in (self.resident, self.restored) if (j - 1, i) in columns]
-        if found:
-            return [(c, 1.0) for c in found], 0.0
+        held = [columns[j - 1, i] for columns in (self.resident, self.restored) if (j - 1, i) in columns]
+        if held:
+            return [(c, 1.0) for c in held], 0.0
         return [], float(not self.droppable[i] and j <= self.window_of[v.ends])
 
     def rerun_column(self, j: int, w: int) -> int:
@@ -256,11 +256,11 @@ class Reruns:
         """Returns the recomputation of kernel w in window j as a term to subtract; empty if impossible."""
         return [(self.rerun_column(j, w), -1.0)] if self.can_rerun(j, w) else []
 
-    def _require(self, j: int, i: int, left: Terms, right: float, rerun: Callable[[int], Terms]) -> None:
+    def _require(self, j: int, i: int, left_side: Terms, right: float, rerun: Callable[[int], Terms]) -> None:
         """Adds the row whole <= right + (version i held at the start of window j) + (its writer recomputed)."""
         terms, constant = self.held_at_start(j, i)
         if constant < 1:
-            self.lp.row([*left, *((c, -f) for c, f in terms), *rerun(self.versions[i].writer)], right + constant)
+            self.lp.row([*left_side, *((c, -f) for c, f in terms), *rerun(self.versions[i].writer)], right + constant)
 
     def _inputs(self, j: int, w: int, column: int, rerun: Callable[[int], Terms]) -> None:
         """Requires inputs of a recomputed kernel w (``column``) to be held at the start of window j or recomputed."""

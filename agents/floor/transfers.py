@@ -68,15 +68,15 @@ class Groups:
         """Returns the distinct groups of the given kernels."""
         return list(dict.fromkeys(self.group[k] for k in kernels))
 
-    def heaviest(self, load: NDArray[np.int64], least: NDArray[np.int64], limit: int) -> list[int]:
+    def heaviest(self, load: NDArray[np.int64], min_load: NDArray[np.int64], limit: int) -> list[int]:
         """Returns the kernels that get a memory constraint: the heaviest of each group, if above ``limit``.
 
         "Heaviest" is evaluated with everything evictable resident (``load``, int64[n] bytes), with everything evicted
-        (``least``), and for mixtures of the two.
+        (``min_load``), and for mixtures of the two.
         """
         kernels: set[int] = set()
         for weight in MIXTURES:
-            mixture = weight * load + (1 - weight) * least
+            mixture = weight * load + (1 - weight) * min_load
             kernels |= {a + int(mixture[a : b + 1].argmax()) for a, b in zip(self.first, self.last, strict=True)}
         return sorted(k for k in kernels if load[k] > limit)
 
@@ -207,11 +207,11 @@ class Transfers:
         last_level = level_before = lp.columns(width, total)
         for g in range(count):
             a, b = groups.first[g], groups.last[g]
-            opened, closed = self._at(self.opens, a - 1, b), self._at(self.closes, a, b + 1)
+            opened, closed = self._in_range(self.opens, a - 1, b), self._in_range(self.closes, a, b + 1)
             swapped = self._bytes(self.swap, opened, -1.0) + self._bytes(self.swap, closed, 1.0)
             lp.equation([(self.swapped[g], 1.0), (self.swapped[g - 1], -1.0), *swapped], 0)
             early_opened = self._bytes(self.early, opened, 1.0)
-            early_begun = self._bytes(self.early, self._at(self.starts, a - 1, b), -1.0)
+            early_begun = self._bytes(self.early, self._in_range(self.starts, a - 1, b), -1.0)
             lp.equation([(may_leave[g], 1.0), (may_leave[g - 1], -1.0), *early_opened, *early_begun], 0)
             for wait, run in ((1, 0), (0, 1)) if groups.single(g) else ((1, 1),):
                 level = last_level if g == count - 1 and run else lp.columns(width, total)
@@ -238,15 +238,15 @@ class Transfers:
         # Cyclic recurrences leave the level undetermined: gaps open over the boundary are out at kernel 0.
         wrapping = [i for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
         b = groups.last[0]
-        opened, closed = self._at(self.opens, 0, b), self._at(self.closes, 1, b + 1)
+        opened, closed = self._in_range(self.opens, 0, b), self._in_range(self.closes, 1, b + 1)
         terms = self._bytes(self.swap, [*wrapping, *opened], -1.0) + self._bytes(self.swap, closed, 1.0)
         lp.equation([(self.swapped[0], 1.0), *terms], 0)
         begun_before = [i for ids in self.starts for i in ids if (self.writer[i] or 0) < 0 <= self.gaps[i].after]
-        terms = self._bytes(self.early, [*begun_before, *self._at(self.starts, 0, b)], -1.0)
+        terms = self._bytes(self.early, [*begun_before, *self._in_range(self.starts, 0, b)], -1.0)
         lp.equation([(may_leave[0], 1.0), *terms, *self._bytes(self.early, opened, 1.0)], 0)
 
     @staticmethod
-    def _at(by_kernel: list[list[int]], begin: int, end: int) -> list[int]:
+    def _in_range(by_kernel: list[list[int]], begin: int, end: int) -> list[int]:
         """Returns the entries of kernels begin to end - 1; -1 is the last kernel of the previous iteration."""
         return [i for k in range(begin, end) for i in by_kernel[k]]
 
@@ -269,13 +269,13 @@ class Transfers:
         for k, (load, constant) in loads.items():  # returned early, at the start (0) and the end (1) of a kernel
             g = groups.group[k]
             is_single, a, b = groups.single(g), groups.first[g], groups.last[g]
-            opened, closed = self._at(self.opens, k, b), self._at(self.closes, k + 1, b + 1)
+            opened, closed = self._in_range(self.opens, k, b), self._in_range(self.closes, k + 1, b + 1)
             evicted = self._bytes(self.swap, opened, 1.0) + self._bytes(self.swap, closed, -1.0)
             for end in (0, 1) if is_single else (0,):
                 queued, returned = lp.columns(2, total)
                 self.in_transit[k, end] = queued, returned
                 lp.row([*((c, 1.0) for c in self.queued[g][end]), *self._queue_terms(opened), (queued, -1.0)], 0)
-                used_terms = [] if is_single else self._bytes(self.swap, self._at(self.closes, a, k + 1), -1.0)
+                used_terms = [] if is_single else self._bytes(self.swap, self._in_range(self.closes, a, k + 1), -1.0)
                 returned_before = self.returned[g][end] if is_single else self.returned[g - 1][-1]
                 lp.row([*((c, 1.0) for c in returned_before), *used_terms, (returned, -1.0)], 0)
                 terms = [(queued, 1.0), (returned, 1.0), (self.swapped[g], -1.0), *evicted]
@@ -288,14 +288,14 @@ class Transfers:
         only the most restrictive interval is added.
         """
         ids = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
-        first = np.array([self.writer[i] for i in ids])
-        last = np.array([self.gaps[i].after for i in ids])
+        earliest = np.array([self.writer[i] for i in ids])
+        latest = np.array([self.gaps[i].after for i in ids])
         elapsed = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
         tightest: dict[tuple[int, int], tuple[float, Row]] = {}
-        for a, b in sorted(set(zip(first.tolist(), last.tolist(), strict=True))):
+        for a, b in sorted(set(zip(earliest.tolist(), latest.tolist(), strict=True))):
             is_within = np.zeros(len(ids), dtype=bool)
             for shift in (-self.n, 0, self.n):
-                is_within |= (first + shift >= a) & (last + shift <= b)
+                is_within |= (earliest + shift >= a) & (latest + shift <= b)
             time = float(elapsed[b + 1 + self.n] - elapsed[a + 1 + self.n])
             excess = float(self.out_time[ids][is_within].sum()) - time
             pair = self.groups.group[(a + 1) % self.n], self.groups.group[b]

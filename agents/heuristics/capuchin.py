@@ -136,9 +136,9 @@ class Policy:
             if self.candidates.absent[i, self.excess > 0].any() and self.overhead([*self.swaps, i]) <= 0:  # hidden
                 self.try_adding(i, self.swaps, self.can_swap)
         while self.excess.any():
-            useful = self.useful()
-            swap = next((i for i in self.can_swap if useful[i]), None)
-            recompute = max((i for i in self.can_recompute if useful[i]), key=self.msps, default=None)
+            is_useful = self.is_useful()
+            swap = next((i for i in self.can_swap if is_useful[i]), None)
+            recompute = max((i for i in self.can_recompute if is_useful[i]), key=self.msps, default=None)
             if recompute is not None and (swap is None or self.recompute_ns(recompute) < self.swap_ns(swap)):
                 self.try_adding(recompute, self.recomputed, self.can_recompute)
             elif swap is not None:
@@ -147,11 +147,11 @@ class Policy:
                 return False
         return True
 
-    def useful(self) -> NDArray[np.bool_]:
+    def is_useful(self) -> NDArray[np.bool_]:
         """Returns bool[m]: undecided candidates that are open at a kernel above the limit."""
-        out: NDArray[np.bool_] = np.logical_or.reduce(self.candidates.absent[:, self.excess > 0], axis=1)
-        out[self.swaps + self.recomputed] = False
-        return out
+        is_useful: NDArray[np.bool_] = np.logical_or.reduce(self.candidates.absent[:, self.excess > 0], axis=1)
+        is_useful[self.swaps + self.recomputed] = False
+        return is_useful
 
     def try_adding(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
         """Adds candidate i to ``chosen`` if that reduces the excess, else removes it from its ``pool``."""
@@ -269,10 +269,10 @@ def delay(nbytes: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.i
     return int(late[order[last], np.arange(len(need))][np.minimum(need, total[-1]) > 0].max(initial=-NEVER))
 
 
-def collective(engine: Engine, rows: Rows, first: int) -> Rows:
-    """Returns ``rows`` with ``keep`` in each recomputation from row ``first`` on that it makes faster (choice 7)."""
-    rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if first < len(rows) else 0
-    for i in sorted(range(first, len(rows)), key=lambda i: (rows[i, BEFORE], rows[i, TENSOR])):
+def collective(engine: Engine, rows: Rows, begin: int) -> Rows:
+    """Returns ``rows`` with ``keep`` in each recomputation from row ``begin`` on that it makes faster (choice 7)."""
+    rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if begin < len(rows) else 0
+    for i in sorted(range(begin, len(rows)), key=lambda i: (rows[i, BEFORE], rows[i, TENSOR])):
         rows[i, EXTRA] = 1
         score = engine.score(rows)
         if score.feasible and score.iteration_ns < best_ns:

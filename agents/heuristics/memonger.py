@@ -117,16 +117,16 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
             begins.setdefault(forward_uses[0], []).append(t)
             last_use[t] = forward_uses[-1]
     written = {t: max(k for k in program.writes[t] if k <= last) for t, last in last_use.items()}
-    dead = {t for t, last in last_use.items() if program.accesses[t][-1] == last}
-    found: list[Split] = []
+    consumed = {t for t, last in last_use.items() if program.accesses[t][-1] == last}
+    cuts: list[Split] = []
     crossing: set[int] = set()
     for k in forward:
         crossing = {t for t in crossing.union(begins.get(k, ())) if last_use[t] > k}
         large = sum(program.tensors[t].nbytes >= max(min_bytes, 1) for t in crossing)
-        if large <= 1 and all(t not in dead and written[t] <= k for t in crossing):
-            if not found or found[-1].crossing != crossing:
-                found.append(Split(k, frozenset(crossing)))
-    return found
+        if large <= 1 and all(t not in consumed and written[t] <= k for t in crossing):
+            if not cuts or cuts[-1].crossing != crossing:
+                cuts.append(Split(k, frozenset(crossing)))
+    return cuts
 
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:

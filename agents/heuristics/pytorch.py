@@ -60,9 +60,9 @@ class Checkpoint(RowsPlanner):
         segments = math.isqrt(layers) if self.segments == "sqrt" else layers
         size = layers // segments
         cuts = ends[size - 1 : size * (segments - 1) : size]
-        kept = {t for cut in cuts for t in cut.crossing}
+        checkpoints = {t for cut in cuts for t in cut.crossing}
         maps = [m for m in feature_maps(program, self.min_bytes) if cuts and m.layer <= cuts[-1].kernel]
-        return recomputable(program, (m for m in maps if m.tensor not in kept))
+        return recomputable(program, (m for m in maps if m.tensor not in checkpoints))
 
 
 def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
@@ -74,9 +74,9 @@ def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
     kernels = [s.kernel for s in cuts]
     ends = []
     for head, following in zip(heads, heads[1:], strict=False):
-        inside = cuts[bisect_left(kernels, head) : bisect_left(kernels, following)]
-        if inside:
-            ends.append(min(inside, key=lambda s: (sum(program.tensors[t].nbytes for t in s.crossing), -s.kernel)))
+        layer_cuts = cuts[bisect_left(kernels, head) : bisect_left(kernels, following)]
+        if layer_cuts:
+            ends.append(min(layer_cuts, key=lambda s: (sum(program.tensors[t].nbytes for t in s.crossing), -s.kernel)))
     return ends
 
 

@@ -143,8 +143,8 @@ def evictable_gaps(program: Program, mode: str = "joint", min_bytes: int = MIB, 
 
 def layer_outputs(program: Program, kinds: Collection[str], min_bytes: int = 0) -> frozenset[int]:
     """Returns the non-persistent tensors of at least ``min_bytes`` that a forward layer of ``kinds`` writes first."""
-    first = {t: program.kernels[writers[0]] for t, writers in enumerate(program.writes) if writers}
-    outputs = (t for t, layer in first.items() if layer.phase == "forward" and layer.kind in kinds)
+    producers = {t: program.kernels[writers[0]] for t, writers in enumerate(program.writes) if writers}
+    outputs = (t for t, layer in producers.items() if layer.phase == "forward" and layer.kind in kinds)
     tensors = program.tensors
     return frozenset(t for t in outputs if not tensors[t].persistent and tensors[t].nbytes >= min_bytes)
 

@@ -140,9 +140,9 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
         if span.stream == "compute" and span.start_ns >= timeline.last_start_ns:
             # At one instant (rule 9) a kernel's start comes last; copies end before it ends, and these events
             # only free memory.
-            first = bisect_right(times, span.start_ns) - 1
-            end = bisect_left(times, span.end_ns, first + 1)
-            available = timeline.limit - max(used for _, used in timeline.memory[first:end])
+            begin = bisect_right(times, span.start_ns) - 1
+            end = bisect_left(times, span.end_ns, begin + 1)
+            available = timeline.limit - max(used for _, used in timeline.memory[begin:end])
             available = available if span.end_ns > span.start_ns else 0
             free[span.index] = min(free.get(span.index, available), available)
     return free

@@ -130,11 +130,11 @@ def anneal(
             spent = (now - start_time) / max(deadline - start_time, 1e-9)
             if spent >= 1:
                 break
-        done = state[STEP]
-        chances = random.random(count if calls is None else min(count, calls - int(done)))
+        begin = state[STEP]
+        chances = random.random(count if calls is None else min(count, calls - int(begin)))
         cooling = Cooling(ideal * hot, cold / hot, spent, calls or 0)
         while True:
-            draws = chances[state[STEP] - done :]
+            draws = chances[state[STEP] - begin :]
             code, swapped = walk(*moves.arrays, engine.direct(len(best)), cooling, draws, best, state, enough)
             if swapped:
                 moves.accept()

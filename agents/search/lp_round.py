@@ -36,7 +36,7 @@ from simulator.program import Gap, Program
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: fraction of the ideal time
 KICK = 4000  # simulator calls
-KERNELS, MOST = 10**8, 300_000
+KERNELS, MAX_CALLS = 10**8, 300_000
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
 QUICK = 3.0  # seconds: maximum duration of a fallback heuristic if the rounded plan does not fit
 LINEAR = (0.5, 10.0, 2000)  # floor: share of the time, seconds at full detail, minimum number of kernels
@@ -51,8 +51,8 @@ class LPRound(RowsPlanner):
     """Rounding and repair of the floor's linear program.
 
     Args:
-        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``, or as many as fit into
-            ``seconds``.
+        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MAX_CALLS``, or as many as fit
+            into ``seconds``.
         mode: swap, recompute or joint.
         seconds: wall-clock budget; a small budget gives a coarse floor, or the ideal time. If set, the plan depends on
             the speed of the computer.
@@ -101,7 +101,7 @@ class LPRound(RowsPlanner):
             fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
             calls = self.calls
             if calls is None and deadline is None:
-                calls = min(KERNELS // len(program.kernels), MOST)
+                calls = min(KERNELS // len(program.kernels), MAX_CALLS)
             if calls is not None:
                 calls = max(calls - 1 - engine.calls, 0)  # one call is reserved for the final check
             search = _Search(self, engine, moves, calls, deadline, fractions, best, best_ns)

@@ -66,7 +66,7 @@ class TimesError:
         """Returns the program with all kernels slower by the step error."""
         return _scaled_times(program, 1 + self.step)
 
-    def drawn(self, program: Program, seed: int) -> Program:
+    def sampled(self, program: Program, seed: int) -> Program:
         """Returns the program with a random factor per kernel shape; the sum is preserved up to rounding."""
         shapes: dict[tuple[str, int, int], int] = {}
         shape_index = np.array([shapes.setdefault((k.name, k.flops, k.bytes), len(shapes)) for k in program.kernels])
@@ -124,12 +124,12 @@ class OtherTimes:
         Raises:
             PlanError: the plan does not fit the program.
         """
-        return float(np.mean(self._costs(plan, self._scaled if self.error.step else self._drawn)))
+        return float(np.mean(self._costs(plan, self._scaled if self.error.step else self._sampled)))
 
     def spread(self, plan: Plan) -> Spread:
         """Returns the overheads of a plan under all perturbations; raises PlanError if it does not fit the program."""
         said, fast, slow = self._costs(plan, self._scaled)
-        low, high = np.percentile(self._costs(plan, self._drawn), (5, 95), method="nearest")
+        low, high = np.percentile(self._costs(plan, self._sampled), (5, 95), method="nearest")
         return Spread(said, fast, slow, float(low), float(high))
 
     def _costs(self, plan: Plan, engines: Sequence[Engine]) -> list[float]:
@@ -147,9 +147,9 @@ class OtherTimes:
         return [self._engine, *(self._engine.retimed(p) for p in (self.error.faster(base), self.error.slower(base)))]
 
     @cached_property
-    def _drawn(self) -> list[Engine]:
+    def _sampled(self) -> list[Engine]:
         seeds = np.random.SeedSequence(self.seed).generate_state(self.draws).tolist()
-        return [self._engine.retimed(self.error.drawn(self.program, seed)) for seed in seeds]
+        return [self._engine.retimed(self.error.sampled(self.program, seed)) for seed in seeds]
 
 
 class ForFaster:

@@ -102,10 +102,10 @@ def nodes_of(program: Program) -> list[list[int]]:
             for k in program.accesses[x]:
                 if k in writers or (k < writers[-1] and program.kernels[k].recomputable):
                     group[max(root(k), root(writers[0]))] = min(root(k), root(writers[0]))
-    found: dict[int, list[int]] = {}
+    nodes: dict[int, list[int]] = {}
     for k in range(len(group)):
-        found.setdefault(root(k), []).append(k)
-    return list(found.values())
+        nodes.setdefault(root(k), []).append(k)
+    return list(nodes.values())
 
 
 def rerun_span(program: Program, members: list[int]) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
     kernels, tensors, graph, n = table.kernels, table.tensors, table.graph, table.kernels.shape[1]
     live[:] = 0
     stamp[:] = -1
-    memory, most, worst = table.base, table.base, n
+    memory, peak, worst = table.base, table.base, n
     extra, excess = 0, 0.0
     j, w = m - 1, m
     for b in range(n - 1, -1, -1):
@@ -167,8 +167,8 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
                 used = memory + kernels[RERUN_WORKSPACE if is_rerun else WORKSPACE, k]
                 if used > limit:
                     excess += used - limit
-                if used > most:
-                    most, worst = used, b * (n + 1) + (k if is_rerun else n)
+                if used > peak:
+                    peak, worst = used, b * (n + 1) + (k if is_rerun else n)
                 for i in range(graph[n + 1 + k], graph[n + 2 + k]):
                     live[graph[i]] = 0
                     memory -= tensors[SIZE, graph[i]]

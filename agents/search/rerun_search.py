@@ -62,7 +62,7 @@ class RerunSearch(RowsPlanner):
                 raise self.beyond_reach(engine, min_limit)
             search = _Search(program, table, limit, self.seed, deadline)
             for explore in EXPLORE:
-                search.first(explore)
+                search.restart(explore)
             for _ in range(self.kicks):
                 if time.monotonic() > deadline:
                     break
@@ -119,7 +119,7 @@ def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
 
 
 class _Search:
-    """Search state: the current plan (``now``) and the best so far; ns of its reruns, -1: none fits."""
+    """Search state: the current plan (``current``) and the best so far; ns of its reruns, -1: none fits."""
 
     def __init__(self, program: Program, table: Tables, limit: int, seed: int, deadline: float) -> None:
         self.n, self.table, self.limit, self.deadline = len(program.kernels), table, limit, deadline
@@ -139,34 +139,34 @@ class _Search:
         self.ban_deck: list[int] = []
         self.starts = 0
 
-    def first(self, explore: float) -> None:
+    def restart(self, explore: float) -> None:
         """Starts from the program without reruns."""
         self.worth = self.table.worth * (explore + self.fractions)
         runs, ns, last, self.price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
-        self.now, self.since_ns, self.failures = runs if ns >= 0 else last, ns, 0
+        self.current, self.since_ns, self.failures = runs if ns >= 0 else last, ns, 0
         self._accept(runs, ns)
         if not self.starts and self.best_ns >= 0:  # before the first restart, the best runs so far are perturbed next
-            self.now, self.since_ns = self.best, self.best_ns
+            self.current, self.since_ns = self.best, self.best_ns
 
     def kick(self) -> None:
         """Anneals briefly with one node banned or locked, then without; restarts after PATIENCE failures."""
         self.failures += 1
         if self.failures > PATIENCE:
             self.starts += 1
-            self.first(EXPLORE[self.starts % len(EXPLORE)])
+            self.restart(EXPLORE[self.starts % len(EXPLORE)])
             return
         rules = np.zeros_like(self.lock, np.int64)
-        node = self.table.kernels[NODE][self.now % self.n]
+        node = self.table.kernels[NODE][self.current % self.n]
         lock = self.lock.copy()
         lock[node] = 0.0
         if len(node) and (self.rng.random() < 0.5 or not lock.any()):  # each ban is used once before any repeats
             self.ban_deck = [g for g in self.ban_deck if g in node] or self.rng.permutation(np.unique(node)).tolist()
             g = self.ban_deck.pop()
-            rules[g], start = BANNED, self.now[node != g]
+            rules[g], start = BANNED, self.current[node != g]
         elif lock.any():
             g = int(self.rng.choice(len(lock), p=lock / lock.sum()))
             members = np.flatnonzero(self.table.kernels[NODE] == g)
-            rules[g], start = LOCKED, np.union1d(self.now, self.rng.choice(self.uses[g]) * self.n + members)
+            rules[g], start = LOCKED, np.union1d(self.current, self.rng.choice(self.uses[g]) * self.n + members)
         else:
             return
         runs, ns, last, _ = self._anneal(start, KICK, WARM, rules)
@@ -174,7 +174,7 @@ class _Search:
         runs, ns, last, _ = self._anneal(last if ns < 0 else runs, SETTLE, WARM / 3, np.zeros_like(rules))
         self._accept(runs, ns)
         if self.since_ns < 0:
-            self.now = last
+            self.current = last
 
     def _anneal(self, runs: Ints, moves: int, hot: float, rules: Ints) -> tuple[Ints, int, Ints, float]:
         """Anneals once from ``runs``; returns the best runs, their ns, the final state and the final price."""
@@ -187,11 +187,11 @@ class _Search:
             if move and time.monotonic() > self.deadline:
                 break
             begin, end = (self.ideal * hot * fall ** (done / moves) for done in (move, move + CHUNK))
-            m, found, ns, price = anneal(
+            m, candidate, ns, price = anneal(
                 rng, table, self.limit, rules, state, m, min(CHUNK, moves - move), begin, end, price
             )
             if ns >= 0 and (best_ns < 0 or ns < best_ns):
-                best, best_ns = found, ns
+                best, best_ns = candidate, ns
         return best, best_ns, state[:m].copy(), price
 
     def _accept(self, runs: Ints, ns: int) -> None:
@@ -201,6 +201,6 @@ class _Search:
         if self.since_ns < 0 or ns < self.since_ns:
             self.since_ns, self.failures = ns, 0
         if ns <= self.since_ns * (1 + SLACK):
-            self.now = runs
+            self.current = runs
         if self.best_ns < 0 or ns < self.best_ns:
             self.best, self.best_ns = runs, ns

@@ -49,13 +49,13 @@ def test_a_quick_plan_is_returned_on_timeout(mode: str) -> None:
         Search(mode).plan(PROGRAM, MACHINE, 60)
 
 
-@pytest.mark.parametrize(("seconds", "more"), [(None, 0), (0.2, 1)])
+@pytest.mark.parametrize(("seconds", "extra"), [(None, 0), (0.2, 1)])
 def test_searches_without_a_budget_and_of_small_programs_are_left_alone(
-    seconds: float | None, more: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float | None, extra: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = Search(ends=True)
     search.seconds = seconds
-    monkeypatch.setattr(module, "LARGE", len(PROGRAM.kernels) + more)
+    monkeypatch.setattr(module, "LARGE", len(PROGRAM.kernels) + extra)
     assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
 
 

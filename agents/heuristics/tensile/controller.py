@@ -179,9 +179,9 @@ def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
     starts = [s.start_ns for s in job.spans if s.kind == "kernel"][i * n : (i + 1) * n]
     edges = np.array([begin, *starts[1:], end], np.int64)
     waits = np.zeros(n, np.int64)
-    others = [(stall.start_ns, stall.end_ns) for stall in job.stalls if stall.cause in ("memory", "data")]
-    others += [(span.start_ns, span.end_ns) for span in job.spans if span.kind == "recompute"]
-    for start, end_ns in others:
+    pauses = [(stall.start_ns, stall.end_ns) for stall in job.stalls if stall.cause in ("memory", "data")]
+    pauses += [(span.start_ns, span.end_ns) for span in job.spans if span.kind == "recompute"]
+    for start, end_ns in pauses:
         if begin <= start < end:
             waits[np.searchsorted(edges, start, side="right") - 1] += end_ns - start
     return np.maximum(np.diff(edges) - waits, 0)

@@ -40,7 +40,7 @@ def test_costs_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "leader", "own", "after", "calls"),
+    ("before", "leader", "personal", "after", "calls"),
     [
         # a1: P_1 gives (2, 0) = 130, P_2 (1, 0) = 170: 2. a2: P_1 gives (2, 2) = 150, P_2 leaves (2, 0), which is
         # known: 0. Better than both.
@@ -54,10 +54,10 @@ def test_costs_by_hand() -> None:
         ((2, 0), (2, 0), (2, 0), (2, 0), 0),
     ],
 )
-def test_update_by_hand(before: tuple, leader: tuple, own: tuple, after: tuple, calls: int) -> None:
+def test_update_by_hand(before: tuple, leader: tuple, personal: tuple, after: tuple, calls: int) -> None:
     cost = np.array([COSTS[before]], np.int64)
     scorer = evaluator()
-    x, new = scorer.update(particles(before), cost, particles(leader), particles(own))
+    x, new = scorer.update(particles(before), cost, particles(leader), particles(personal))
     assert tuple(x[0].tolist()) == after
     assert tuple(new[0].tolist()) == COSTS[after]
     assert scorer.engine.calls == calls

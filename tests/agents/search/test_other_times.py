@@ -16,13 +16,13 @@ ERROR = TimesError(0.3, 0.25)
 def test_each_shape_by_a_factor_of_its_own() -> None:
     slowed = PROGRAM.with_durations([k.duration_ns * 10**6 for k in PROGRAM.kernels])
     extended = replace(slowed, kernels=(*slowed.kernels, replace(slowed.kernels[-1], inputs=(0,), outputs=())))
-    sample = ERROR.drawn(extended, 3)
+    sample = ERROR.sampled(extended, 3)
     assert sample.ideal_ns == pytest.approx(extended.ideal_ns, rel=1e-6)
     factors = [a.duration_ns / b.duration_ns for a, b in zip(sample.kernels, extended.kernels, strict=True)]
     assert factors[-1] == pytest.approx(factors[-2], rel=1e-6)  # the same operator, FLOPs and bytes
     assert len({round(f, 4) for f in factors}) == 8
-    assert ERROR.drawn(extended, 3) == sample != ERROR.drawn(extended, 4)
-    assert TimesError(0.0, 0.1).drawn(extended, 3) == extended
+    assert ERROR.sampled(extended, 3) == sample != ERROR.sampled(extended, 4)
+    assert TimesError(0.0, 0.1).sampled(extended, 3) == extended
 
 
 @pytest.mark.parametrize("plan", [SWAP_PLAN, RECOMPUTE_PLAN])
@@ -38,7 +38,7 @@ def test_overheads_are_those_of_simulations(plan: Plan) -> None:
     assert spread.fast == cost(ERROR.faster(PROGRAM)) and spread.slow == cost(ERROR.slower(PROGRAM))
     assert retimed.expected(plan) == pytest.approx((spread.said + spread.fast + spread.slow) / 3)
     exact = OtherTimes(PROGRAM, MACHINE, LIMIT, TimesError(0.3, 0.0), draws=5)  # of the sum
-    costs = [cost(exact.error.drawn(PROGRAM, seed)) for seed in np.random.SeedSequence(0).generate_state(5).tolist()]
+    costs = [cost(exact.error.sampled(PROGRAM, seed)) for seed in np.random.SeedSequence(0).generate_state(5).tolist()]
     assert exact.expected(plan) == pytest.approx(np.mean(costs))
     assert TimesError(0.3, 0.0).margin == 0.15 and TimesError(0.14, 0.1).margin == 0.1
     assert spread.least <= spread.low <= spread.high <= spread.most

@@ -47,10 +47,10 @@ def test_costs_of_the_sweep_equal_those_of_the_schedule(data: st.DataObject) -> 
     """Computed costs match the plans found for in-place kernels, several outputs and persistent results."""
     program = data.draw(programs())
     table = tables(program, 1)
-    least = least_bytes(program, table)
-    if not least <= program.peak_bytes - 1:
+    min_limit = least_bytes(program, table)
+    if not min_limit <= program.peak_bytes - 1:
         return
-    limit = data.draw(st.integers(least, program.peak_bytes - 1))
+    limit = data.draw(st.integers(min_limit, program.peak_bytes - 1))
     n = len(program.kernels)
     state = np.empty(4 * n + table.room, np.int64)
     rules = np.full(table.nodes.shape[1], FREE, np.int64)
@@ -93,9 +93,9 @@ def test_writers_of_a_tensor_are_recomputed_together() -> None:
 def test_infeasible_limits_name_the_smallest_one() -> None:
     program = in_place()
     table = tables(program, 1)
-    least = least_bytes(program, table)
-    with pytest.raises(agents.Infeasible, match=f"{least:,} bytes"):
-        agents.make("rerun_search", min_bytes=1).plan(program, MACHINE, least - 1)
+    min_limit = least_bytes(program, table)
+    with pytest.raises(agents.Infeasible, match=f"{min_limit:,} bytes"):
+        agents.make("rerun_search", min_bytes=1).plan(program, MACHINE, min_limit - 1)
     with pytest.raises(agents.Infeasible, match="min_bytes"):
         agents.make("rerun_search", kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
     assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()

@@ -90,9 +90,9 @@ def test_annealing_for_some_seconds(jobs: int | None, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "time", ticking(1.0))  # a second at every look
     program = pyramid(16, 5)
     limit = int(0.5 * program.peak_bytes)
-    few, many = (agents.make("annealing", min_bytes=1, seconds=s, jobs=jobs) for s in (1e-6, 300.0))
-    first, plan = (planner.plan(program, MACHINE, limit) for planner in (few, many))
-    assert few.simulator_calls < 10 and 500 < many.simulator_calls < 10_000
+    short, long = (agents.make("annealing", min_bytes=1, seconds=s, jobs=jobs) for s in (1e-6, 300.0))
+    first, plan = (planner.plan(program, MACHINE, limit) for planner in (short, long))
+    assert short.simulator_calls < 10 and 500 < long.simulator_calls < 10_000
     ns = [simulate(program, p, MACHINE, limit).iteration_ns for p in (plan, first)]
     assert ns[0] < ns[1]
 
@@ -135,8 +135,8 @@ def test_moves_keep_the_residency(mode: str) -> None:
 def test_annealing_starts_from_the_best_heuristic(mode: str) -> None:
     program = pyramid(16, 5)
     limit = int(0.6 * program.peak_bytes)
-    least = min(overhead(program, limit, f"autoswap_{score}") for score in SCORES)
-    assert overhead(program, limit, "annealing", calls=20, mode=mode) <= least
+    lowest = min(overhead(program, limit, f"autoswap_{score}") for score in SCORES)
+    assert overhead(program, limit, "annealing", calls=20, mode=mode) <= lowest
 
 
 def test_weights_decide_what_is_picked() -> None:
