@@ -29,21 +29,21 @@ def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:
     root = Path(__file__).parent
     files = [f for room in ROOMS for f in sorted((root / room).rglob("*.py")) if "PlannerInfo(" in f.read_text("utf-8")]
     names = [".".join(f.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__") for f in files]
-    found = []
+    entries = []
     for module in ("agents.planner", *names):
-        for kind in vars(import_module(module)).values():
-            if isinstance(kind, type) and kind.__module__ == module and "facts" in vars(kind):
-                facts = vars(kind)["facts"]
-                found += [(one, kind) for one in (facts if isinstance(facts, tuple) else (facts,))]
-    return sorted(found, key=lambda entry: (entry[0].place, entry[0].key))
+        for cls in vars(import_module(module)).values():
+            if isinstance(cls, type) and cls.__module__ == module and "facts" in vars(cls):
+                facts = vars(cls)["facts"]
+                entries += [(info, cls) for info in (facts if isinstance(facts, tuple) else (facts,))]
+    return sorted(entries, key=lambda entry: (entry[0].place, entry[0].key))
 
 
-_FOUND = _classes()
-PLANNERS: dict[str, PlannerInfo] = {facts.key: facts for facts, _ in _FOUND}
-_MAKERS = {facts.key: kind for facts, kind in _FOUND}
-if len(PLANNERS) < len(_FOUND):
-    twice = next(key for key in PLANNERS if sum(facts.key == key for facts, _ in _FOUND) > 1)
-    raise ValueError(f"duplicate planner key {twice!r}")
+_ENTRIES = _classes()
+PLANNERS: dict[str, PlannerInfo] = {facts.key: facts for facts, _ in _ENTRIES}
+_CLASSES = {facts.key: kind for facts, kind in _ENTRIES}
+if len(PLANNERS) < len(_ENTRIES):
+    duplicate = next(key for key in PLANNERS if sum(facts.key == key for facts, _ in _ENTRIES) > 1)
+    raise ValueError(f"duplicate planner key {duplicate!r}")
 
 
 def untrained() -> list[str]:
@@ -51,26 +51,26 @@ def untrained() -> list[str]:
     return [key for key, facts in PLANNERS.items() if not facts.learned]
 
 
-def make(name: str, **chosen: Any) -> Planner:
+def make(name: str, **values: Any) -> Planner:
     """Creates a planner by name, with the keyword options of its class.
 
     Raises:
         ValueError: the planner or the option is unknown; the message suggests the closest name.
     """
-    known = options(name)
-    for option in chosen:
-        if option not in known:
-            raise ValueError(f"planner {name!r} has no option {option!r}{_nearest(option, known)}")
-    return _MAKERS[name](**PLANNERS[name].options, **chosen)
+    accepted = options(name)
+    for option in values:
+        if option not in accepted:
+            raise ValueError(f"planner {name!r} has no option {option!r}{_nearest(option, accepted)}")
+    return _CLASSES[name](**PLANNERS[name].options, **values)
 
 
 def options(name: str) -> list[str]:
     """Returns the keyword options that ``make`` accepts for a planner; raises ValueError if the name is unknown."""
     if name not in PLANNERS:
         raise ValueError(f"there is no planner {name!r}{_nearest(name, list(PLANNERS))}")
-    return [p for p in inspect.signature(_MAKERS[name]).parameters if p not in PLANNERS[name].options]
+    return [p for p in inspect.signature(_CLASSES[name]).parameters if p not in PLANNERS[name].options]
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
-    return f"; the nearest is {match[0]!r} (of {', '.join(known)})" if match else ""
+def _nearest(word: str, choices: list[str]) -> str:
+    match = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    return f"; the nearest is {match[0]!r} (of {', '.join(choices)})" if match else ""

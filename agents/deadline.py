@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN = 3.0  # seconds until TimeUp is raised again, in case some code caught it
+REPEAT = 3.0  # seconds until TimeUp is raised again, in case some code caught it
 
 
 class TimeUp(BaseException):
@@ -28,23 +28,23 @@ def within(seconds: float | None) -> Iterator[None]:
         yield
         return
 
-    def ring(_: int, frame: FrameType | None) -> None:
+    def on_alarm(_: int, frame: FrameType | None) -> None:
         while frame:
-            name = frame.f_code.co_filename
-            if frame.f_code.co_name == "__del__" or name == weakref.__file__ or name.startswith("<frozen importlib"):
+            file = frame.f_code.co_filename
+            if frame.f_code.co_name == "__del__" or file == weakref.__file__ or file.startswith("<frozen importlib"):
                 # Python ignores exceptions in finalizers, and an interrupted import cannot be repeated.
-                signal.setitimer(signal.ITIMER_REAL, 0.01, AGAIN)
+                signal.setitimer(signal.ITIMER_REAL, 0.01, REPEAT)
                 return
             frame = frame.f_back
         raise TimeUp
 
-    begin, outer = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
-    before = signal.signal(signal.SIGALRM, ring)
+    begin, outer_seconds = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+    old_handler = signal.signal(signal.SIGALRM, on_alarm)
     try:
-        signal.setitimer(signal.ITIMER_REAL, max(min(seconds, outer or seconds), 1e-3), AGAIN)
+        signal.setitimer(signal.ITIMER_REAL, max(min(seconds, outer_seconds or seconds), 1e-3), REPEAT)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if outer:
-            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - begin), 1e-3), AGAIN)
+        signal.signal(signal.SIGALRM, old_handler)
+        if outer_seconds:
+            signal.setitimer(signal.ITIMER_REAL, max(outer_seconds - (time.monotonic() - begin), 1e-3), REPEAT)

@@ -21,25 +21,25 @@ def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joi
 
     Returns None if the machine's host memory is sufficient or if the quick planners find no plan.
     """
-    could_leave = {gap.tensor for gap in program.gaps()}
-    if sum(program.tensors[t].nbytes for t in could_leave) <= machine.host_bytes:
+    evictable = {gap.tensor for gap in program.gaps()}
+    if sum(program.tensors[t].nbytes for t in evictable) <= machine.host_bytes:
         return None
-    least = _needed(Same(program), Same(machine), limit, mode)
-    return least if least > machine.host_bytes else None
+    required = _required_bytes(Same(program), Same(machine), limit, mode)
+    return required if required > machine.host_bytes else None
 
 
 @lru_cache(16)
-def _needed(program: Same, machine: Same, limit: int, mode: str) -> int:
+def _required_bytes(program: Same, machine: Same, limit: int, mode: str) -> int:
     """Returns the smallest host memory (bytes) used by the plans of QUICK; 0 if none of them finds a plan."""
     import agents
 
-    roomy, found = replace(machine.of, host_bytes=ENDLESS), []
+    unlimited, host_bytes = replace(machine.of, host_bytes=ENDLESS), []
     for name in QUICK:
-        chosen = {"mode": mode, "min_bytes": small(program.of)}
-        planner = agents.make(name, **{key: chosen[key] for key in chosen.keys() & set(agents.options(name))})
+        values = {"mode": mode, "min_bytes": small(program.of)}
+        planner = agents.make(name, **{key: values[key] for key in values.keys() & set(agents.options(name))})
         try:
-            plan = planner.plan(program.of, roomy, limit)
+            plan = planner.plan(program.of, unlimited, limit)
         except Infeasible:
             continue
-        found.append(Engine(program.of, roomy, limit).on_host(rows_of(plan.decisions)))
-    return min(found, default=0)
+        host_bytes.append(Engine(program.of, unlimited, limit).on_host(rows_of(plan.decisions)))
+    return min(host_bytes, default=0)

@@ -42,9 +42,9 @@ def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None]) -> tuple[
 
     The longest job has ``ROUNDS`` iterations, and the others an equal share of time.
     """
-    longest, jobs = max(program.ideal_ns for program in programs), []
+    longest_ns, jobs = max(program.ideal_ns for program in programs), []
     for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
-        count = max(1, round(ROUNDS * longest / max(program.ideal_ns, 1)))
+        count = max(1, round(ROUNDS * longest_ns / max(program.ideal_ns, 1)))
         plan = plan or Plan((), program.fingerprint, "none")
         jobs.append(Job(f"{i}: {program.name}", program, plan, iterations=count, within=True))
     return tuple(jobs)
@@ -64,10 +64,10 @@ class Split:
     def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
         """Plans each job within its share of ``limit`` (bytes); raises Infeasible if a share is too small."""
         peaks = [program.peak_bytes for program in programs]
-        parts = [min(peak, limit * peak // sum(peaks)) for peak in peaks]
+        shares = [min(peak, limit * peak // sum(peaks)) for peak in peaks]
         planner, plans, calls = self._make(), [], 0
-        for program, part in zip(programs, parts, strict=True):
-            plans.append(planner.plan(program, machine, part))
+        for program, share in zip(programs, shares, strict=True):
+            plans.append(planner.plan(program, machine, share))
             calls += planner.simulator_calls
         self.simulator_calls = calls
         return tuple(plans)

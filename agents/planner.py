@@ -124,12 +124,12 @@ class RowsPlanner:
     simulator_calls: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.init and (value := getattr(self, one.name)) is not None and "accepts" in one.metadata:
-                if not one.metadata["accepts"](value):
-                    raise ValueError(f"{one.name}: expected {one.metadata['expected']}, got {value!r}")
-        kinds = self.facts if isinstance(self.facts, tuple) else (self.facts,)
-        self.name = next(f.key for f in kinds if all(getattr(self, key) == word for key, word in f.options.items()))
+        for option in fields(self):
+            if option.init and (value := getattr(self, option.name)) is not None and "accepts" in option.metadata:
+                if not option.metadata["accepts"](value):
+                    raise ValueError(f"{option.name}: expected {option.metadata['expected']}, got {value!r}")
+        infos = self.facts if isinstance(self.facts, tuple) else (self.facts,)
+        self.name = next(f.key for f in infos if all(getattr(self, key) == word for key, word in f.options.items()))
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the plan that ``choose`` finds; raises Infeasible if no plan fits ``limit``."""
@@ -147,13 +147,13 @@ class RowsPlanner:
     def reachable(self, engine: Engine, gaps: Sequence[Gap]) -> Candidates:
         """Returns ``gaps`` as candidates; raises Infeasible if emptying all of them does not reach the limit."""
         candidates = Candidates(engine.program, gaps)
-        if candidates.least > engine.limit:
-            raise self.beyond_reach(engine, candidates.least)
+        if candidates.least_bytes > engine.limit:
+            raise self.beyond_reach(engine, candidates.least_bytes)
         return candidates
 
-    def beyond_reach(self, engine: Engine, least: int | None) -> Infeasible:
+    def beyond_reach(self, engine: Engine, min_limit: int | None) -> Infeasible:
         """Returns the exception of ``infeasible`` for the engine's program, limit and calls."""
-        return infeasible(self, engine.program, engine.limit, least, engine.calls)
+        return infeasible(self, engine.program, engine.limit, min_limit, engine.calls)
 
 
 class NoPlan(RowsPlanner):
@@ -175,15 +175,15 @@ class Candidates:
         rows: int64[m, 6], the swaps that empty the gaps, with prefetch times left to the simulator.
         absent: bool[m, n], the kernels at which each gap is open.
         live_bytes: int64[n], the program's live bytes per kernel.
-        least: bytes, the peak that remains when every gap is emptied: the smallest reachable limit.
+        least_bytes: bytes, the peak that remains when every gap is emptied: the smallest reachable limit.
     """
 
     def __init__(self, program: Program, gaps: Sequence[Gap]) -> None:
         self.gaps = list(gaps)
         self.live_bytes = np.array(program.live_bytes, dtype=np.int64)
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
-        self._where = columns_of(self.gaps)[:, 1:]
-        self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
+        self._spans = columns_of(self.gaps)[:, 1:]
+        self.least_bytes = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
         return len(self.gaps)
@@ -196,15 +196,15 @@ class Candidates:
     @cached_property
     def absent(self) -> NDArray[np.bool_]:
         """Mask of the kernels at which each gap is open."""
-        (after, before), k = self._where.T[:, :, None], np.arange(len(self.live_bytes))
+        (after, before), k = self._spans.T[:, :, None], np.arange(len(self.live_bytes))
         absent: NDArray[np.bool_] = np.where(after < before, (after < k) & (k < before), (after < k) | (k < before))
         return absent
 
     def residency(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns int64[n], the load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
-        return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
+        return residency(self.live_bytes, self._spans[chosen], self.nbytes[chosen])
 
-    def first(self, order: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    def prefix(self, order: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
         """Returns the shortest prefix of ``order`` that reaches the residency ``limit``, which all of it must reach."""
 
         def fits(count: int) -> bool:
@@ -218,12 +218,12 @@ def is_open(gap: Gap, k: int) -> bool:
     return gap.after < k < gap.before if gap.after < gap.before else not gap.before <= k <= gap.after
 
 
-def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
+def eviction_rows(program: Program, gap: Gap, mode: str) -> list[Row]:
     """Returns the rows that can empty ``gap`` in ``mode``: a swap, a recomputation, a recomputation with ``keep``.
 
     The list is empty if ``mode`` and the program allow none of them.
     """
-    return [row_of(gap, way) for way in ways_to_empty(program, gap, mode)]
+    return [row_of(gap, kind) for kind in ways_to_empty(program, gap, mode)]
 
 
 def finish(planner: Planner, program: Program, machine: Machine, limit: int, engine: Engine, rows: Rows) -> Plan:
@@ -249,44 +249,44 @@ def check_budget(calls: int | None = None, seconds: float | None = None, jobs: i
         raise ValueError(f"jobs: expected at least 1, got {jobs}")
 
 
-def infeasible(planner: Planner, program: Program, limit: int, least: int | None, calls: int = 0) -> Infeasible:
+def infeasible(planner: Planner, program: Program, limit: int, min_limit: int | None, calls: int = 0) -> Infeasible:
     """Returns the Infeasible exception that names the smallest reachable limit, and records the calls on the planner.
 
     Args:
         planner: Planner that found no plan.
         program: Program to be planned.
         limit: memory limit in bytes.
-        least: smallest limit that the planner can reach, in bytes; None if unknown.
+        min_limit: smallest limit that the planner can reach, in bytes; None if unknown.
         calls: simulator calls made so far.
     """
     planner.simulator_calls = calls
     min_bytes = getattr(planner, "min_bytes", 0)
-    known = least is not None and least > limit
-    reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"
+    is_known = min_limit is not None and min_limit > limit
+    reason = f"the smallest limit it can reach is {min_limit:,} bytes" if is_known else "it found no plan that fits"
     if min_bytes and not program.gaps(min_bytes) and program.gaps():
-        reach = "it can evict no tensor"
+        reason = "it can evict no tensor"
     return Infeasible(
         f"{planner.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
-        f"{program.peak_bytes:,}); {reach}{held_back(program, limit, min_bytes)}"
+        f"{program.peak_bytes:,}); {reason}{min_bytes_hint(program, limit, min_bytes)}"
     )
 
 
-def held_back(program: Program, limit: int, min_bytes: int) -> str:
+def min_bytes_hint(program: Program, limit: int, min_bytes: int) -> str:
     """Returns a hint for error messages if ``min_bytes`` is why nothing fits ``limit`` (bytes), else ''.
 
     ``min_bytes`` is the reason if every evictable tensor is smaller than ``min_bytes``, or if emptying every gap fits
     only with smaller tensors included. The hint names the largest ``min_bytes`` that works.
     """
     sizes = sorted({program.tensors[gap.tensor].nbytes for gap in program.gaps()})
-    small = [nbytes for nbytes in sizes if nbytes < min_bytes]
-    if not small or least_residency(program, min_bytes) <= limit:
+    excluded = [nbytes for nbytes in sizes if nbytes < min_bytes]
+    if not excluded or least_residency(program, min_bytes) <= limit:
         return ""
-    help_from = bisect_left(small, True, key=lambda nbytes: least_residency(program, nbytes) > limit)
-    if help_from == 0 and len(small) < len(sizes):
+    helpful = bisect_left(excluded, True, key=lambda nbytes: least_residency(program, nbytes) > limit)
+    if helpful == 0 and len(excluded) < len(sizes):
         return ""  # no value of min_bytes reaches the limit
-    what = "every evictable tensor is" if len(small) == len(sizes) else "some evictable tensors are"
-    hint = f"try min_bytes={small[help_from - 1]}" if help_from else f"the largest has {small[-1]:,} bytes"
-    return f", because {what} smaller than min_bytes ({min_bytes:,} bytes): {hint}"
+    subject = "every evictable tensor is" if len(excluded) == len(sizes) else "some evictable tensors are"
+    hint = f"try min_bytes={excluded[helpful - 1]}" if helpful else f"the largest has {excluded[-1]:,} bytes"
+    return f", because {subject} smaller than min_bytes ({min_bytes:,} bytes): {hint}"
 
 
 def small(program: Program) -> int:

@@ -30,17 +30,17 @@ def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
     Raises:
         FormatError: a file is missing or malformed.
     """
-    plan, planned = Plan.load(Path(run) / "plan.json"), Program.load(Path(run) / "program.json")
+    plan, planned_program = Plan.load(Path(run) / "plan.json"), Program.load(Path(run) / "program.json")
 
-    def carried_over(program: Program, machine: Machine, limit: int) -> Plan:
-        found = adapted(plan, planned, program)
-        score = Engine(program, machine, limit).score(rows_of(found.decisions))
+    def adapt_plan(program: Program, machine: Machine, limit: int) -> Plan:
+        mapped = adapted(plan, planned_program, program)
+        score = Engine(program, machine, limit).score(rows_of(mapped.decisions))
         if not score.feasible:
             raise Infeasible(
                 f"the plan of {run} needs {score.required_bytes:,} bytes for this capture, and the limit is {limit:,}: "
-                f"{len(found.decisions)} of its {len(plan.decisions)} decisions could be mapped, because the "
+                f"{len(mapped.decisions)} of its {len(plan.decisions)} decisions could be mapped, because the "
                 "kernels differ; omit planner= to plan this step from scratch"
             )
-        return found
+        return mapped
 
-    return carried_over
+    return adapt_plan

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor.lp import Linear, Row, Solver, Terms
-from agents.floor.reruns import Past, Reruns
+from agents.floor.reruns import RerunLimits, Reruns
 from agents.floor.transfers import Groups, Transfers
 from simulator.machine import Machine
 from simulator.modes import KINDS_OF, check_mode
@@ -25,14 +25,14 @@ from simulator.residency import residency
 
 COVERS = ("swap", "recompute", "rerun")  # kinds of decisions that the linear program covers
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
-PARTS = {"recompute": 10, "joint": 5}  # approximate number of windows, each touching that share of the peak load
+WINDOWS = {"recompute": 10, "joint": 5}  # approximate number of windows, each touching that share of the peak load
 CELLS = {"recompute": 4000, "joint": 2500}  # maximum of windows times versions
 GROUPS = {"swap": 700, "joint": 240}  # maximum number of kernel groups
-FEW = 400  # smaller programs are not merged; larger ones get half as many groups in joint mode's swap-only program
-LINK = 10  # above this ratio of copy time to ideal time FEWEST decreases
-HEAVY, COARSE = 20, 500  # above this ratio of copy time to ideal time: maximum number of groups
-NEAR, NEARLY = 700, 0.6  # and of cells, if the limit exceeds this fraction of the peak load
-FEWEST, MERGED = 160, 400_000  # joint mode: maximum of groups times gaps, and minimum number of groups
+UNMERGED = 400  # smaller programs are not merged; larger ones get half as many groups in joint mode's swap-only program
+LINK_RATIO = 10  # above this ratio of copy time to ideal time MIN_GROUPS decreases
+HIGH_LINK, LINK_GROUPS = 20, 500  # above this ratio of copy time to ideal time: maximum number of groups
+LIMIT_CELLS, HIGH_LIMIT = 700, 0.6  # and of cells, if the limit exceeds this fraction of the peak load
+MIN_GROUPS, MAX_PAIRS = 160, 400_000  # joint mode: minimum number of groups, and maximum of groups times gaps
 ROUNDS, NODES = 10, 100  # cutting rounds, branch-and-bound nodes; fewer above ROWS rows, in proportion
 ROWS, WORK = 3000, 3e8  # WORK: budget of simplex steps times rows after the first optimum
 ROUNDING = 1e-3  # ns, far above rounding errors of the dual value
@@ -93,67 +93,70 @@ def floor(
         raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes, nbytes = np.array(program.live_bytes, np.int64), [t.nbytes for t in program.tensors]
-    past, n = Past(program), len(program.kernels)
-    possible = [g for g in program.gaps(1) if mode != "recompute" or past.away(g)]
-    ends = [g.before if mode != "recompute" else past.away(g).stop for g in possible]
-    size = np.array([nbytes[g.tensor] for g in possible], np.int64)
-    where = np.array([(g.after, end) for g, end in zip(possible, ends, strict=True)], np.int64).reshape(-1, 2)
-    lowest = residency(live_bytes, where, size)
-    least = _least(sorted(size.tolist(), reverse=True), max_gaps)
-    gaps, rest = [g for g in possible if nbytes[g.tensor] >= least], size < least
-    live_bytes, least_bytes = residency(live_bytes, where[rest], size[rest]), int(lowest.max())
-    none = np.zeros(len(gaps))
-    ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+    limits, n = RerunLimits(program), len(program.kernels)
+    candidates = [g for g in program.gaps(1) if mode != "recompute" or limits.absence(g)]
+    ends = [g.before if mode != "recompute" else limits.absence(g).stop for g in candidates]
+    size = np.array([nbytes[g.tensor] for g in candidates], np.int64)
+    spans = np.array([(g.after, end) for g, end in zip(candidates, ends, strict=True)], np.int64).reshape(-1, 2)
+    min_load = residency(live_bytes, spans, size)
+    cutoff = _threshold(sorted(size.tolist(), reverse=True), max_gaps)
+    gaps, is_small = [g for g in candidates if nbytes[g.tensor] >= cutoff], size < cutoff
+    live_bytes, least_bytes = residency(live_bytes, spans[is_small], size[is_small]), int(min_load.max())
+    zeros = np.zeros(len(gaps))
+    ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), zeros, zeros)
     if not ideal.feasible or live_bytes.max() <= limit or not detail:
         return ideal
     copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
-    link, n = copies / max(program.ideal_ns, 1), len(past.until)
-    fewest = FEWEST * min(1.0, LINK / max(link, 1.0))
-    merged = max(fewest, MERGED / max(len(gaps), 1)) if mode == "joint" else n
-    most, cells = max(GROUPS.get(mode, 0), FEW if n <= FEW else 0), CELLS.get(mode, 0)
-    if link > HEAVY and mode != "recompute":
-        most, cells = min(most, COARSE), min(cells, NEAR) if limit > NEARLY * program.peak_bytes else cells
-    groups, swaps = (int(min(m, merged) * detail) + 1 for m in (most, FEW))
+    ratio, n = copies / max(program.ideal_ns, 1), len(limits.rerun_until)
+    min_groups = MIN_GROUPS * min(1.0, LINK_RATIO / max(ratio, 1.0))
+    mergeable = max(min_groups, MAX_PAIRS / max(len(gaps), 1)) if mode == "joint" else n
+    max_groups, cells = max(GROUPS.get(mode, 0), UNMERGED if n <= UNMERGED else 0), CELLS.get(mode, 0)
+    if ratio > HIGH_LINK and mode != "recompute":
+        max_groups, cells = (
+            min(max_groups, LINK_GROUPS),
+            min(cells, LIMIT_CELLS) if limit > HIGH_LIMIT * program.peak_bytes else cells,
+        )
+    groups, swap_groups = (int(min(m, mergeable) * detail) + 1 for m in (max_groups, UNMERGED))
     # If swaps alone cost nothing, the bound is the ideal time; the swap-only program is cheaper to solve.
-    first = ("swap", swaps if n <= swaps else swaps // 2)
-    until = np.inf if seconds is None else time.monotonic() + seconds
+    swap_only = ("swap", swap_groups if n <= swap_groups else swap_groups // 2)
+    deadline = np.inf if seconds is None else time.monotonic() + seconds
     try:
-        for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
+        for kind, count in (swap_only, (mode, groups)) if mode == "joint" else ((mode, groups),):
             problem = _Problem(
-                program, machine, limit, language, gaps, live_bytes, lowest, least, int(cells * detail), count, families
+                program, machine, limit, kind, gaps, live_bytes, min_load, cutoff, int(cells * detail), count, families
             )
-            solver = Solver(problem.lp, until)
-            part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" else 0.0
-            solution = solver.cut(problem.knapsacks, round(ROUNDS * part * ("cuts" in families)), WORK)
+            solver = Solver(problem.lp, deadline)
+            share = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" else 0.0
+            solution = solver.cut(problem.knapsacks, round(ROUNDS * share * ("cuts" in families)), WORK)
             if solution is not None:
-                nodes = round(NODES * part * ("branching" in families))
-                solution = solver.branch(solution, problem.whole, nodes, WORK)
+                nodes = round(NODES * share * ("branching" in families))
+                solution = solver.branch(solution, problem.integer_sums, nodes, WORK)
                 if solution.bound * problem.tick < 1:  # recomputation cannot reduce it further
                     break
     except TimeoutError:
         return ideal
     if solution is None:
         return replace(ideal, feasible=False)
-    delay = solution.bound * problem.tick if language == mode else 0.0  # below 1 ns the swap-only bound is void
+    delay = solution.bound * problem.tick if kind == mode else 0.0  # below 1 ns the swap-only bound is void
     iteration = program.ideal_ns + max(0, int(np.ceil(delay - ROUNDING)))
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)
 
 
-def _least(sizes: list[int], most: int) -> int:
-    """Returns the size threshold that keeps about ``most`` of the sizes (descending).
+def _threshold(sizes: list[int], count: int) -> int:
+    """Returns the size threshold that keeps about ``count`` of the sizes (descending).
 
-    At most ``most`` sizes are kept, except if these are fewer than half of ``most``. The next smaller size is then kept
-    as well if the total stays within 1.5 times ``most``.
+    At most ``count`` sizes are kept, except if these are fewer than half of ``count``. The next smaller size is then
+    kept as well if the total stays within 1.5 times ``count``.
     """
-    if len(sizes) <= most:
+    if len(sizes) <= count:
         return 1
-    next_size = sizes[most]
-    larger = [b for b in sizes if b > next_size]
+    next_size = sizes[count]
+    larger = [size for size in sizes if size > next_size]
     if not larger:
         return next_size
-    keeps_next = len(larger) < most / 2 and len(larger) + sizes.count(next_size) <= 1.5 * most
+    keeps_next = len(larger) < count / 2 and len(larger) + sizes.count(next_size) <= 1.5 * count
     return next_size if keeps_next else larger[-1]
 
 
@@ -166,31 +169,31 @@ class _Problem:
 
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap],
-        live_bytes: NDArray[np.int64], lowest: NDArray[np.int64], least: int, cells: int, most_groups: int,
+        live_bytes: NDArray[np.int64], min_load: NDArray[np.int64], min_nbytes: int, cells: int, max_groups: int,
         families: Collection[str],
     ) -> None:  # fmt: skip
-        most = max(program.tensors[g.tensor].nbytes for g in gaps)
+        largest = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Scales bytes and times so that coefficients are near 1.
-        byte, self.tick = most / 8, max(program.ideal_ns, machine.d2h_ns(most)) / 1000
+        byte, self.tick = largest / 8, max(program.ideal_ns, machine.d2h_ns(largest)) / 1000
         self.lp, self.gaps, self.swap = Linear(), gaps, list[int]()
         self.reruns: Reruns | None = None
         # Of mode recompute: memory rows in 0/1 columns, and sums of columns that are integers in every plan, with their
         # weights in branching.
         self.knapsacks: list[Row] = []
-        self.whole: list[tuple[Terms, float]] = []
+        self.integer_sums: list[tuple[Terms, float]] = []
         if mode != "swap":
-            self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte, families)
+            self.reruns = Reruns(self.lp, program, limit, live_bytes, min_nbytes, WINDOWS[mode], cells, byte, families)
         if mode == "recompute" and self.reruns is not None:
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))
             for terms, constant in loads.values():
                 self.lp.row(terms, limit / byte - constant)
                 self.knapsacks.append((self.reruns.expanded(terms), limit / byte - constant))
-            for (_, w), column in self.reruns.again.items():
+            for (_, w), column in self.reruns.rerun.items():
                 self.lp.cost[column] = program.kernels[w].duration_ns / self.tick
-            self.whole = self.reruns.whole(self.tick)
+            self.integer_sums = self.reruns.integer_sums(self.tick)
             return
-        groups = Groups(program, most_groups, [a for a, _ in self.reruns.windows] if self.reruns is not None else [])
-        rows = groups.heaviest(live_bytes, lowest, limit)
+        groups = Groups(program, max_groups, [a for a, _ in self.reruns.windows] if self.reruns is not None else [])
+        rows = groups.heaviest(live_bytes, min_load, limit)
         loads = {k: ([], float(live_bytes[k]) / byte) for k in rows} if self.reruns is None else self.reruns.load(rows)
         self.swap = Transfers(
             self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick, families
@@ -198,11 +201,11 @@ class _Problem:
 
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns float64[m] twice: the fraction of each gap's tensor that is swapped, and that is recomputed."""
-        swapped, away, reruns = np.zeros(len(self.gaps)), np.zeros(len(self.gaps)), self.reruns
+        swapped, evicted, reruns = np.zeros(len(self.gaps)), np.zeros(len(self.gaps)), self.reruns
         if self.swap:
             swapped = np.clip(x[self.swap], 0, 1)
         if reruns is not None:
             for i, gap in enumerate(self.gaps):
-                found = reruns.absent(gap)
-                away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in found)])
-        return swapped, np.minimum(away, 1 - swapped)
+                columns = reruns.absent(gap)
+                evicted[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in columns)])
+        return swapped, np.minimum(evicted, 1 - swapped)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # SciPy is slow to import, so it is imported when a program is solved
     from scipy.sparse import csr_matrix
 
-ENOUGH = 1e-4  # fraction of the bound: cutting stops below this gain per round
-BROKEN = 1e-7  # violation tolerance of rows
-WHOLE = 1e-5  # integrality tolerance
-FINE = 20.0  # penalty of a violated sum, in units of the root bound
+MIN_GAIN = 1e-4  # fraction of the bound: cutting stops below this gain per round
+VIOLATED = 1e-7  # violation tolerance of rows
+INTEGRAL = 1e-5  # integrality tolerance
+PENALTY = 20.0  # penalty of a violated sum, in units of the root bound
 DEVEX = 1  # simplex_dual_edge_weight_strategy
 TOLERANCES = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
 OPTIONS = {"output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": DEVEX, **TOLERANCES}
@@ -46,17 +46,17 @@ class Linear:
         self.upper: list[float] = []
         self.rows: list[Row] = []
         self.equations: list[Row] = []
-        self.rarely: list[Row] = []  # rows that rarely bind
+        self.lazy_rows: list[Row] = []  # rows that rarely bind
 
-    def new(self, upper: float = 1.0, cost: float = 0.0) -> int:
+    def column(self, upper: float = 1.0, cost: float = 0.0) -> int:
         """Adds a column with bounds 0 and ``upper``."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
-    def many(self, count: int, upper: float = 1.0) -> list[int]:
+    def columns(self, count: int, upper: float = 1.0) -> list[int]:
         """Adds ``count`` columns."""
-        return [self.new(upper) for _ in range(count)]
+        return [self.column(upper) for _ in range(count)]
 
     def row(self, terms: Iterable[tuple[int, float]], right: float) -> None:
         """Adds sum(coefficient * column) <= right."""
@@ -72,16 +72,16 @@ class Solver:
 
     Args:
         linear: columns, equations and rows; later additions to it do not reach the solver.
-        until: deadline on ``time.monotonic()``; solves past it raise TimeoutError.
+        deadline: deadline on ``time.monotonic()``; solves past it raise TimeoutError.
     """
 
-    def __init__(self, linear: Linear, until: float = np.inf) -> None:
+    def __init__(self, linear: Linear, deadline: float = np.inf) -> None:
         import highspy
 
         self.cost, self.upper, count = np.array(linear.cost), np.array(linear.upper), len(linear.equations)
         self.matrix, self.high = matrix_of([*linear.equations, *linear.rows], len(self.cost))
         self.low = np.concatenate([self.high[:count], np.full(len(linear.rows), -np.inf)])
-        self._until = until
+        self._deadline = deadline
         self.work = 0.0  # steps of the simplex times rows, so far
         self._highs = highspy.Highs()
         for option, value in OPTIONS.items():
@@ -94,7 +94,7 @@ class Solver:
         part.format_ = highspy.MatrixFormat.kRowwise
         part.start_, part.index_, part.value_ = matrix.indptr, matrix.indices, matrix.data
         self._highs.passModel(lp)
-        self._rarely, self._most = matrix_of(linear.rarely, len(self.cost))  # rarely binding rows not added yet
+        self._lazy, self._lazy_right = matrix_of(linear.lazy_rows, len(self.cost))  # rarely binding rows not added yet
 
     def _column(self, upper: float, cost: float) -> int:
         """Adds a column with bounds 0 and ``upper``, in no row yet."""
@@ -120,24 +120,24 @@ class Solver:
         Raises:
             RuntimeError: the solver failed.
         """
-        found = self._optimum()
-        while found is not None:
-            broken = self._rarely @ found.x[: self._rarely.shape[1]] - self._most > BROKEN
-            if not broken.any():
+        solution = self._optimum()
+        while solution is not None:
+            is_violated = self._lazy @ solution.x[: self._lazy.shape[1]] - self._lazy_right > VIOLATED
+            if not is_violated.any():
                 break
-            self._rows(self._rarely[broken], self._most[broken])
-            self._rarely, self._most = self._rarely[~broken], self._most[~broken]
-            before, found = found.bound, self._optimum()
-            if found is not None and found.bound < before + ENOUGH * abs(before):
+            self._rows(self._lazy[is_violated], self._lazy_right[is_violated])
+            self._lazy, self._lazy_right = self._lazy[~is_violated], self._lazy_right[~is_violated]
+            old_bound, solution = solution.bound, self._optimum()
+            if solution is not None and solution.bound < old_bound + MIN_GAIN * abs(old_bound):
                 break
-        return found
+        return solution
 
     def _optimum(self) -> Solution | None:
         from highspy import HighsModelStatus
 
-        if self._until < np.inf:  # HiGHS accumulates the time of all solves
-            left = max(self._until - time.monotonic(), 0.0)
-            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + left)
+        if self._deadline < np.inf:  # HiGHS accumulates the time of all solves
+            remaining = max(self._deadline - time.monotonic(), 0.0)
+            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + remaining)
         self._highs.run()
         self.work += self._highs.getInfo().simplex_iteration_count * len(self.low)
         status = self._highs.getModelStatus()
@@ -145,10 +145,10 @@ class Solver:
             return None
         if status == HighsModelStatus.kTimeLimit:
             raise TimeoutError
-        found = self._highs.getSolution()
-        if not found.dual_valid:
+        solution = self._highs.getSolution()
+        if not solution.dual_valid:
             raise RuntimeError(f"HiGHS failed on the floor's linear program: {self._highs.modelStatusToString(status)}")
-        return Solution(self.bound(np.array(found.row_dual)), np.array(found.col_value))
+        return Solution(self.bound(np.array(solution.row_dual)), np.array(solution.col_value))
 
     def bound(self, multipliers: NDArray[np.float64]) -> float:
         """Returns a lower bound on the cost of every x, for any multipliers of the rows.
@@ -167,22 +167,22 @@ class Solver:
             knapsacks: rows over 0/1 columns that hold in every plan; cuts are derived from them.
             work: budget of simplex steps times rows after the first optimum; no round starts beyond it.
         """
-        found = self.optimum()
+        solution = self.optimum()
         self.work = 0.0
         for _ in range(rounds):
-            if found is None or self.work > work:
+            if solution is None or self.work > work:
                 break
-            new = [cut for row in knapsacks if (cut := rounded(row, found.x)) is not None]
-            if not new:
+            cuts = [cut for row in knapsacks if (cut := rounding_cut(row, solution.x)) is not None]
+            if not cuts:
                 break
-            self._rows(*matrix_of(new, len(self.cost)))
-            before, found = found.bound, self.optimum()
-            if found is None or found.bound < before + ENOUGH * max(1.0, abs(before)):
+            self._rows(*matrix_of(cuts, len(self.cost)))
+            old_bound, solution = solution.bound, self.optimum()
+            if solution is None or solution.bound < old_bound + MIN_GAIN * max(1.0, abs(old_bound)):
                 break
-        return found
+        return solution
 
     def branch(
-        self, root: Solution, whole: Sequence[tuple[Terms, float]], nodes: int, work: float = np.inf
+        self, root: Solution, integer_sums: Sequence[tuple[Terms, float]], nodes: int, work: float = np.inf
     ) -> Solution:
         """Returns the optimum with integer sums of columns, as far as branch and bound proves within its node limit.
 
@@ -190,33 +190,33 @@ class Solver:
         leaf has a dual solution.
 
         Args:
-            whole: the sums, each with its weight in the branching choice.
+            integer_sums: the sums, each with its weight in the branching choice.
             work: budget as in ``cut``, reduced by the work done there.
         """
         from highspy import HighsBasisStatus
 
-        if nodes <= 0 or not whole:
+        if nodes <= 0 or not integer_sums:
             return root
-        slack = self._column(1.0, FINE * max(1.0, root.bound))
+        slack = self._column(1.0, PENALTY * max(1.0, root.bound))
         root = Solution(root.bound, np.append(root.x, 0.0))
-        matrix, weight = matrix_of(whole, len(self.cost))
+        matrix, weight = matrix_of(integer_sums, len(self.cost))
         count = itertools.count()
         pairs: dict[int, int] = {}  # sum: index of its upper-bound row; the next row is its lower bound
         limits: dict[int, float] = {}  # right sides of the currently active branching rows
         leaves = [(root.bound, next(count), dict[int, float](), root, self._highs.getBasis())]
         while nodes > 0 and self.work <= work:
-            bound, _, rights, found, basis = leaves[0]
-            sums = matrix @ found.x
-            off = np.abs(sums - np.round(sums))
-            if off.max() < WHOLE:
+            bound, _, rights, parent, basis = leaves[0]
+            sums = matrix @ parent.x
+            distance = np.abs(sums - np.round(sums))
+            if distance.max() < INTEGRAL:
                 break
-            i = int((weight * np.where(off < WHOLE, 0, off)).argmax())
-            terms, low = whole[i][0], float(np.floor(sums[i]))
+            i = int((weight * np.where(distance < INTEGRAL, 0, distance)).argmax())
+            terms, low = integer_sums[i][0], float(np.floor(sums[i]))
             if i not in pairs:
-                off_by = (slack, -float(len(terms)) - 1)
+                slack_term = (slack, -float(len(terms)) - 1)
                 pairs[i] = len(self.low)
-                both: list[Row] = [([*((c, s * f) for c, f in terms), off_by], np.inf) for s in (1.0, -1.0)]
-                self._rows(*matrix_of(both, len(self.cost)))
+                rows: list[Row] = [([*((c, s * f) for c, f in terms), slack_term], np.inf) for s in (1.0, -1.0)]
+                self._rows(*matrix_of(rows, len(self.cost)))
             heapq.heappop(leaves)
             for row, right in ((pairs[i], low), (pairs[i] + 1, -low - 1)):
                 child = {**rights, row: min(right, rights.get(row, np.inf))}
@@ -229,9 +229,9 @@ class Solver:
                 basis.row_status += [HighsBasisStatus.kBasic] * (len(self.low) - len(basis.row_status))
                 self._highs.setBasis(basis)
                 solved = self.optimum()
-                mine = basis if solved is None else self._highs.getBasis()
-                solved = solved or Solution(bound, found.x)
-                heapq.heappush(leaves, (max(bound, solved.bound), next(count), child, solved, mine))
+                child_basis = basis if solved is None else self._highs.getBasis()
+                solved = solved or Solution(bound, parent.x)
+                heapq.heappush(leaves, (max(bound, solved.bound), next(count), child, solved, child_basis))
             nodes -= 2
         return Solution(leaves[0][0], root.x)
 
@@ -240,15 +240,15 @@ def matrix_of(rows: Sequence[Row], columns: int) -> tuple[csr_matrix, NDArray[np
     """Returns the sparse matrix (repeated columns of a row summed) and the right sides."""
     from scipy.sparse import csr_matrix
 
-    at = np.array([c for terms, _ in rows for c, _ in terms], dtype=np.int32)
+    indices = np.array([c for terms, _ in rows for c, _ in terms], dtype=np.int32)
     values = np.array([v for terms, _ in rows for _, v in terms], dtype=np.float64)
     ends = np.cumsum([0, *(len(terms) for terms, _ in rows)]).astype(np.int32)
-    matrix = csr_matrix((values, at, ends), shape=(len(rows), columns))
+    matrix = csr_matrix((values, indices, ends), shape=(len(rows), columns))
     matrix.sum_duplicates()
     return matrix, np.array([right for _, right in rows], dtype=np.float64)
 
 
-def rounded(row: Row, x: NDArray[np.float64]) -> Row | None:
+def rounding_cut(row: Row, x: NDArray[np.float64]) -> Row | None:
     """Returns the most violated mixed-integer rounding cut of ``row`` at x, or None if none is violated.
 
     Columns above 1/2 in x are complemented, and the row is divided by one of its coefficients.
@@ -257,24 +257,24 @@ def rounded(row: Row, x: NDArray[np.float64]) -> Row | None:
     without aggregation.
     """
     columns = np.array([c for c, _ in row[0]])
-    a, at = np.array([v for _, v in row[0]]), x[columns]
-    some = (at > 1e-6) & (at < 1 - 1e-6)
-    turned = at > 0.5
-    b = row[1] - a[turned].sum()
-    a, at = np.where(turned, -a, a), np.where(turned, 1 - at, at)
-    best, found = 1e-4, None
-    for step in np.unique(np.abs(a[some])):
+    a, value = np.array([v for _, v in row[0]]), x[columns]
+    is_fractional = (value > 1e-6) & (value < 1 - 1e-6)
+    is_flipped = value > 0.5
+    b = row[1] - a[is_flipped].sum()
+    a, value = np.where(is_flipped, -a, a), np.where(is_flipped, 1 - value, value)
+    best, cut = 1e-4, None
+    for step in np.unique(np.abs(a[is_fractional])):
         for divisor in (step, step / 2, step / 4):
-            part = b / divisor - np.floor(b / divisor)
-            if not divisor or not 0.01 < part < 0.99:
+            fraction = b / divisor - np.floor(b / divisor)
+            if not divisor or not 0.01 < fraction < 0.99:
                 continue
             scaled = a / divisor
-            whole = np.floor(scaled)
-            f = whole + np.maximum(0.0, scaled - whole - part) / (1 - part)
+            floors = np.floor(scaled)
+            f = floors + np.maximum(0.0, scaled - floors - fraction) / (1 - fraction)
             right = np.floor(b / divisor)
-            off = (f @ at - right) / max(float(np.linalg.norm(f)), 1e-9)
-            if off > best:
-                back = np.where(turned, -f, f)
-                terms = [(int(c), float(v)) for c, v in zip(columns, back, strict=True) if v]
-                best, found = off, (terms, float(right - f[turned].sum()) + 1e-9)
-    return found
+            violation = (f @ value - right) / max(float(np.linalg.norm(f)), 1e-9)
+            if violation > best:
+                coefficients = np.where(is_flipped, -f, f)
+                terms = [(int(c), float(v)) for c, v in zip(columns, coefficients, strict=True) if v]
+                best, cut = violation, (terms, float(right - f[is_flipped].sum()) + 1e-9)
+    return cut

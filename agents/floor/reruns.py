@@ -25,8 +25,8 @@ from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
 from simulator.residency import residency
 
-MANY = 1900  # versions above which the number of cells is reduced
-FINE = 2000  # kernels x versions up to which each kernel has its own window
+MAX_VERSIONS = 1900  # versions above which the number of cells is reduced
+MAX_UNMERGED = 2000  # kernels x versions up to which each kernel has its own window
 
 
 class Version(NamedTuple):
@@ -48,36 +48,36 @@ class Version(NamedTuple):
         return pairwise([self.writer, *self.uses])
 
 
-def versions_of(program: Program, least: int) -> list[Version]:
-    """Returns the versions of non-persistent tensors of at least ``least`` bytes."""
-    found = []
+def versions_of(program: Program, min_nbytes: int) -> list[Version]:
+    """Returns the versions of non-persistent tensors of at least ``min_nbytes`` bytes."""
+    versions = []
     for x, tensor in enumerate(program.tensors):
-        if not tensor.persistent and tensor.nbytes >= least:
-            for w, after in pairwise([*program.writes[x], len(program.kernels)]):
-                found.append(Version(x, w, after, [k for k in program.accesses[x] if w < k <= after]))
-    return found
+        if not tensor.persistent and tensor.nbytes >= min_nbytes:
+            for w, overwritten in pairwise([*program.writes[x], len(program.kernels)]):
+                versions.append(Version(x, w, overwritten, [k for k in program.accesses[x] if w < k <= overwritten]))
+    return versions
 
 
-class Past:
+class RerunLimits:
     """Until which kernel each kernel can be recomputed.
 
     Attributes:
-        until: per kernel, the last kernel before which it can be recomputed; the kernel itself if it cannot. Limits
-            are kernels that must not be repeated, earlier writers of an output that cannot be recomputed, and
+        rerun_until: per kernel, the last kernel before which it can be recomputed; the kernel itself if it cannot.
+            Limits are kernels that must not be repeated, earlier writers of an output that cannot be recomputed, and
             persistent inputs that changed and cannot be restored.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.until: list[int] = []
+        self.rerun_until: list[int] = []
         for k, kernel in enumerate(program.kernels):
             end = len(program.kernels) - 1 if kernel.recomputable else k
             for x in kernel.inputs:
                 changed = [w for w in program.writes[x] if w >= k] if program.tensors[x].persistent else []
                 if changed:
                     writer = program.version(x, k)
-                    end = min(end, max(changed[0], self.until[writer] if writer >= 0 else k))
-            self.until.append(max(k, min([end, *(self.until[w] for w in self.earlier(k))])))
+                    end = min(end, max(changed[0], self.rerun_until[writer] if writer >= 0 else k))
+            self.rerun_until.append(max(k, min([end, *(self.rerun_until[w] for w in self.earlier(k))])))
 
     def earlier(self, kernel: int) -> list[int]:
         """Returns the earlier writer of the same tensor that must be recomputed with ``kernel``, if any.
@@ -89,11 +89,11 @@ class Past:
         writers = {self.program.version(x, kernel) for x in outputs}
         return sorted(writers) if len(writers) == 1 and -1 not in writers else []
 
-    def away(self, gap: Gap) -> range:
+    def absence(self, gap: Gap) -> range:
         """Returns the kernels at which recomputation can have a gap's tensor evicted."""
         if self.program.tensors[gap.tensor].persistent or gap.after >= gap.before:
             return range(0)
-        return range(gap.after + 1, min(gap.before, self.until[self.program.version(gap.tensor, gap.after + 1)]))
+        return range(gap.after + 1, min(gap.before, self.rerun_until[self.program.version(gap.tensor, gap.after + 1)]))
 
 
 class Reruns:
@@ -101,17 +101,18 @@ class Reruns:
 
     Columns range from 0 to 1; window j covers kernels ``windows[j][0]`` to before ``windows[j][1]``:
 
-        again[j, w]   kernel w is recomputed before a kernel of window j, which costs its duration
-        kept[j, v]    version v is held throughout window j, from before it or since it was written in it
-        back[j, v]    it is recomputed in window j and held at its end
-        between[v, k] it is evicted just before kernel k, which uses it, and recomputed in the window of k
+        rerun[j, w]    kernel w is recomputed before a kernel of window j, which costs its duration
+        resident[j, v] version v is held throughout window j, from before it or since it was written in it
+        restored[j, v] it is recomputed in window j and held at its end
+        evicted[v, k]  it is evicted just before kernel k, which uses it, and recomputed in the window of k
 
-    Rows: kept[j, v] <= kept[j-1, v] + back[j-1, v];  back[j, v] <= again[j, writer];  kept + back <= 1;
-    each use in window j, and each kernel that reads v and is recomputed in it, needs v held at its start or recomputed
-    in it;  a kernel is recomputed only with the earlier writers of its outputs. ``load`` is the memory.
+    Rows: resident[j, v] <= resident[j-1, v] + restored[j-1, v];  restored[j, v] <= rerun[j, writer];
+    resident + restored <= 1;  each use in window j, and each kernel that reads v and is recomputed in it, needs v held
+    at its start or recomputed in it;  a kernel is recomputed only with the earlier writers of its outputs. ``load`` is
+    the memory.
 
     Args:
-        least: bytes; smaller tensors are always available and take no memory in their gaps.
+        min_nbytes: bytes; smaller tensors are always available and take no memory in their gaps.
         live_bytes: int64[n], load per kernel with the gaps of smaller tensors emptied.
         parts: approximate number of windows, by used bytes relative to the peak load; reduced until there are at most
             ``cells`` pairs of a window and a version.
@@ -120,159 +121,159 @@ class Reruns:
     """
 
     def __init__(
-        self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], least: int, parts: int,
+        self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], min_nbytes: int, parts: int,
         cells: int, byte: float, families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.limit = lp, program, limit
-        self.byte, self.past, self.n, self.live_bytes = byte, Past(program), len(program.kernels), live_bytes
-        self.versions = versions_of(program, least)
+        self.byte, self.limits, self.n, self.live_bytes = byte, RerunLimits(program), len(program.kernels), live_bytes
+        self.versions = versions_of(program, min_nbytes)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
-        self.at = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
+        self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
         for count in range(parts, 0, -1):
             self.windows = self._windows(count)
             self.window_of = [-1] * self.windows[0][0]
             for j, (begin, end) in enumerate(self.windows):
                 self.window_of += [j] * (end - begin)
-            if self._cells() <= cells * min(1.0, MANY / max(len(self.versions), 1)):
+            if self._cells() <= cells * min(1.0, MAX_VERSIONS / max(len(self.versions), 1)):
                 break
-        self.again: dict[tuple[int, int], int] = {}
-        self.kept: dict[tuple[int, int], int] = {}
-        self.back: dict[tuple[int, int], int] = {}
-        self.between: dict[tuple[int, int], int] = {}
+        self.rerun: dict[tuple[int, int], int] = {}
+        self.resident: dict[tuple[int, int], int] = {}
+        self.restored: dict[tuple[int, int], int] = {}
+        self.evicted: dict[tuple[int, int], int] = {}
         self.totals: dict[int, Terms] = {}  # column: the sum that bounds it from below
         self._pending: list[tuple[int, int]] = []
         for i in range(len(self.versions)):
             self._version(i)
         while self._pending:
             j, w = self._pending.pop()
-            self._inputs(j, w, self.again[j, w], partial(self._again, j))
+            self._inputs(j, w, self.rerun[j, w], partial(self._rerun_terms, j))
         for j in range(1, len(self.windows)) if "futures" in families else ():
             self._futures(j)
 
     def _windows(self, parts: int) -> list[tuple[int, int]]:
-        over = np.flatnonzero(self.live_bytes > self.limit)
-        first, last = int(over[0]), int(over[-1])
-        used: dict[int, set[int]] = defaultdict(set)
+        heavy = np.flatnonzero(self.live_bytes > self.limit)
+        first, last = int(heavy[0]), int(heavy[-1])
+        users: dict[int, set[int]] = defaultdict(set)
         for v in self.versions:
             for k in (v.writer, *v.uses):
-                used[k].add(v.tensor)
-        fine = (last - first) * len(self.versions) <= FINE
-        room = 0.0 if fine else self.program.peak_bytes / parts
-        found, begin, end, inside, total = [], first, first, set[int](), 0
-        for k in sorted(k for k in used if first <= k <= last):
-            more = sum(self.program.tensors[x].nbytes for x in used[k] - inside)
-            if inside and total + more > room:
-                found.append((begin, end))
-                begin, inside, total = end, set(), 0
-                more = sum(self.program.tensors[x].nbytes for x in used[k])
-            inside |= used[k]
-            total, end = total + more, k + 1
-        found.append((begin, last + 1))
-        return [*found, (last + 1, self.n)] if last + 1 < self.n else found
+                users[k].add(v.tensor)
+        fine = (last - first) * len(self.versions) <= MAX_UNMERGED
+        max_bytes = 0.0 if fine else self.program.peak_bytes / parts
+        windows, begin, end, current, total = [], first, first, set[int](), 0
+        for k in sorted(k for k in users if first <= k <= last):
+            added = sum(self.program.tensors[x].nbytes for x in users[k] - current)
+            if current and total + added > max_bytes:
+                windows.append((begin, end))
+                begin, current, total = end, set(), 0
+                added = sum(self.program.tensors[x].nbytes for x in users[k])
+            current |= users[k]
+            total, end = total + added, k + 1
+        windows.append((begin, last + 1))
+        return [*windows, (last + 1, self.n)] if last + 1 < self.n else windows
 
     def _cells(self) -> int:
         """Returns the number of pairs of a window and a version that the program needs in it."""
         spans = [(max(self.window_of[v.writer], 0), self.window_of[v.ends]) for v in self.versions]
         return sum(end - begin for begin, end in spans if end > begin)
 
-    def can(self, j: int, w: int) -> bool:
+    def can_rerun(self, j: int, w: int) -> bool:
         """Returns whether kernel w can be recomputed before a kernel of window j."""
         begin, end = self.windows[j]
-        return w < end - 1 and self.past.until[w] >= max(begin, w + 1)
+        return w < end - 1 and self.limits.rerun_until[w] >= max(begin, w + 1)
 
     @cached_property
-    def wanted(self) -> list[int]:
+    def useful_until(self) -> list[int]:
         """Last kernel that may use each kernel's outputs, directly or through recomputed kernels."""
-        until = list(range(self.n))
+        last_uses = list(range(self.n))
         for k in reversed(range(self.n)):
             for x in self.program.kernels[k].outputs:
-                if (x, k) in self.at:
-                    until[k] = max(until[k], self._until(self.at[x, k], until))
+                if (x, k) in self.index:
+                    last_uses[k] = max(last_uses[k], self._last_use(self.index[x, k], last_uses))
                 else:
                     uses = (u for u in self.program.accesses[x] if u > k)
-                    until[k] = max([until[k], *(until[u] for u in uses if self.past.until[u] > u)])
-        return until
+                    last_uses[k] = max([last_uses[k], *(last_uses[u] for u in uses if self.limits.rerun_until[u] > u)])
+        return last_uses
 
-    def _until(self, i: int, until: list[int]) -> int:
+    def _last_use(self, i: int, last_uses: list[int]) -> int:
         v = self.versions[i]
-        return max([v.ends, *(until[u] for u in v.uses if self.past.until[u] > u)])
+        return max([v.ends, *(last_uses[u] for u in v.uses if self.limits.rerun_until[u] > u)])
 
     def _version(self, i: int) -> None:
-        """Adds the columns kept[j, v] and back[j, v] of version i."""
+        """Adds the columns resident[j, v] and restored[j, v] of version i."""
         v, lp = self.versions[i], self.lp
         begin, ends = max(self.window_of[v.writer], 0), self.window_of[v.ends]
         fixed = not self.droppable[i]
-        over = self.window_of[v.overwritten] if v.overwritten < self.n else -1
-        for j in range(begin, self.window_of[self._until(i, self.wanted)]):
+        overwriter = self.window_of[v.overwritten] if v.overwritten < self.n else -1
+        for j in range(begin, self.window_of[self._last_use(i, self.useful_until)]):
             if fixed and j < ends:
                 continue
-            if j != over:  # an overwritten version cannot be held
-                self.kept[j, i] = lp.new()
-            if self.can(j, v.writer):
-                self.back[j, i] = lp.new()
-                lp.row([(self.back[j, i], 1), (self.runs(j, v.writer), -1)], 0)
-                if j != over:
-                    lp.row([(self.back[j, i], 1), (self.kept[j, i], 1)], 1)
-            if j > begin and j != over:
-                terms, constant = self.held(j, i)
-                lp.row([(self.kept[j, i], 1), *((c, -x) for c, x in terms)], constant)
+            if j != overwriter:  # an overwritten version cannot be held
+                self.resident[j, i] = lp.column()
+            if self.can_rerun(j, v.writer):
+                self.restored[j, i] = lp.column()
+                lp.row([(self.restored[j, i], 1), (self.rerun_column(j, v.writer), -1)], 0)
+                if j != overwriter:
+                    lp.row([(self.restored[j, i], 1), (self.resident[j, i], 1)], 1)
+            if j > begin and j != overwriter:
+                terms, constant = self.held_at_start(j, i)
+                lp.row([(self.resident[j, i], 1), *((c, -x) for c, x in terms)], constant)
         if not fixed:
             for j in sorted({self.window_of[k] for k in v.uses}):
                 if j > begin:
-                    self._need(j, i, [], -1.0, partial(self._again, j))
+                    self._require(j, i, [], -1.0, partial(self._rerun_terms, j))
             for a, b in v.spans:
                 j = self.window_of[b]
-                if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can(j, v.writer):
-                    self.between[i, b] = lp.new()
-                    lp.row([(self.between[i, b], 1), (self.runs(j, v.writer), -1)], 0)
+                if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can_rerun(j, v.writer):
+                    self.evicted[i, b] = lp.column()
+                    lp.row([(self.evicted[i, b], 1), (self.rerun_column(j, v.writer), -1)], 0)
 
     @cached_property
     def droppable(self) -> list[bool]:
         """Whether each version can be evicted between two of its uses and recomputed in a window."""
         return [
-            any(b - a > 1 and self.past.until[v.writer] > a + 1 and self.window_of[b] >= 0 for a, b in v.spans)
+            any(b - a > 1 and self.limits.rerun_until[v.writer] > a + 1 and self.window_of[b] >= 0 for a, b in v.spans)
             for v in self.versions
         ]
 
-    def held(self, j: int, i: int) -> tuple[Terms, float]:
+    def held_at_start(self, j: int, i: int) -> tuple[Terms, float]:
         """Returns whether version i is held at the start of window j, as terms and a constant."""
         v = self.versions[i]
         if j == 0 or self.window_of[v.writer] >= j:
             return [], 1.0
-        found = [columns[j - 1, i] for columns in (self.kept, self.back) if (j - 1, i) in columns]
-        if found:
-            return [(c, 1.0) for c in found], 0.0
+        held = [columns[j - 1, i] for columns in (self.resident, self.restored) if (j - 1, i) in columns]
+        if held:
+            return [(c, 1.0) for c in held], 0.0
         return [], float(not self.droppable[i] and j <= self.window_of[v.ends])
 
-    def runs(self, j: int, w: int) -> int:
-        """Returns the column again[j, w], created on first use."""
-        if (j, w) not in self.again:
-            self.again[j, w] = self.lp.new()
+    def rerun_column(self, j: int, w: int) -> int:
+        """Returns the column rerun[j, w], created on first use."""
+        if (j, w) not in self.rerun:
+            self.rerun[j, w] = self.lp.column()
             self._pending.append((j, w))
-        return self.again[j, w]
+        return self.rerun[j, w]
 
-    def _again(self, j: int, w: int) -> Terms:
+    def _rerun_terms(self, j: int, w: int) -> Terms:
         """Returns the recomputation of kernel w in window j as a term to subtract; empty if impossible."""
-        return [(self.runs(j, w), -1.0)] if self.can(j, w) else []
+        return [(self.rerun_column(j, w), -1.0)] if self.can_rerun(j, w) else []
 
-    def _need(self, j: int, i: int, whole: Terms, right: float, again: Callable[[int], Terms]) -> None:
+    def _require(self, j: int, i: int, left_side: Terms, right: float, rerun: Callable[[int], Terms]) -> None:
         """Adds the row whole <= right + (version i held at the start of window j) + (its writer recomputed)."""
-        terms, constant = self.held(j, i)
+        terms, constant = self.held_at_start(j, i)
         if constant < 1:
-            self.lp.row([*whole, *((c, -f) for c, f in terms), *again(self.versions[i].writer)], right + constant)
+            self.lp.row([*left_side, *((c, -f) for c, f in terms), *rerun(self.versions[i].writer)], right + constant)
 
-    def _inputs(self, j: int, w: int, one: int, again: Callable[[int], Terms]) -> None:
-        """Requires inputs of a recomputed kernel w (``one``) to be held at the start of window j or recomputed."""
+    def _inputs(self, j: int, w: int, column: int, rerun: Callable[[int], Terms]) -> None:
+        """Requires inputs of a recomputed kernel w (``column``) to be held at the start of window j or recomputed."""
         program = self.program
         for x in dict.fromkeys(program.kernels[w].inputs):
             writer = program.version(x, w)
             if program.tensors[x].persistent:
                 if any(w <= k < self.windows[j][0] for k in program.writes[x]):
-                    self.lp.row([(one, 1), *again(writer)], 0)
-            elif (x, writer) in self.at:
-                self._need(j, self.at[x, writer], [(one, 1)], 0, again)
-        for writer in self.past.earlier(w):
-            self.lp.row([(one, 1), *again(writer)], 0)
+                    self.lp.row([(column, 1), *rerun(writer)], 0)
+            elif (x, writer) in self.index:
+                self._require(j, self.index[x, writer], [(column, 1)], 0, rerun)
+        for writer in self.limits.earlier(w):
+            self.lp.row([(column, 1), *rerun(writer)], 0)
 
     def _futures(self, j: int) -> None:
         """Requires one full recomputation, in window j or later, of versions not held at its start and used later.
@@ -283,63 +284,63 @@ class Reruns:
         later: dict[int, int] = {}  # kernel: column of its recomputation in window j or later
         pending: list[int] = []
 
-        def again(w: int) -> Terms:
+        def rerun(w: int) -> Terms:
             if w not in later:
-                columns = [(self.again[k, w], -1.0) for k in range(j, len(self.windows)) if (k, w) in self.again]
+                columns = [(self.rerun[k, w], -1.0) for k in range(j, len(self.windows)) if (k, w) in self.rerun]
                 if not columns:
                     return []
-                later[w] = self.lp.new()
+                later[w] = self.lp.column()
                 self.lp.row([(later[w], 1.0), *columns], 0)
                 pending.append(w)
             return [(later[w], -1.0)]
 
         for i, v in enumerate(self.versions):
             if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
-                self._need(j, i, [], -1.0, again)
+                self._require(j, i, [], -1.0, rerun)
         while pending:
             w = pending.pop()
-            self._inputs(j, w, later[w], again)
+            self._inputs(j, w, later[w], rerun)
 
     def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
         """Returns the minimum memory at each kernel, as terms and a constant in the program's units.
 
         A version that kernel k does not use occupies memory if it is kept throughout the window, and between its uses
-        in the window unless it is evicted (``between``). At the last kernel of a window, recomputed versions count
+        in the window unless it is evicted (``evicted``). At the last kernel of a window, recomputed versions count
         too.
         """
-        found: dict[int, tuple[Terms, float]] = {}
+        loads: dict[int, tuple[Terms, float]] = {}
         size, free = self.size, self._droppable_bytes()
         of_window: list[list[int]] = [[] for _ in self.windows]  # versions that are kept or recomputed in each window
-        for j, i in sorted({*self.kept, *self.back}):
+        for j, i in sorted({*self.resident, *self.restored}):
             of_window[j].append(i)
         for j, (begin, end) in enumerate(self.windows):
-            over = [k for k in range(begin, end) if k in kernels]
-            if not over:
+            heavy = [k for k in range(begin, end) if k in kernels]
+            if not heavy:
                 continue
-            total = self.lp.new(sum(size))
-            whole = [(self.kept[j, i], size[i]) for i in of_window[j] if (j, i) in self.kept]
-            self.lp.row([*whole, (total, -1.0)], 0)
-            self.totals[total] = whole
-            inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
-            for k in over:
+            total = self.lp.column(sum(size))
+            resident = [(self.resident[j, i], size[i]) for i in of_window[j] if (j, i) in self.resident]
+            self.lp.row([*resident, (total, -1.0)], 0)
+            self.totals[total] = resident
+            used_in = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
+            for k in heavy:
                 terms: dict[int, float] = {total: 1.0}
                 constant = float(self.live_bytes[k] - free[k]) / self.byte
-                for i in inside:
+                for i in used_in:
                     v = self.versions[i]
                     used, droppable = k == v.writer or k in v.uses, self.droppable[i]
-                    later = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
-                    in_life = used or later >= 0 or k < v.writer or (not droppable and k <= v.ends)
-                    if (j, i) in self.kept and in_life:
-                        terms[self.kept[j, i]] = -size[i]
-                    if later >= 0 and droppable:
+                    next_use = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
+                    in_life = used or next_use >= 0 or k < v.writer or (not droppable and k <= v.ends)
+                    if (j, i) in self.resident and in_life:
+                        terms[self.resident[j, i]] = -size[i]
+                    if next_use >= 0 and droppable:
                         constant += size[i]
-                        if (i, later) in self.between:
-                            terms[self.between[i, later]] = -size[i]
+                        if (i, next_use) in self.evicted:
+                            terms[self.evicted[i, next_use]] = -size[i]
                 for i in of_window[j] if k == end - 1 else ():
-                    if (j, i) in self.back and k != self.versions[i].writer and k not in self.versions[i].uses:
-                        terms[self.back[j, i]] = size[i]
-                found[k] = (list(terms.items()), constant)
-        return found
+                    if (j, i) in self.restored and k != self.versions[i].writer and k not in self.versions[i].uses:
+                        terms[self.restored[j, i]] = size[i]
+                loads[k] = (list(terms.items()), constant)
+        return loads
 
     def expanded(self, terms: Terms) -> Terms:
         """Rewrites the memory at a kernel in 0/1 columns of held versions."""
@@ -349,16 +350,16 @@ class Reruns:
                 sums[d] += f * g
         return [(c, f) for c, f in sums.items() if abs(f) > 1e-12]
 
-    def whole(self, tick: float) -> list[tuple[Terms, float]]:
+    def integer_sums(self, tick: float) -> list[tuple[Terms, float]]:
         """Returns sums that are integers in every plan, weighted: recomputations per kernel, and each held version."""
         runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for (_, w), column in self.again.items():
+        for (_, w), column in self.rerun.items():
             runs[w].append((column, 1.0))
-        found: list[tuple[Terms, float]] = []
-        found += [(terms, 1e3 * self.program.kernels[w].duration_ns / tick) for w, terms in runs.items()]
-        for (_, i), c in (*self.kept.items(), *self.back.items()):
-            found.append(([(c, 1.0)], self.size[i]))
-        return found
+        sums: list[tuple[Terms, float]] = []
+        sums += [(terms, 1e3 * self.program.kernels[w].duration_ns / tick) for w, terms in runs.items()]
+        for (_, i), c in (*self.resident.items(), *self.restored.items()):
+            sums.append(([(c, 1.0)], self.size[i]))
+        return sums
 
     def absent(self, gap: Gap) -> list[tuple[int, int, int]]:
         """Returns the columns that describe whether recomputation has a gap's tensor evicted, per window.
@@ -366,19 +367,19 @@ class Reruns:
         Returns:
             (window, column, sign): sign 1 if the column means "evicted", -1 if it means "held".
         """
-        i = self.at.get((gap.tensor, self.program.version(gap.tensor, gap.after + 1)), -1)
+        i = self.index.get((gap.tensor, self.program.version(gap.tensor, gap.after + 1)), -1)
         if i < 0 or not self.droppable[i]:
             return []
-        first, last, between = self.window_of[gap.after + 1], self.window_of[gap.before], (i, gap.before)
-        found = [(j, self.kept[j, i], -1) for j in range(max(first, 0), last) if (j, i) in self.kept]
-        if between in self.between:
-            found.append((last, self.between[between], 1))
-        return found
+        first, last, key = self.window_of[gap.after + 1], self.window_of[gap.before], (i, gap.before)
+        columns = [(j, self.resident[j, i], -1) for j in range(max(first, 0), last) if (j, i) in self.resident]
+        if key in self.evicted:
+            columns.append((last, self.evicted[key], 1))
+        return columns
 
     def _droppable_bytes(self) -> NDArray[np.int64]:
         """Returns int64[n]: bytes of droppable versions that a kernel does not use, within their lifetimes."""
-        some = [v for v, droppable in zip(self.versions, self.droppable, strict=True) if droppable]
-        idle = [(v, pair) for v in some for pair in v.spans]
+        versions = [v for v, droppable in zip(self.versions, self.droppable, strict=True) if droppable]
+        idle = [(v, pair) for v in versions for pair in v.spans]
         nbytes = np.array([self.program.tensors[v.tensor].nbytes for v, _ in idle], np.int64)
-        where = np.array([pair for _, pair in idle], np.int64).reshape(-1, 2)
-        return -residency(np.zeros(self.n, np.int64), where, nbytes)
+        spans = np.array([pair for _, pair in idle], np.int64).reshape(-1, 2)
+        return -residency(np.zeros(self.n, np.int64), spans, nbytes)

@@ -26,36 +26,36 @@ from simulator.machine import ALONE, Machine
 from simulator.program import Gap, Program
 
 CLASSES = 3
-ALIKE = 0.001  # fraction of the total transfer time: tolerated loss by too few classes
-SLOW = 2.0  # cap on time per byte, relative to the largest tensor's
+MAX_LOSS = 0.001  # fraction of the total transfer time: tolerated loss by too few classes
+MAX_SLOWDOWN = 2.0  # cap on time per byte, relative to the largest tensor's
 MIXTURES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of all resident and all evicted, at which the heaviest kernels are found
-WHOLE = 0.02  # fraction of the ideal time: faster transfers get no rows in ``_whole_tensors``
+MIN_COPY = 0.02  # fraction of the ideal time: faster transfers get no rows in ``_whole_tensors``
 
 
 class Groups:
-    """Consecutive kernels merged into about ``most`` groups, so that the floor of large programs is solved in seconds.
+    """Consecutive kernels merged into about ``max_groups`` groups, so that the floor of large programs takes seconds.
 
     A group of one kernel is exact: the compute stream waits, then the kernel runs. In a larger group, waits and kernels
     form one step in which everything happens in the best order. Short kernels are merged, so that transfers are
-    misplaced by little time. Kernels in ``alone`` are groups of their own.
+    misplaced by little time. Kernels in ``singles`` are groups of their own.
 
     Attributes:
         first, last: first and last kernel of each group.
-        of: the group of each kernel.
+        group: the group of each kernel.
     """
 
-    def __init__(self, program: Program, most: int, alone: Collection[int] = ()) -> None:
-        duration, fixed = [k.duration_ns for k in program.kernels], set(alone)
+    def __init__(self, program: Program, max_groups: int, singles: Collection[int] = ()) -> None:
+        duration, fixed = [k.duration_ns for k in program.kernels], set(singles)
         self.first = _begins(duration, -1.0, fixed)
-        if len(self.first) > most:
+        if len(self.first) > max_groups:
             low, high = 0.0, float(sum(duration))  # maximum ns of a merged group
             for _ in range(20):
                 middle = (low + high) / 2
-                low, high = (low, middle) if len(_begins(duration, middle, fixed)) <= most else (middle, high)
+                low, high = (low, middle) if len(_begins(duration, middle, fixed)) <= max_groups else (middle, high)
             self.first = _begins(duration, high, fixed)
         ends = [*self.first[1:], len(duration)]
         self.last = [end - 1 for end in ends]
-        self.of = [g for g, (begin, end) in enumerate(zip(self.first, ends, strict=True)) for _ in range(begin, end)]
+        self.group = [g for g, (begin, end) in enumerate(zip(self.first, ends, strict=True)) for _ in range(begin, end)]
 
     def __len__(self) -> int:
         return len(self.first)
@@ -66,33 +66,33 @@ class Groups:
 
     def touched(self, kernels: Iterable[int]) -> list[int]:
         """Returns the distinct groups of the given kernels."""
-        return list(dict.fromkeys(self.of[k] for k in kernels))
+        return list(dict.fromkeys(self.group[k] for k in kernels))
 
-    def heaviest(self, load: NDArray[np.int64], least: NDArray[np.int64], limit: int) -> list[int]:
+    def heaviest(self, load: NDArray[np.int64], min_load: NDArray[np.int64], limit: int) -> list[int]:
         """Returns the kernels that get a memory constraint: the heaviest of each group, if above ``limit``.
 
         "Heaviest" is evaluated with everything evictable resident (``load``, int64[n] bytes), with everything evicted
-        (``least``), and for mixtures of the two.
+        (``min_load``), and for mixtures of the two.
         """
-        found: set[int] = set()
-        for part in MIXTURES:
-            of = part * load + (1 - part) * least
-            found |= {a + int(of[a : b + 1].argmax()) for a, b in zip(self.first, self.last, strict=True)}
-        return sorted(k for k in found if load[k] > limit)
+        kernels: set[int] = set()
+        for weight in MIXTURES:
+            mixture = weight * load + (1 - weight) * min_load
+            kernels |= {a + int(mixture[a : b + 1].argmax()) for a, b in zip(self.first, self.last, strict=True)}
+        return sorted(k for k in kernels if load[k] > limit)
 
 
-def _begins(duration: list[int], most: float, alone: set[int]) -> list[int]:
-    """Returns the first kernel of each group, with at most ``most`` ns per merged group; -1: none is merged."""
-    found, total, fixed = [0], float(duration[0]), 0 in alone
+def _begins(duration: list[int], max_ns: float, singles: set[int]) -> list[int]:
+    """Returns the first kernel of each group, with at most ``max_ns`` ns per merged group; -1: none is merged."""
+    firsts, total, is_single = [0], float(duration[0]), 0 in singles
     for k in range(1, len(duration)):
-        if fixed or k in alone or total + duration[k] > most:
-            found.append(k)
-            total, fixed = 0.0, k in alone
+        if is_single or k in singles or total + duration[k] > max_ns:
+            firsts.append(k)
+            total, is_single = 0.0, k in singles
         total += duration[k]
-    return found
+    return firsts
 
 
-def _beside(machine: Machine) -> set[tuple[float, float]]:
+def _link_rows(machine: Machine) -> set[tuple[float, float]]:
     """Returns pairs (f, h) with f out + h in <= T, for the standalone ns of copies in each direction within a time T.
 
     With shares s out and r in, both directions busy for x of T, out alone for y, in alone for z: out = y + s x,
@@ -139,12 +139,12 @@ class Transfers:
         for i, g in enumerate(gaps):
             self.opens[g.after].append(i)
             self.closes[g.before].append(i)
-        self.beside = _beside(machine)
+        self.link_rows = _link_rows(machine)
         # Weak duality needs a bound: no wait exceeds the time to move and recompute everything.
-        long = float(2 * (self.out_time.sum() + self.in_time.sum()) + self.duration.sum()) + 1.0
-        self.swap, self.free, self.early = lp.many(m), lp.many(m, 0.0), lp.many(m, 0.0)
-        self.wait = [lp.new(long * (b - a + 1), 1.0) for a, b in zip(groups.first, groups.last, strict=True)]
-        self.written = [self._written(g) for g in gaps]
+        max_wait = float(2 * (self.out_time.sum() + self.in_time.sum()) + self.duration.sum()) + 1.0
+        self.swap, self.free, self.early = lp.columns(m), lp.columns(m, 0.0), lp.columns(m, 0.0)
+        self.wait = [lp.column(max_wait * (b - a + 1), 1.0) for a, b in zip(groups.first, groups.last, strict=True)]
+        self.writer = [self._writer(g) for g in gaps]
         self._host_copies()
         self._flows()
         self._memory(loads)
@@ -155,9 +155,9 @@ class Transfers:
         if "host" in families:
             self._host_bytes()
         if reruns is not None:
-            self._beside(reruns)
+            self._reruns(reruns)
 
-    def _written(self, g: Gap) -> int | None:
+    def _writer(self, g: Gap) -> int | None:
         """Returns the last writer of a gap's tensor before the gap (below 0: previous iteration), or None."""
         writes = self.program.writes[g.tensor]
         if not writes:
@@ -166,16 +166,16 @@ class Transfers:
 
     def _host_copies(self) -> None:
         """Limits the bytes that are evicted without a transfer in their gap (rule 4)."""
-        of_tensor: dict[int, list[int]] = defaultdict(list)
+        by_tensor: dict[int, list[int]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
-            of_tensor[g.tensor].append(i)
+            by_tensor[g.tensor].append(i)
             self.lp.row([(self.free[i], 1), (self.early[i], 1), (self.swap[i], -1)], 0)
         for i, (t, after, _) in enumerate(self.gaps):
-            last, earlier = self.written[i], []
+            last, earlier = self.writer[i], []
             if last is not None and last < after:
                 self.lp.upper[self.early[i]] = 1.0
             # Gaps that ended after the last write before this one opened; cyclic for persistent tensors.
-            for j in of_tensor[t]:
+            for j in by_tensor[t]:
                 end = self.gaps[j].before
                 ended = end if end <= after else end - self.n
                 if (end <= after or self.program.tensors[t].persistent) and (last is None or (ended > last and j != i)):
@@ -188,72 +188,72 @@ class Transfers:
     def _flows(self) -> None:
         lp, size, groups = self.lp, self.size, self.groups
         total, count = float(size.sum()), len(groups)
-        self.away = lp.many(count, total)  # P, at the last kernel of each group
-        may = lp.many(count, total)  # bytes of the early copies that have begun and whose gaps have not opened
+        self.swapped = lp.columns(count, total)  # P, at the last kernel of each group
+        may_leave = lp.columns(count, total)  # bytes of the early copies that have begun and whose gaps have not opened
         klass = self._classes()
         rates = [
             tuple(float((time / size)[klass == c].min()) for time in (self.out_time, self.in_time))
             for c in range(int(klass.max()) + 1)
         ]
         fastest = float((self.out_time / size).min())
-        self.begun: list[list[int]] = [[] for _ in range(self.n)]  # gaps whose early copy may start at the kernel's end
-        for i, last in enumerate(self.written):
+        self.starts: list[list[int]] = [[] for _ in range(self.n)]  # gaps whose early copy may start after it
+        for i, last in enumerate(self.writer):
             if last is not None and lp.upper[self.early[i]]:
-                self.begun[last % self.n].append(i)
+                self.starts[last % self.n].append(i)
         # Q and E of each class, of each step of each group; a group of several kernels is one step.
         self.queued: list[list[list[int]]] = [[] for _ in range(count)]
         self.returned: list[list[list[int]]] = [[] for _ in range(count)]
         width = 1 + 2 * len(rates)  # A, and Q and E of each class
-        first = before = lp.many(width, total)
+        last_level = level_before = lp.columns(width, total)
         for g in range(count):
             a, b = groups.first[g], groups.last[g]
-            opened, closed = self._ids(self.opens, a - 1, b), self._ids(self.closes, a, b + 1)
+            opened, closed = self._in_range(self.opens, a - 1, b), self._in_range(self.closes, a, b + 1)
             swapped = self._bytes(self.swap, opened, -1.0) + self._bytes(self.swap, closed, 1.0)
-            lp.equation([(self.away[g], 1.0), (self.away[g - 1], -1.0), *swapped], 0)
-            gone = self._bytes(self.early, opened, 1.0)
-            begun = self._bytes(self.early, self._ids(self.begun, a - 1, b), -1.0)
-            lp.equation([(may[g], 1.0), (may[g - 1], -1.0), *gone, *begun], 0)
+            lp.equation([(self.swapped[g], 1.0), (self.swapped[g - 1], -1.0), *swapped], 0)
+            early_opened = self._bytes(self.early, opened, 1.0)
+            early_begun = self._bytes(self.early, self._in_range(self.starts, a - 1, b), -1.0)
+            lp.equation([(may_leave[g], 1.0), (may_leave[g - 1], -1.0), *early_opened, *early_begun], 0)
             for wait, run in ((1, 0), (0, 1)) if groups.single(g) else ((1, 1),):
-                now = first if g == count - 1 and run else lp.many(width, total)
-                moved = lp.many(width, total)
-                lp.equation([(now[0], 1), (before[0], -1), (moved[0], -1), *(gone if wait else [])], 0)
+                level = last_level if g == count - 1 and run else lp.columns(width, total)
+                flow = lp.columns(width, total)
+                lp.equation([(level[0], 1), (level_before[0], -1), (flow[0], -1), *(early_opened if wait else [])], 0)
                 if run:
-                    lp.row([(now[0], 1), (may[g], -1)], 0)
+                    lp.row([(level[0], 1), (may_leave[g], -1)], 0)
                 for c in range(len(rates)):
                     q, e = 1 + 2 * c, 2 + 2 * c
-                    left = self._left([i for i in opened if klass[i] == c]) if wait else []
-                    used = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
-                    lp.equation([(now[q], 1), (before[q], -1), (moved[q], 1), *left], 0)
-                    lp.equation([(now[e], 1), (before[e], -1), (moved[e], -1), *used], 0)
-                out = [(moved[0], fastest), *((moved[1 + 2 * c], rate) for c, (rate, _) in enumerate(rates))]
-                back = [(moved[2 + 2 * c], rate) for c, (_, rate) in enumerate(rates)]
+                    queue_terms = self._queue_terms([i for i in opened if klass[i] == c]) if wait else []
+                    returned_terms = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
+                    lp.equation([(level[q], 1), (level_before[q], -1), (flow[q], 1), *queue_terms], 0)
+                    lp.equation([(level[e], 1), (level_before[e], -1), (flow[e], -1), *returned_terms], 0)
+                outs = [(flow[0], fastest), *((flow[1 + 2 * c], rate) for c, (rate, _) in enumerate(rates))]
+                ins = [(flow[2 + 2 * c], rate) for c, (_, rate) in enumerate(rates)]
                 waits = [(self.wait[g], -1.0)] if wait else []
                 time = float(self.duration[a : b + 1].sum()) if run else 0.0
-                for f, h in self.beside:
-                    lp.row([*((c, f * x) for c, x in out if f), *((c, h * x) for c, x in back if h), *waits], time)
-                lp.row([*((c, 1.0) for c in now[1:]), (self.away[g], -1)], 0)
-                self.queued[g].append(now[1::2])
-                self.returned[g].append(now[2::2])
-                before = now
+                for f, h in self.link_rows:
+                    lp.row([*((c, f * x) for c, x in outs if f), *((c, h * x) for c, x in ins if h), *waits], time)
+                lp.row([*((c, 1.0) for c in level[1:]), (self.swapped[g], -1)], 0)
+                self.queued[g].append(level[1::2])
+                self.returned[g].append(level[2::2])
+                level_before = level
         # Cyclic recurrences leave the level undetermined: gaps open over the boundary are out at kernel 0.
-        wraps = [i for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
+        wrapping = [i for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
         b = groups.last[0]
-        opened, closed = self._ids(self.opens, 0, b), self._ids(self.closes, 1, b + 1)
-        terms = self._bytes(self.swap, [*wraps, *opened], -1.0) + self._bytes(self.swap, closed, 1.0)
-        lp.equation([(self.away[0], 1.0), *terms], 0)
-        over = [i for ids in self.begun for i in ids if (self.written[i] or 0) < 0 <= self.gaps[i].after]
-        terms = self._bytes(self.early, [*over, *self._ids(self.begun, 0, b)], -1.0)
-        lp.equation([(may[0], 1.0), *terms, *self._bytes(self.early, opened, 1.0)], 0)
+        opened, closed = self._in_range(self.opens, 0, b), self._in_range(self.closes, 1, b + 1)
+        terms = self._bytes(self.swap, [*wrapping, *opened], -1.0) + self._bytes(self.swap, closed, 1.0)
+        lp.equation([(self.swapped[0], 1.0), *terms], 0)
+        begun_before = [i for ids in self.starts for i in ids if (self.writer[i] or 0) < 0 <= self.gaps[i].after]
+        terms = self._bytes(self.early, [*begun_before, *self._in_range(self.starts, 0, b)], -1.0)
+        lp.equation([(may_leave[0], 1.0), *terms, *self._bytes(self.early, opened, 1.0)], 0)
 
     @staticmethod
-    def _ids(of: list[list[int]], begin: int, end: int) -> list[int]:
+    def _in_range(by_kernel: list[list[int]], begin: int, end: int) -> list[int]:
         """Returns the entries of kernels begin to end - 1; -1 is the last kernel of the previous iteration."""
-        return [i for k in range(begin, end) for i in of[k]]
+        return [i for k in range(begin, end) for i in by_kernel[k]]
 
     def _bytes(self, columns: list[int], gaps: list[int], sign: float) -> list[tuple[int, float]]:
         return [(columns[i], sign * float(self.size[i])) for i in gaps]
 
-    def _left(self, gaps: list[int]) -> list[tuple[int, float]]:
+    def _queue_terms(self, gaps: list[int]) -> list[tuple[int, float]]:
         """Returns the bytes that join the swap-out queue as the gaps open, as terms to subtract."""
         kinds = (self.swap, -1.0), (self.free, 1.0), (self.early, 1.0)
         return [(columns[i], f * float(self.size[i])) for i in gaps for columns, f in kinds]
@@ -265,21 +265,21 @@ class Transfers:
         Bytes returned at its start, less those used up to the kernel, are still resident.
         """
         lp, groups, total = self.lp, self.groups, float(self.size.sum())
-        self.whole: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes that have not left, or that
+        self.in_transit: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes that have not left, or that
         for k, (load, constant) in loads.items():  # returned early, at the start (0) and the end (1) of a kernel
-            g = groups.of[k]
-            alone, a, b = groups.single(g), groups.first[g], groups.last[g]
-            opened, closed = self._ids(self.opens, k, b), self._ids(self.closes, k + 1, b + 1)
-            away = self._bytes(self.swap, opened, 1.0) + self._bytes(self.swap, closed, -1.0)
-            for end in (0, 1) if alone else (0,):
-                queued, returned = lp.many(2, total)
-                self.whole[k, end] = queued, returned
-                lp.row([*((c, 1.0) for c in self.queued[g][end]), *self._left(opened), (queued, -1.0)], 0)
-                used = [] if alone else self._bytes(self.swap, self._ids(self.closes, a, k + 1), -1.0)
-                before = self.returned[g][end] if alone else self.returned[g - 1][-1]
-                lp.row([*((c, 1.0) for c in before), *used, (returned, -1.0)], 0)
-                moved = [(queued, 1.0), (returned, 1.0), (self.away[g], -1.0), *away]
-                lp.row([*load, *moved], self.room - constant)
+            g = groups.group[k]
+            is_single, a, b = groups.single(g), groups.first[g], groups.last[g]
+            opened, closed = self._in_range(self.opens, k, b), self._in_range(self.closes, k + 1, b + 1)
+            evicted = self._bytes(self.swap, opened, 1.0) + self._bytes(self.swap, closed, -1.0)
+            for end in (0, 1) if is_single else (0,):
+                queued, returned = lp.columns(2, total)
+                self.in_transit[k, end] = queued, returned
+                lp.row([*((c, 1.0) for c in self.queued[g][end]), *self._queue_terms(opened), (queued, -1.0)], 0)
+                used_terms = [] if is_single else self._bytes(self.swap, self._in_range(self.closes, a, k + 1), -1.0)
+                returned_before = self.returned[g][end] if is_single else self.returned[g - 1][-1]
+                lp.row([*((c, 1.0) for c in returned_before), *used_terms, (returned, -1.0)], 0)
+                terms = [(queued, 1.0), (returned, 1.0), (self.swapped[g], -1.0), *evicted]
+                lp.row([*load, *terms], self.room - constant)
 
     def _early_copies(self) -> None:
         """Bounds early copies by the time between the last write and the opening of the gap.
@@ -287,23 +287,23 @@ class Transfers:
         Copies that must begin and end within such an interval take no longer than it does. For each pair of groups,
         only the most restrictive interval is added.
         """
-        some = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
-        first = np.array([self.written[i] for i in some])
-        last = np.array([self.gaps[i].after for i in some])
-        past = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
-        most: dict[tuple[int, int], tuple[float, Row]] = {}
-        for a, b in sorted(set(zip(first.tolist(), last.tolist(), strict=True))):
-            within = np.zeros(len(some), dtype=bool)
+        ids = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
+        earliest = np.array([self.writer[i] for i in ids])
+        latest = np.array([self.gaps[i].after for i in ids])
+        elapsed = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
+        tightest: dict[tuple[int, int], tuple[float, Row]] = {}
+        for a, b in sorted(set(zip(earliest.tolist(), latest.tolist(), strict=True))):
+            is_within = np.zeros(len(ids), dtype=bool)
             for shift in (-self.n, 0, self.n):
-                within |= (first + shift >= a) & (last + shift <= b)
-            time = float(past[b + 1 + self.n] - past[a + 1 + self.n])
-            over = float(self.out_time[some][within].sum()) - time
-            where = self.groups.of[(a + 1) % self.n], self.groups.of[b]
-            if over > (most[where][0] if where in most else 0.0):
+                is_within |= (earliest + shift >= a) & (latest + shift <= b)
+            time = float(elapsed[b + 1 + self.n] - elapsed[a + 1 + self.n])
+            excess = float(self.out_time[ids][is_within].sum()) - time
+            pair = self.groups.group[(a + 1) % self.n], self.groups.group[b]
+            if excess > (tightest[pair][0] if pair in tightest else 0.0):
                 waits = [(self.wait[g], -1.0) for g in self.groups.touched(k % self.n for k in range(a + 1, b + 1))]
-                copies = [(self.early[some[i]], float(self.out_time[some[i]])) for i in np.flatnonzero(within)]
-                most[where] = over, ([*copies, *waits], time)
-        self.lp.rarely += [row for _, row in most.values()]
+                copies = [(self.early[ids[i]], float(self.out_time[ids[i]])) for i in np.flatnonzero(is_within)]
+                tightest[pair] = excess, ([*copies, *waits], time)
+        self.lp.lazy_rows += [row for _, row in tightest.values()]
 
     def _host_bytes(self) -> None:
         """Limits host memory at the end of each group to ``host_bytes``.
@@ -315,21 +315,21 @@ class Transfers:
         host = self.machine.host_bytes / self.byte
         if sum(self.program.tensors[t].nbytes for t in {g.tensor for g in self.gaps}) <= self.machine.host_bytes:
             return
-        always = {self.gaps[i].tensor: lp.new() for i, w in enumerate(self.written) if w is None}
+        permanent = {self.gaps[i].tensor: lp.column() for i, w in enumerate(self.writer) if w is None}
         for i, g in enumerate(self.gaps):
-            if g.tensor in always:
-                lp.row([(self.swap[i], 1), (always[g.tensor], -1)], 0)
-        kept = [(c, self.program.tensors[t].nbytes / self.byte) for t, c in always.items()]
-        lp.row(kept, host)
-        mine = np.array([g.tensor in always for g in self.gaps])
+            if g.tensor in permanent:
+                lp.row([(self.swap[i], 1), (permanent[g.tensor], -1)], 0)
+        permanent_terms = [(c, self.program.tensors[t].nbytes / self.byte) for t, c in permanent.items()]
+        lp.row(permanent_terms, host)
+        is_permanent = np.array([g.tensor in permanent for g in self.gaps])
         _, after, before = np.array(self.gaps).T
         for group, k in enumerate(self.groups.last):
             is_open = (k - after - 1) % self.n < (before - after - 1) % self.n
-            beside = self._bytes(self.swap, np.flatnonzero(mine & is_open).tolist(), -1.0)
-            back = [(c, -1.0) for c in (*self.queued[group][0], *self.returned[group][0])]
-            lp.row([(self.away[group], 1.0), *beside, *back, *kept], host)
+            swapped_terms = self._bytes(self.swap, np.flatnonzero(is_permanent & is_open).tolist(), -1.0)
+            transit_terms = [(c, -1.0) for c in (*self.queued[group][0], *self.returned[group][0])]
+            lp.row([(self.swapped[group], 1.0), *swapped_terms, *transit_terms, *permanent_terms], host)
 
-    def _beside(self, reruns: Reruns) -> None:
+    def _reruns(self, reruns: Reruns) -> None:
         """Charges recomputation time to waits, and keeps tensors from being both on the host and dropped.
 
         A swapped tensor may have been recomputed in its gap before its copy is issued. While it is dropped (``first``),
@@ -337,21 +337,21 @@ class Transfers:
         """
         lp = self.lp
         times: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for (j, w), column in reruns.again.items():
+        for (j, w), column in reruns.rerun.items():
             times[j].append((column, float(self.duration[w])))
         for j, terms in times.items():
             lp.row([*terms, *((self.wait[g], -1.0) for g in self.groups.touched(range(*reruns.windows[j])))], 0)
-        waiting: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        queued: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
             for j, column, sign in reruns.absent(g):
                 k = max(g.after + 1, reruns.windows[j][0])
-                if not self.groups.single(self.groups.of[k]):
+                if not self.groups.single(self.groups.group[k]):
                     continue
-                first = lp.new()
+                first = lp.column()
                 lp.row([(self.swap[i], 1.0), (column, float(sign)), (first, -1.0)], (1 + sign) / 2)
-                waiting[k].append((first, float(self.size[i])))
-        for k, terms in waiting.items():
-            lp.row([*terms, *((c, -1.0) for c in self.queued[self.groups.of[k]][0])], 0)
+                queued[k].append((first, float(self.size[i])))
+        for k, terms in queued.items():
+            lp.row([*terms, *((c, -1.0) for c in self.queued[self.groups.group[k]][0])], 0)
 
     def _whole_tensors(self) -> None:
         """Requires a swapped tensor's full memory just after its gap opens and just before it closes.
@@ -363,35 +363,35 @@ class Transfers:
         """
         n, gaps, size = self.n, self.gaps, self.size
         for i, g in enumerate(gaps):
-            if self.out_time[i] + self.in_time[i] < WHOLE * self.duration.sum():
+            if self.out_time[i] + self.in_time[i] < MIN_COPY * self.duration.sum():
                 continue
             for side, transfer in ((0, self.out_time[i]), (1, self.in_time[i])):
                 k, step = (g.after, 1) if side == 0 else (g.before, -1)
-                time, with_it, waits = 0.0, [i], dict[int, None]()
+                time, members, waits = 0.0, [i], dict[int, None]()
                 while time < transfer * (1 - 1e-9):
-                    waits[self.wait[self.groups.of[(k + 1) % n if side == 0 else k]]] = None
-                    at = (k + step) % n
-                    if at == (g.before if side == 0 else g.after):
+                    waits[self.wait[self.groups.group[(k + 1) % n if side == 0 else k]]] = None
+                    next_k = (k + step) % n
+                    if next_k == (g.before if side == 0 else g.after):
                         break
                     for end in (0, 1) if side == 0 else (1, 0):
                         if end == 1 - side:
-                            time += self.duration[at]
+                            time += self.duration[next_k]
                         if time >= transfer * (1 - 1e-9):
                             break
-                        if (at, end) not in self.whole:
+                        if (next_k, end) not in self.in_transit:
                             continue
-                        least = transfer - time
-                        terms = [(self.swap[j], size[j]) for j in with_it]
+                        rest_time = transfer - time
+                        terms = [(self.swap[j], size[j]) for j in members]
                         if side == 0:
-                            terms += [(self.free[j], -size[j]) for j in with_it]
-                            terms += [(self.early[j], -size[j] * transfer / least) for j in with_it]
-                        total = float(size[with_it].sum())
-                        terms += [(w, -total / least) for w in waits]
-                        self.lp.rarely.append(([*terms, (self.whole[at, end][side], -1)], 0.0))
-                    with_it = with_it + [
-                        j for j in (self.opens, self.closes)[side][at] if size[j] >= size[i] and j != i
+                            terms += [(self.free[j], -size[j]) for j in members]
+                            terms += [(self.early[j], -size[j] * transfer / rest_time) for j in members]
+                        total = float(size[members].sum())
+                        terms += [(w, -total / rest_time) for w in waits]
+                        self.lp.lazy_rows.append(([*terms, (self.in_transit[next_k, end][side], -1)], 0.0))
+                    members = members + [
+                        j for j in (self.opens, self.closes)[side][next_k] if size[j] >= size[i] and j != i
                     ]
-                    k = at
+                    k = next_k
 
     def _classes(self) -> NDArray[np.int64]:
         """Returns int64[m], the size class of each gap; a class has the rate per byte of its largest member.
@@ -399,18 +399,18 @@ class Transfers:
         Chooses at most ``CLASSES`` classes that maximize the total transfer time of all gaps.
         """
         sizes, inverse, count = np.unique(self.size, return_inverse=True, return_counts=True)
-        first = np.unique(inverse, return_index=True)[1]
-        rate = (self.out_time + self.in_time)[first] / sizes
-        rate = np.minimum(rate, SLOW * rate[-1])
-        held = np.concatenate([[0.0], np.cumsum(sizes * count)])
-        lost = np.cumsum(np.concatenate([[0.0], sizes * count * rate]))
+        index = np.unique(inverse, return_index=True)[1]
+        rate = (self.out_time + self.in_time)[index] / sizes
+        rate = np.minimum(rate, MAX_SLOWDOWN * rate[-1])
+        total = np.concatenate([[0.0], np.cumsum(sizes * count)])
+        time = np.cumsum(np.concatenate([[0.0], sizes * count * rate]))
         # Of the sizes before each, what is lost when they are one class, and so on; and where the last class begins.
-        begins = [np.zeros(len(held), np.int64)]
-        best = lost - held * np.concatenate([[0.0], rate])
-        while len(begins) < min(CLASSES, len(sizes)) and best[-1] > ALIKE * lost[-1]:
-            each = [best[:j] + lost[j] - lost[:j] - (held[j] - held[:j]) * rate[j - 1] for j in range(1, len(held))]
-            begins.append(np.array([0, *(int(of.argmin()) for of in each)]))
-            best = np.array([0.0, *(of.min() for of in each)])
+        begins = [np.zeros(len(total), np.int64)]
+        best = time - total * np.concatenate([[0.0], rate])
+        while len(begins) < min(CLASSES, len(sizes)) and best[-1] > MAX_LOSS * time[-1]:
+            costs = [best[:j] + time[j] - time[:j] - (total[j] - total[:j]) * rate[j - 1] for j in range(1, len(total))]
+            begins.append(np.array([0, *(int(cost.argmin()) for cost in costs)]))
+            best = np.array([0.0, *(cost.min() for cost in costs)])
         klass, end = np.zeros(len(sizes), np.int64), len(sizes)
         for c in reversed(range(len(begins))):
             begin = int(begins[c][end])

@@ -41,9 +41,9 @@ class AutoSwap(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"autoswap_{one}", f"AutoSwap {one.upper()}", f"{PAPER} IV", FAMILY, i, 20 + 10 * i, "swap", {"score": one}
+            f"autoswap_{key}", f"AutoSwap {key.upper()}", f"{PAPER} IV", FAMILY, i, 20 + 10 * i, "swap", {"score": key}
         )
-        for i, one in enumerate(NAMES)
+        for i, key in enumerate(NAMES)
     )
 
     score: str = one_of(NAMES, "swdoa")
@@ -56,7 +56,7 @@ class AutoSwap(RowsPlanner):
 
     def select(self, candidates: Candidates, engine: Engine) -> NDArray[np.int64]:
         """Returns the selected candidates in order of selection by this score (section IV-D)."""
-        return candidates.first(SCORES[self.score](candidates, engine.program, engine.machine), engine.limit)
+        return candidates.prefix(SCORES[self.score](candidates, engine.program, engine.machine), engine.limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
@@ -97,14 +97,14 @@ def submodular_weighted_duration(candidates: Candidates, program: Program) -> tu
     """
     area, start = load_area(candidates, program), np.array(program.start_ns, np.float64)
     scores = weighted_duration(candidates, program)
-    heap, gone = np.argsort(-scores, kind="stable"), np.zeros((2, len(start) + 1))
-    order, scored, found = np.empty_like(heap), np.zeros_like(heap), np.empty_like(scores)
-    greedy(area, start, candidates.rows, candidates.nbytes, scores, heap, scored, gone, order, found)
-    return order, found
+    heap, trees = np.argsort(-scores, kind="stable"), np.zeros((2, len(start) + 1))
+    order, scored, values = np.empty_like(heap), np.zeros_like(heap), np.empty_like(scores)
+    greedy(area, start, candidates.rows, candidates.nbytes, scores, heap, scored, trees, order, values)
+    return order, values
 
 
 @stage
-def _until(gone, start, k):
+def _saved_area(trees, start, k):
     """Returns the byte-nanoseconds evicted before kernel k, from two Fenwick trees.
 
     The trees hold the bytes that leave minus those that return at each kernel, and these times the kernel's start.
@@ -112,42 +112,42 @@ def _until(gone, start, k):
     nbytes = area = 0.0
     i = k
     while i > 0:
-        nbytes += gone[0, i]
-        area += gone[1, i]
+        nbytes += trees[0, i]
+        area += trees[1, i]
         i -= i & -i
     return nbytes * start[k] - area
 
 
 @stage
-def _leave(gone, start, k, nbytes):
+def _add_eviction(trees, start, k, nbytes):
     """Marks ``nbytes`` as evicted from kernel k on."""
     i = k + 1
-    while i < gone.shape[1]:
-        gone[0, i] += nbytes
-        gone[1, i] += nbytes * start[k]
+    while i < trees.shape[1]:
+        trees[0, i] += nbytes
+        trees[1, i] += nbytes * start[k]
         i += i & -i
 
 
 @stage
-def _sink(heap, size, scores):
+def _sift_down(heap, size, scores):
     """Sifts down the first heap entry: highest score first, ties by candidate index."""
-    at, moved = 0, heap[0]
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        for other in range(child, min(child + 2, size)):
-            a, b = heap[other], heap[child]
+    position, entry = 0, heap[0]
+    while 2 * position + 1 < size:
+        child = 2 * position + 1
+        for sibling in range(child, min(child + 2, size)):
+            a, b = heap[sibling], heap[child]
             if scores[a] > scores[b] or (scores[a] == scores[b] and a < b):
-                child = other
-        below = heap[child]
-        if scores[moved] > scores[below] or (scores[moved] == scores[below] and moved < below):
+                child = sibling
+        child_entry = heap[child]
+        if scores[entry] > scores[child_entry] or (scores[entry] == scores[child_entry] and entry < child_entry):
             break
-        heap[at], at = below, child
-    heap[at] = moved
+        heap[position], position = child_entry, child
+    heap[position] = entry
 
 
 @stage(entry=True)
-def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):
-    """Fills ``order`` and ``found`` of ``submodular_weighted_duration`` by lazy greedy selection.
+def greedy(area, start, rows, nbytes, scores, heap, scored, trees, order, values):
+    """Fills ``order`` and ``values`` of ``submodular_weighted_duration`` by lazy greedy selection.
 
     Scores only decrease, so a candidate that is still the highest after its score was updated is the maximum.
 
@@ -155,28 +155,28 @@ def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):
         area: float64[n + 1], byte-nanoseconds before each kernel; ``start``: ns before it.
         scores, heap: initial scores of the m candidates, and the candidates as a heap by score.
         scored: int64[m], number of selections when each was scored: 0.
-        gone: float64[2, n + 2], zeros: see ``_until``.
+        trees: float64[2, n + 2], zeros: see ``_saved_area``.
     """
     size, end = heap.shape[0], start.shape[0] - 1
     for count in range(order.shape[0]):
         best = heap[0]
         while scored[best] < count:
             after, before = rows[best, AFTER] + 1, rows[best, BEFORE]
-            score = area[before] - area[after] - (_until(gone, start, before) - _until(gone, start, after))
+            score = area[before] - area[after] - (_saved_area(trees, start, before) - _saved_area(trees, start, after))
             if after > before:
-                score += area[end] - _until(gone, start, end)
+                score += area[end] - _saved_area(trees, start, end)
             scores[best], scored[best] = score, count
-            _sink(heap, size, scores)
+            _sift_down(heap, size, scores)
             best = heap[0]
-        order[count], found[count] = best, scores[best]
+        order[count], values[count] = best, scores[best]
         after, before = rows[best, AFTER] + 1, rows[best, BEFORE]
-        _leave(gone, start, after, nbytes[best])
-        _leave(gone, start, before, -nbytes[best])
+        _add_eviction(trees, start, after, nbytes[best])
+        _add_eviction(trees, start, before, -nbytes[best])
         if after > before:
-            _leave(gone, start, 0, nbytes[best])
+            _add_eviction(trees, start, 0, nbytes[best])
         size -= 1
         heap[0] = heap[size]
-        _sink(heap, size, scores)
+        _sift_down(heap, size, scores)
 
 
 def descending(scores: NDArray[np.int64] | Floats) -> NDArray[np.int64]:
@@ -228,7 +228,7 @@ class AutoSwapBO(RowsPlanner):
         program, machine, limit = engine.program, engine.machine, engine.limit
         rng = np.random.default_rng(self.seed)
         scores = standardised_scores(candidates, program, machine)
-        tried: list[Floats] = []
+        evaluated: list[Floats] = []
         overheads: list[float] = []
         best, best_overhead = np.arange(len(candidates)), np.inf
         for i in range(self.evaluations):
@@ -236,17 +236,17 @@ class AutoSwapBO(RowsPlanner):
                 weights = np.eye(4)[i]
                 order = SCORES[BASIC[i]](candidates, program, machine)  # exact, without rounding
             else:
-                drawn = i < 4 + self.random or not tried
-                weights = rng.uniform(-1, 1, 4) if drawn else propose(np.array(tried), np.array(overheads), rng)
+                is_random = i < 4 + self.random or not evaluated
+                weights = rng.uniform(-1, 1, 4) if is_random else propose(np.array(evaluated), np.array(overheads), rng)
                 order = descending(scores @ weights)
-            chosen = candidates.first(order, limit)
-            score = engine.score(schedule(candidates.rows[chosen]))
+            selected = candidates.prefix(order, limit)
+            score = engine.score(schedule(candidates.rows[selected]))
             if not score.feasible:
                 continue
-            tried.append(weights)
+            evaluated.append(weights)
             overheads.append(score.iteration_ns / max(program.ideal_ns, 1) - 1)
             if overheads[-1] < best_overhead:
-                best, best_overhead = chosen, overheads[-1]
+                best, best_overhead = selected, overheads[-1]
             if best_overhead <= 0:
                 break
         return best
@@ -267,11 +267,11 @@ def standardised_scores(candidates: Candidates, program: Program, machine: Machi
     return scores / np.where(deviation > 0, deviation, 1)
 
 
-def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Floats:
+def propose(evaluated: Floats, overheads: Floats, rng: np.random.Generator) -> Floats:
     """Returns the weights (float64[4]) with the largest expected improvement.
 
     Args:
-        tried: float64[k, 4], weights evaluated so far.
+        evaluated: float64[k, 4], weights evaluated so far.
         overheads: float64[k], their overheads.
     """
     from scipy.stats import norm
@@ -283,7 +283,7 @@ def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Float
     process = GaussianProcessRegressor(kernel, alpha=1e-6, normalize_y=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound means an irrelevant weight
-        process.fit(tried, overheads)
+        process.fit(evaluated, overheads)
     proposals = rng.uniform(-1, 1, (PROPOSALS, 4))
     mean, deviation = process.predict(proposals, return_std=True)
     gain = overheads.min() - mean

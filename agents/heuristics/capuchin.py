@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.heuristics.home import Cost, Evaluator, Placements, lowest, placements
+from agents.heuristics.home import Cost, Evaluator, Placements, best_index, placements
 from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
@@ -56,13 +56,13 @@ class Capuchin(RowsPlanner):
     def choose(self, engine: Engine) -> Rows:
         """Returns the policy maker's decisions after feedback; raises Infeasible if they cannot reach the limit."""
         if self.policy == "layers":
-            rows, (over, _) = by_layer(engine, self.mode, self.min_bytes)
-            if over:
+            rows, (excess, _) = by_layer(engine, self.mode, self.min_bytes)
+            if excess:
                 raise self.beyond_reach(engine, None)
             return rows
         policy = Policy(engine, self.mode, self.min_bytes)
         if not policy.decide():
-            raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
+            raise self.beyond_reach(engine, policy.candidates.least_bytes if self.mode != "recompute" else None)
         rows = policy.rows()
         if engine.score(rows).feasible:  # infeasible if host memory is insufficient
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
@@ -72,20 +72,20 @@ class Capuchin(RowsPlanner):
         """Returns ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round (choice 6)."""
         rows, best, best_ns = rows.copy(), rows, 0
         swaps = policy.swaps
-        start = policy.lanes(swaps)[1]
+        in_start = policy.lanes(swaps)[1]
         for _ in range(self.rounds if swaps else 0):
             timeline = engine.timeline(Plan(decisions_of(rows)))
             if not best_ns or timeline.iteration_ns < best_ns:
                 best, best_ns = rows.copy(), timeline.iteration_ns
-            late = [i for i in waited_for(timeline, rows[: len(swaps)]) if rows[i, EXTRA] != rows[i, AFTER]]
-            moved = False
-            while late and not moved:  # a step may be shorter than a kernel
+            late = [i for i in stalling_swaps(timeline, rows[: len(swaps)]) if rows[i, EXTRA] != rows[i, AFTER]]
+            has_moved = False
+            while late and not has_moved:  # a step may be shorter than a kernel
                 for i in late:
-                    start[i] -= max(1, int(STEP * policy.h2d[swaps[i]]))
-                    trigger = policy.trigger(swaps[i], start[i])
-                    moved |= trigger != rows[i, EXTRA]
+                    in_start[i] -= max(1, int(STEP * policy.h2d[swaps[i]]))
+                    trigger = policy.trigger(swaps[i], in_start[i])
+                    has_moved |= trigger != rows[i, EXTRA]
                     rows[i, EXTRA] = trigger
-            if not moved:
+            if not has_moved:
                 break
         return best
 
@@ -101,22 +101,22 @@ class Policy:
 
     def __init__(self, engine: Engine, mode: str, min_bytes: int):
         program, machine = engine.program, engine.machine
-        above = np.array(program.live_bytes, dtype=np.int64) > engine.limit
-        everywhere = Candidates(program, program.gaps(min_bytes))
+        is_above = np.array(program.live_bytes, dtype=np.int64) > engine.limit
+        all_gaps = Candidates(program, program.gaps(min_bytes))
         self.candidates = Candidates(
-            program, [g for g, open_at in zip(everywhere.gaps, everywhere.absent, strict=True) if open_at[above].any()]
+            program, [g for g, open_at in zip(all_gaps.gaps, all_gaps.absent, strict=True) if open_at[is_above].any()]
         )
         self.program, self.engine, self.gaps = program, engine, self.candidates.gaps
         nbytes, start = self.candidates.nbytes.tolist(), program.start_ns
-        self.evicted = np.array([start[g.after + 1] for g in self.gaps], dtype=np.int64)
-        self.back = self.evicted + np.array([program.gap_ns(g) for g in self.gaps], dtype=np.int64)
+        self.evicted_access = np.array([start[g.after + 1] for g in self.gaps], dtype=np.int64)
+        self.back_access = self.evicted_access + np.array([program.gap_ns(g) for g in self.gaps], dtype=np.int64)
         self.d2h = np.array([machine.d2h_ns(b) for b in nbytes], dtype=np.int64)
         self.h2d = np.array([machine.h2d_ns(b) for b in nbytes], dtype=np.int64)
-        self.free = (self.back - self.h2d) - (self.evicted + self.d2h)
+        self.free = (self.back_access - self.h2d) - (self.evicted_access + self.d2h)
         # At kernels above the limit: excess bytes, bytes that each candidate evicts, starts and ends.
-        self.over = self.candidates.live_bytes[above] - engine.limit
-        self.away = np.where(self.candidates.absent[:, above], self.candidates.nbytes[:, None], 0)
-        self.starts, self.ends = np.array(start[:-1])[above], np.array(start[1:])[above]
+        self.to_free = self.candidates.live_bytes[is_above] - engine.limit
+        self.freed = np.where(self.candidates.absent[:, is_above], self.candidates.nbytes[:, None], 0)
+        self.starts, self.ends = np.array(start[:-1])[is_above], np.array(start[1:])[is_above]
         self.wraps = np.array([g.after >= g.before for g in self.gaps], dtype=bool)
         self.swaps: list[int] = []
         self.recomputed: list[int] = []
@@ -125,43 +125,43 @@ class Policy:
         self.can_recompute = dict.fromkeys(
             i for i, g in enumerate(self.gaps) if RECOMPUTED in ways_to_empty(program, g, mode)
         )
-        self.time: dict[int, int] = {}
+        self.chain_ns: dict[int, int] = {}
         self.sources: dict[int, set[int]] = {}
         self.regenerate(self.can_recompute)
-        self.excess = self.excess_left()
+        self.excess = self.remaining_excess()
 
     def decide(self) -> bool:
         """Makes decisions until no kernel exceeds the limit; returns False if that is impossible."""
         for i in list(self.can_swap):
             if self.candidates.absent[i, self.excess > 0].any() and self.overhead([*self.swaps, i]) <= 0:  # hidden
-                self.take(i, self.swaps, self.can_swap)
+                self.try_adding(i, self.swaps, self.can_swap)
         while self.excess.any():
-            useful = self.useful()
-            swap = next((i for i in self.can_swap if useful[i]), None)
-            recompute = max((i for i in self.can_recompute if useful[i]), key=self.msps, default=None)
+            is_useful = self.is_useful()
+            swap = next((i for i in self.can_swap if is_useful[i]), None)
+            recompute = max((i for i in self.can_recompute if is_useful[i]), key=self.msps, default=None)
             if recompute is not None and (swap is None or self.recompute_ns(recompute) < self.swap_ns(swap)):
-                self.take(recompute, self.recomputed, self.can_recompute)
+                self.try_adding(recompute, self.recomputed, self.can_recompute)
             elif swap is not None:
-                self.take(swap, self.swaps, self.can_swap)
+                self.try_adding(swap, self.swaps, self.can_swap)
             elif not self.fall_back():
                 return False
         return True
 
-    def useful(self) -> NDArray[np.bool_]:
+    def is_useful(self) -> NDArray[np.bool_]:
         """Returns bool[m]: undecided candidates that are open at a kernel above the limit."""
-        out: NDArray[np.bool_] = np.logical_or.reduce(self.candidates.absent[:, self.excess > 0], axis=1)
-        out[self.swaps + self.recomputed] = False
-        return out
+        is_useful: NDArray[np.bool_] = np.logical_or.reduce(self.candidates.absent[:, self.excess > 0], axis=1)
+        is_useful[self.swaps + self.recomputed] = False
+        return is_useful
 
-    def take(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
+    def try_adding(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
         """Adds candidate i to ``chosen`` if that reduces the excess, else removes it from its ``pool``."""
-        before = self.excess
+        old_excess = self.excess
         chosen.append(i)
-        self.excess = self.excess_left()
-        if self.excess.sum() >= before.sum():
+        self.excess = self.remaining_excess()
+        if self.excess.sum() >= old_excess.sum():
             chosen.pop()
             del pool[i]
-            self.excess = before
+            self.excess = old_excess
         elif chosen is self.recomputed:
             t = self.gaps[i].tensor
             self.regenerate([j for j in self.sources if t in self.sources[j] and self.is_open(i, self.gaps[j].before)])
@@ -174,10 +174,10 @@ class Policy:
         del self.can_recompute[self.swaps[-1]]
         self.can_swap = dict.fromkeys(self.by_free_time)  # candidates removed earlier may help now
         self.regenerate(self.sources)
-        self.excess = self.excess_left()
+        self.excess = self.remaining_excess()
         return True
 
-    def excess_left(self) -> NDArray[np.int64]:
+    def remaining_excess(self) -> NDArray[np.int64]:
         """Returns the bytes of planned residency above the limit per kernel, int64[n]."""
         return np.maximum(self.engine.residency(self.rows()) - self.engine.limit, 0)
 
@@ -191,27 +191,27 @@ class Policy:
 
     def lanes(self, swaps: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns SwapOutEndTime and SwapInStartTime of ``swaps`` (int64), serialized per lane (choice 3)."""
-        chosen = np.array(swaps, dtype=np.int64)
-        end, begin = np.empty_like(chosen), np.empty_like(chosen)
-        order = np.argsort(self.evicted[chosen], kind="stable")
-        busy = np.cumsum(self.d2h[chosen[order]])
-        free_from = self.evicted[chosen[order]] - busy + self.d2h[chosen[order]]
+        indices = np.array(swaps, dtype=np.int64)
+        end, begin = np.empty_like(indices), np.empty_like(indices)
+        order = np.argsort(self.evicted_access[indices], kind="stable")
+        busy = np.cumsum(self.d2h[indices[order]])
+        free_from = self.evicted_access[indices[order]] - busy + self.d2h[indices[order]]
         end[order] = np.maximum.accumulate(free_from) + busy
-        order = np.argsort(-self.back[chosen], kind="stable")
-        busy = np.cumsum(self.h2d[chosen[order]])
-        free_until = self.back[chosen[order]] + busy - self.h2d[chosen[order]]
+        order = np.argsort(-self.back_access[indices], kind="stable")
+        busy = np.cumsum(self.h2d[indices[order]])
+        free_until = self.back_access[indices[order]] + busy - self.h2d[indices[order]]
         begin[order] = np.minimum.accumulate(free_until) - busy
         return end, begin
 
     def overhead(self, swaps: list[int]) -> int:
         """Returns the cost of ``swaps`` in ns, given the recomputations (choice 3); at most 0 if they are hidden."""
-        end, begin = self.lanes(swaps)
-        shortfall = int((end - begin).max(initial=-NEVER))
-        once = ~self.wraps[swaps]
-        need = self.over - self.away[self.recomputed].sum(axis=0) - self.away[swaps][~once].sum(axis=0)
-        away, end, begin = self.away[swaps][once], end[once, None], begin[once, None]
-        late = worst(away, end - self.starts, need, np.argsort(end[:, 0], kind="stable"))
-        early = worst(away, self.ends - begin, need, np.argsort(-begin[:, 0], kind="stable"))
+        out_end, in_start = self.lanes(swaps)
+        shortfall = int((out_end - in_start).max(initial=-NEVER))
+        inside = ~self.wraps[swaps]
+        need = self.to_free - self.freed[self.recomputed].sum(axis=0) - self.freed[swaps][~inside].sum(axis=0)
+        evicted, out_end, in_start = self.freed[swaps][inside], out_end[inside, None], in_start[inside, None]
+        late = delay(evicted, out_end - self.starts, need, np.argsort(out_end[:, 0], kind="stable"))
+        early = delay(evicted, self.ends - in_start, need, np.argsort(-in_start[:, 0], kind="stable"))
         return max(shortfall, late, early, late + early)
 
     def swap_ns(self, i: int) -> int:
@@ -222,7 +222,7 @@ class Policy:
         """Returns the ns of recomputing candidate i, once more per chosen recomputation that reads it (choice 4)."""
         t = self.gaps[i].tensor
         users = sum(t in self.sources[r] and self.is_open(i, self.gaps[r].before) for r in self.recomputed)
-        return self.time[i] * (1 + users)
+        return self.chain_ns[i] * (1 + users)
 
     def msps(self, i: int) -> float:
         """Returns the bytes that recomputing candidate i saves per nanosecond."""
@@ -232,18 +232,18 @@ class Policy:
         """Returns whether candidate i (which does not wrap) would be evicted before ``kernel``."""
         return self.gaps[i].after < kernel <= self.gaps[i].before
 
-    def regenerate(self, which: Iterable[int]) -> None:
-        """Updates time and sources of the recomputations ``which``, given which tensors are recomputed themselves."""
-        away: dict[int, list[int]] = {}
+    def regenerate(self, indices: Iterable[int]) -> None:
+        """Updates time and sources of the recomputations ``indices``, given which tensors are recomputed themselves."""
+        dropped: dict[int, list[int]] = {}
         for r in self.recomputed:
-            away.setdefault(self.gaps[r].tensor, []).append(r)
-        for i in list(which):
-            target, _, at = self.gaps[i]
-            gone = {target} | {t for t, rs in away.items() if any(self.is_open(r, at) for r in rs)}
-            rerun = reruns(self.program, {target}, at, gone)
+            dropped.setdefault(self.gaps[r].tensor, []).append(r)
+        for i in list(indices):
+            target, _, kernel = self.gaps[i]
+            absent = {target} | {t for t, rs in dropped.items() if any(self.is_open(r, kernel) for r in rs)}
+            rerun = reruns(self.program, {target}, kernel, absent)
             read = {(x, w) for w in rerun for x in self.program.kernels[w].inputs}
-            self.sources[i] = {x for x, w in read if present(self.program, x, w, at, gone)}
-            self.time[i] = sum(self.program.kernels[w].duration_ns for w in rerun)
+            self.sources[i] = {x for x, w in read if present(self.program, x, w, kernel, absent)}
+            self.chain_ns[i] = sum(self.program.kernels[w].duration_ns for w in rerun)
 
     def trigger(self, i: int, start: int) -> int:
         """Returns the in-trigger of candidate i for a swap-in at ``start`` ns: the gap's last kernel to end by then."""
@@ -253,26 +253,26 @@ class Policy:
         return max(after, min(last, before - 1 + (n if after >= before else 0))) % n
 
 
-def worst(away: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.int64], order: NDArray[np.int64]) -> int:
+def delay(nbytes: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.int64], order: NDArray[np.int64]) -> int:
     """Returns the maximum delay in ns over all kernels if the tensors are transferred one after another.
 
     Args:
-        away: int64[m, p], bytes that each tensor contributes to the transfers before each kernel.
+        nbytes: int64[m, p], bytes that each tensor contributes to the transfers before each kernel.
         late: int64[m, p], delay of the end of its transfer relative to the kernel, in ns.
         need: int64[p], bytes that must have been transferred; a need above the tensors' total counts as the total.
         order: int64[m], transfer order.
     """
     if not len(order):
         return -NEVER
-    moved = np.cumsum(away[order], axis=0)
-    last = np.argmax(moved >= np.minimum(need, moved[-1]), axis=0)  # the transfer that covers the need
-    return int(late[order[last], np.arange(len(need))][np.minimum(need, moved[-1]) > 0].max(initial=-NEVER))
+    total = np.cumsum(nbytes[order], axis=0)
+    last = np.argmax(total >= np.minimum(need, total[-1]), axis=0)  # the transfer that covers the need
+    return int(late[order[last], np.arange(len(need))][np.minimum(need, total[-1]) > 0].max(initial=-NEVER))
 
 
-def collective(engine: Engine, rows: Rows, first: int) -> Rows:
-    """Returns ``rows`` with ``keep`` in each recomputation from row ``first`` on that it makes faster (choice 7)."""
-    rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if first < len(rows) else 0
-    for i in sorted(range(first, len(rows)), key=lambda i: (rows[i, BEFORE], rows[i, TENSOR])):
+def collective(engine: Engine, rows: Rows, begin: int) -> Rows:
+    """Returns ``rows`` with ``keep`` in each recomputation from row ``begin`` on that it makes faster (choice 7)."""
+    rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if begin < len(rows) else 0
+    for i in sorted(range(begin, len(rows)), key=lambda i: (rows[i, BEFORE], rows[i, TENSOR])):
         rows[i, EXTRA] = 1
         score = engine.score(rows)
         if score.feasible and score.iteration_ns < best_ns:
@@ -282,19 +282,19 @@ def collective(engine: Engine, rows: Rows, first: int) -> Rows:
     return rows
 
 
-def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
+def stalling_swaps(timeline: Timeline, swaps: Rows) -> list[int]:
     """Returns the ``swaps`` that stalled compute in the last iteration: their swap-in ended when the wait did."""
-    free, begin = 0, timeline.last_start_ns
-    came: dict[int, set[int]] = {}
+    idle_from, begin = 0, timeline.last_start_ns
+    arrivals: dict[int, set[int]] = {}
     wait_ends: set[int] = set()
     for span in timeline.spans:
         if span.kind == "swap_in":
-            came.setdefault(span.index, set()).add(span.end_ns)
+            arrivals.setdefault(span.index, set()).add(span.end_ns)
         elif span.stream == "compute":
-            if span.start_ns > free and span.start_ns >= begin:
+            if span.start_ns > idle_from and span.start_ns >= begin:
                 wait_ends.add(span.start_ns)
-            free = span.end_ns
-    return [i for i, t in enumerate(swaps[:, TENSOR].tolist()) if came.get(t, set()) & wait_ends]
+            idle_from = span.end_ns
+    return [i for i, t in enumerate(swaps[:, TENSOR].tolist()) if arrivals.get(t, set()) & wait_ends]
 
 
 def by_layer(engine: Engine, mode: str, min_bytes: int) -> tuple[Rows, Cost]:
@@ -310,16 +310,16 @@ def by_layer(engine: Engine, mode: str, min_bytes: int) -> tuple[Rows, Cost]:
     """
     program, maps = engine.program, feature_maps(engine.program, min_bytes)
     gaps, allowed = [m.gap for m in maps], [placements(program, m.gap, mode) for m in maps]
-    whole = Evaluator(engine, gaps, 1)
+    evaluator = Evaluator(engine, gaps, 1)
     x = np.zeros(len(maps), np.int8)
     for i, current in enumerate(maps):
-        load = engine.residency(whole.rows(x))
-        if np.delete(load, later(current)).max() > engine.limit:
-            known = Evaluator(Engine(up_to(program, current), engine.machine, engine.limit), gaps, 1)
-            x, _ = evict(known, allowed[: i + 1], x)
-            engine.calls += known.calls
-    x, cost = evict(whole, allowed, x)
-    return whole.rows(x), cost
+        load = engine.residency(evaluator.rows(x))
+        if np.delete(load, kernels_between(current)).max() > engine.limit:
+            partial = Evaluator(Engine(program_up_to(program, current), engine.machine, engine.limit), gaps, 1)
+            x, _ = evict(partial, allowed[: i + 1], x)
+            engine.calls += partial.calls
+    x, cost = evict(evaluator, allowed, x)
+    return evaluator.rows(x), cost
 
 
 def evict(evaluator: Evaluator, allowed: Sequence[Sequence[int]], x: Placements) -> tuple[Placements, Cost]:
@@ -331,27 +331,27 @@ def evict(evaluator: Evaluator, allowed: Sequence[Sequence[int]], x: Placements)
     """
     cost = evaluator.evaluate(x[None])[0]
     while cost[0]:
-        changes = [(j, way) for j, ways in enumerate(allowed) for way in ways if way != x[j]]
+        changes = [(j, kind) for j, kinds in enumerate(allowed) for kind in kinds if kind != x[j]]
         if not changes:
             break
-        tried = np.repeat(x[None], len(changes), axis=0)
-        tried[range(len(changes)), [j for j, _ in changes]] = [way for _, way in changes]
-        costs = evaluator.evaluate(tried)
-        best = lowest(costs)
+        variants = np.repeat(x[None], len(changes), axis=0)
+        variants[range(len(changes)), [j for j, _ in changes]] = [kind for _, kind in changes]
+        costs = evaluator.evaluate(variants)
+        best = best_index(costs)
         if costs[best, 0] >= cost[0]:
             break
-        x, cost = tried[best], costs[best]
+        x, cost = variants[best], costs[best]
     return x, (int(cost[0]), int(cost[1]))
 
 
-def later(current: FeatureMap) -> range:
+def kernels_between(current: FeatureMap) -> range:
     """Returns the kernels after the layer of a feature map and before its backward use."""
     return range(current.layer + 1, current.gap.before)
 
 
-def up_to(program: Program, current: FeatureMap) -> Program:
+def program_up_to(program: Program, current: FeatureMap) -> Program:
     """Returns the step as known at a feature map's layer: tensors of later layers take no memory."""
-    kernels = later(current)
+    kernels = kernels_between(current)
     tensors = list(program.tensors)
     for t, uses in enumerate(program.accesses):
         if uses and uses[0] in kernels and not tensors[t].persistent:

@@ -55,7 +55,7 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
     for t in swapped:
         move(t, pin=False)
 
-    def pins(t: int) -> bool:
+    def try_pin(t: int) -> bool:
         """Pins ``t`` if pinned part and pool then fit; returns whether it did."""
         move(t, pin=True)
         if int(pinned_load.max()) + 2 * int(access.max()) <= limit:
@@ -66,17 +66,17 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
 
     while swapped:
         largest = set(program.kernels[int(access.argmax())].accesses)
-        if not any(pins(t) for t in list(swapped) if t in largest) and not [t for t in list(swapped) if pins(t)]:
+        if not any(try_pin(t) for t in list(swapped) if t in largest) and not [t for t in list(swapped) if try_pin(t)]:
             break
     return set(swapped), min(2 * int(access.max()), limit - int(pinned_load.max()))
 
 
 def trigger(program: Program, gap: Gap, swapped: set[int], pool: int) -> int:
     """Returns the kernel after which the swap-in of ``gap`` is issued, as early as ``pool`` allows (choice 5)."""
-    n, k, held = len(program.kernels), gap.before, set[int]()
+    n, k, fetched = len(program.kernels), gap.before, set[int]()
     while True:
-        held |= swapped.intersection(program.kernels[k].accesses)
+        fetched |= swapped.intersection(program.kernels[k].accesses)
         k = (k - 1) % n
-        together = held | swapped.intersection(program.kernels[k].accesses)
-        if k == gap.after or sum(program.tensors[t].nbytes for t in together) > pool:
+        pool_tensors = fetched | swapped.intersection(program.kernels[k].accesses)
+        if k == gap.after or sum(program.tensors[t].nbytes for t in pool_tensors) > pool:
             return k

@@ -81,12 +81,12 @@ class HOME(RowsPlanner):
         if engine.limit >= engine.program.peak_bytes:
             return NO_ROWS
         maps = feature_maps(engine.program, self.min_bytes)
-        every = [(m.gap, placements(engine.program, m.gap, self.mode)) for m in maps]
-        gaps, allowed = [gap for gap, ways in every if len(ways) > 1], [ways for _, ways in every if len(ways) > 1]
+        pairs = [(m.gap, placements(engine.program, m.gap, self.mode)) for m in maps]
+        gaps, allowed = [gap for gap, kinds in pairs if len(kinds) > 1], [kinds for _, kinds in pairs if len(kinds) > 1]
         # Swaps alone reach the minimum; recomputation chains need extra memory.
-        least = Candidates(engine.program, gaps).least
-        if least > engine.limit:
-            raise self.beyond_reach(engine, None if self.mode == "recompute" else least)
+        min_limit = Candidates(engine.program, gaps).least_bytes
+        if min_limit > engine.limit:
+            raise self.beyond_reach(engine, None if self.mode == "recompute" else min_limit)
         evaluator = Evaluator(engine, gaps, self.jobs, self.evaluator)
         best, cost = self._search(evaluator, allowed)
         if cost[0]:
@@ -98,36 +98,36 @@ class HOME(RowsPlanner):
         rng = np.random.default_rng(self.seed)
         budget = math.inf if self.calls is None else self.calls - 1  # one call is reserved for the final check
         particles = int(min(self.particles, budget))
-        x = np.stack([rng.choice(np.array(ways, np.int8), particles) for ways in allowed], axis=1)
-        todo = np.arange(0)  # particles that the iteration could not update
+        x = np.stack([rng.choice(np.array(kinds, np.int8), particles) for kinds in allowed], axis=1)
+        pending = np.arange(0)  # particles that the iteration could not update
         cost = evaluator.evaluate(x)
-        own, own_cost = x, cost  # each particle's own best
+        personal, personal_cost = x, cost  # each particle's own best
         while True:
             self.history.append(statistics(cost))
-            if len(self.history) == self.iterations or len(todo):
+            if len(self.history) == self.iterations or len(pending):
                 break
-            leader = np.broadcast_to(x[lowest(cost)], x.shape)
+            leader = np.broadcast_to(x[best_index(cost)], x.shape)
             if self.update == "whole":
                 count = int(min(len(x), budget - evaluator.calls))
-                todo = np.arange(count, len(x))
-                x = np.concatenate([moved(rng, x, leader, own)[:count], x[count:]])
+                pending = np.arange(count, len(x))
+                x = np.concatenate([recombined(rng, x, leader, personal)[:count], x[count:]])
                 cost = np.concatenate([evaluator.evaluate(x[:count]), cost[count:]])
-                own, own_cost = bettered(x, cost, own, own_cost)
+                personal, personal_cost = updated_bests(x, cost, personal, personal_cost)
                 continue
             # Equal particles with the same history are updated once.
-            _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
-            new, new_cost, todo = x[first], cost[first], np.argsort(first)
-            at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # simulator calls of an update
-            while count := int(np.searchsorted(at_most[todo].cumsum(), budget - evaluator.calls, side="right")):
-                part, todo = todo[:count], todo[count:]
-                i = first[part]
-                new[part], new_cost[part] = evaluator.update(x[i], cost[i], leader[i], own[i])
-            if np.array_equal(new[which], x):
+            _, first, inverse = np.unique(np.hstack([x, personal]), axis=0, return_index=True, return_inverse=True)
+            new, new_cost, pending = x[first], cost[first], np.argsort(first)
+            max_calls = 2 * (leader != personal).sum(axis=1)[first] + 1  # simulator calls of an update
+            while count := int(np.searchsorted(max_calls[pending].cumsum(), budget - evaluator.calls, side="right")):
+                batch, pending = pending[:count], pending[count:]
+                i = first[batch]
+                new[batch], new_cost[batch] = evaluator.update(x[i], cost[i], leader[i], personal[i])
+            if np.array_equal(new[inverse], x):
                 break
-            x, cost = new[which], new_cost[which]
-            own, own_cost = bettered(x, cost, own, own_cost)
-        best = lowest(own_cost)
-        return own[best], tuple(own_cost[best].tolist())
+            x, cost = new[inverse], new_cost[inverse]
+            personal, personal_cost = updated_bests(x, cost, personal, personal_cost)
+        best = best_index(personal_cost)
+        return personal[best], tuple(personal_cost[best].tolist())
 
 
 class Evaluator:
@@ -146,13 +146,13 @@ class Evaluator:
         self.engine, self._threads, self._estimates = engine, threads, 0
         self._stages = StageModel(engine.program, engine.machine, engine.limit, gaps) if kind == "stages" else None
         self.swaps = rows_for(gaps, SWAPPED)
-        self._ways = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
-        self._ways[SWAPPED], self._ways[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
+        self._kind_rows = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
+        self._kind_rows[SWAPPED], self._kind_rows[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
         """Returns int64[n, 6], the plan of one particle, or the concatenated plans of several."""
-        at = np.nonzero(x != RETAINED)
-        rows: Rows = self._ways[x[at], at[-1]]
+        index = np.nonzero(x != RETAINED)
+        rows: Rows = self._kind_rows[x[index], index[-1]]
         return rows
 
     @property
@@ -168,34 +168,34 @@ class Evaluator:
         scores = self.engine.score_batch(self.rows(x), (x != RETAINED).sum(axis=1), self._threads)
         return np.stack([np.maximum(scores.required_bytes - self.engine.limit, 0), scores.iteration_ns], axis=1)
 
-    def update(self, x: Placements, cost: Costs, leader: Placements, own: Placements) -> tuple[Placements, Costs]:
+    def update(self, x: Placements, cost: Costs, leader: Placements, personal: Placements) -> tuple[Placements, Costs]:
         """Updates particles ``x`` of known cost in parallel, each with its P_1 and P_2 (Algorithm 3).
 
         Args:
             leader: P_1 of each particle.
-            own: P_2 of each particle.
+            personal: P_2 of each particle.
 
         Returns:
             The updated particles and their costs.
         """
         x, cost = x.copy(), cost.copy()
-        known = np.ones(len(x), np.bool_)  # whether ``cost`` belongs to the particle's current state
+        fresh = np.ones(len(x), np.bool_)  # whether ``cost`` belongs to the particle's current state
         for j in range(x.shape[1]):
-            now, p1, p2 = x[:, j].copy(), leader[:, j], own[:, j]
+            now, p1, p2 = x[:, j].copy(), leader[:, j], personal[:, j]
             differ = p1 != p2
-            which, asked = np.nonzero(differ & ~(known & (np.stack([p1, p2]) == now)))  # 0: P_1's placement, 1: P_2's
+            side, rows = np.nonzero(differ & ~(fresh & (np.stack([p1, p2]) == now)))  # 0: P_1's placement, 1: P_2's
             costs = np.stack([cost, cost])
-            if len(asked):
-                particles = x[asked]
-                particles[:, j] = np.where(which == 0, p1[asked], p2[asked])
-                costs[which, asked] = self.evaluate(particles)
-            first = less(*costs)
-            cost = np.where(differ[:, None], np.where(first[:, None], *costs), cost)
-            x[:, j] = np.where(differ & ~first, p2, p1)
-            known = differ | (known & (x[:, j] == now))
-        rest = np.flatnonzero(~known)
-        if len(rest):
-            cost[rest] = self.evaluate(x[rest])
+            if len(rows):
+                particles = x[rows]
+                particles[:, j] = np.where(side == 0, p1[rows], p2[rows])
+                costs[side, rows] = self.evaluate(particles)
+            is_first = is_less(*costs)
+            cost = np.where(differ[:, None], np.where(is_first[:, None], *costs), cost)
+            x[:, j] = np.where(differ & ~is_first, p2, p1)
+            fresh = differ | (fresh & (x[:, j] == now))
+        stale = np.flatnonzero(~fresh)
+        if len(stale):
+            cost[stale] = self.evaluate(x[stale])
         return x, cost
 
 
@@ -243,12 +243,12 @@ class StageModel:
         particles = len(x)
         now, d2h_free, h2d_free, previous = (np.zeros(particles, np.int64) for _ in range(4))
         absent = np.zeros(particles, np.int64)  # bytes
-        lacks = np.zeros(particles, np.int64)
+        deficit = np.zeros(particles, np.int64)
         ends = np.full(x.shape, np.iinfo(np.int64).max)  # of swap-outs in flight
         for k, (kernel, load) in enumerate(zip(self.program.kernels, self.program.live_bytes, strict=True)):
             for f in self.closes[k]:
-                arrives = np.maximum(h2d_free, previous) + self.in_ns[f]
-                h2d_free = np.where(swapped[:, f], arrives, h2d_free)
+                arrival = np.maximum(h2d_free, previous) + self.in_ns[f]
+                h2d_free = np.where(swapped[:, f], arrival, h2d_free)
                 pending = swapped[:, f] & (ends[:, f] < np.iinfo(np.int64).max)  # its swap-out is still pending
                 absent += np.where(pending, self.nbytes[f], 0)
                 ends[pending, f] = np.iinfo(np.int64).max
@@ -258,12 +258,12 @@ class StageModel:
                 lacking = np.flatnonzero(load - absent > self.limit)
                 while len(lacking):  # lines 3 to 10
                     front = ends[lacking].argmin(axis=1)
-                    first = ends[lacking, front]
-                    empty = first == np.iinfo(np.int64).max
-                    lost = lacking[empty]
-                    lacks[lost] = np.maximum(lacks[lost], load - absent[lost] - self.limit)
-                    lacking, front, first = lacking[~empty], front[~empty], first[~empty]
-                    now[lacking] = np.maximum(now[lacking], first)
+                    first_end = ends[lacking, front]
+                    is_empty = first_end == np.iinfo(np.int64).max
+                    stuck = lacking[is_empty]
+                    deficit[stuck] = np.maximum(deficit[stuck], load - absent[stuck] - self.limit)
+                    lacking, front, first_end = lacking[~is_empty], front[~is_empty], first_end[~is_empty]
+                    now[lacking] = np.maximum(now[lacking], first_end)
                     absent[lacking] += self.nbytes[front]
                     ends[lacking, front] = np.iinfo(np.int64).max
                     lacking = lacking[load - absent[lacking] > self.limit]
@@ -273,7 +273,7 @@ class StageModel:
                 d2h_free = np.where(swapped[:, f], np.maximum(d2h_free, now) + self.out_ns[f], d2h_free)
                 ends[swapped[:, f], f] = d2h_free[swapped[:, f]]
                 absent += np.where(recomputed[:, f], self.nbytes[f], 0)
-        return np.stack([lacks, now], axis=1)
+        return np.stack([deficit, now], axis=1)
 
     def _chains(self, recomputed: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Returns the recomputation time in ns of each feature map, (particles, feature maps)."""
@@ -284,31 +284,31 @@ class StageModel:
         return chains
 
 
-def moved(rng: np.random.Generator, x: Placements, leader: Placements, own: Placements) -> Placements:
+def recombined(rng: np.random.Generator, x: Placements, leader: Placements, personal: Placements) -> Placements:
     """Returns particles whose placements stay or become P_1's or P_2's, with probabilities 1/2, 1/4 and 1/4."""
-    target = np.where(rng.random(x.shape) < 0.5, leader, own)
+    target = np.where(rng.random(x.shape) < 0.5, leader, personal)
     return np.where(rng.random(x.shape) < 0.5, x, target)
 
 
-def bettered(x: Placements, cost: Costs, own: Placements, own_cost: Costs) -> tuple[Placements, Costs]:
+def updated_bests(x: Placements, cost: Costs, personal: Placements, personal_cost: Costs) -> tuple[Placements, Costs]:
     """Returns each particle's own best and its cost after the update to ``x``."""
-    better = less(cost, own_cost)[:, None]
-    return np.where(better, x, own), np.where(better, cost, own_cost)
+    is_better = is_less(cost, personal_cost)[:, None]
+    return np.where(is_better, x, personal), np.where(is_better, cost, personal_cost)
 
 
-def less(cost: Costs, other: Costs) -> NDArray[np.bool_]:
+def is_less(cost: Costs, other: Costs) -> NDArray[np.bool_]:
     """Returns bool[particles]: whether one cost is less than the other, compared lexicographically."""
-    (over, ns), (over_other, ns_other) = cost.T, other.T
-    out: NDArray[np.bool_] = (over < over_other) | (over == over_other) & (ns < ns_other)
-    return out
+    (excess, ns), (excess_other, ns_other) = cost.T, other.T
+    result: NDArray[np.bool_] = (excess < excess_other) | (excess == excess_other) & (ns < ns_other)
+    return result
 
 
 def placements(program: Program, gap: Gap, mode: str) -> list[int]:
     """Returns the placements that a feature map may have: RETAINED, SWAPPED, RECOMPUTED."""
-    return [RETAINED, *(way for way in ways_to_empty(program, gap, mode) if way != KEPT)]
+    return [RETAINED, *(kind for kind in ways_to_empty(program, gap, mode) if kind != KEPT)]
 
 
-def lowest(cost: Costs) -> int:
+def best_index(cost: Costs) -> int:
     """Returns the index of the first particle with the lowest cost."""
     return int(np.lexsort(cost.T[::-1])[0])
 
@@ -316,5 +316,5 @@ def lowest(cost: Costs) -> int:
 def statistics(cost: Costs) -> Iteration:
     """Returns the history entry of a swarm with these costs."""
     times = cost[cost[:, 1] < NEVER, 1]
-    found = (float(times.max()), float(times.mean()), float(times.min())) if len(times) else (math.nan,) * 3
-    return Iteration(*found, len(times))
+    summary = (float(times.max()), float(times.mean()), float(times.min())) if len(times) else (math.nan,) * 3
+    return Iteration(*summary, len(times))

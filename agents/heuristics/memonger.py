@@ -66,7 +66,7 @@ class Stages:
     def __init__(self, program: Program, min_bytes: int = MIB) -> None:
         self._maps = feature_maps(program, min_bytes)
         self._nbytes = {m.tensor: program.tensors[m.tensor].nbytes for m in self._maps}
-        self._can = {m.tensor for m in recomputable(program, self._maps)}
+        self._droppable = {m.tensor for m in recomputable(program, self._maps)}
         self._results: dict[int, list[int]] = {}
         for m in self._maps:
             self._results.setdefault(m.layer, []).append(m.tensor)
@@ -84,15 +84,15 @@ class Stages:
         """
         x = y = temp = 0
         kept: set[int] = set()
-        for v, made in self._layers:
-            temp += made
+        for v, nbytes in self._layers:
+            temp += nbytes
             if temp > budget and v in self._splits:
-                stays = {t for t in (*self._results.get(v, ()), *self._splits[v].crossing) if t in self._nbytes} - kept
-                x += sum(self._nbytes[t] for t in stays)
+                added = {t for t in (*self._results.get(v, ()), *self._splits[v].crossing) if t in self._nbytes} - kept
+                x += sum(self._nbytes[t] for t in added)
                 y = max(y, temp)
-                kept |= stays
+                kept |= added
                 temp = 0
-        return x, max(y, temp), [m for m in self._maps if m.tensor in self._can and m.tensor not in kept]
+        return x, max(y, temp), [m for m in self._maps if m.tensor in self._droppable and m.tensor not in kept]
 
 
 class Split(NamedTuple):
@@ -110,23 +110,23 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
     """
     forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
     begins: dict[int, list[int]] = {}
-    until: dict[int, int] = {}  # last use in the forward pass
+    last_use: dict[int, int] = {}  # last use in the forward pass
     for t, uses in enumerate(program.accesses):
-        mine = [k for k in uses if program.kernels[k].phase == "forward"]
-        if mine and not program.tensors[t].persistent:
-            begins.setdefault(mine[0], []).append(t)
-            until[t] = mine[-1]
-    written = {t: max(k for k in program.writes[t] if k <= last) for t, last in until.items()}
-    dies = {t for t, last in until.items() if program.accesses[t][-1] == last}
-    found: list[Split] = []
+        forward_uses = [k for k in uses if program.kernels[k].phase == "forward"]
+        if forward_uses and not program.tensors[t].persistent:
+            begins.setdefault(forward_uses[0], []).append(t)
+            last_use[t] = forward_uses[-1]
+    written = {t: max(k for k in program.writes[t] if k <= last) for t, last in last_use.items()}
+    consumed = {t for t, last in last_use.items() if program.accesses[t][-1] == last}
+    cuts: list[Split] = []
     crossing: set[int] = set()
     for k in forward:
-        crossing = {t for t in crossing.union(begins.get(k, ())) if until[t] > k}
+        crossing = {t for t in crossing.union(begins.get(k, ())) if last_use[t] > k}
         large = sum(program.tensors[t].nbytes >= max(min_bytes, 1) for t in crossing)
-        if large <= 1 and all(t not in dies and written[t] <= k for t in crossing):
-            if not found or found[-1].crossing != crossing:
-                found.append(Split(k, frozenset(crossing)))
-    return found
+        if large <= 1 and all(t not in consumed and written[t] <= k for t in crossing):
+            if not cuts or cuts[-1].crossing != crossing:
+                cuts.append(Split(k, frozenset(crossing)))
+    return cuts
 
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:

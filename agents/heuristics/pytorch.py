@@ -43,8 +43,8 @@ class Checkpoint(RowsPlanner):
     """
 
     facts = tuple(
-        PlannerInfo(f"checkpoint_{one}", label, MODULE, "recompute", i, 180 + 10 * i, "recompute", {"segments": one})
-        for i, (one, label) in enumerate(SEGMENTS.items())
+        PlannerInfo(f"checkpoint_{key}", label, MODULE, "recompute", i, 180 + 10 * i, "recompute", {"segments": key})
+        for i, (key, label) in enumerate(SEGMENTS.items())
     )
 
     segments: str = one_of([*SEGMENTS], "sqrt")
@@ -60,9 +60,9 @@ class Checkpoint(RowsPlanner):
         segments = math.isqrt(layers) if self.segments == "sqrt" else layers
         size = layers // segments
         cuts = ends[size - 1 : size * (segments - 1) : size]
-        kept = {t for cut in cuts for t in cut.crossing}
+        checkpoints = {t for cut in cuts for t in cut.crossing}
         maps = [m for m in feature_maps(program, self.min_bytes) if cuts and m.layer <= cuts[-1].kernel]
-        return recomputable(program, (m for m in maps if m.tensor not in kept))
+        return recomputable(program, (m for m in maps if m.tensor not in checkpoints))
 
 
 def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
@@ -70,13 +70,13 @@ def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
     forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
     heads = [k for k in forward if program.kernels[k].kind in COMPUTE_INTENSIVE]
     heads = heads or sorted({m.layer for m in feature_maps(program, min_bytes)})
-    places = splits(program, min_bytes)
-    kernels = [s.kernel for s in places]
+    cuts = splits(program, min_bytes)
+    kernels = [s.kernel for s in cuts]
     ends = []
     for head, following in zip(heads, heads[1:], strict=False):
-        between = places[bisect_left(kernels, head) : bisect_left(kernels, following)]
-        if between:
-            ends.append(min(between, key=lambda s: (sum(program.tensors[t].nbytes for t in s.crossing), -s.kernel)))
+        layer_cuts = cuts[bisect_left(kernels, head) : bisect_left(kernels, following)]
+        if layer_cuts:
+            ends.append(min(layer_cuts, key=lambda s: (sum(program.tensors[t].nbytes for t in s.crossing), -s.kernel)))
     return ends
 
 
@@ -122,14 +122,14 @@ class ActivationBudget(RowsPlanner):
             Infeasible: No budget fits.
         """
         partitioner = Partitioner(engine.program, self.runtime, self.min_bytes)
-        needs = []
+        required = []
         for dropped, _ in groupby(partitioner.dropped(i / self.steps) for i in range(self.steps, -1, -1)):
             rows = recomputations(dropped)
             score = engine.score(rows)
             if score.feasible:
                 return rows
-            needs.append(score.required_bytes)
-        raise self.beyond_reach(engine, min(needs))
+            required.append(score.required_bytes)
+        raise self.beyond_reach(engine, min(required))
 
 
 class Partitioner:
@@ -141,17 +141,17 @@ class Partitioner:
         self._total = sum(size[m.tensor] for m in maps)
         self._nbytes = {m.tensor: size[m.tensor] for m in maps}
         self._maps = recomputable(program, maps)
-        self._needs = [set(reruns(program, {m.tensor}, m.gap.before)) for m in self._maps]
-        used = sorted(set().union(*self._needs))
+        self._reruns = [set(reruns(program, {m.tensor}, m.gap.before)) for m in self._maps]
+        rerun = sorted(set().union(*self._reruns))
         kernels = program.kernels
-        outputs = {k: sum(size[t] for t in set(kernels[k].outputs)) for k in used}
-        reductions = {k for k in used if 4 * outputs[k] < sum(size[t] for t in set(kernels[k].inputs))}
-        hard = {k for k in used if kernels[k].kind in (*COMPUTE_INTENSIVE, "dropout")} | reductions
-        self._bans = ({k for k in used if kernels[k].kind not in ALLOWLIST} | reductions, hard)
+        outputs = {k: sum(size[t] for t in set(kernels[k].outputs)) for k in rerun}
+        reductions = {k for k in rerun if 4 * outputs[k] < sum(size[t] for t in set(kernels[k].inputs))}
+        hard = {k for k in rerun if kernels[k].kind in (*COMPUTE_INTENSIVE, "dropout")} | reductions
+        self._bans = ({k for k in rerun if kernels[k].kind not in ALLOWLIST} | reductions, hard)
         self._items = sorted(hard, key=lambda k: (-outputs[k], k))
         self._weights = [round(UNITS * outputs[k] / max(self._total, 1)) for k in self._items]
         costs = [kernels[k].flops if runtime == "flops" else kernels[k].duration_ns for k in self._items]
-        self._taken = knapsack(self._weights, [max(cost, 1) for cost in costs])
+        self._is_taken = knapsack(self._weights, [max(cost, 1) for cost in costs])
 
     def dropped(self, budget: float) -> list[FeatureMap]:
         """Returns the feature maps recomputed under ``budget``, a fraction of their bytes from 0 to 1."""
@@ -165,14 +165,14 @@ class Partitioner:
                 return dropped
         saved, room = set(), round(budget * UNITS)
         for i in range(len(self._items) - 1, -1, -1):
-            if self._taken[i, room]:
+            if self._is_taken[i, room]:
                 saved.add(self._items[i])
                 room -= self._weights[i]
         return self._cut(saved)
 
     def _cut(self, banned: set[int]) -> list[FeatureMap]:
         """Returns the feature maps that can be recomputed without the banned kernels (minimum cut, choice 9)."""
-        return [m for m, needs in zip(self._maps, self._needs, strict=True) if not needs & banned]
+        return [m for m, kernels in zip(self._maps, self._reruns, strict=True) if not kernels & banned]
 
 
 def knapsack(weights: list[int], values: list[int]) -> NDArray[np.bool_]:
@@ -182,11 +182,11 @@ def knapsack(weights: list[int], values: list[int]) -> NDArray[np.bool_]:
         bool[items, UNITS + 1]: whether the best choice among items 0 … i for capacity c takes item i.
     """
     best = np.zeros(UNITS + 1, dtype=np.int64)
-    taken = np.zeros((len(weights), UNITS + 1), dtype=bool)
+    is_taken = np.zeros((len(weights), UNITS + 1), dtype=bool)
     for i, (weight, value) in enumerate(zip(weights, values, strict=True)):
         if weight > UNITS:
             continue
-        with_it = best[: UNITS + 1 - weight] + value
-        taken[i, weight:] = with_it > best[weight:]
-        best[weight:] = np.maximum(best[weight:], with_it)
-    return taken
+        with_item = best[: UNITS + 1 - weight] + value
+        is_taken[i, weight:] = with_item > best[weight:]
+        best[weight:] = np.maximum(best[weight:], with_item)
+    return is_taken

@@ -73,8 +73,8 @@ class SmartPoolAutoSwap(RowsPlanner):
         scores = SCORES if self.score in COMBINED else (self.score,)
         self.autoswaps: list[AutoSwap | AutoSwapBO] = [AutoSwap(score) for score in scores]
         if self.score in TUNED:
-            drawn = 4 if self.score == "bo" else self.evaluations
-            self.autoswaps.append(AutoSwapBO(self.evaluations, drawn, seed=self.seed))
+            random = 4 if self.score == "bo" else self.evaluations
+            self.autoswaps.append(AutoSwapBO(self.evaluations, random, seed=self.seed))
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns a plan whose footprint fits ``limit`` when executed under ``Plan.limit``.
@@ -83,7 +83,7 @@ class SmartPoolAutoSwap(RowsPlanner):
             Infeasible: no plan tried has such a footprint.
         """
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
-        lowest = min(limit, max(candidates.least, limit // 2))
+        lowest = min(limit, max(candidates.least_bytes, limit // 2))
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
         for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
             if self._footprint(run) <= limit:
@@ -96,7 +96,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         Tries ``2 * steps`` load limits, from the peak to the minimum that swaps reach.
         """
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
-        runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
+        runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least_bytes, 2 * self.steps)
         runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))
         footprints: dict[int, int] = {}
         plans = []
@@ -122,20 +122,20 @@ class SmartPoolAutoSwap(RowsPlanner):
         selections: dict[frozenset[int], NDArray[np.int64]] = {}
         schedule = partial(just_in_time, program, machine)
         for autoswap, engine in product(self.autoswaps, engines):
-            if candidates.least <= engine.limit:
+            if candidates.least_bytes <= engine.limit:
                 options = [schedule] if isinstance(autoswap, AutoSwapBO) else []
-                chosen = autoswap.select(candidates, engine, *options)
-                selections.setdefault(frozenset(chosen.tolist()), chosen)
-        found: dict[tuple[int, int, int], _Run] = {}
-        for i, chosen in enumerate(selections.values()):
-            rows = schedule(candidates.rows[chosen])
+                selected = autoswap.select(candidates, engine, *options)
+                selections.setdefault(frozenset(selected.tolist()), selected)
+        runs: dict[tuple[int, int, int], _Run] = {}
+        for i, selected in enumerate(selections.values()):
+            rows = schedule(candidates.rows[selected])
             for engine in engines:
                 score = engine.score(rows)
                 if score.feasible:  # same time and peak as under a higher load limit: identical run
                     run = _Run(score.iteration_ns, score.peak_bytes, engine, rows)
-                    found.setdefault((i, score.iteration_ns, score.peak_bytes), run)
+                    runs.setdefault((i, score.iteration_ns, score.peak_bytes), run)
         self.simulator_calls = sum(engine.calls for engine in engines)
-        return list(found.values())
+        return list(runs.values())
 
     def _footprint(self, run: _Run) -> int:
         """Returns the memory a run consumes: the footprint of its repeated iteration, or its peak if higher."""
@@ -157,13 +157,13 @@ def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:
 
     Swap-ins are one at a time; times assume unlimited memory.
     """
-    n, lap = len(program.kernels), program.ideal_ns
-    ends = [t + i * lap for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations
+    n, period = len(program.kernels), program.ideal_ns
+    ends = [t + i * period for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations
     gaps = [Gap(*row[TENSOR : BEFORE + 1]) for row in rows.tolist()]
     access = [g.before + n * (g.after >= g.before) for g in gaps]  # counting kernels over the boundary
-    pinned, next_in = rows.copy(), ends[-1]
+    scheduled, next_in = rows.copy(), ends[-1]
     for i in sorted(range(len(gaps)), key=lambda i: (-access[i], -gaps[i].tensor)):
         start = ends[access[i] - 1] if access[i] else 0
         next_in = min(next_in, start) - machine.h2d_ns(program.tensors[gaps[i].tensor].nbytes)
-        pinned[i, EXTRA] = max(gaps[i].after, min(access[i], bisect_right(ends, next_in)) - 1) % n
-    return pinned
+        scheduled[i, EXTRA] = max(gaps[i].after, min(access[i], bisect_right(ends, next_in)) - 1) % n
+    return scheduled

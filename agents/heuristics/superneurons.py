@@ -67,16 +67,16 @@ class SuperNeurons(RowsPlanner):
             return super().plan(program, machine, limit)
         tensors_only = replace(self, workspace=False)
         try:
-            return plan_with_variants(tensors_only, program, machine, limit, own=False)
+            return plan_with_variants(tensors_only, program, machine, limit, include_default=False)
         finally:
             self.simulator_calls = tensors_only.simulator_calls
 
     def choose(self, engine: Engine) -> Rows:
         """Applies the rules with the kernels' current algorithms."""
-        found = [one._apply(engine) for one in self.settings()]
-        rows, score = min(found, key=lambda pair: (not pair[1].feasible, pair[1].iteration_ns))
+        scored = [planner._apply(engine) for planner in self.settings()]
+        rows, score = min(scored, key=lambda pair: (not pair[1].feasible, pair[1].iteration_ns))
         if not score.feasible:
-            raise self.beyond_reach(engine, min(score.required_bytes for _, score in found))
+            raise self.beyond_reach(engine, min(score.required_bytes for _, score in scored))
         return rows
 
     def settings(self) -> list[SuperNeurons]:
@@ -94,24 +94,24 @@ class SuperNeurons(RowsPlanner):
     def _apply(self, engine: Engine) -> tuple[Rows, Score]:
         """Applies the rules with one setting; returns rows that may exceed the limit, and their score."""
         program, limit = engine.program, engine.limit
-        ways = leaving(program, self.mode, self.min_bytes, self.joins)
-        regardless = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
-        first = [g for g, way in ways.items() if way in regardless]
+        kinds = evictable_gaps(program, self.mode, self.min_bytes, self.joins)
+        forced_kinds = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
+        forced = [g for g, kind in kinds.items() if kind in forced_kinds]
         for target in (limit, 0):
-            rows, score = self._segments(engine, tensor_cache(program, ways, target, first), ways)
+            rows, score = self._segments(engine, tensor_cache(program, kinds, target, forced), kinds)
             if score.required_bytes <= limit:
                 break
         return rows, score
 
-    def _segments(self, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int]) -> tuple[Rows, Score]:
+    def _segments(self, engine: Engine, gaps: Sequence[Gap], kinds: Mapping[Gap, int]) -> tuple[Rows, Score]:
         """Chooses the strategy of every segment (section 3.4); returns rows and their score."""
         program, segment = engine.program, segments(engine.program)
-        rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
+        rows = np.array([row_of(g, kinds[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
         dropped: dict[int, list[int]] = {}
         for i, g in enumerate(gaps):
-            if ways[g] == RECOMPUTED:
+            if kinds[g] == RECOMPUTED:
                 dropped.setdefault(segment[g.tensor], []).append(i)
         cost = {s: segment_bytes(program, [gaps[i] for i in members]) for s, members in dropped.items()}
         l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
@@ -127,48 +127,48 @@ class SuperNeurons(RowsPlanner):
         return rows, score
 
 
-def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
+def evictable_gaps(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
     """Returns the gaps in which an output may be evicted: SWAPPED for CONV (and joins), RECOMPUTED for cheap layers."""
-    ways = {}
+    kinds = {}
     offloaded = layer_outputs(program, CONV | JOINS if joins else CONV) if mode != "recompute" else frozenset()
     cheap = layer_outputs(program, CHEAP)
     for gap in program.gaps(min_bytes):
         if gap.tensor in offloaded:
-            ways[gap] = SWAPPED
+            kinds[gap] = SWAPPED
         elif gap.tensor in cheap and program.kernels[gap.before].phase == "backward":
             if RECOMPUTED in ways_to_empty(program, gap, mode):
-                ways[gap] = RECOMPUTED
-    return ways
+                kinds[gap] = RECOMPUTED
+    return kinds
 
 
 def layer_outputs(program: Program, kinds: Collection[str], min_bytes: int = 0) -> frozenset[int]:
     """Returns the non-persistent tensors of at least ``min_bytes`` that a forward layer of ``kinds`` writes first."""
-    first = {t: program.kernels[writers[0]] for t, writers in enumerate(program.writes) if writers}
-    found = (t for t, layer in first.items() if layer.phase == "forward" and layer.kind in kinds)
+    producers = {t: program.kernels[writers[0]] for t, writers in enumerate(program.writes) if writers}
+    outputs = (t for t, layer in producers.items() if layer.phase == "forward" and layer.kind in kinds)
     tensors = program.tensors
-    return frozenset(t for t in found if not tensors[t].persistent and tensors[t].nbytes >= min_bytes)
+    return frozenset(t for t in outputs if not tensors[t].persistent and tensors[t].nbytes >= min_bytes)
 
 
-def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
+def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced: Sequence[Gap] = ()) -> list[Gap]:
     """Returns the gaps that LRU empties to keep the planned residency within ``limit`` if possible (section 3.3.2).
 
     Args:
         limit: memory limit in bytes.
-        first: gaps of ``ways`` that are emptied in any case.
+        forced: gaps of ``kinds`` that are emptied in any case.
     """
-    emptied, nbytes = list(first), [tensor.nbytes for tensor in program.tensors]
-    away, back = 0, [0] * (len(program.kernels) + 1)  # bytes allocated and freed per kernel
-    for gap in first:
-        back[gap.after + 1] -= nbytes[gap.tensor]
-        back[gap.before] += nbytes[gap.tensor]
-    todo = deque(sorted(set(ways) - set(first), key=lambda g: (g.after, g.tensor)))  # least recently used first
+    emptied, nbytes = list(forced), [tensor.nbytes for tensor in program.tensors]
+    evicted, returned = 0, [0] * (len(program.kernels) + 1)  # bytes allocated and freed per kernel
+    for gap in forced:
+        returned[gap.after + 1] -= nbytes[gap.tensor]
+        returned[gap.before] += nbytes[gap.tensor]
+    queue = deque(sorted(set(kinds) - set(forced), key=lambda g: (g.after, g.tensor)))  # least recently used first
     for k, load in enumerate(program.live_bytes):
-        away -= back[k]
-        while load - away > limit and todo and todo[0].after < k:
-            gap = todo.popleft()
+        evicted -= returned[k]
+        while load - evicted > limit and queue and queue[0].after < k:
+            gap = queue.popleft()
             if k < gap.before:
-                away += nbytes[gap.tensor]
-                back[gap.before] += nbytes[gap.tensor]
+                evicted += nbytes[gap.tensor]
+                returned[gap.before] += nbytes[gap.tensor]
                 emptied.append(gap)
     return emptied
 

@@ -45,7 +45,7 @@ class TFLMS(RowsPlanner):
         program, limit = engine.program, engine.limit
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         if self.n_tensors is None:
-            n = len(self.reachable(engine, gaps).first(np.arange(len(gaps)), limit))
+            n = len(self.reachable(engine, gaps).prefix(np.arange(len(gaps)), limit))
         else:
             n = min(self.n_tensors, len(gaps))
         farthest = max((g.before - g.after for g in gaps[:n]), default=1)

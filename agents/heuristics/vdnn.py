@@ -35,9 +35,9 @@ class VDNN(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"vdnn_{one}", f"vDNN {one}", PAPER, "swap: other heuristics", i, 90 + 10 * i, "swap", {"policy": one}
+            f"vdnn_{key}", f"vDNN {key}", PAPER, "swap: other heuristics", i, 90 + 10 * i, "swap", {"policy": key}
         )
-        for i, one in enumerate(CONFIGURATIONS)
+        for i, key in enumerate(CONFIGURATIONS)
     )
 
     policy: str = one_of([*CONFIGURATIONS], "dyn")
@@ -51,8 +51,8 @@ class VDNN(RowsPlanner):
             return score.iteration_ns, 0 if score.feasible else score.required_bytes
 
         # Ties go to the plan that moves least; if none fits, to the smallest required memory.
-        tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
-        return min(tried, key=cost) if len(tried) > 1 else tried[0]
+        candidates = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
+        return min(candidates, key=cost) if len(candidates) > 1 else candidates[0]
 
     def rows(self, program: Program, configuration: str) -> Rows:
         """Returns int64[m, 6], the swaps of ``configuration`` (none, conv or all)."""

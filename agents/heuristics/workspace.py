@@ -49,22 +49,22 @@ def relaxed(program: Program) -> Program:
 
 
 def plan_with_variants(
-    planner: Planner, program: Program, machine: Machine, limit: int, fill: bool = True, own: bool = True
+    planner: Planner, program: Program, machine: Machine, limit: int, fill: bool = True, include_default: bool = True
 ) -> Plan:
     """Plans with minimal workspaces, then selects variants that are as fast as memory allows.
 
     Args:
         fill: False: keep the minimal workspaces.
-        own: if workspaces are filled, also plan with the kernels' default algorithms (choice 8).
+        include_default: if workspaces are filled, also plan with the kernels' default algorithms (choice 8).
 
     Raises:
         Infeasible: the planner finds no plan.
     """
     engine = Engine(program, machine, limit)
-    least = least_workspaces(program)
-    found: list[tuple[int, Plan]] = []
+    min_variants = least_workspaces(program)
+    timed: list[tuple[int, Plan]] = []
     calls, reasons = 0, []
-    for variants in dict.fromkeys((least, ()) if fill and own else (least,)):
+    for variants in dict.fromkeys((min_variants, ()) if fill and include_default else (min_variants,)):
         try:
             plan = planner.plan(program.with_variants(variants), machine, limit)
         except Infeasible as error:
@@ -76,13 +76,13 @@ def plan_with_variants(
         facts = agents.PLANNERS.get(planner.name)
         if fill and not (facts and facts.addressed):
             plan = with_fastest_variants(program, plan, machine, limit, engine)
-        asked = Engine(program, machine, plan.limit).with_variants(plan.variants)
-        found.append((asked.score(rows_of(plan.decisions)).iteration_ns, plan))
-        calls += asked.calls
+        variant_engine = Engine(program, machine, plan.limit).with_variants(plan.variants)
+        timed.append((variant_engine.score(rows_of(plan.decisions)).iteration_ns, plan))
+        calls += variant_engine.calls
     planner.simulator_calls = calls + engine.calls
-    if not found:
+    if not timed:
         raise reasons[0]
-    return min(found, key=lambda entry: entry[0])[1]
+    return min(timed, key=lambda entry: entry[0])[1]
 
 
 def with_fastest_variants(
@@ -104,28 +104,28 @@ def with_fastest_variants(
     plan.check(program)
     engine = engine or Engine(program, machine, limit)
     rows = rows_of(plan.decisions)
-    least = least_workspaces(program)
+    min_variants = least_workspaces(program)
     try:
-        engine.timeline(replace(plan, variants=least))
+        engine.timeline(replace(plan, variants=min_variants))
     except OutOfMemory as error:
         raise Infeasible(f"{plan.planner or 'the plan'}: with minimal workspaces, {error}") from None
-    found: dict[Variants, int] = {}  # iteration time in ns of the feasible plans
+    times: dict[Variants, int] = {}  # iteration time in ns of the feasible plans
 
     def iteration_ns(variants: Variants) -> int:
-        if variants not in found:
-            asked = engine.with_variants(variants)
-            found[variants] = asked.score(rows).iteration_ns  # NEVER if infeasible
-            engine.calls += asked.calls
-        return found[variants]
+        if variants not in times:
+            variant_engine = engine.with_variants(variants)
+            times[variants] = variant_engine.score(rows).iteration_ns  # NEVER if infeasible
+            engine.calls += variant_engine.calls
+        return times[variants]
 
-    for chosen in (least, plan.variants):
-        while iteration_ns(chosen) < NEVER:
-            timeline = engine.timeline(replace(plan, variants=chosen))
-            faster = _fastest(program, chosen, free_bytes(program, timeline))
-            if faster == chosen:
+    for variants in (min_variants, plan.variants):
+        while iteration_ns(variants) < NEVER:
+            timeline = engine.timeline(replace(plan, variants=variants))
+            faster = _fastest(program, variants, free_bytes(program, timeline))
+            if faster == variants:
                 break
-            chosen = faster
-    return replace(plan, variants=_refine(program, min(found, key=iteration_ns), iteration_ns))
+            variants = faster
+    return replace(plan, variants=_refine(program, min(times, key=iteration_ns), iteration_ns))
 
 
 def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
@@ -140,42 +140,42 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
         if span.stream == "compute" and span.start_ns >= timeline.last_start_ns:
             # At one instant (rule 9) a kernel's start comes last; copies end before it ends, and these events
             # only free memory.
-            first = bisect_right(times, span.start_ns) - 1
-            after = bisect_left(times, span.end_ns, first + 1)
-            here = timeline.limit - max(used for _, used in timeline.memory[first:after])
-            here = here if span.end_ns > span.start_ns else 0
-            free[span.index] = min(free.get(span.index, here), here)
+            begin = bisect_right(times, span.start_ns) - 1
+            end = bisect_left(times, span.end_ns, begin + 1)
+            available = timeline.limit - max(used for _, used in timeline.memory[begin:end])
+            available = available if span.end_ns > span.start_ns else 0
+            free[span.index] = min(free.get(span.index, available), available)
     return free
 
 
-def _current(program: Program, chosen: Variants) -> dict[int, Algorithm]:
+def _current(program: Program, variants: Variants) -> dict[int, Algorithm]:
     """Returns the algorithm that each kernel with several uses."""
-    index = dict(chosen)
-    several = ((k, kernel) for k, kernel in enumerate(program.kernels) if kernel.variants)
-    return {k: algorithms(kernel)[1 + index.get(k, -1)] for k, kernel in several}
+    index = dict(variants)
+    kernels = ((k, kernel) for k, kernel in enumerate(program.kernels) if kernel.variants)
+    return {k: algorithms(kernel)[1 + index.get(k, -1)] for k, kernel in kernels}
 
 
-def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Variants:
+def _fastest(program: Program, variants: Variants, free: dict[int, int]) -> Variants:
     """Returns, per kernel, the fastest algorithm that fits into the free bytes plus its current workspace."""
-    now = _current(program, chosen)
-    fits = {k: [a for a in algorithms(program.kernels[k]) if a[1] <= free[k] + now[k][1]] for k in now}
-    return _variants({k: min(some) for k, some in fits.items()})
+    current = _current(program, variants)
+    options = {k: [a for a in algorithms(program.kernels[k]) if a[1] <= free[k] + current[k][1]] for k in current}
+    return _variants({k: min(fitting) for k, fitting in options.items()})
 
 
-def _refine(program: Program, chosen: Variants, iteration_ns: Callable[[Variants], int]) -> Variants:
+def _refine(program: Program, variants: Variants, iteration_ns: Callable[[Variants], int]) -> Variants:
     """Makes one pass over the kernels that could be faster, largest time gain first (choice 5)."""
-    best = _current(program, chosen)
-    gain = {k: now[0] - min(algorithms(program.kernels[k]))[0] for k, now in best.items()}
+    best = _current(program, variants)
+    gain = {k: algorithm[0] - min(algorithms(program.kernels[k]))[0] for k, algorithm in best.items()}
     for k in sorted(gain, key=lambda k: (-gain[k], k)):
         for faster in sorted(algorithms(program.kernels[k])):
             if faster[0] >= best[k][0]:
                 break
             trial = _variants(best | {k: faster})
-            if iteration_ns(trial) < iteration_ns(chosen):
-                best[k], chosen = faster, trial
+            if iteration_ns(trial) < iteration_ns(variants):
+                best[k], variants = faster, trial
                 break
-    return chosen
+    return variants
 
 
-def _variants(used: dict[int, Algorithm]) -> Variants:
-    return tuple((k, i) for k, (_, _, i) in sorted(used.items()) if i >= 0)
+def _variants(algorithms: dict[int, Algorithm]) -> Variants:
+    return tuple((k, i) for k, (_, _, i) in sorted(algorithms.items()) if i >= 0)

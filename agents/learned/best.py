@@ -17,7 +17,7 @@ from agents.floor import Floor
 from agents.learned.policy import PolicySearch
 from agents.planner import LEAST, NO_ROWS, Infeasible, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive, small
 from agents.search.annealing import Annealing
-from agents.search.in_time import SLACK
+from agents.search.budgeted import SLACK
 from agents.search.lp_round import LPRound
 from agents.search.rerun_search import RerunSearch
 from simulator.compiled.encoding import NEVER, rows_of

@@ -22,7 +22,7 @@ from agents.learned.dqn_config import PaperConfig
 from agents.learned.policy import GuidedSearch, successive_halving
 from agents.planner import LEAST, NO_ROWS, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
-from agents.search.in_time import in_time
+from agents.search.budgeted import budgeted
 from agents.search.local_search import check_heat
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -83,7 +83,7 @@ class DQN(RowsPlanner):
         super().__post_init__()
         check_heat(self.hot, self.cold)
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises Infeasible if no start plan fits, FormatError for ``weights``."""
         until = None if self.seconds is None else time.monotonic() + self.seconds

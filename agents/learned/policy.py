@@ -18,7 +18,7 @@ import numpy as np
 
 from agents.planner import LEAST as LEAST_CALLS, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive
 from agents.search.annealing import everything, half_way, start
-from agents.search.in_time import in_time
+from agents.search.budgeted import budgeted
 from agents.search.local_search import anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
@@ -145,7 +145,7 @@ def _anneal_runs(
         for turn, i in enumerate(indices, 1):
             until = None if stop is None else now + (stop - now) * turn / len(indices)
             ns, rows, moves = runs[i]
-            rows, ns = anneal(moves, engines[worker], rows, ns, calls, hot, cold, seed + i, until=until)
+            rows, ns = anneal(moves, engines[worker], rows, ns, calls, hot, cold, seed + i, deadline=until)
             results[i] = ns, rows, moves
 
     side_by_side([partial(work, worker) for worker in range(min(len(engines), len(runs)))])
@@ -226,7 +226,7 @@ class PolicySearch(Policy):
         super().__post_init__()
         check_heat(self.hot, self.cold)
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises as in ``Policy.choose``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from agents.learned.checkpoint import must_match, read_training_state, restoring, write_training_state
 from agents.learned.dqn_config import RENAMED
-from agents.planner import Infeasible, held_back
+from agents.planner import Infeasible, min_bytes_hint
 from simulator import Plan
 from simulator.machine import Machine
 from simulator.modes import least_residency
@@ -181,5 +181,5 @@ def check_reachable(program: Program, limit: int, min_bytes: int, mode: str) -> 
     if (smallest := least_residency(program, min_bytes, mode)) > limit:
         raise Infeasible(
             f"{program.name} cannot run in {limit:,} bytes: with every eligible tensor evicted between uses it still "
-            f"needs {smallest:,} bytes{held_back(program, limit, min_bytes)}"
+            f"needs {smallest:,} bytes{min_bytes_hint(program, limit, min_bytes)}"
         )

@@ -32,11 +32,11 @@ from agents.planner import (
     Rows,
     RowsPlanner,
     at_least,
+    eviction_rows,
     one_of,
     positive,
-    ways_of,
 )
-from agents.search.in_time import in_time
+from agents.search.budgeted import budgeted
 from agents.search.local_search import anneal, check_heat
 from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine, cores
@@ -47,7 +47,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 CALLS = 20_000
-LONG = 10.0  # seconds: heuristics expected to take longer are skipped
+LONGEST_S = 10.0  # seconds: heuristics expected to take longer are skipped
 
 
 @dataclass(eq=False)
@@ -77,44 +77,46 @@ class Annealing(RowsPlanner):
         super().__post_init__()
         check_heat(self.hot, self.cold)
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises Infeasible if none of the starts fits ``limit``."""
-        until = time.monotonic() + self.seconds if self.seconds is not None else None
+        deadline = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
-        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(until))
+        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(deadline))
         if best is None:
             # Recomputation chains need memory, so recomputing everything does not reach the minimum.
             raise self.beyond_reach(engine, required if self.mode == "swap" else None)
-        if until is None:
+        if deadline is None:
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-            left = self._left(engine.calls)
-            best, best_ns = anneal(moves, engine, best, best_ns, left, self.hot, self.cold, self.seed)
-        elif time.monotonic() < until:
-            best = self._on_all_cores(engine, best, best_ns, until)
+            calls = self._remaining_calls(engine.calls)
+            best, best_ns = anneal(moves, engine, best, best_ns, calls, self.hot, self.cold, self.seed)
+        elif time.monotonic() < deadline:
+            best = self._on_all_cores(engine, best, best_ns, deadline)
         return self.finish(engine, best)
 
-    def _left(self, calls: int) -> int:
+    def _remaining_calls(self, calls: int) -> int:
         """Returns the remaining calls after ``calls``, with one reserved for the final check."""
         return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
 
-    def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, until: float) -> Rows:
+    def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, deadline: float) -> Rows:
         """Returns the best plan of parallel chains, one per core."""
         jobs = self.jobs or cores()
         program, machine, limit = engine.program, engine.machine, engine.limit
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-        several = [
+        chains = [
             (moves, engine),
             *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),
         ]
-        each = None if self.calls is None else self._left(engine.calls) // jobs
+        share = None if self.calls is None else self._remaining_calls(engine.calls) // jobs
         with ThreadPoolExecutor(jobs) as pool:
-            found = [
-                pool.submit(anneal, mine, on, best, best_ns, each, self.hot, self.cold, self.seed + i, until=until)
-                for i, (mine, on) in enumerate(several)
+            futures = [
+                pool.submit(
+                    anneal, fork, scorer, best, best_ns, share, self.hot, self.cold, self.seed + i, deadline=deadline
+                )
+                for i, (fork, scorer) in enumerate(chains)
             ]
-            best, _ = min((one.result() for one in found), key=lambda result: result[1])
-        engine.calls = sum(on.calls for _, on in several)
+            best, _ = min((future.result() for future in futures), key=lambda result: result[1])
+        engine.calls = sum(scorer.calls for _, scorer in chains)
         return best
 
 
@@ -133,45 +135,45 @@ class RandomSearch(RowsPlanner):
         rng = np.random.default_rng(self.seed)
         samples = self.calls - 1 if program.peak_bytes > limit else 1
         orders = (rng.permutation(len(candidates)) for _ in range(samples))
-        plans = (candidates.rows[np.sort(candidates.first(order, limit))] for order in orders)
+        plans = (candidates.rows[np.sort(candidates.prefix(order, limit))] for order in orders)
         return min(plans, key=lambda rows: engine.score(rows).iteration_ns)
 
 
-def half_way(until: float | None) -> float | None:
+def half_way(deadline: float | None) -> float | None:
     """Returns the midpoint between now and a deadline on time.monotonic()."""
-    return None if until is None else (time.monotonic() + until) / 2
+    return None if deadline is None else (time.monotonic() + deadline) / 2
 
 
 def start(
     program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int,
-    until: float | None = None, longest: float = LONG,
+    deadline: float | None = None, longest_s: float = LONGEST_S,
 ) -> tuple[Rows | None, int, int]:  # fmt: skip
     """Finds the initial plan: the best heuristic plan, or every gap emptied if no heuristic finds one.
 
     Simulator calls of the heuristics are added to ``engine.calls``.
 
     Args:
-        until: deadline on time.monotonic(): once a plan is found, heuristics expected to finish later are skipped.
-        longest: maximum expected duration of one heuristic, in s.
+        deadline: deadline on time.monotonic(): once a plan is found, heuristics expected to finish later are skipped.
+        longest_s: maximum expected duration of one heuristic, in s.
 
     Returns:
         Rows (None if even the fallback does not fit), iteration time in ns, and required bytes.
     """
     gaps, n = len(program.gaps(min_bytes)), len(program.kernels)
-    found: list[Rows] = []
-    for each, product, heuristic in _heuristics(mode, min_bytes):
-        takes = each * (gaps + n) + product * gaps * n
-        if takes < longest and (not found or until is None or time.monotonic() + takes < until):
+    plans: list[Rows] = []
+    for per_item, per_pair, heuristic in _heuristics(mode, min_bytes):
+        expected_s = per_item * (gaps + n) + per_pair * gaps * n
+        if expected_s < longest_s and (not plans or deadline is None or time.monotonic() + expected_s < deadline):
             try:
-                found.append(rows_of(heuristic.plan(program, machine, limit).decisions))
+                plans.append(rows_of(heuristic.plan(program, machine, limit).decisions))
             except Infeasible:
                 pass
             engine.calls += heuristic.simulator_calls
-    found = found or [everything(program, mode, min_bytes)]
-    scores = [engine.score(rows) for rows in found]
-    best = min(range(len(found)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
+    plans = plans or [everything(program, mode, min_bytes)]
+    scores = [engine.score(rows) for rows in plans]
+    best = min(range(len(plans)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
     feasible, iteration_ns, required, *_ = scores[best]
-    return found[best] if feasible else None, iteration_ns, required
+    return plans[best] if feasible else None, iteration_ns, required
 
 
 def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Planner]]:
@@ -191,5 +193,5 @@ def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Plann
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:
     """Returns int64[m, 6]: every gap emptied by its first eviction kind."""
-    ways = [ways_of(program, gap, mode) for gap in program.gaps(min_bytes)]
-    return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 6)
+    rows = [eviction_rows(program, gap, mode) for gap in program.gaps(min_bytes)]
+    return np.array([kind_rows[0] for kind_rows in rows if kind_rows], dtype=np.int64).reshape(-1, 6)

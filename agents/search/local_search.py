@@ -26,8 +26,8 @@ TICK, LATE = 2e-3, 1.0  # seconds; fewer than CLOCK calls only if those take lon
 # ROWS: rows of the last proposal; BEST_ROWS: rows of the best plan, -1 if it is the start. CUTOFF_NS: proposals below
 # it are accepted. ANSWER_NS: time of the last proposal if the caller supplied it, else -1.
 STEP, SCORED, NOW_NS, BEST_NS, ROWS, BEST_ROWS, CUTOFF_NS, ANSWER_NS, STATE = range(9)
-# Reasons for returning. ENDS: the best plan is good enough, or no move was found. ASKS: ANSWER_NS is needed.
-DONE, ENDS, ASKS = range(3)
+# Reasons for returning. END: the best plan is good enough, or no move was found. ASK: ANSWER_NS is needed.
+DONE, END, ASK = range(3)
 
 
 def check_heat(hot: float, cold: float) -> None:
@@ -68,41 +68,41 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
     Returns:
         The reason for returning, and whether ``now`` and ``new`` are swapped.
     """
-    moved, plan = False, scratch.plan
+    swapped, plan = False, scratch.plan
     for i in range(chances.shape[0]):
         if state[BEST_NS] <= enough_ns:
-            return ENDS, moved
+            return END, swapped
         ns = state[ANSWER_NS]
         state[ANSWER_NS] = -1
         if ns < 0:
             count = propose(rng, limit, gaps, now, new, scratch)
             if count < 0:
-                return ENDS, moved
-            done = max(cooling.spent, state[STEP] / cooling.calls) if cooling.calls else cooling.spent
-            more = -(cooling.hot_ns * cooling.fall**done) * math.log(1.0 - chances[i])
+                return END, swapped
+            progress = max(cooling.spent, state[STEP] / cooling.calls) if cooling.calls else cooling.spent
+            increase = -(cooling.hot_ns * cooling.fall**progress) * math.log(1.0 - chances[i])
             # Plans slower than the cutoff are rejected, so their simulation can stop there.
-            cutoff = min(state[NOW_NS] + math.ceil(more), NEVER) if more < NEVER else NEVER
+            cutoff = min(state[NOW_NS] + math.ceil(increase), NEVER) if increase < NEVER else NEVER
             state[ROWS], state[CUTOFF_NS] = count, cutoff
             ns = score_one(*engine, plan, count, cutoff)
             if ns < 0:
-                return ASKS, moved
+                return ASK, swapped
             state[SCORED] += 1
         state[STEP] += 1
         if ns < state[CUTOFF_NS]:
             now, new = new, now
-            moved = not moved
+            swapped = not swapped
             state[NOW_NS] = ns
             if ns < state[BEST_NS]:
                 state[BEST_NS], state[BEST_ROWS] = ns, state[ROWS]
                 for j in range(state[ROWS]):
                     for c in range(plan.shape[1]):
                         best[j, c] = plan[j, c]
-    return DONE, moved
+    return DONE, swapped
 
 
 def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
-    enough_ns: int = 0, until: float | None = None,
+    enough_ns: int = 0, deadline: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
     """Runs simulated annealing with Metropolis acceptance and geometric cooling from ``hot`` to ``cold``.
 
@@ -111,7 +111,7 @@ def anneal(
         calls: simulator calls; None: limited only by time.
         hot, cold: temperatures, as fractions of the ideal time.
         enough_ns: stop at a plan that is at least this fast.
-        until: deadline on time.monotonic(). The temperature follows the calls or the time, whichever gives the lower.
+        deadline: time on time.monotonic(). The temperature follows the calls or the time, whichever gives the lower.
 
     Returns:
         Rows and iteration time of the best plan.
@@ -121,24 +121,24 @@ def anneal(
     moves.reset(start)
     best, state = np.empty_like(moves.rows), np.zeros(STATE, dtype=np.int64)
     state[[NOW_NS, BEST_NS]], state[[BEST_ROWS, ANSWER_NS]] = start_ns, -1
-    begin = now = time.monotonic()
-    spent, few, why = 0.0, CLOCK // 2, DONE
-    while why == DONE and (calls is None or state[STEP] < calls):
-        then, now = now, time.monotonic()
-        few = 2 * few if now - then < TICK else max(few // 2, 1 if now - then > LATE else CLOCK)
-        if until is not None:
-            spent = (now - begin) / max(until - begin, 1e-9)
+    start_time = now = time.monotonic()
+    spent, count, code = 0.0, CLOCK // 2, DONE
+    while code == DONE and (calls is None or state[STEP] < calls):
+        last, now = now, time.monotonic()
+        count = 2 * count if now - last < TICK else max(count // 2, 1 if now - last > LATE else CLOCK)
+        if deadline is not None:
+            spent = (now - start_time) / max(deadline - start_time, 1e-9)
             if spent >= 1:
                 break
-        first = state[STEP]
-        chances = random.random(few if calls is None else min(few, calls - int(first)))
+        begin = state[STEP]
+        chances = random.random(count if calls is None else min(count, calls - int(begin)))
         cooling = Cooling(ideal * hot, cold / hot, spent, calls or 0)
         while True:
-            left = chances[state[STEP] - first :]
-            why, moved = walk(*moves.arrays, engine.direct(len(best)), cooling, left, best, state, enough)
-            if moved:
+            draws = chances[state[STEP] - begin :]
+            code, swapped = walk(*moves.arrays, engine.direct(len(best)), cooling, draws, best, state, enough)
+            if swapped:
                 moves.accept()
-            if why != ASKS:
+            if code != ASK:
                 break
             rows = moves.proposed(state[ROWS])
             state[ANSWER_NS] = engine.score(rows, None, int(state[CUTOFF_NS])).iteration_ns

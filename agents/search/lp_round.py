@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from agents.floor import UNPROVEN, Floor, floor
 from agents.planner import LEAST, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
-from agents.search.in_time import in_time
+from agents.search.budgeted import budgeted
 from agents.search.local_search import anneal
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
@@ -36,14 +36,14 @@ from simulator.program import Gap, Program
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: fraction of the ideal time
 KICK = 4000  # simulator calls
-KERNELS, MOST = 10**8, 300_000
+KERNELS, MAX_CALLS = 10**8, 300_000
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
 QUICK = 3.0  # seconds: maximum duration of a fallback heuristic if the rounded plan does not fit
 LINEAR = (0.5, 10.0, 2000)  # floor: share of the time, seconds at full detail, minimum number of kernels
 GUIDES, FEW = 400, 2000  # maximum gaps of the linear program for up to FEW kernels (tuned)
 ROUGH = 0.1  # below this detail no floor is computed
 
-_Job = tuple[NDArray[np.float64], Rows, int, float]
+_Task = tuple[NDArray[np.float64], Rows, int, float]
 
 
 @dataclass(eq=False)
@@ -51,8 +51,8 @@ class LPRound(RowsPlanner):
     """Rounding and repair of the floor's linear program.
 
     Args:
-        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``, or as many as fit into
-            ``seconds``.
+        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MAX_CALLS``, or as many as fit
+            into ``seconds``.
         mode: swap, recompute or joint.
         seconds: wall-clock budget; a small budget gives a coarse floor, or the ideal time. If set, the plan depends on
             the speed of the computer.
@@ -71,10 +71,10 @@ class LPRound(RowsPlanner):
     jobs: int | None = at_least(1, None)
     first: Rows | None = field(init=False, default=None)
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises Infeasible if the floor proves infeasibility or no plan was found."""
-        until = None if self.seconds is None else time.monotonic() + self.seconds
+        deadline = None if self.seconds is None else time.monotonic() + self.seconds
         self.floor = self._floor(program, machine, limit)
         if not self.floor.feasible:
             raise infeasible(self, program, limit, self.floor.least_bytes)
@@ -86,26 +86,26 @@ class LPRound(RowsPlanner):
         if len(program.kernels) > FEW:
             plans += _variants(program, pruned(program, limit, rounded))
         scores = engine.scores(plans)
-        first = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
-        best, best_ns = plans[first], scores[first].iteration_ns
+        best_index = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
+        best, best_ns = plans[best_index], scores[best_index].iteration_ns
         if best_ns == NEVER and moves.takes(self.first):
             best, best_ns = self.first, engine.score(self.first).iteration_ns
         elif best_ns == NEVER:
-            found, best_ns, required = start(
-                program, machine, limit, engine, self.mode, self.min_bytes, half_way(until), QUICK
+            fallback, best_ns, required = start(
+                program, machine, limit, engine, self.mode, self.min_bytes, half_way(deadline), QUICK
             )
-            if found is None:
+            if fallback is None:
                 raise self.beyond_reach(engine, required if self.mode == "swap" else None)
-            best = found
-        if best_ns > self.floor.iteration_ns and (until is None or time.monotonic() < until):
+            best = fallback
+        if best_ns > self.floor.iteration_ns and (deadline is None or time.monotonic() < deadline):
             fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
             calls = self.calls
-            if calls is None and until is None:
-                calls = min(KERNELS // len(program.kernels), MOST)
+            if calls is None and deadline is None:
+                calls = min(KERNELS // len(program.kernels), MAX_CALLS)
             if calls is not None:
                 calls = max(calls - 1 - engine.calls, 0)  # one call is reserved for the final check
-            search = _Search(self, engine, moves, calls, until, fractions, best, best_ns)
-            search.all()
+            search = _Search(self, engine, moves, calls, deadline, fractions, best, best_ns)
+            search.run()
             best, engine.calls = search.best, sum(e.calls for e in search.engines)
         return self.finish(engine, best)
 
@@ -118,24 +118,24 @@ class LPRound(RowsPlanner):
         if self.seconds is None:
             return floor(program, machine, limit, self.mode, gaps, 1.0, UNPROVEN)
         part, seconds, kernels = LINEAR
-        left = part * self.seconds
-        detail = min(0.5 * left / (seconds * min(1.0, len(program.kernels) / kernels)), 1.0)
+        remaining = part * self.seconds
+        detail = min(0.5 * remaining / (seconds * min(1.0, len(program.kernels) / kernels)), 1.0)
         detail = detail if detail > ROUGH else 0.0
-        began = time.monotonic()
-        rough = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, left)
-        took = time.monotonic() - began
-        if not 0 < detail < 1 or not rough.feasible or took > left / 6:
-            return rough
-        detail = min(1.0, detail * ((left - took) / took / 2) ** 0.5)
-        fine = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, left - took)
-        return fine if fine.iteration_ns > rough.iteration_ns or not fine.feasible else rough
+        start_time = time.monotonic()
+        coarse = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, remaining)
+        elapsed = time.monotonic() - start_time
+        if not 0 < detail < 1 or not coarse.feasible or elapsed > remaining / 6:
+            return coarse
+        detail = min(1.0, detail * ((remaining - elapsed) / elapsed / 2) ** 0.5)
+        fine = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, remaining - elapsed)
+        return fine if fine.iteration_ns > coarse.iteration_ns or not fine.feasible else coarse
 
     def _fractions(self, program: Program) -> tuple[list[Gap], NDArray[np.float64], NDArray[np.float64]]:
         """Returns the gaps of ``program.gaps`` with the fractions that the floor swaps and recomputes."""
-        at = {gap: i for i, gap in enumerate(self.floor.gaps)}
+        index = {gap: i for i, gap in enumerate(self.floor.gaps)}
         gaps = program.gaps(self.min_bytes)
         swapped, recomputed = (
-            np.array([part[at[g]] if g in at else 0.0 for g in gaps])
+            np.array([part[index[g]] if g in index else 0.0 for g in gaps])
             for part in (self.floor.swapped, self.floor.recomputed)
         )
         for i in np.flatnonzero(recomputed):  # the floor covers more eviction kinds
@@ -145,9 +145,9 @@ class LPRound(RowsPlanner):
 
     def _rounded(self, gaps: list[Gap], swapped: NDArray[np.float64], recomputed: NDArray[np.float64]) -> Rows:
         """Rounds the fractions (step 2), smallest first."""
-        away = swapped + recomputed
-        chosen = np.flatnonzero((recomputed > DROP) | ((away > 1e-3) & (self.mode != "recompute")))
-        order = chosen[np.argsort(away[chosen], kind="stable")].tolist()
+        evicted = swapped + recomputed
+        chosen = np.flatnonzero((recomputed > DROP) | ((evicted > 1e-3) & (self.mode != "recompute")))
+        order = chosen[np.argsort(evicted[chosen], kind="stable")].tolist()
         rows = [row_of(gaps[i], RECOMPUTED if recomputed[i] > DROP else SWAPPED) for i in order]
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
@@ -157,16 +157,16 @@ def pruned(program: Program, limit: int, rows: Rows) -> Rows:
     load = np.array(program.live_bytes, np.int64)
     nbytes = [program.tensors[t].nbytes for t in rows[:, TENSOR].tolist()]
     opened = [spans(after, before, len(load)) for after, before in rows[:, [AFTER, BEFORE]].tolist()]
-    for where, size in zip(opened, nbytes, strict=True):
-        for span in where:
+    for gap_spans, size in zip(opened, nbytes, strict=True):
+        for span in gap_spans:
             load[span] -= size
-    needed = np.ones(len(rows), dtype=bool)
-    for i, (where, size) in enumerate(zip(opened, nbytes, strict=True)):
-        if all((load[span] <= limit - size).all() for span in where):
-            needed[i] = False
-            for span in where:
+    is_needed = np.ones(len(rows), dtype=bool)
+    for i, (gap_spans, size) in enumerate(zip(opened, nbytes, strict=True)):
+        if all((load[span] <= limit - size).all() for span in gap_spans):
+            is_needed[i] = False
+            for span in gap_spans:
                 load[span] += size
-    return rows[needed]
+    return rows[is_needed]
 
 
 def _variants(program: Program, plan: Rows) -> list[Rows]:
@@ -176,92 +176,92 @@ def _variants(program: Program, plan: Rows) -> list[Rows]:
         gap = Gap(*plan[i, [TENSOR, AFTER, BEFORE]].tolist())
         if lead := since_write(program, gap):
             early[i, WHEN] = (gap.after - lead) % len(program.kernels)
-    keeps = [plan.copy(), early.copy()]
-    for one in keeps:
-        one[one[:, KIND] == RECOMPUTE, EXTRA] = 1
-    return [plan, early, *keeps]
+    keeping = [plan.copy(), early.copy()]
+    for rows in keeping:
+        rows[rows[:, KIND] == RECOMPUTE, EXTRA] = 1
+    return [plan, early, *keeping]
 
 
 class _Search:
     """Search state: the best plan so far and the weights that found it, with an engine and moves per thread.
 
     Attributes:
-        calls: remaining calls of all runs; None: limited only by ``until``.
+        calls: remaining calls of all runs; None: limited only by ``deadline``.
     """
 
     def __init__(
-        self, planner: LPRound, engine: Engine, moves: Moves, calls: int | None, until: float | None,
+        self, planner: LPRound, engine: Engine, moves: Moves, calls: int | None, deadline: float | None,
         fractions: NDArray[np.float64], best: Rows, best_ns: int,
     ) -> None:  # fmt: skip
         self.best, self.best_ns, self.enough_ns = best, best_ns, planner.floor.iteration_ns
-        self.calls, self.until, self.seed, self.runs = calls, until, planner.seed, 0
+        self.calls, self.deadline, self.seed, self.runs = calls, deadline, planner.seed, 0
         program, machine, limit = engine.program, engine.machine, engine.limit
-        chains = 1 if until is None else planner.jobs or cores()  # with a call budget, one chain is better
+        chains = 1 if deadline is None else planner.jobs or cores()  # with a call budget, one chain is better
         self.moves = [moves, *(moves.fork(planner.seed + chain) for chain in range(1, chains))]
         self.engines = [engine, *(Engine(program, machine, limit) for _ in range(1, chains))]
-        at = {(g.tensor, g.before): i for i, g in enumerate(program.gaps(planner.min_bytes))}
-        possible, fractions = moves.weights > 0, fractions[[at[g.tensor, g.before] for g in moves.gaps]]
-        self.guides = [possible * (fractions + explore) for explore, _ in RUNS]
+        index = {(g.tensor, g.before): i for i, g in enumerate(program.gaps(planner.min_bytes))}
+        is_possible, fractions = moves.weights > 0, fractions[[index[g.tensor, g.before] for g in moves.gaps]]
+        self.guides = [is_possible * (fractions + explore) for explore, _ in RUNS]
         self.weights = self.guides[0]
         self.first = planner.first if moves.takes(planner.first) else None
 
-    def all(self) -> None:
+    def run(self) -> None:
         """Spends a third of the calls (or of the time) on exploration, half on kicks and the rest on cooling."""
         chains, begin = len(self.moves), time.monotonic()
-        ends = [None if self.until is None else begin + (self.until - begin) * part for part in (1 / 3, 5 / 6, 1.0)]
-        explore, kick, cool = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
+        ends = [None if self.deadline is None else begin + (self.deadline - begin) * f for f in (1 / 3, 5 / 6, 1.0)]
+        explore_calls, kick_calls, cool_calls = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
         with ThreadPoolExecutor(chains) as pool:
             start, waves = (self.best, self.best_ns), -(-len(RUNS) // chains)
             for wave in range(waves):
                 runs = range(wave * chains, min((wave + 1) * chains, len(RUNS)))
-                until = ends[0] and begin + (ends[0] - begin) * (wave + 1) / waves
+                deadline = ends[0] and begin + (ends[0] - begin) * (wave + 1) / waves
                 jobs = [(self.guides[i], *start, RUNS[i][1]) for i in runs]
-                better = self._wave(pool, jobs, explore and explore // len(RUNS), until)
-                if better is not None:
-                    self.weights = jobs[better][0]
+                winner = self._wave(pool, jobs, explore_calls and explore_calls // len(RUNS), deadline)
+                if winner is not None:
+                    self.weights = jobs[winner][0]
             if self.first is not None and (ns := self.engines[0].score(self.first).iteration_ns) < self.best_ns:
                 self.best, self.best_ns = self.first, ns
-            kicks = max((kick or 0) // (KICK * chains), 1)
-            most = KICK if kick is None else min(KICK, kick // (kicks * chains))
-            for _ in count() if kick is None else range(kicks):
+            kicks = max((kick_calls or 0) // (KICK * chains), 1)
+            max_calls = KICK if kick_calls is None else min(KICK, kick_calls // (kicks * chains))
+            for _ in count() if kick_calls is None else range(kicks):
                 if (ends[1] is not None and time.monotonic() >= ends[1]) or self.best_ns <= self.enough_ns:
                     break
-                self._wave(pool, [self._kick(chain) for chain in range(chains)], most, ends[1])
+                self._wave(pool, [self._kick(chain) for chain in range(chains)], max_calls, ends[1])
             jobs = [(self.weights, self.best, self.best_ns, WARM)] * chains
-            self._wave(pool, jobs, cool and cool // chains, ends[2])
+            self._wave(pool, jobs, cool_calls and cool_calls // chains, ends[2])
 
-    def _wave(self, pool: Executor, jobs: Sequence[_Job], calls: int | None, until: float | None) -> int | None:
+    def _wave(self, pool: Executor, jobs: Sequence[_Task], calls: int | None, deadline: float | None) -> int | None:
         """Executes annealing runs in parallel, each with its weights, start, start time in ns and initial temperature.
 
         Returns the index of the run that found a new best plan, or None.
         """
-        better = None
+        winner = None
         if self.best_ns <= self.enough_ns:
-            return better
-        found = list(pool.map(self._run, range(len(jobs)), jobs, repeat(calls), repeat(until)))
+            return winner
+        results = list(pool.map(self._run, range(len(jobs)), jobs, repeat(calls), repeat(deadline)))
         self.runs += len(jobs)
-        for i, (rows, ns) in enumerate(found):
+        for i, (rows, ns) in enumerate(results):
             if ns < self.best_ns:
-                self.best, self.best_ns, better = rows, ns, i
-        return better
+                self.best, self.best_ns, winner = rows, ns, i
+        return winner
 
-    def _run(self, chain: int, job: _Job, calls: int | None, until: float | None) -> tuple[Rows, int]:
+    def _run(self, chain: int, job: _Task, calls: int | None, deadline: float | None) -> tuple[Rows, int]:
         weights, rows, ns, hot = job
         seed = int(np.random.default_rng([self.seed, self.runs + chain]).integers(2**31))
         moves = self.moves[chain]
         moves.weights = weights
-        return anneal(moves, self.engines[chain], rows, ns, calls, hot, COLD, seed, self.enough_ns, until)
+        return anneal(moves, self.engines[chain], rows, ns, calls, hot, COLD, seed, self.enough_ns, deadline)
 
-    def _kick(self, chain: int) -> _Job:
+    def _kick(self, chain: int) -> _Task:
         """Perturbs the best plan: restores a recomputed (else swapped) gap and forbids that eviction kind for it."""
         rng = np.random.default_rng([self.seed, self.runs, chain])
         dropped = np.flatnonzero(self.best[:, KIND] == RECOMPUTE)
         if not len(self.best):
             return self.weights, self.best, self.best_ns, HOT
-        out = int(rng.choice(dropped if len(dropped) else len(self.best)))
-        row = self.best[out]
+        removed = int(rng.choice(dropped if len(dropped) else len(self.best)))
+        row = self.best[removed]
         i = self.moves[chain].index[int(row[TENSOR]), int(row[BEFORE])]
         weights = self.weights.copy()
         swapped = np.arange(weights.shape[1]) == SWAPPED
         weights[i] = np.where(swapped == (row[KIND] == SWAP), 0.0, weights[i])
-        return weights, np.delete(self.best, out, 0), NEVER, HOT
+        return weights, np.delete(self.best, removed, 0), NEVER, HOT

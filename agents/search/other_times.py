@@ -60,20 +60,20 @@ class TimesError:
 
     def faster(self, program: Program) -> Program:
         """Returns the program with all kernels faster by the step error."""
-        return _times(program, 1 / (1 + self.step))
+        return _scaled_times(program, 1 / (1 + self.step))
 
     def slower(self, program: Program) -> Program:
         """Returns the program with all kernels slower by the step error."""
-        return _times(program, 1 + self.step)
+        return _scaled_times(program, 1 + self.step)
 
-    def drawn(self, program: Program, seed: int) -> Program:
+    def sampled(self, program: Program, seed: int) -> Program:
         """Returns the program with a random factor per kernel shape; the sum is preserved up to rounding."""
         shapes: dict[tuple[str, int, int], int] = {}
-        which = np.array([shapes.setdefault((k.name, k.flops, k.bytes), len(shapes)) for k in program.kernels])
-        factors = np.exp(np.random.default_rng(seed).normal(0.0, self.kernel, len(shapes)))[which]
-        own = np.array([k.duration_ns for k in program.kernels], np.float64)
-        total = float((own * factors).sum())
-        return _times(program, factors * (program.ideal_ns / total if total else 1.0))
+        shape_index = np.array([shapes.setdefault((k.name, k.flops, k.bytes), len(shapes)) for k in program.kernels])
+        factors = np.exp(np.random.default_rng(seed).normal(0.0, self.kernel, len(shapes)))[shape_index]
+        durations = np.array([k.duration_ns for k in program.kernels], np.float64)
+        total = float((durations * factors).sum())
+        return _scaled_times(program, factors * (program.ideal_ns / total if total else 1.0))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class OtherTimes:
     ) -> None:
         self.program, self.machine, self.limit, self.error = program, machine, limit, error
         self.draws, self.seed = draws, seed
-        self._own = Engine(program, machine, limit)
+        self._engine = Engine(program, machine, limit)
 
     def expected(self, plan: Plan) -> float:
         """Returns the mean overhead over predicted, faster and slower times, or over kernel errors if the sum is exact.
@@ -124,32 +124,32 @@ class OtherTimes:
         Raises:
             PlanError: the plan does not fit the program.
         """
-        return float(np.mean(self._costs(plan, self._alike if self.error.step else self._drawn)))
+        return float(np.mean(self._costs(plan, self._scaled if self.error.step else self._sampled)))
 
     def spread(self, plan: Plan) -> Spread:
         """Returns the overheads of a plan under all perturbations; raises PlanError if it does not fit the program."""
-        said, fast, slow = self._costs(plan, self._alike)
-        low, high = np.percentile(self._costs(plan, self._drawn), (5, 95), method="nearest")
+        said, fast, slow = self._costs(plan, self._scaled)
+        low, high = np.percentile(self._costs(plan, self._sampled), (5, 95), method="nearest")
         return Spread(said, fast, slow, float(low), float(high))
 
     def _costs(self, plan: Plan, engines: Sequence[Engine]) -> list[float]:
         plan.check(self.program)
-        rows, out = rows_of(plan.decisions), []
+        rows, overheads = rows_of(plan.decisions), []
         for engine in engines:
-            found = engine.with_variants(plan.variants).score(rows)
+            score = engine.with_variants(plan.variants).score(rows)
             ideal = max(engine.program.ideal_ns, 1)
-            out.append(found.iteration_ns / ideal - 1 if found.feasible else float("inf"))
-        return out
+            overheads.append(score.iteration_ns / ideal - 1 if score.feasible else float("inf"))
+        return overheads
 
     @cached_property
-    def _alike(self) -> list[Engine]:
-        own = self.program
-        return [self._own, *(self._own.retimed(p) for p in (self.error.faster(own), self.error.slower(own)))]
+    def _scaled(self) -> list[Engine]:
+        base = self.program
+        return [self._engine, *(self._engine.retimed(p) for p in (self.error.faster(base), self.error.slower(base)))]
 
     @cached_property
-    def _drawn(self) -> list[Engine]:
+    def _sampled(self) -> list[Engine]:
         seeds = np.random.SeedSequence(self.seed).generate_state(self.draws).tolist()
-        return [self._own.retimed(self.error.drawn(self.program, seed)) for seed in seeds]
+        return [self._engine.retimed(self.error.sampled(self.program, seed)) for seed in seeds]
 
 
 class ForFaster:
@@ -178,22 +178,24 @@ class ForFaster:
         Raises:
             Infeasible: No start plan fits the limit and consists of swaps and recomputations only.
         """
-        until = None if self.seconds is None else time.monotonic() + self.seconds
-        engine = Engine(_times(program, 1 / (1 + self.error.margin)), machine, limit)
+        deadline = None if self.seconds is None else time.monotonic() + self.seconds
+        engine = Engine(_scaled_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-        found = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
+        starts = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
                  if moves.takes(rows)]  # fmt: skip
-        scores = engine.scores(found)
-        best = min(range(len(found)), key=lambda i: scores[i].iteration_ns, default=None)
+        scores = engine.scores(starts)
+        best = min(range(len(starts)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls
         if best is None or not scores[best].feasible:
             raise Infeasible(f"{self.name}: no start plan fits and consists of swaps and recomputations only")
-        left = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
-        rows, _ = anneal(moves, engine, found[best], scores[best].iteration_ns, left, HOT, COLD, self.seed, until=until)
+        calls = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
+        rows, _ = anneal(
+            moves, engine, starts[best], scores[best].iteration_ns, calls, HOT, COLD, self.seed, deadline=deadline
+        )
         return finish(self, program, machine, limit, engine, rows)
 
 
-def _times(program: Program, factors: float | NDArray[np.float64]) -> Program:
+def _scaled_times(program: Program, factors: float | NDArray[np.float64]) -> Program:
     """Returns the program with each duration multiplied by its factor."""
-    own = np.array([k.duration_ns for k in program.kernels], np.float64)
-    return program.with_durations(np.rint(own * factors).astype(np.int64).tolist())
+    durations = np.array([k.duration_ns for k in program.kernels], np.float64)
+    return program.with_durations(np.rint(durations * factors).astype(np.int64).tolist())

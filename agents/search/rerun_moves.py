@@ -22,7 +22,7 @@ from simulator.moves.plan_moves import uniform
 from simulator.program import Program
 
 REMOVE, SHIFT = 0.35, 0.4  # probabilities of the moves; the rest are splits
-TWICE = 0.3  # probability that a removal removes a second run
+SECOND = 0.3  # probability that a removal removes a second run
 NEAR, AFTER_USE, ALONE = 0.4, 0.4, 0.7  # shifts: to a near kernel; else past the use, not before; a single run
 STEP = 4.0  # kernels, mean of a near shift
 ANYWHERE, EARLY, CHAIN, LONGEST = 0.3, 0.3, 0.8, 12  # splits: at a random step; at an earlier kernel; one more link
@@ -32,7 +32,7 @@ FREE, BANNED, LOCKED = 0, 1, 2  # what the search may do with the runs of a node
 ROOM = 64  # maximum runs that a move adds beyond the members of its nodes
 
 # Rows of Tables.kernels, .nodes, .tensors.
-DURATION, WORKSPACE, AGAIN, NODE = range(4)  # AGAIN: workspace of a recomputation, including unused outputs
+DURATION, WORKSPACE, RERUN_WORKSPACE, NODE = range(4)  # RERUN_WORKSPACE: including unused outputs
 FROM, TO = range(2)
 SIZE, OWNER = range(2)
 
@@ -58,12 +58,12 @@ def tables(program: Program, min_bytes: int) -> Tables:
     n, tensors, writes = len(program.kernels), program.tensors, program.writes
     nodes = nodes_of(program)
     node = {k: g for g, members in enumerate(nodes) for k in members}
-    spans = [again(program, members) for members in nodes]
+    spans = [rerun_span(program, members) for members in nodes]
     first = [w[0] if w else -1 for w in writes]
-    mine = [[x for x in k.accesses if not tensors[x].persistent] for k in program.kernels]
-    born = [[x for x in xs if first[x] == k] for k, xs in enumerate(mine)]
+    accessed = [[x for x in k.accesses if not tensors[x].persistent] for k in program.kernels]
+    created = [[x for x in xs if first[x] == k] for k, xs in enumerate(accessed)]
     written = [[tensors[x] for x in dict.fromkeys(k.outputs)] for k in program.kernels]
-    lasting = [sum(t.nbytes for t in out if t.persistent) for out in written]
+    persistent = [sum(t.nbytes for t in out if t.persistent) for out in written]
     owner = [-1 if t.persistent or w < 0 else node[w] for t, w in zip(tensors, first, strict=True)]
     cost = [sum(program.kernels[k].duration_ns for k in members) for members in nodes]
     unit = 1e-3 * max(program.ideal_ns, 1)
@@ -74,13 +74,13 @@ def tables(program: Program, min_bytes: int) -> Tables:
     ]
     return Tables(
         np.array([[k.duration_ns for k in program.kernels], [k.workspace for k in program.kernels],
-                  [k.workspace + b for k, b in zip(program.kernels, lasting, strict=True)],
+                  [k.workspace + b for k, b in zip(program.kernels, persistent, strict=True)],
                   [node[k] for k in range(n)]], np.int64),
         np.array(spans, np.int64).T.copy(),
         np.array([[t.nbytes for t in tensors], owner], np.int64).reshape(2, -1),
         np.array(worth),
         ragged(
-            [[x for x in xs if first[x] != k] for k, xs in enumerate(mine)], born,
+            [[x for x in xs if first[x] != k] for k, xs in enumerate(accessed)], created,
             [[x for x in dict.fromkeys(k.outputs) if not tensors[x].persistent] for k in program.kernels],
             nodes, [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)],
         ),
@@ -102,13 +102,13 @@ def nodes_of(program: Program) -> list[list[int]]:
             for k in program.accesses[x]:
                 if k in writers or (k < writers[-1] and program.kernels[k].recomputable):
                     group[max(root(k), root(writers[0]))] = min(root(k), root(writers[0]))
-    found: dict[int, list[int]] = {}
+    nodes: dict[int, list[int]] = {}
     for k in range(len(group)):
-        found.setdefault(root(k), []).append(k)
-    return list(found.values())
+        nodes.setdefault(root(k), []).append(k)
+    return list(nodes.values())
 
 
-def again(program: Program, members: list[int]) -> tuple[int, int]:
+def rerun_span(program: Program, members: list[int]) -> tuple[int, int]:
     """Returns the first and last kernel before which a node can be recomputed; first > last if it cannot.
 
     The node's inputs must be unchanged, and earlier versions of persistent tensors cannot be restored.
@@ -142,21 +142,21 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
     kernels, tensors, graph, n = table.kernels, table.tensors, table.graph, table.kernels.shape[1]
     live[:] = 0
     stamp[:] = -1
-    memory, most, worst = table.base, table.base, n
+    memory, peak, worst = table.base, table.base, n
     extra, excess = 0, 0.0
     j, w = m - 1, m
     for b in range(n - 1, -1, -1):
-        k, again, top, idle = b, False, w, False
+        k, is_rerun, end, has_unused = b, False, w, False
         while True:
-            needed = not again
-            if again:
+            needed = not is_rerun
+            if is_rerun:
                 for i in range(graph[2 * n + 2 + k], graph[2 * n + 3 + k]):
                     needed = needed or live[graph[i]] == 1
                 group = graph[3 * n + 3 + kernels[NODE, k] + 1] - graph[3 * n + 3 + kernels[NODE, k]] > 1
                 if needed or group:
                     w -= 1
                     runs[w], counted[w] = b * n + k, needed
-                    idle = idle or not needed
+                    has_unused = has_unused or not needed
             if needed:
                 for part in (k, n + 1 + k):  # tensors it uses, and tensors it creates
                     for i in range(graph[part], graph[part + 1]):
@@ -164,24 +164,24 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
                         if live[x] == 0:
                             live[x] = 1
                             memory += tensors[SIZE, x]
-                used = memory + kernels[AGAIN if again else WORKSPACE, k]
+                used = memory + kernels[RERUN_WORKSPACE if is_rerun else WORKSPACE, k]
                 if used > limit:
                     excess += used - limit
-                if used > most:
-                    most, worst = used, b * (n + 1) + (k if again else n)
+                if used > peak:
+                    peak, worst = used, b * (n + 1) + (k if is_rerun else n)
                 for i in range(graph[n + 1 + k], graph[n + 2 + k]):
                     live[graph[i]] = 0
                     memory -= tensors[SIZE, graph[i]]
-                if again:
+                if is_rerun:
                     extra += kernels[DURATION, k]
                     stamp[kernels[NODE, k]] = b
             if j < 0 or runs[j] // n != b:
                 break
-            k, again = runs[j] % n, True
+            k, is_rerun = runs[j] % n, True
             j -= 1
-        if idle:  # removes nodes without counted runs
-            z = top
-            for i in range(top - 1, w - 1, -1):
+        if has_unused:  # removes nodes without counted runs
+            z = end
+            for i in range(end - 1, w - 1, -1):
                 if stamp[kernels[NODE, runs[i] % n]] == b:
                     z -= 1
                     runs[z], counted[z] = runs[i], counted[i]
@@ -191,16 +191,16 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
     return m - w, extra, excess, worst
 
 
-def counting(table: Tables, runs: Ints) -> Ints:
+def pruned(table: Tables, runs: Ints) -> Ints:
     """Returns the runs of a state that write data which a later kernel reads."""
-    kept, counted = runs.copy(), np.zeros(len(runs), np.bool_)
+    state, counted = runs.copy(), np.zeros(len(runs), np.bool_)
     live, stamp = np.zeros(table.tensors.shape[1], np.int64), np.zeros(table.nodes.shape[1], np.int64)
-    m, *_ = _sweep(table, 0, kept, len(runs), live, stamp, counted)
-    return np.array(kept[:m][counted[:m]])
+    m, *_ = _sweep(table, 0, state, len(runs), live, stamp, counted)
+    return np.array(state[:m][counted[:m]])
 
 
 @jit
-def _across(table, runs, m, live, use, stop):
+def _fill_live(table, runs, m, live, use, stop):
     """Fills ``live`` at step ``stop``: 1 for retained tensors, 2 for tensors in use; fills ``use`` with next uses."""
     graph, n = table.graph, table.kernels.shape[1]
     live[:] = 0
@@ -208,13 +208,13 @@ def _across(table, runs, m, live, use, stop):
     for b in range(n - 1, stop // (n + 1) - 1, -1):
         k, code = b, n
         while True:
-            here = b * (n + 1) + code == stop
+            is_stop = b * (n + 1) + code == stop
             for i in range(graph[k], graph[k + 1]):
-                live[graph[i]] = 2 if here else 1
+                live[graph[i]] = 2 if is_stop else 1
                 use[graph[i]] = b
             for i in range(graph[n + 1 + k], graph[n + 2 + k]):
-                live[graph[i]] = 2 if here else 0
-            if here:
+                live[graph[i]] = 2 if is_stop else 0
+            if is_stop:
                 return
             if j < 0 or runs[j] // n != b:
                 break
@@ -254,7 +254,7 @@ def _remove(table, runs, m, node, b):
 def _split(rng, table, rules, runs, m, live, before, use, stop):
     """Splits the lifetime of a tensor that is retained across step ``stop``; returns the runs in use."""
     nodes, tensors, worth, n = table.nodes, table.tensors, table.worth, table.kernels.shape[1]
-    _across(table, runs, m, live, use, stop)
+    _fill_live(table, runs, m, live, use, stop)
     x, total = -1, 0.0
     for i in range(live.shape[0]):
         g = tensors[OWNER, i]
@@ -273,47 +273,47 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):
         if uniform(rng) > CHAIN:
             break
         before[:] = live
-        _across(table, runs, m, live, use, stop)
+        _fill_live(table, runs, m, live, use, stop)
         x, count = -1, 0
         for i in range(live.shape[0]):  # tensors that must be retained now
             if live[i] == 1 and before[i] == 0:
                 g = tensors[OWNER, i]
                 count += 1
                 if uniform(rng) * count < 1.0:
-                    free = nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED
-                    x = i if free else -1
+                    is_allowed = nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED
+                    x = i if is_allowed else -1
     return m
 
 
 @jit
-def _shift(rng, table, runs, m, old):
+def _shift(rng, table, runs, m, copy):
     """Moves a run or a pass; returns the runs in use."""
     kernels, nodes, graph = table.kernels, table.nodes, table.graph
     n, i = kernels.shape[1], int(uniform(rng) * m)
     k, b = runs[i] % n, runs[i] // n
     if uniform(rng) < NEAR:
-        far = 1 + int(-STEP * math.log(1.0 - uniform(rng)))
-        to = b + far if uniform(rng) < 0.5 else b - far
+        distance = 1 + int(-STEP * math.log(1.0 - uniform(rng)))
+        goal = b + distance if uniform(rng) < 0.5 else b - distance
     else:
-        uses, born = graph[k + 1] - graph[k], graph[n + 2 + k] - graph[n + 1 + k]
-        if uses + born == 0:
+        uses, created = graph[k + 1] - graph[k], graph[n + 2 + k] - graph[n + 1 + k]
+        if uses + created == 0:
             return m
-        z = int(uniform(rng) * (uses + born))
+        z = int(uniform(rng) * (uses + created))
         x = graph[graph[k] + z] if z < uses else graph[graph[n + 1 + k] + z - uses]
-        at = 3 * n + 4 + nodes.shape[1] + x
-        to = graph[graph[at] + int(uniform(rng) * (graph[at + 1] - graph[at]))] + (uniform(rng) < AFTER_USE)
-    if to == b:
+        row = 3 * n + 4 + nodes.shape[1] + x
+        goal = graph[graph[row] + int(uniform(rng) * (graph[row + 1] - graph[row]))] + (uniform(rng) < AFTER_USE)
+    if goal == b:
         return m
     if uniform(rng) < ALONE:
         g = kernels[NODE, k]
-        if nodes[FROM, g] <= to <= nodes[TO, g]:
-            m = _insert(table, runs, _remove(table, runs, m, g, b), g, to)
+        if nodes[FROM, g] <= goal <= nodes[TO, g]:
+            m = _insert(table, runs, _remove(table, runs, m, g, b), g, goal)
         return m
-    old[:m] = runs[:m]
+    copy[:m] = runs[:m]
     for i in range(m):
-        g = kernels[NODE, old[i] % n]
-        if old[i] // n == b and nodes[FROM, g] <= to <= nodes[TO, g]:
-            m = _insert(table, runs, _remove(table, runs, m, g, b), g, to)
+        g = kernels[NODE, copy[i] % n]
+        if copy[i] // n == b and nodes[FROM, g] <= goal <= nodes[TO, g]:
+            m = _insert(table, runs, _remove(table, runs, m, g, b), g, goal)
     return m
 
 
@@ -339,16 +339,16 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
         Runs in use of the final state; the runs of the fastest state within the limit and the ns of its counted runs
         (-1: none was found); the final price.
     """
-    n, most = table.kernels.shape[1], runs.shape[0] - table.room
+    n, max_runs = table.kernels.shape[1], runs.shape[0] - table.room
     live, before, use = np.zeros((3, table.tensors.shape[1]), np.int64)
     stamp = np.zeros(table.nodes.shape[1], np.int64)
     counted = np.zeros(runs.shape[0], np.bool_)
-    new, old = np.empty_like(runs), np.empty_like(runs)
+    new, copy = np.empty_like(runs), np.empty_like(runs)
     m, extra, excess, worst = _sweep(table, limit, runs, m, live, stamp, counted)
     best, best_ns = runs[:0].copy(), -1
     if excess == 0.0:
         best, best_ns = runs[:m].copy(), extra
-    least, highest = price / RANGE, price * RANGE
+    lowest, highest = price / RANGE, price * RANGE
     for step in range(moves):
         temperature = hot * (cold / hot) ** (step / moves)
         new[:m] = runs[:m]
@@ -356,27 +356,27 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
         if kind < REMOVE:
             if m > 0:
                 z = _drop(rng, table, rules, new, z)
-            if z > 0 and uniform(rng) < TWICE:
+            if z > 0 and uniform(rng) < SECOND:
                 z = _drop(rng, table, rules, new, z)
         elif kind < REMOVE + SHIFT:
             if m > 0:
-                z = _shift(rng, table, new, z, old)
+                z = _shift(rng, table, new, z, copy)
         else:
             stop = worst
             if excess == 0.0 or uniform(rng) < ANYWHERE:
                 stop = int(uniform(rng) * n) * (n + 1) + n
             z = _split(rng, table, rules, new, z, live, before, use, stop)
-        z, ns, over, at = _sweep(table, limit, new, z, live, stamp, counted)
+        z, ns, new_excess, new_worst = _sweep(table, limit, new, z, live, stamp, counted)
         for _ in range(int(-REPAIRS * math.log(1.0 - uniform(rng)))):
-            if over == 0.0 or z > most:
+            if new_excess == 0.0 or z > max_runs:
                 break
-            z = _split(rng, table, rules, new, z, live, before, use, at)
-            z, ns, over, at = _sweep(table, limit, new, z, live, stamp, counted)
-        worse = ns - extra + price * (over - excess)
-        if z <= most and (worse <= 0.0 or uniform(rng) < math.exp(-worse / temperature)):
+            z = _split(rng, table, rules, new, z, live, before, use, new_worst)
+            z, ns, new_excess, new_worst = _sweep(table, limit, new, z, live, stamp, counted)
+        worse = ns - extra + price * (new_excess - excess)
+        if z <= max_runs and (worse <= 0.0 or uniform(rng) < math.exp(-worse / temperature)):
             runs[:z] = new[:z]
-            m, extra, excess, worst = z, ns, over, at
-            if over == 0.0 and (best_ns < 0 or ns < best_ns):
+            m, extra, excess, worst = z, ns, new_excess, new_worst
+            if new_excess == 0.0 and (best_ns < 0 or ns < best_ns):
                 best, best_ns = new[:z].copy(), ns
-        price = min(max(price * (1.0 - RATE if excess == 0.0 else 1.0 + RATE), least), highest)
+        price = min(max(price * (1.0 - RATE if excess == 0.0 else 1.0 + RATE), lowest), highest)
     return m, best, best_ns, price

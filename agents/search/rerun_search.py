@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import PlannerInfo, Rows, RowsPlanner, at_least, positive
-from agents.search.in_time import in_time
-from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
+from agents.search.budgeted import budgeted
+from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, pruned, tables
 from simulator.compiled.encoding import Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -29,7 +29,7 @@ from simulator.residency import recompute_ns
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
 FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after a kick
 PATIENCE = 40  # kicks without improvement before a restart
-PART = 1_000  # moves between clock checks
+CHUNK = 1_000  # moves between clock checks
 EXPLORE = (0.1, 1.0)  # added to the fractions of ``relaxed``, cyclically
 PRICE = 10.0  # initial price, as a fraction of the ideal time for the empty plan's excess
 SLACK = 0.01  # tolerance for accepting a kicked plan, relative to the best plan's rerun time
@@ -49,27 +49,27 @@ class RerunSearch(RowsPlanner):
     seconds: float = positive(60.0)
     kicks: int = at_least(0, 300)
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises Infeasible if none exists or none was found."""
-        until = time.monotonic() + self.seconds
+        deadline = time.monotonic() + self.seconds
         engine = Engine(program, machine, limit)
         runs: Ints = np.empty(0, np.int64)
         if program.peak_bytes > limit:
             table = tables(program, self.min_bytes)
-            least = least_bytes(program, table)
-            if least > limit:
-                raise self.beyond_reach(engine, least)
-            search = _Search(program, table, limit, self.seed, until)
+            min_limit = least_bytes(program, table)
+            if min_limit > limit:
+                raise self.beyond_reach(engine, min_limit)
+            search = _Search(program, table, limit, self.seed, deadline)
             for explore in EXPLORE:
-                search.first(explore)
+                search.restart(explore)
             for _ in range(self.kicks):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     break
                 search.kick()
             if search.best_ns < 0:
                 raise self.beyond_reach(engine, None)
-            runs = counting(table, search.best)
+            runs = pruned(table, search.best)
         return self.finish(engine, rows(runs, len(program.kernels)))
 
 
@@ -85,8 +85,8 @@ def least_bytes(program: Program, table: Tables) -> int:
         uses, g = program.accesses[x], table.tensors[OWNER, x]
         if tensor.persistent or not uses:
             continue
-        free = table.nodes[FROM, g] <= table.nodes[TO, g]
-        for span in [slice(k, k + 1) for k in uses] if free else [slice(uses[0], uses[-1] + 1)]:
+        is_rerunnable = table.nodes[FROM, g] <= table.nodes[TO, g]
+        for span in [slice(k, k + 1) for k in uses] if is_rerunnable else [slice(uses[0], uses[-1] + 1)]:
             load[span] += tensor.nbytes
     return int(load.max())
 
@@ -100,107 +100,107 @@ def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
     from scipy.sparse import lil_array
 
     gaps = [g for g in program.gaps() if table.worth[g.tensor] > 0 and ways_to_empty(program, g, "recompute")]
-    out = np.zeros(len(program.tensors))
-    out[[g.tensor for g in gaps]] = 1.0
-    over = [k for k, used in enumerate(program.live_bytes) if used > limit]
+    fractions = np.zeros(len(program.tensors))
+    fractions[[g.tensor for g in gaps]] = 1.0
+    heavy = [k for k, used in enumerate(program.live_bytes) if used > limit]
     size = np.array([program.tensors[g.tensor].nbytes for g in gaps]) / limit
     cost = np.array([recompute_ns(program, g) for g in gaps]) / max(program.ideal_ns, 1)
-    matrix = lil_array((len(over), len(gaps)))
+    matrix = lil_array((len(heavy), len(gaps)))
     for i, g in enumerate(gaps):
-        for j in range(bisect_right(over, g.after), bisect_left(over, g.before)):
+        for j in range(bisect_right(heavy, g.after), bisect_left(heavy, g.before)):
             matrix[j, i] = -size[i]
-    needed = [1 - program.live_bytes[k] / limit for k in over]
-    found = linprog(cost, matrix.tocsr(), needed, bounds=(0, 1)) if gaps else None
-    if found is not None and found.x is not None:
-        out[:] = 0.0
-        for g, part in zip(gaps, found.x, strict=True):
-            out[g.tensor] = max(out[g.tensor], part)
-    return out
+    excess = [1 - program.live_bytes[k] / limit for k in heavy]
+    solution = linprog(cost, matrix.tocsr(), excess, bounds=(0, 1)) if gaps else None
+    if solution is not None and solution.x is not None:
+        fractions[:] = 0.0
+        for g, part in zip(gaps, solution.x, strict=True):
+            fractions[g.tensor] = max(fractions[g.tensor], part)
+    return fractions
 
 
 class _Search:
-    """Search state: the current plan (``now``) and the best so far; ns of its reruns, -1: none fits."""
+    """Search state: the current plan (``current``) and the best so far; ns of its reruns, -1: none fits."""
 
-    def __init__(self, program: Program, table: Tables, limit: int, seed: int, until: float) -> None:
-        self.n, self.table, self.limit, self.until = len(program.kernels), table, limit, until
+    def __init__(self, program: Program, table: Tables, limit: int, seed: int, deadline: float) -> None:
+        self.n, self.table, self.limit, self.deadline = len(program.kernels), table, limit, deadline
         self.rng = np.random.default_rng(seed)
         self.ideal = max(program.ideal_ns, 1)
         self.price = PRICE * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
-        self.fraction = relaxed(program, table, limit)
+        self.fractions = relaxed(program, table, limit)
         self.lock = np.zeros(table.nodes.shape[1])  # per node: weight of being locked
         self.uses: list[list[int]] = [[] for _ in self.lock]  # per node: kernels before which it can be recomputed
         for x, g in enumerate(table.tensors[OWNER]):
             later = [k for k in program.accesses[x] if table.nodes[FROM, g] <= k <= table.nodes[TO, g]]
             if table.worth[x] > 0 and later:
-                self.lock[g] += table.worth[x] * (EXPLORE[0] + self.fraction[x])
+                self.lock[g] += table.worth[x] * (EXPLORE[0] + self.fractions[x])
                 self.uses[g] += later
         self.best: Ints = np.empty(0, np.int64)
         self.best_ns = -1
-        self.deck: list[int] = []
+        self.ban_deck: list[int] = []
         self.starts = 0
 
-    def first(self, explore: float) -> None:
+    def restart(self, explore: float) -> None:
         """Starts from the program without reruns."""
-        self.split = self.table.worth * (explore + self.fraction)
+        self.worth = self.table.worth * (explore + self.fractions)
         runs, ns, last, self.price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
-        self.now, self.since_ns, self.dull = runs if ns >= 0 else last, ns, 0
-        self._take(runs, ns)
+        self.current, self.since_ns, self.failures = runs if ns >= 0 else last, ns, 0
+        self._accept(runs, ns)
         if not self.starts and self.best_ns >= 0:  # before the first restart, the best runs so far are perturbed next
-            self.now, self.since_ns = self.best, self.best_ns
+            self.current, self.since_ns = self.best, self.best_ns
 
     def kick(self) -> None:
         """Anneals briefly with one node banned or locked, then without; restarts after PATIENCE failures."""
-        self.dull += 1
-        if self.dull > PATIENCE:
+        self.failures += 1
+        if self.failures > PATIENCE:
             self.starts += 1
-            self.first(EXPLORE[self.starts % len(EXPLORE)])
+            self.restart(EXPLORE[self.starts % len(EXPLORE)])
             return
         rules = np.zeros_like(self.lock, np.int64)
-        node = self.table.kernels[NODE][self.now % self.n]
+        node = self.table.kernels[NODE][self.current % self.n]
         lock = self.lock.copy()
         lock[node] = 0.0
         if len(node) and (self.rng.random() < 0.5 or not lock.any()):  # each ban is used once before any repeats
-            self.deck = [g for g in self.deck if g in node] or self.rng.permutation(np.unique(node)).tolist()
-            g = self.deck.pop()
-            rules[g], start = BANNED, self.now[node != g]
+            self.ban_deck = [g for g in self.ban_deck if g in node] or self.rng.permutation(np.unique(node)).tolist()
+            g = self.ban_deck.pop()
+            rules[g], start = BANNED, self.current[node != g]
         elif lock.any():
             g = int(self.rng.choice(len(lock), p=lock / lock.sum()))
             members = np.flatnonzero(self.table.kernels[NODE] == g)
-            rules[g], start = LOCKED, np.union1d(self.now, self.rng.choice(self.uses[g]) * self.n + members)
+            rules[g], start = LOCKED, np.union1d(self.current, self.rng.choice(self.uses[g]) * self.n + members)
         else:
             return
         runs, ns, last, _ = self._anneal(start, KICK, WARM, rules)
-        self._take(runs, ns)
+        self._accept(runs, ns)
         runs, ns, last, _ = self._anneal(last if ns < 0 else runs, SETTLE, WARM / 3, np.zeros_like(rules))
-        self._take(runs, ns)
+        self._accept(runs, ns)
         if self.since_ns < 0:
-            self.now = last
+            self.current = last
 
     def _anneal(self, runs: Ints, moves: int, hot: float, rules: Ints) -> tuple[Ints, int, Ints, float]:
         """Anneals once from ``runs``; returns the best runs, their ns, the final state and the final price."""
-        table = self.table._replace(worth=self.split)
+        table = self.table._replace(worth=self.worth)
         state = np.empty(2 * len(runs) + 2 * self.n + table.room, np.int64)
         state[: len(runs)], m = runs, len(runs)
         rng = self.rng.integers(1, 2**63, 1, dtype=np.uint64)
         best, best_ns, price, fall = runs, -1, self.price, COLD / hot
-        for part in range(0, moves, PART):
-            if part and time.monotonic() > self.until:
+        for move in range(0, moves, CHUNK):
+            if move and time.monotonic() > self.deadline:
                 break
-            begin, end = (self.ideal * hot * fall ** (done / moves) for done in (part, part + PART))
-            m, found, ns, price = anneal(
-                rng, table, self.limit, rules, state, m, min(PART, moves - part), begin, end, price
+            begin, end = (self.ideal * hot * fall ** (done / moves) for done in (move, move + CHUNK))
+            m, candidate, ns, price = anneal(
+                rng, table, self.limit, rules, state, m, min(CHUNK, moves - move), begin, end, price
             )
             if ns >= 0 and (best_ns < 0 or ns < best_ns):
-                best, best_ns = found, ns
+                best, best_ns = candidate, ns
         return best, best_ns, state[:m].copy(), price
 
-    def _take(self, runs: Ints, ns: int) -> None:
+    def _accept(self, runs: Ints, ns: int) -> None:
         """Accepts runs as the current plan if they are close to the best since the last restart."""
         if ns < 0:
             return
         if self.since_ns < 0 or ns < self.since_ns:
-            self.since_ns, self.dull = ns, 0
+            self.since_ns, self.failures = ns, 0
         if ns <= self.since_ns * (1 + SLACK):
-            self.now = runs
+            self.current = runs
         if self.best_ns < 0 or ns < self.best_ns:
             self.best, self.best_ns = runs, ns

@@ -131,7 +131,7 @@ def least(method: str, program: Program) -> int:
     if method == "PyTorch":
         return program.peak_bytes
     gaps = [m.gap for m in feature_maps(program)] if method == "HOME" else program.gaps(MIB)
-    return Candidates(program, gaps).least
+    return Candidates(program, gaps).least_bytes
 
 
 def highest(fits: Callable[[int], bool], low: int, high: int, resolution: float) -> int:

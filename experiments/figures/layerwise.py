@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agents.heuristics.superneurons import STRATEGIES, layer_bytes, leaving, segment_bytes, segments
+from agents.heuristics.superneurons import STRATEGIES, evictable_gaps, layer_bytes, segment_bytes, segments
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, SWAPPED
@@ -206,7 +206,7 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
     """
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    ways = leaving(program, "joint", 1, joins=branches)
+    ways = evictable_gaps(program, "joint", 1, joins=branches)
     decisions: list[Decision] = [
         Swap(*gap, prefetch=gap.before - 1 if branches else _prefetch(program, gap), sync=True)
         for gap, way in ways.items()

@@ -245,7 +245,7 @@ def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANN
 
 def lowest_free(program: Program, machine: Machine, steps: int, above: int, planner: str = PLANNER) -> int:
     """Returns AutoSwap's lowest limit without overhead, from ``above`` to the load in ``steps``."""
-    least = Candidates(program, peak_gaps(program)).least
+    least = Candidates(program, peak_gaps(program)).least_bytes
     limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
     return min(limit for limit in limits if limit >= above and is_free(program, machine, limit, planner))
 

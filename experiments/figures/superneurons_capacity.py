@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.layers import feature_maps
-from agents.heuristics.superneurons import JOINS, leaving
+from agents.heuristics.superneurons import JOINS, evictable_gaps
 from agents.planner import Candidates
 from experiments import figures
 from experiments.common import cli
@@ -78,10 +78,10 @@ def floor(method: str, program: Program) -> int:
         return program.peak_bytes
     how = METHODS[method]
     if how.planner == "superneurons":
-        gaps = list(leaving(program, joins=how.options.get("joins", False)))
+        gaps = list(evictable_gaps(program, joins=how.options.get("joins", False)))
     else:
         gaps = list(program.gaps()) if method == "bound" else [m.gap for m in feature_maps(program)]
-    return Candidates(program, gaps).least
+    return Candidates(program, gaps).least_bytes
 
 
 def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:

@@ -9,8 +9,8 @@ import pytest
 import agents
 from agents.deadline import TimeUp, within
 from agents.planner import Infeasible
-from agents.search import in_time as module
-from agents.search.in_time import in_time
+from agents.search import budgeted as module
+from agents.search.budgeted import budgeted
 from simulator import Machine, Plan, Program, simulate
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
@@ -24,7 +24,7 @@ class Search:
         self.seconds: float | None = 0.2
         self.mode, self.ends = mode, ends
 
-    @in_time
+    @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         while not self.ends:
             pass
@@ -49,13 +49,13 @@ def test_a_quick_plan_is_returned_on_timeout(mode: str) -> None:
         Search(mode).plan(PROGRAM, MACHINE, 60)
 
 
-@pytest.mark.parametrize(("seconds", "more"), [(None, 0), (0.2, 1)])
+@pytest.mark.parametrize(("seconds", "extra"), [(None, 0), (0.2, 1)])
 def test_searches_without_a_budget_and_of_small_programs_are_left_alone(
-    seconds: float | None, more: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float | None, extra: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = Search(ends=True)
     search.seconds = seconds
-    monkeypatch.setattr(module, "LARGE", len(PROGRAM.kernels) + more)
+    monkeypatch.setattr(module, "LARGE", len(PROGRAM.kernels) + extra)
     assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
 
 

@@ -32,12 +32,12 @@ from tests.agents.test_planner import layers
 PROGRAMS = 16
 LAYERS = ("conv", "conv", "norm", "activation", "activation", "pool", "dropout", "matmul", "elementwise")
 DIGESTS = Path(__file__).resolve().parents[1] / "data" / "plans.json"
-FEW = {"particles": 8, "iterations": 3, "jobs": 1}
+SWARM = {"particles": 8, "iterations": 3, "jobs": 1}
 PLANNERS: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name, facts in agents.PLANNERS.items() if facts.family.startswith(("swap: other", "recompute"))),
     *((f"autoswap_{score}", {}) for score in ("doa", "aoa", "wdoa", "swdoa")), ("random_search", {"calls": 20}),
     *(("capuchin", options) for options in ({"rounds": 5}, {"policy": "layers"}, {"mode": "swap", "rounds": 5})),
-    *(("home", FEW | options) for options in ({}, {"update": "whole"}, {"evaluator": "stages"}, {"calls": 200})),
+    *(("home", SWARM | options) for options in ({}, {"update": "whole"}, {"evaluator": "stages"}, {"calls": 200})),
     *(("tensile", options) for options in ({}, {"mode": "recompute"}, {"max_swap_ratio": 0.3})),
     *(("superneurons", {option: True}) for option in ("always", "early", "joins")),
     *(("superneurons", options) for options in ({}, {"cache": "off"}, {"recompute": "cost"}, {"mode": "recompute"})),
@@ -48,10 +48,10 @@ PLANNERS: list[tuple[str, dict[str, object]]] = [
 
 def jobs(program: Program, machine: Machine, limit: int, planner: agents.jobs.JobsPlanner) -> object:
     """Runs a planner for two jobs, at once and by the controller."""
-    arrivals = [Job(f"job {at}", program, Plan((), program.fingerprint), arrives_ns=at) for at in (0, 200)]
+    arrivals = [Job(f"job {ns}", program, Plan((), program.fingerprint), arrives_ns=ns) for ns in (0, 200)]
     together = planner.plan_jobs([program, program], machine, 2 * limit)
-    until, check = 6 * program.ideal_ns, program.ideal_ns // 2
-    return [plan.decisions for plan in together], control(arrivals, machine, 2 * limit, planner, until, check)
+    end_ns, check_ns = 6 * program.ideal_ns, program.ideal_ns // 2
+    return [plan.decisions for plan in together], control(arrivals, machine, 2 * limit, planner, end_ns, check_ns)
 
 
 def variants(rng: Random, program: Program, machine: Machine, limit: int, planner: agents.Planner) -> object:

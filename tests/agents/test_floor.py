@@ -31,9 +31,9 @@ def sandwich(persistent: bool = False, recomputable: bool = True) -> Program:
 
     The kernel between them (30 ns) has a workspace of 100 bytes. The outer kernels also read a persistent tensor.
     """
-    first = ((0,), ()) if persistent else ((), (0,))
+    accesses = ((0,), ()) if persistent else ((), (0,))
     kernels = (
-        Kernel("write", "other", "forward", *first, 10, recomputable=recomputable),
+        Kernel("write", "other", "forward", *accesses, 10, recomputable=recomputable),
         Kernel("work", "other", "forward", (), (), 30, workspace=100),
         Kernel("read", "other", "backward", (0,), (), 10),
     )
@@ -79,9 +79,9 @@ IN_TURN = steps([100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), (
 SLOW = replace(MACHINE, d2h_latency_ns=7, h2d_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
 
 
-def beside(engines: int, back: int, out: int) -> Machine:
+def with_duplex(engines: int, h2d: int, d2h: int) -> Machine:
     """Returns the machine with a number of copy engines and relative speeds of concurrent copies."""
-    return replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
+    return replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=h2d, duplex_d2h_bytes_per_s=d2h)
 
 
 @pytest.mark.parametrize(("program", "machine", "limit", "mode", "plan", "extra"), [
@@ -103,11 +103,11 @@ def beside(engines: int, back: int, out: int) -> Machine:
     # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the other 90
     # leave in 120 ns, and then 90 of a are back. Out as alone and in at half, 45 of a are back when b has left after 90
     # ns; in as alone and out at half, 50 of b have left when a is back after 100.
-    (CROSS, beside(2, 0, 0), 200, "joint", CROSSED, 0),
-    (CROSS, beside(2, 75 * 10**7, 75 * 10**7), 200, "joint", CROSSED, 30),
-    (CROSS, beside(2, 5 * 10**8, 10**9), 200, "joint", CROSSED, 45),
-    (CROSS, beside(2, 10**9, 5 * 10**8), 200, "joint", CROSSED, 40),
-    (CROSS, beside(1, 0, 0), 200, "joint", CROSSED, 90),
+    (CROSS, with_duplex(2, 0, 0), 200, "joint", CROSSED, 0),
+    (CROSS, with_duplex(2, 75 * 10**7, 75 * 10**7), 200, "joint", CROSSED, 30),
+    (CROSS, with_duplex(2, 5 * 10**8, 10**9), 200, "joint", CROSSED, 45),
+    (CROSS, with_duplex(2, 10**9, 5 * 10**8), 200, "joint", CROSSED, 40),
+    (CROSS, with_duplex(1, 0, 0), 200, "joint", CROSSED, 90),
     (HIDDEN, MACHINE, 100, "joint", Plan((Swap(0, 0, 4),)), 60 + 40),
     (IN_TURN, replace(MACHINE, host_bytes=100), 100, "joint", Plan((Swap(0, 0, 2), Swap(1, 3, 5))), 400),
 ])  # fmt: skip
@@ -115,9 +115,9 @@ def test_the_floor_equals_the_best_plan_by_hand(
     program: Program, machine: Machine, limit: int, mode: str, plan: Plan, extra: int
 ) -> None:
     assert simulate(program, plan, machine, limit).iteration_ns == program.ideal_ns + extra
-    found = floor(program, machine, limit, mode)
-    assert (found.feasible, found.iteration_ns) == (True, program.ideal_ns + extra)
-    assert found.overhead == pytest.approx(extra / program.ideal_ns)
+    result = floor(program, machine, limit, mode)
+    assert (result.feasible, result.iteration_ns) == (True, program.ideal_ns + extra)
+    assert result.overhead == pytest.approx(extra / program.ideal_ns)
 
 
 def test_the_smallest_gaps_are_empty_for_nothing() -> None:
@@ -148,11 +148,11 @@ READS = replace(IN_TURN, tensors=(Tensor("a", 100, "parameter", True), Tensor("b
     (READS, 100, 100, "swap", None),
 ])  # fmt: skip
 def test_the_limit_and_the_host(program: Program, host: int, limit: int, mode: str, iteration_ns: int | None) -> None:
-    found = floor(program, replace(MACHINE, host_bytes=host), limit, mode)
-    assert found.feasible == (iteration_ns is not None)
-    assert found.iteration_ns == (iteration_ns or program.ideal_ns)
-    assert (found.least_bytes > limit) == (limit == 99)
-    if not found.feasible:
+    result = floor(program, replace(MACHINE, host_bytes=host), limit, mode)
+    assert result.feasible == (iteration_ns is not None)
+    assert result.iteration_ns == (iteration_ns or program.ideal_ns)
+    assert (result.least_bytes > limit) == (limit == 99)
+    if not result.feasible:
         with pytest.raises(agents.Infeasible):
             agents.make("lp_round", min_bytes=1, mode=mode).plan(program, replace(MACHINE, host_bytes=host), limit)
 
@@ -168,9 +168,9 @@ def test_every_family_of_rows_raises_the_floor(
     family: str, program: Program, machine: Machine, fraction: float, mode: str
 ) -> None:
     limit = round(fraction * program.peak_bytes)
-    found, rest = floor(program, machine, limit, mode), [other for other in FAMILIES if other != family]
-    without = floor(program, machine, limit, mode, families=rest)
-    assert without.feasible and (not found.feasible or without.iteration_ns < found.iteration_ns)
+    result, others = floor(program, machine, limit, mode), [other for other in FAMILIES if other != family]
+    without = floor(program, machine, limit, mode, families=others)
+    assert without.feasible and (not result.feasible or without.iteration_ns < result.iteration_ns)
     with pytest.raises(ValueError, match="families"):
         floor(program, machine, limit, mode, families=["cut"])
 
@@ -201,10 +201,10 @@ def test_swaps_below_a_nanosecond_are_free_with_recomputation() -> None:
 def test_no_enumerated_plan_is_below(data: st.DataObject, program: Program, machine: Machine, mode: str) -> None:
     assume(enumeration.count(program, mode) <= 1500)
     unlimited = Engine(program, machine, 10**9)
-    needs = {unlimited.score(rows).required_bytes for rows in enumeration.plans(program, mode)}
-    limit = data.draw(st.sampled_from(sorted(needs)))
-    found = floor(program, machine, limit, mode)
-    assert found.feasible and found.iteration_ns <= enumeration.shortest_ns(program, machine, limit, mode)
+    required = {unlimited.score(rows).required_bytes for rows in enumeration.plans(program, mode)}
+    limit = data.draw(st.sampled_from(sorted(required)))
+    result = floor(program, machine, limit, mode)
+    assert result.feasible and result.iteration_ns <= enumeration.shortest_ns(program, machine, limit, mode)
 
 
 def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) -> Timeline:
@@ -236,14 +236,14 @@ def test_aperiodic_plans_are_not_below_the_floor() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_enumerated_recomputation_is_below(seed: int) -> None:
     program = pyramid(3, seed)
-    pairs = [Rerun(again, before) for again in range(3) for before in range(3, 6)]
-    made = list(enumeration.rerun_plans(program, pairs, len(pairs)))
+    pairs = [Rerun(kernel, before) for kernel in range(3) for before in range(3, 6)]
+    schedules = list(enumeration.rerun_plans(program, pairs, len(pairs)))
     for limit in (int(0.6 * program.peak_bytes), int(0.8 * program.peak_bytes)):
-        best = min((ns for ns, required in made if required <= limit), default=np.inf)
-        found = floor(program, MACHINE, limit, "recompute")
-        assert found.feasible or best == np.inf
-        assert found.iteration_ns <= best
-        assert best == np.inf or found.iteration_ns >= program.ideal_ns + 0.9 * (best - program.ideal_ns)
+        best = min((ns for ns, required in schedules if required <= limit), default=np.inf)
+        result = floor(program, MACHINE, limit, "recompute")
+        assert result.feasible or best == np.inf
+        assert result.iteration_ns <= best
+        assert best == np.inf or result.iteration_ns >= program.ideal_ns + 0.9 * (best - program.ideal_ns)
 
 
 @pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (6, 6.0350)])
@@ -253,8 +253,8 @@ def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
     Source: utsaslab/monet-schedules, optimal within 1e-4 of the iteration at 10 and 6 GiB.
     """
     program = Program.load(DATA / "checkmate" / "un_11.json.gz")
-    found = 100 * floor(program, MACHINE, gib * 2**30, "recompute").overhead
-    assert 0.75 * percent < found <= percent
+    floor_percent = 100 * floor(program, MACHINE, gib * 2**30, "recompute").overhead
+    assert 0.75 * percent < floor_percent <= percent
 
 
 # Forces small programs to be merged like large ones: slightly with detail 1, more with less detail.
@@ -272,8 +272,8 @@ def test_merged_kernels_lose_little() -> None:
 
 def test_no_time_to_solve_is_no_floor() -> None:
     program = pyramid(16, 0)
-    found = floor(program, MACHINE, int(0.5 * program.peak_bytes), seconds=0.0)
-    assert found.feasible and found.overhead == 0.0 and not found.swapped.any()
+    result = floor(program, MACHINE, int(0.5 * program.peak_bytes), seconds=0.0)
+    assert result.feasible and result.overhead == 0.0 and not result.swapped.any()
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -298,10 +298,10 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
         assume(False)
     for mode in modes:
         with patch.multiple(bound_module, **merged) if merged else nullcontext():
-            found = floor(program, machine, limit, mode, detail=detail)
-        assert found.feasible and found.least_bytes <= required
-        assert found.iteration_ns <= timeline.iteration_ns
-        assert ((found.swapped >= 0) & (found.swapped + found.recomputed <= 1 + 1e-6)).all()
+            result = floor(program, machine, limit, mode, detail=detail)
+        assert result.feasible and result.least_bytes <= required
+        assert result.iteration_ns <= timeline.iteration_ns
+        assert ((result.swapped >= 0) & (result.swapped + result.recomputed <= 1 + 1e-6)).all()
 
 
 def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:

@@ -21,8 +21,8 @@ SLOWER = PROGRAM.with_durations([3 * kernel.duration_ns for kernel in PROGRAM.ke
 def test_every_job_gets_as_much_work() -> None:
     a, b = jobs_of([PROGRAM, SLOWER], [None, None])
     assert (a.iterations, b.iterations) == (18, 6)
-    done = simulate_jobs([a, b], MACHINE, PROGRAM.peak_bytes + SLOWER.peak_bytes)
-    assert done.end_ns == 18 * PROGRAM.ideal_ns + 6 * SLOWER.ideal_ns
+    timeline = simulate_jobs([a, b], MACHINE, PROGRAM.peak_bytes + SLOWER.peak_bytes)
+    assert timeline.end_ns == 18 * PROGRAM.ideal_ns + 6 * SLOWER.ideal_ns
 
 
 def test_memory_is_split_by_peaks() -> None:
@@ -52,35 +52,35 @@ def test_kernel_times_are_learned_and_corrected() -> None:
 
 def test_measured_times_exclude_waits_for_memory() -> None:
     jobs = [Job("a", PROGRAM, NONE, iterations=2), Job("b", PROGRAM, NONE, iterations=2)]
-    ran = simulate_jobs(jobs, MACHINE, 2 * PROGRAM.peak_bytes).jobs[0]
+    timeline = simulate_jobs(jobs, MACHINE, 2 * PROGRAM.peak_bytes).jobs[0]
     n = len(PROGRAM.kernels)
-    assert measured_times(ran, n, ran.boundaries[0] - 1) is None
-    for now, i in ((ran.boundaries[0], 0), (ran.boundaries[1], 1)):
-        times = measured_times(ran, n, now)
-        assert times is not None and times.sum() == ran.iterations_ns[i]
+    assert measured_times(timeline, n, timeline.boundaries[0] - 1) is None
+    for now, i in ((timeline.boundaries[0], 0), (timeline.boundaries[1], 1)):
+        times = measured_times(timeline, n, now)
+        assert times is not None and times.sum() == timeline.iterations_ns[i]
         assert times.sum() == pytest.approx(2 * PROGRAM.ideal_ns, rel=0.1)  # they take turns
     # Waits for memory are not the kernels'.
     limit = int(0.6 * PROGRAM.peak_bytes)
     plan = agents.make("autoswap_doa").plan(PROGRAM, MACHINE, limit)
-    alone = simulate_jobs([Job("a", PROGRAM, plan, iterations=3)], MACHINE, limit).jobs[0]
-    times = measured_times(alone, n, alone.boundaries[-1])
-    assert alone.iterations_ns[-1] > PROGRAM.ideal_ns and times is not None and times.sum() == PROGRAM.ideal_ns
+    single = simulate_jobs([Job("a", PROGRAM, plan, iterations=3)], MACHINE, limit).jobs[0]
+    times = measured_times(single, n, single.boundaries[-1])
+    assert single.iterations_ns[-1] > PROGRAM.ideal_ns and times is not None and times.sum() == PROGRAM.ideal_ns
 
 
 @pytest.mark.parametrize("planner", [TENSILE(), Split("capuchin")])
 def test_the_controller_replans_for_active_jobs(planner: agents.jobs.JobsPlanner) -> None:
     ideal, limit = PROGRAM.ideal_ns, int(0.75 * 2 * PROGRAM.peak_bytes)
     jobs = [Job("stays", PROGRAM, NONE), Job("visits", PROGRAM, NONE, arrives_ns=2 * ideal + 1, iterations=3)]
-    done = control(jobs, MACHINE, limit, planner, until_ns=20 * ideal, check_ns=ideal)
-    stays, visits = done.timeline.jobs
-    assert [one.why for one in done.replanned if one.why != "drift"] == ["arrival", "arrival", "departure"]
-    assert done.timeline.peak_bytes <= limit and len(visits.boundaries) == 3
+    result = control(jobs, MACHINE, limit, planner, until_ns=20 * ideal, check_ns=ideal)
+    resident, visitor = result.timeline.jobs
+    assert [event.why for event in result.replanned if event.why != "drift"] == ["arrival", "arrival", "departure"]
+    assert result.timeline.peak_bytes <= limit and len(visitor.boundaries) == 3
     # Alone it needs no plan; with the visitor it has one, which takes effect at a boundary; then none again.
-    assert done.jobs[0].plan.decisions == () and len(stays.switches) >= 2
-    assert done.jobs[0].plans[-1].decisions == ()
-    assert all(at in stays.boundaries for at, _ in stays.switches)
-    assert stays.iterations_ns[0] == ideal == stays.iterations_ns[-1]
-    assert len(stays.spans) >= len(stays.boundaries) * len(PROGRAM.kernels)  # no iteration is lost
+    assert result.jobs[0].plan.decisions == () and len(resident.switches) >= 2
+    assert result.jobs[0].plans[-1].decisions == ()
+    assert all(time in resident.boundaries for time, _ in resident.switches)
+    assert resident.iterations_ns[0] == ideal == resident.iterations_ns[-1]
+    assert len(resident.spans) >= len(resident.boundaries) * len(PROGRAM.kernels)  # no iteration is lost
     with pytest.raises(ValueError, match="check_ns"):
         control(jobs, MACHINE, limit, planner, until_ns=ideal, check_ns=0)
 
@@ -89,8 +89,8 @@ def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
     # Without prefetch triggers, tensors are swapped into free memory that other jobs need.
     programs = [PROGRAM] * 3
     limit = int(0.55 * sum(program.peak_bytes for program in programs))
-    within = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
-    free = [replace(job, within=False) for job in within]
-    kept, taken = (simulate_jobs(jobs, MACHINE, limit) for jobs in (within, free))
-    assert not kept.evictions and taken.evictions
-    assert kept.end_ns < taken.end_ns
+    limited = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
+    free = [replace(job, within=False) for job in limited]
+    separate, shared = (simulate_jobs(jobs, MACHINE, limit) for jobs in (limited, free))
+    assert not separate.evictions and shared.evictions
+    assert separate.end_ns < shared.end_ns

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.floor import floor
-from agents.planner import Candidates, held_back
+from agents.planner import Candidates, min_bytes_hint
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.modes import MODES, least_residency
 from tests import tiny
@@ -77,8 +77,8 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     moves = options.get("mode", agents.PLANNERS[name].moves)
     assert kinds <= {"": set(), "swap": {True}, "recompute": {False}, "joint": {True, False}}[str(moves)]
     for mode in ["joint"] + ["swap"] * (kinds <= {True}) + ["recompute"] * (kinds <= {False}):
-        found = floor(program, machine, limit, mode)
-        assert found.feasible and found.iteration_ns <= timeline.iteration_ns
+        bound = floor(program, machine, limit, mode)
+        assert bound.feasible and bound.iteration_ns <= timeline.iteration_ns
 
 
 @pytest.mark.parametrize("name", agents.PLANNERS)
@@ -150,7 +150,7 @@ def test_slow_imports_are_deferred() -> None:
     ],
 )
 def test_an_error_names_min_bytes_where_it_is_the_cause(limit: int, min_bytes: int, words: str) -> None:
-    assert held_back(tiny.PROGRAM, limit, min_bytes) == (words and f", because {words}")
+    assert min_bytes_hint(tiny.PROGRAM, limit, min_bytes) == (words and f", because {words}")
     for name in ("autoswap_doa", "lp_round", "superneurons"):
         planner = agents.make(name, min_bytes=min_bytes, **FAST.get(name, {}))
         if words:
@@ -161,4 +161,4 @@ def test_an_error_names_min_bytes_where_it_is_the_cause(limit: int, min_bytes: i
 
 @given(programs(), st.integers(1, 200))
 def test_the_least_residency_is_that_of_every_gap_emptied(program: Program, min_bytes: int) -> None:
-    assert least_residency(program, min_bytes) == Candidates(program, program.gaps(min_bytes)).least
+    assert least_residency(program, min_bytes) == Candidates(program, program.gaps(min_bytes)).least_bytes

@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from agents.planner import Rows, ways_of
+from agents.planner import Rows, eviction_rows
 from simulator import Engine, Machine, Plan, PlanError, Program, Rerun
 from simulator.schedule import lower
 
 
 def plans(program: Program, mode: str) -> Iterator[Rows]:
     """Yields every combination of emptied gaps, each by swap, recompute, or recompute with ``keep``."""
-    for rows in itertools.product(*([None, *ways_of(program, gap, mode)] for gap in program.gaps(1))):
+    for rows in itertools.product(*([None, *eviction_rows(program, gap, mode)] for gap in program.gaps(1))):
         yield np.array([row for row in rows if row], np.int64).reshape(-1, 6)
 
 
 def count(program: Program, mode: str) -> int:
     """Returns the number of plans that ``plans`` yields."""
-    return math.prod(1 + len(ways_of(program, gap, mode)) for gap in program.gaps(1))
+    return math.prod(1 + len(eviction_rows(program, gap, mode)) for gap in program.gaps(1))
 
 
 def shortest_ns(program: Program, machine: Machine, limit: int, mode: str = "joint") -> float:

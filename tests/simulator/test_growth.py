@@ -43,14 +43,14 @@ def test_selection_by_areas(program: Program) -> None:
         now.live_bytes = now.live_bytes - candidates.nbytes[best] * candidates.absent[best]
     selected, values = submodular_weighted_duration(candidates, program)
     assert list(zip(selected.tolist(), values.tolist(), strict=True)) == order
-    for limit in range(int(candidates.least), program.peak_bytes + 1, 50):
+    for limit in range(int(candidates.least_bytes), program.peak_bytes + 1, 50):
         load, few = candidates.live_bytes.copy(), []
         for i, _ in order:
             if load.max() <= limit:
                 break
             load -= candidates.nbytes[i] * candidates.absent[i]
             few.append(i)
-        assert candidates.first(selected, limit).tolist() == few
+        assert candidates.prefix(selected, limit).tolist() == few
         assert (candidates.residency(np.array(few, np.int64)) == load).all()
 
 

@@ -84,13 +84,13 @@ class TENSILE(RowsPlanner):
         for step in steps:
             while sum(job.peak for job in jobs) > limit and step(jobs, machine):
                 pass
-        least = [int(job.engine.residency(array(job.rows)).max()) for job in jobs]
-        if sum(least) > limit:
-            raise infeasible(self, programs[0], limit, sum(least))
+        needs = [int(job.engine.residency(array(job.rows)).max()) for job in jobs]
+        if sum(needs) > limit:
+            raise infeasible(self, programs[0], limit, sum(needs))
         calls, plans = 0, []
-        for job, mine in zip(jobs, least, strict=True):
-            left = limit - sum(least) + mine  # memory left by the other jobs
-            engine = job.engine if left == limit else Engine(job.program, machine, left)
+        for job, need in zip(jobs, needs, strict=True):
+            job_limit = limit - sum(needs) + need  # memory left by the other jobs
+            engine = job.engine if job_limit == limit else Engine(job.program, machine, job_limit)
             plans.append(self.finish(engine, array(job.rows)))
             calls += self.simulator_calls
         self.simulator_calls = calls
@@ -99,9 +99,9 @@ class TENSILE(RowsPlanner):
 
 def _swap(jobs: list[Schedule], machine: Machine) -> bool:
     """Schedules the largest swappable tensor of all jobs' peaks (Algorithm 1); returns False if none fits."""
-    room = machine.host_bytes - sum(job.hosted for job in jobs)
-    found = [(job, gap) for job in jobs for gap in job.candidates()]
-    for job, gap in sorted(found, key=lambda entry: -entry[0].nbytes(entry[1])):
+    room = machine.host_bytes - sum(job.host_bytes for job in jobs)
+    candidates = [(job, gap) for job in jobs for gap in job.candidates()]
+    for job, gap in sorted(candidates, key=lambda entry: -entry[0].nbytes(entry[1])):
         free = 1.0 - sum(other.channel.load for other in jobs if other is not job)
         if gap.tensor not in job.swapped and job.nbytes(gap) > room:
             continue
@@ -112,5 +112,5 @@ def _swap(jobs: list[Schedule], machine: Machine) -> bool:
 
 def _recompute(jobs: list[Schedule], machine: Machine) -> bool:
     """Drops the peak tensor with the largest MSPS of all jobs (section 4.4); returns False if none lowers its peak."""
-    found = [(cost, i, gap) for i, job in enumerate(jobs) for cost, gap in job.droppable()]
-    return any(jobs[i].drop(gap) for _, i, gap in sorted(found, key=lambda entry: entry[0]))
+    candidates = [(cost, i, gap) for i, job in enumerate(jobs) for cost, gap in job.droppable()]
+    return any(jobs[i].drop(gap) for _, i, gap in sorted(candidates, key=lambda entry: entry[0]))

@@ -64,31 +64,31 @@ def control(
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
-    run, now = _Run(jobs, machine, limit, planner, times), 0
+    run, now = _JobSet(jobs, machine, limit, planner, times), 0
     while now < until_ns:
-        ahead = run.simulate(now + check_ns)
-        active = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left(ahead, j) > now}
+        results = run.simulate(now + check_ns)
+        active = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left_ns(results, j) > now}
         if active != run.active:
             run.plan(active, now, "arrival" if active - run.active else "departure", 0.0)
-            ahead = run.simulate(now + check_ns)
-        elif (far := run.measure(ahead, now)) > DRIFT:
-            run.plan(active, now, "drift", far)
-            ahead = run.simulate(now + check_ns)
-        soon = [job.arrives_ns for job in jobs] + [run.left(ahead, j) for j in active]
-        if not active and max(soon) <= now:
+            results = run.simulate(now + check_ns)
+        elif (drift := run.update_times(results, now)) > DRIFT:
+            run.plan(active, now, "drift", drift)
+            results = run.simulate(now + check_ns)
+        changes = [job.arrives_ns for job in jobs] + [run.left_ns(results, j) for j in active]
+        if not active and max(changes) <= now:
             break
-        now = min([now + check_ns, *(at for at in soon if at > now)])
+        now = min([now + check_ns, *(time for time in changes if time > now)])
     final = tuple(job for _, job in sorted(run.planned.items()))
     return Controlled(final, simulate_jobs(final, machine, limit, until_ns), tuple(run.replanned))
 
 
-class _Run:
+class _JobSet:
     """Jobs that have arrived, by index, with the plans they have received.
 
     Attributes:
         active: jobs for which the current plans were made.
         times: latest estimate of each job's kernel times.
-        used: kernel times used by each job's plan.
+        plan_times: kernel times used by each job's plan.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Run:
         self.active: set[int] = set()
         self.planned: dict[int, Job] = {}
         self.times: dict[int, Times] = {}
-        self.used: dict[int, Times] = {}
+        self.plan_times: dict[int, Times] = {}
         self.replanned: list[Replanned] = []
 
     def simulate(self, until_ns: int) -> dict[int, JobTimeline]:
@@ -106,37 +106,37 @@ class _Run:
         order = sorted(self.planned)
         if not order:
             return {}
-        ran = simulate_jobs([self.planned[j] for j in order], self.machine, self.limit, until_ns + 1)
-        return dict(zip(order, ran.jobs, strict=True))
+        timeline = simulate_jobs([self.planned[j] for j in order], self.machine, self.limit, until_ns + 1)
+        return dict(zip(order, timeline.jobs, strict=True))
 
-    def left(self, ran: dict[int, JobTimeline], j: int) -> int:
+    def left_ns(self, timelines: dict[int, JobTimeline], j: int) -> int:
         """Returns when a job left; NEVER: it did not leave before the end of the simulation."""
-        job, mine = ran.get(j), self.jobs[j]
-        if job is None or job.left_ns is None:
+        run, spec = timelines.get(j), self.jobs[j]
+        if run is None or run.left_ns is None:
             return NEVER
-        asked = len(job.boundaries) == mine.iterations or (mine.leaves_ns is not None and job.left_ns >= mine.leaves_ns)
-        return job.left_ns if asked else NEVER
+        ended = len(run.boundaries) == spec.iterations or (spec.leaves_ns is not None and run.left_ns >= spec.leaves_ns)
+        return run.left_ns if ended else NEVER
 
     def expected(self, j: int, jobs: int) -> Times:
         """Returns a job's expected kernel times at a number of running jobs.
 
         Scales its last estimate by the ratio of the predictions.
         """
-        program, known = self.jobs[j].program, self.times.get(j)
+        program, last = self.jobs[j].program, self.times.get(j)
         if self.predictor is None:
-            own = np.array([k.duration_ns for k in program.kernels], np.int64)
-            return own * jobs if known is None else known * jobs // len(self.active)
-        now = self.predictor.predict(program, jobs)
-        if known is None:
-            return now
-        before = np.maximum(self.predictor.predict(program, len(self.active)), 1)
-        longer: Times = np.rint(known * (now / before)).astype(np.int64)
-        return longer
+            durations = np.array([k.duration_ns for k in program.kernels], np.int64)
+            return durations * jobs if last is None else last * jobs // len(self.active)
+        predicted = self.predictor.predict(program, jobs)
+        if last is None:
+            return predicted
+        old = np.maximum(self.predictor.predict(program, len(self.active)), 1)
+        scaled: Times = np.rint(last * (predicted / old)).astype(np.int64)
+        return scaled
 
-    def plan(self, active: set[int], now: int, why: str, far: float) -> None:
+    def plan(self, active: set[int], now: int, reason: str, drift: float) -> None:
         """Plans all active jobs."""
         order = sorted(active)
-        if why != "drift":
+        if reason != "drift":
             self.times |= {j: self.expected(j, len(order)) for j in order}
         self.active = active
         if not order:
@@ -146,32 +146,32 @@ class _Run:
             sequences = [sequence(self.times[j]) for j in order]
             plans = self.planner.plan_jobs(programs, self.machine, self.limit, sequences)
         else:
-            own = [self.jobs[j].program.with_durations((self.times[j] // len(order)).tolist()) for j in order]
-            made = self.planner.plan_jobs(own, self.machine, self.limit)
-            plans = tuple(replace(plan, fingerprint=p.fingerprint) for plan, p in zip(made, programs, strict=True))
+            retimed = [self.jobs[j].program.with_durations((self.times[j] // len(order)).tolist()) for j in order]
+            drafts = self.planner.plan_jobs(retimed, self.machine, self.limit)
+            plans = tuple(replace(plan, fingerprint=p.fingerprint) for plan, p in zip(drafts, programs, strict=True))
         for j, plan in zip(order, plans, strict=True):
-            self.used[j] = self.times[j]
+            self.plan_times[j] = self.times[j]
             if j not in self.planned:
                 self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within=True)
             elif plan.decisions != (job := self.planned[j]).plans[-1].decisions:
-                before = tuple(one for one in job.switches if one[0] < now)
-                self.planned[j] = replace(job, switches=(*before, (now, plan)))
-        self.replanned.append(Replanned(now, why, far))
+                switches = tuple(switch for switch in job.switches if switch[0] < now)
+                self.planned[j] = replace(job, switches=(*switches, (now, plan)))
+        self.replanned.append(Replanned(now, reason, drift))
 
-    def measure(self, ran: dict[int, JobTimeline], now: int) -> float:
+    def update_times(self, timelines: dict[int, JobTimeline], now: int) -> float:
         """Updates the times from each job's last complete iteration; returns the largest drift."""
-        far = 0.0
+        largest = 0.0
         for j in self.active:
-            measured = measured_times(ran[j], len(self.jobs[j].program.kernels), now)
+            measured = measured_times(timelines[j], len(self.jobs[j].program.kernels), now)
             if measured is not None:
                 self.times[j] = corrected(self.times[j], measured, BETA)
-                far = max(far, drift(self.used[j], self.times[j]))
-        return far
+                largest = max(largest, drift(self.plan_times[j], self.times[j]))
+        return largest
 
 
 def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
     """Returns (n,) ns of the kernels of the last iteration that ended by ``now``, or None."""
-    ended = [i for i, at in enumerate(job.boundaries) if at <= now]
+    ended = [i for i, time in enumerate(job.boundaries) if time <= now]
     if not ended or job.admitted_ns is None:
         return None
     i = ended[-1]
@@ -179,9 +179,9 @@ def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
     starts = [s.start_ns for s in job.spans if s.kind == "kernel"][i * n : (i + 1) * n]
     edges = np.array([begin, *starts[1:], end], np.int64)
     waits = np.zeros(n, np.int64)
-    others = [(stall.start_ns, stall.end_ns) for stall in job.stalls if stall.cause in ("memory", "data")]
-    others += [(span.start_ns, span.end_ns) for span in job.spans if span.kind == "recompute"]
-    for start, over in others:
+    pauses = [(stall.start_ns, stall.end_ns) for stall in job.stalls if stall.cause in ("memory", "data")]
+    pauses += [(span.start_ns, span.end_ns) for span in job.spans if span.kind == "recompute"]
+    for start, end_ns in pauses:
         if begin <= start < end:
-            waits[np.searchsorted(edges, start, side="right") - 1] += over - start
+            waits[np.searchsorted(edges, start, side="right") - 1] += end_ns - start
     return np.maximum(np.diff(edges) - waits, 0)

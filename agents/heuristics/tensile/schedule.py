@@ -37,19 +37,19 @@ class Channel:
 
     def regions(self, duration: int, earliest: int, latest: int) -> list[tuple[int, int]]:
         """Returns the feasible regions of a transfer: free intervals between two times that are long enough."""
-        found, at = [], earliest
+        regions, free_from = [], earliest
         for start, end in sorted(self._busy(earliest, latest)):
-            found.append((at, start))
-            at = max(at, end)
-        found.append((at, latest))
-        return [(a, b) for a, b in found if b - a >= max(duration, 1)] if duration <= self.period else []
+            regions.append((free_from, start))
+            free_from = max(free_from, end)
+        regions.append((free_from, latest))
+        return [(a, b) for a, b in regions if b - a >= max(duration, 1)] if duration <= self.period else []
 
     @property
     def load(self) -> float:
         """Fraction of time in which the channel is busy."""
         return sum(end - start for start, end in self.busy) / self.period if self.period else 0.0
 
-    def has(self, duration: int, free: float) -> bool:
+    def has_room(self, duration: int, free: float) -> bool:
         """Returns whether the load stays at or below ``free`` with another transfer."""
         return self.load + (duration / self.period if self.period else 0.0) <= free
 
@@ -80,8 +80,8 @@ class Schedule:
         self.gaps = self.program.gaps(min_bytes)
         self.allowed = ratio * len({g.tensor for g in self.gaps})  # tensors that may be swapped
         self.channel = Channel(starts[-1])
-        both = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]
-        self.starts, self.ends = both, both[1:] + [2 * starts[-1]]
+        starts_twice = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]
+        self.starts, self.ends = starts_twice, starts_twice[1:] + [2 * starts[-1]]
         self.rows: list[Row] = []
         self.scheduled: dict[Gap, int | None] = {}
         self.swapped: set[int] = set()
@@ -92,7 +92,7 @@ class Schedule:
         """Returns int64[kernels], the footprint with the decisions ``rows`` (Algorithm 2)."""
         return self.engine.residency(array(rows)) + self.moving
 
-    def _at_peak(self) -> list[Gap]:
+    def _peak_gaps(self) -> list[Gap]:
         """Returns the unscheduled gaps that span the peak kernel, largest tensors first."""
         k = self._peak_kernel
         spanning = [g for g in self.gaps if is_open(g, k) and g not in self.scheduled]
@@ -108,14 +108,14 @@ class Schedule:
         return int(self.footprint.max())
 
     @property
-    def hosted(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of the swapped tensors."""
         return sum(self.program.tensors[t].nbytes for t in self.swapped)
 
     def candidates(self) -> list[Gap]:
         """Returns the gaps at the peak that may be swapped (lines 27 to 29), largest tensors first."""
-        more = len(self.swapped) + 1 <= self.allowed
-        return [g for g in self._at_peak() if (g.after >= g.before if g.tensor in self.swapped else more)]
+        may_add = len(self.swapped) + 1 <= self.allowed
+        return [g for g in self._peak_gaps() if (g.after >= g.before if g.tensor in self.swapped else may_add)]
 
     def nbytes(self, gap: Gap) -> int:
         """Returns the bytes of the gap's tensor."""
@@ -129,10 +129,10 @@ class Schedule:
         """
         nbytes = self.nbytes(gap)
         out_ns = self.machine.d2h_ns(nbytes)
-        if not self.channel.has(out_ns + self.machine.h2d_ns(nbytes), free):
+        if not self.channel.has_room(out_ns + self.machine.h2d_ns(nbytes), free):
             return False
         peak = self._position(self._peak_kernel, gap)
-        regions = self.channel.regions(out_ns, self._written(gap), self.starts[peak])
+        regions = self.channel.regions(out_ns, self._copyable_from(gap), self.starts[peak])
         if not regions:
             return False
         out = regions[0][0]
@@ -142,30 +142,30 @@ class Schedule:
             self.channel.busy.pop()
             return False
         self.swapped.add(gap.tensor)
-        self._swap_in_the_rest(gap, free)
+        self._swap_in_later(gap, free)
         self.footprint = self._footprint(self.rows)
         return True
 
-    def _written(self, gap: Gap) -> int:
+    def _copyable_from(self, gap: Gap) -> int:
         """Returns the earliest time in ns at which the gap's tensor may be copied to the host.
 
         This is the end of its last write (OTA, section 4.1). If the tensor is swapped in between that write and the
         gap, it is the end of the use that opens the gap.
         """
-        away = {g.before for g in self.scheduled if g.tensor == gap.tensor}
+        swap_ins = {g.before for g in self.scheduled if g.tensor == gap.tensor}
         times = []
         for k in self.program.writes[gap.tensor]:
-            written = k if k <= gap.after else k - self.n
-            if not any(written < b <= gap.after or written < b - self.n for b in away):
+            write = k if k <= gap.after else k - self.n
+            if not any(write < b <= gap.after or write < b - self.n for b in swap_ins):
                 times.append(self.ends[k] - (0 if k <= gap.after else self.channel.period))
         return max(times, default=self.ends[gap.after])
 
-    def _swap_in(self, gap: Gap, issued: int, gone: int, earliest: int) -> bool:
+    def _swap_in(self, gap: Gap, issued: int, copied_ns: int, earliest: int) -> bool:
         """Schedules the swap-in of a tensor, not before ``earliest``; returns False if no region has room.
 
         Args:
             issued: the position after which the copy to the host is issued.
-            gone: the time in ns at which the copy to the host ends.
+            copied_ns: the time in ns at which the copy to the host ends.
         """
         after = max(gap.after, issued)
         nbytes, before = self.nbytes(gap), self._position(gap.before, gap)
@@ -177,22 +177,22 @@ class Schedule:
         self.channel.busy.append((start, start + in_ns))
         prefetch = bisect_right(self.ends, start) - 1
         copy = issued % self.n if issued < after else -1
-        self.rows = [self._copied(row, gap) for row in self.rows]
+        self.rows = [self._drop_copy(row, gap) for row in self.rows]
         self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n, copy))
         self.scheduled[gap] = start
         for p in range(after + 1, before):
-            if self.starts[p] < gone or self.ends[p] > start:
+            if self.starts[p] < copied_ns or self.ends[p] > start:
                 self.moving[p % self.n] += nbytes
         return True
 
-    def _copied(self, row: Row, gap: Gap) -> Row:
+    def _drop_copy(self, row: Row, gap: Gap) -> Row:
         """Drops a swap's early copy if the new gap lies between it and the swap's gap, as the host then has a copy."""
         kind, tensor, after, before, prefetch, copy = row
-        between = (after - gap.before) % self.n < (after - copy) % self.n
-        drops = kind == SWAP and tensor == gap.tensor and copy >= 0 and between
-        return (kind, tensor, after, before, prefetch, -1) if drops else row
+        is_between = (after - gap.before) % self.n < (after - copy) % self.n
+        is_dropped = kind == SWAP and tensor == gap.tensor and copy >= 0 and is_between
+        return (kind, tensor, after, before, prefetch, -1) if is_dropped else row
 
-    def _swap_in_the_rest(self, gap: Gap, free: float) -> None:
+    def _swap_in_later(self, gap: Gap, free: float) -> None:
         """Swaps in the tensor's later gaps in which the host copy is still valid (line 36)."""
         t, program = gap.tensor, self.program
         opens = {g.after: g for g in self.gaps if g.tensor == t and g not in self.scheduled}
@@ -200,14 +200,14 @@ class Schedule:
         for k in program.accesses[t][i:] + (program.accesses[t][:i] if program.tensors[t].persistent else ()):
             if k in program.writes[t]:
                 break
-            if k in opens and self.channel.has(self.machine.h2d_ns(self.nbytes(gap)), free):
+            if k in opens and self.channel.has_room(self.machine.h2d_ns(self.nbytes(gap)), free):
                 self._swap_in(opens[k], k, self.ends[k], self.ends[k + 1])
 
     def droppable(self) -> list[tuple[float, Gap]]:
         """Returns the gaps at the peak that may be recomputed, each with 1 / MSPS, best first (section 4.4)."""
-        released = {g.tensor for g in self.scheduled}
-        fresh = [g for g in self._at_peak() if g.tensor not in released and ways_to_empty(self.program, g, "recompute")]
-        cost = ((recompute_ns(self.program, gap) / self.nbytes(gap), gap) for gap in fresh)
+        touched = {g.tensor for g in self.scheduled}
+        gaps = [g for g in self._peak_gaps() if g.tensor not in touched and ways_to_empty(self.program, g, "recompute")]
+        cost = ((recompute_ns(self.program, gap) / self.nbytes(gap), gap) for gap in gaps)
         return sorted(cost, key=lambda entry: entry[0])
 
     def drop(self, gap: Gap) -> bool:

@@ -42,9 +42,9 @@ class KernelTimes:
     """Predictor of kernel times; deterministic for a seed."""
 
     def __init__(
-        self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32], least: float, most: float
+        self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32], lowest: float, highest: float
     ) -> None:
-        self._net, self._mean, self._scale, self._range = net, mean, scale, (least, most)
+        self._net, self._mean, self._scale, self._range = net, mean, scale, (lowest, highest)
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], seed: int = 0) -> KernelTimes:
@@ -58,22 +58,22 @@ class KernelTimes:
 
         if not samples:
             raise ValueError("samples: expected at least one")
-        x = np.concatenate([features(one.program, one.jobs) for one in samples])
-        y = np.log(np.maximum(np.concatenate([one.times for one in samples]), LEAST_NS))
+        x = np.concatenate([features(sample.program, sample.jobs) for sample in samples])
+        y = np.log(np.maximum(np.concatenate([sample.times for sample in samples]), LEAST_NS))
         mean, scale = x.mean(0), np.where(x.std(0) > 1e-3, x.std(0), 1).astype(np.float32)
         torch.manual_seed(seed)
         layers = nn.Linear(x.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         nn.init.constant_(layers[2].bias, float(y.mean()))
         net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         optimizer = torch.optim.Adam(net.parameters(), RATE)
-        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         inputs, targets = torch.from_numpy((x - mean) / scale), torch.from_numpy(y.astype(np.float32))
         for _ in range(STEPS):
             loss = nn.functional.mse_loss(net(inputs)[:, 0], targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            rate.step()
+            schedule.step()
         return cls(net, mean, scale, float(y.min()), float(y.max()))
 
     def predict(self, program: Program, jobs: int) -> Times:

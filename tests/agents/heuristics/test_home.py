@@ -34,13 +34,13 @@ COSTS = {(0, 0): (30, NEVER), (1, 0): (0, 170), (2, 0): (0, 130), (0, 1): (0, 20
 
 
 def test_costs_by_hand() -> None:
-    one = evaluator()
-    assert [tuple(c) for c in one.evaluate(particles(*COSTS)).tolist()] == list(COSTS.values())
-    assert one.engine.calls == 5
+    scorer = evaluator()
+    assert [tuple(c) for c in scorer.evaluate(particles(*COSTS)).tolist()] == list(COSTS.values())
+    assert scorer.engine.calls == 5
 
 
 @pytest.mark.parametrize(
-    ("before", "leader", "own", "after", "calls"),
+    ("before", "leader", "personal", "after", "calls"),
     [
         # a1: P_1 gives (2, 0) = 130, P_2 (1, 0) = 170: 2. a2: P_1 gives (2, 2) = 150, P_2 leaves (2, 0), which is
         # known: 0. Better than both.
@@ -54,13 +54,13 @@ def test_costs_by_hand() -> None:
         ((2, 0), (2, 0), (2, 0), (2, 0), 0),
     ],
 )
-def test_update_by_hand(before: tuple, leader: tuple, own: tuple, after: tuple, calls: int) -> None:
+def test_update_by_hand(before: tuple, leader: tuple, personal: tuple, after: tuple, calls: int) -> None:
     cost = np.array([COSTS[before]], np.int64)
-    one = evaluator()
-    x, new = one.update(particles(before), cost, particles(leader), particles(own))
+    scorer = evaluator()
+    x, new = scorer.update(particles(before), cost, particles(leader), particles(personal))
     assert tuple(x[0].tolist()) == after
     assert tuple(new[0].tolist()) == COSTS[after]
-    assert one.engine.calls == calls
+    assert scorer.engine.calls == calls
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -68,11 +68,11 @@ def test_the_best_of_all_placements(seed: int) -> None:
     program = pyramid(6, seed)
     limit = int(0.7 * program.peak_bytes)
     planner = agents.make("home", min_bytes=1, particles=40, seed=seed)
-    found = Engine(program, MACHINE, limit).score(rows_of(planner.plan(program, MACHINE, limit).decisions))
-    everything = Evaluator(Engine(program, MACHINE, limit), [f.gap for f in home.feature_maps(program, 1)])
-    placements = particles(*itertools.product(range(3), repeat=len(everything.swaps)))
+    score = Engine(program, MACHINE, limit).score(rows_of(planner.plan(program, MACHINE, limit).decisions))
+    scorer = Evaluator(Engine(program, MACHINE, limit), [f.gap for f in home.feature_maps(program, 1)])
+    placements = particles(*itertools.product(range(3), repeat=len(scorer.swaps)))
     assert len(placements) == 3**5  # the last output has no gap
-    assert found.iteration_ns == everything.evaluate(placements)[:, 1].min() > program.ideal_ns
+    assert score.iteration_ns == scorer.evaluate(placements)[:, 1].min() > program.ideal_ns
 
 
 def test_history() -> None:
@@ -85,9 +85,9 @@ def test_history() -> None:
         assert program.ideal_ns <= best <= mean <= worst and 0 < feasible <= 30
     best = min(i.best_ns for i in planner.history)
     assert simulate(program, plan, MACHINE, limit).iteration_ns == best < planner.history[0].best_ns
-    one = agents.make("home", min_bytes=1, particles=30, iterations=1)
-    one.plan(program, MACHINE, limit)
-    assert one.history == planner.history[:1] and one.simulator_calls == 31
+    short = agents.make("home", min_bytes=1, particles=30, iterations=1)
+    short.plan(program, MACHINE, limit)
+    assert short.history == planner.history[:1] and short.simulator_calls == 31
 
 
 @pytest.mark.parametrize("calls", [20, 700, 3000])
@@ -95,17 +95,17 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
     monkeypatch.setattr(engine, "SHARE", 1)
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
-    one, two, free = (agents.make("home", min_bytes=1, particles=30, **options) for options in (
+    serial, threaded, unlimited = (agents.make("home", min_bytes=1, particles=30, **options) for options in (
         {"calls": calls, "jobs": 1}, {"calls": calls, "jobs": 2}, {}))  # fmt: skip
-    assert one.plan(program, MACHINE, limit) == two.plan(program, MACHINE, limit)
-    assert (one.history, one.simulator_calls) == (two.history, two.simulator_calls)
-    free.plan(program, MACHINE, limit)
-    assert one.simulator_calls <= calls
-    complete = len(one.history) - (calls < 3000)  # 3000 are more than it takes
-    assert one.history[:complete] == free.history[:complete]
-    assert (one.simulator_calls == free.simulator_calls) == (calls == 3000)
+    assert serial.plan(program, MACHINE, limit) == threaded.plan(program, MACHINE, limit)
+    assert (serial.history, serial.simulator_calls) == (threaded.history, threaded.simulator_calls)
+    unlimited.plan(program, MACHINE, limit)
+    assert serial.simulator_calls <= calls
+    complete = len(serial.history) - (calls < 3000)  # 3000 are more than it takes
+    assert serial.history[:complete] == unlimited.history[:complete]
+    assert (serial.simulator_calls == unlimited.simulator_calls) == (calls == 3000)
     if calls == 700:  # stops when the calls left do not suffice for another particle
-        assert calls - 2 * 12 - 1 <= one.simulator_calls
+        assert calls - 2 * 12 - 1 <= serial.simulator_calls
 
 
 def test_stages_wait_for_swap_outs_as_in_algorithm_2() -> None:

@@ -47,12 +47,12 @@ def test_plans_by_hand() -> None:
     #    60  every 4th: a4 a8 a12 and a13 a14 a15 at t16; 12 recomputations. Every 5th or 6th needs 60 too, 13 or 14.
     program = chain(17)
     assert program.peak_bytes == 170
-    for limit, every in ((170, 1), (169, 2), (90, 2), (89, 3), (70, 3), (69, 4), (60, 4)):
+    for limit, stride in ((170, 1), (169, 2), (90, 2), (89, 3), (70, 3), (69, 4), (60, 4)):
         plan = agents.make("memonger", min_bytes=1).plan(program, MACHINE, limit)
-        gone = [i for i in range(1, 17) if i % every]
-        assert plan.decisions == tuple(Recompute(i, i, 17 + (17 - i), keep=True) for i in gone)
+        dropped = [i for i in range(1, 17) if i % stride]
+        assert plan.decisions == tuple(Recompute(i, i, 17 + (17 - i), keep=True) for i in dropped)
         timeline = simulate(program, plan, MACHINE, limit)
-        assert timeline.iteration_ns == program.ideal_ns + 10 * len(gone)  # every one of them once
+        assert timeline.iteration_ns == program.ideal_ns + 10 * len(dropped)  # every one of them once
 
 
 @pytest.mark.parametrize("n", [26, 65, 145])

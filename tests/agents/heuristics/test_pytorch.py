@@ -47,10 +47,10 @@ def test_nine_layers_by_hand() -> None:
     program = chain(9)
     assert program.peak_bytes == 180  # 18 tensors at r9
     # all: the cuts are a1 … a8. h1 … h8 are dropped; at r9 there are a1 … a8, h9, a9. m1 … m8 are recomputed.
-    everything = agents.make("checkpoint_all", min_bytes=1).plan(program, MACHINE, 100)
-    assert names(program, everything) == [f"h{i}" for i in range(1, 9)]
-    assert all(isinstance(d, Recompute) and d.keep for d in everything.decisions)
-    timeline = simulate(program, everything, MACHINE, 100)
+    blocks = agents.make("checkpoint_all", min_bytes=1).plan(program, MACHINE, 100)
+    assert names(program, blocks) == [f"h{i}" for i in range(1, 9)]
+    assert all(isinstance(d, Recompute) and d.keep for d in blocks.decisions)
+    timeline = simulate(program, blocks, MACHINE, 100)
     assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (100, 80)
     # sqrt: 3 segments, the cuts are a3 and a6, the last one is plain. At r9 there are a3, a6, and six of layers 7 to
     # 9. In the way back s6 makes m4 r4 m5 r5 m6 run, s3 makes m1 r1 m2 r2 m3 run: 100 ns; 5 tensors + a3 at s6.
@@ -58,9 +58,9 @@ def test_nine_layers_by_hand() -> None:
     assert names(program, root) == ["a1", "a2", "a4", "a5", "h1", "h2", "h3", "h4", "h5", "h6"]
     timeline = simulate(program, root, MACHINE, 80)
     assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (80, 100)
-    again = [program.kernels[s.index].name for s in timeline.spans if s.kind == "recompute"]
+    recomputed = [program.kernels[s.index].name for s in timeline.spans if s.kind == "recompute"]
     # Each segment is recomputed at once, in both simulated iterations.
-    assert again == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
+    assert recomputed == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
 
 
 def test_layers_end_where_one_tensor_crosses() -> None:
@@ -136,10 +136,10 @@ def test_the_knapsack_saves_the_most_expensive_results() -> None:
 
 def test_the_budget_is_tuned_to_the_limit() -> None:
     # 60: nothing. Without a1 and a2, r3 sees h1 h2 h3 a3: 40. Without h1 too: 30.
-    for limit, gone, extra in ((60, [], 0), (59, ["a1", "a2"], 20), (40, ["a1", "a2"], 20),
+    for limit, dropped, extra in ((60, [], 0), (59, ["a1", "a2"], 20), (40, ["a1", "a2"], 20),
                                (39, ["a1", "a2", "h1"], 50), (30, ["a1", "a2", "h1"], 50)):  # fmt: skip
         plan = agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, limit)
-        assert names(THREE, plan) == gone
+        assert names(THREE, plan) == dropped
         assert simulate(THREE, plan, MACHINE, limit).iteration_ns == THREE.ideal_ns + extra  # m1 takes 30
 
 

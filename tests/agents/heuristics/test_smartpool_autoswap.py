@@ -117,10 +117,10 @@ def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine)
     plans = planner.smallest(program, machine, overheads)
     assert planner.simulator_calls >= len(overheads)
     candidates = Candidates(program, peak_gaps(program, 1))
-    runs = planner._runs(candidates, program, machine, program.peak_bytes, candidates.least, 6)
+    runs = planner._runs(candidates, program, machine, program.peak_bytes, candidates.least_bytes, 6)
     for overhead, plan in zip(overheads, plans, strict=True):
         timeline = simulate(program, plan, machine, plan.limit)
         assert timeline.iteration_ns <= program.ideal_ns * (1 + overhead)
-        within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
-        least = min(planner._footprint(run) for run in within)
-        assert max(pack(program, plan, machine).footprint, timeline.peak_bytes) == least
+        allowed = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
+        smallest = min(planner._footprint(run) for run in allowed)
+        assert max(pack(program, plan, machine).footprint, timeline.peak_bytes) == smallest

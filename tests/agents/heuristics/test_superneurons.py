@@ -6,7 +6,7 @@ from itertools import product
 from math import inf
 
 import agents
-from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
+from agents.heuristics.superneurons import evictable_gaps, layer_bytes, prefetch, segment_bytes, segments, tensor_cache
 from experiments import figures
 from simulator import Gap, Kernel, Program, Recompute, Swap, Tensor, simulate
 from simulator.modes import MODES, RECOMPUTED, SWAPPED
@@ -39,22 +39,22 @@ def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
     # 5 is used by neighbouring kernels (matmul and its backward), 6 is an FC layer's.
     conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], SWAPPED)
     cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], RECOMPUTED)
-    assert leaving(NET, "joint", 1) == conv | cheap
-    assert leaving(NET, "swap", 1) == conv
-    assert leaving(NET, "recompute", 1) == cheap
-    assert leaving(NET, "joint", 11) == {}
+    assert evictable_gaps(NET, "joint", 1) == conv | cheap
+    assert evictable_gaps(NET, "swap", 1) == conv
+    assert evictable_gaps(NET, "recompute", 1) == cheap
+    assert evictable_gaps(NET, "joint", 11) == {}
 
 
 def test_least_recently_used_first_and_only_under_pressure() -> None:
-    ways = leaving(NET, min_bytes=1)
-    one, two, three, four = Gap(1, 1, 10), Gap(2, 2, 9), Gap(3, 3, 8), Gap(4, 4, 7)
+    kinds = evictable_gaps(NET, min_bytes=1)
+    conv1, norm, act, conv2 = Gap(1, 1, 10), Gap(2, 2, 9), Gap(3, 3, 8), Gap(4, 4, 7)
     assert NET.live_bytes[:8] == (11, 21, 31, 41, 51, 61, 62, 53)
-    assert tensor_cache(NET, ways, 62) == []
-    assert tensor_cache(NET, ways, 52) == [one]  # at kernel 5
-    assert tensor_cache(NET, ways, 51) == [one, two]  # 52 at kernel 6
+    assert tensor_cache(NET, kinds, 62) == []
+    assert tensor_cache(NET, kinds, 52) == [conv1]  # at kernel 5
+    assert tensor_cache(NET, kinds, 51) == [conv1, norm]  # 52 at kernel 6
     # Kernel 3 evicts 1, 4 evicts 2, 5 evicts 3 (4 and 5 are younger or locked), 6 evicts 4.
-    assert tensor_cache(NET, ways, 31) == [one, two, three, four]
-    assert tensor_cache(NET, ways, 52, first=[three]) == [three]
+    assert tensor_cache(NET, kinds, 31) == [conv1, norm, act, conv2]
+    assert tensor_cache(NET, kinds, 52, forced=[act]) == [act]
 
 
 def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
@@ -67,8 +67,8 @@ def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
     planner = agents.make("superneurons", min_bytes=1, recompute="cost")
     assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
-    both = agents.make("superneurons", min_bytes=1, mode="recompute", recompute="cost").plan(NET, MACHINE, 51).decisions
-    assert both == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
+    rows = agents.make("superneurons", min_bytes=1, mode="recompute", recompute="cost").plan(NET, MACHINE, 51).decisions
+    assert rows == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
 
 
 def recomputed(program: Program, strategy: str) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def test_the_default_is_the_fastest_of_all_settings() -> None:
         plan = figures.attempt(agents.make("superneurons", min_bytes=1, **options), SEGMENT, MACHINE, limit)
         return inf if plan is None else simulate(SEGMENT, plan, MACHINE, limit).iteration_ns
 
-    every = list(product(MODES, ("cost", "speed", "memory"), (False, True), (False, True)))
+    settings = list(product(MODES, ("cost", "speed", "memory"), (False, True), (False, True)))
     for limit in range(40, SEGMENT.peak_bytes + 1):
-        explicit = [iteration(limit, mode=m, recompute=r, always=a, early=e) for m, r, a, e in every]
+        explicit = [iteration(limit, mode=m, recompute=r, always=a, early=e) for m, r, a, e in settings]
         assert iteration(limit) == min(explicit)

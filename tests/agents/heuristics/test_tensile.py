@@ -9,8 +9,8 @@ import pytest
 import agents
 from agents.heuristics.tensile import TENSILE
 from simulator import Kernel, Program, Recompute, Swap, Tensor, simulate
+from tests import programs
 from tests.programs import BYTE_PER_NS
-from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
@@ -50,10 +50,13 @@ def test_swaps_lie_in_the_free_intervals_of_the_channel() -> None:
 
 
 def test_a_tensor_leaves_while_it_is_read() -> None:
-    # Written by w until 10, read by r1 until 110, when the peak begins: the copy is made while r1 runs.
-    plan = agents.make("tensile", min_bytes=1, mode="swap").plan(READ_MEANWHILE, BYTE_PER_NS, 100)
+    # Written until 10, read until 110, when the peak begins: the copy is made during the read.
+    program = programs.straight(
+        programs.activations(100, 100), ((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)
+    )
+    plan = agents.make("tensile", min_bytes=1, mode="swap").plan(program, BYTE_PER_NS, 100)
     assert plan.decisions == (Swap(0, 1, 4, prefetch=2, copy=0),)
-    assert simulate(READ_MEANWHILE, plan, BYTE_PER_NS, 100).iteration_ns == READ_MEANWHILE.ideal_ns
+    assert simulate(program, plan, BYTE_PER_NS, 100).iteration_ns == program.ideal_ns
 
 
 def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
@@ -61,8 +64,8 @@ def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
     plan = agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=5, copy=7), Recompute(A1, 1, 6))
     assert agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
-    alone = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
-    assert alone.decisions == (Recompute(A1, 1, 6),)
+    recompute_plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
+    assert recompute_plan.decisions == (Recompute(A1, 1, 6),)
     # With f1 of 40 ns a1 saves 1 byte a nanosecond, a2 still 4.
     slower = PROGRAM.with_durations([40, *(k.duration_ns for k in PROGRAM.kernels[1:])])
     plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(slower, MACHINE, LIMIT)
@@ -98,15 +101,15 @@ def test_the_ratio_and_the_host_bound_what_is_swapped(ratio: float, host: int, s
 
 def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
     # TWO needs 100 bytes at its peak, the other 110. At 200 the 40 bytes of its a go, though 30 or 20 would do.
-    other = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
+    larger = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
     planner = TENSILE(min_bytes=1)
-    small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 200)
+    small, large = planner.plan_jobs([TWO, larger], BYTE_PER_NS, 200)
     assert small.decisions == () and [d.tensor for d in large.decisions] == [0]
     assert (small.limit, large.limit) == (130, 100)  # each gets what the other job leaves
-    small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 100)
+    small, large = planner.plan_jobs([TWO, larger], BYTE_PER_NS, 100)
     assert {d.tensor for d in small.decisions} == {d.tensor for d in large.decisions} == {0, 1}
     with pytest.raises(agents.Infeasible, match="100 bytes"):
-        planner.plan_jobs([TWO, other], BYTE_PER_NS, 99)
+        planner.plan_jobs([TWO, larger], BYTE_PER_NS, 99)
     first, second = TENSILE(min_bytes=1, max_swap_ratio=[0.5, 1.0]).plan_jobs([TWO, TWO], BYTE_PER_NS, 120)
     assert {d.tensor for d in first.decisions} == {0} and {d.tensor for d in second.decisions} == {0, 1}
     with pytest.raises(ValueError, match="one for each of 2 jobs, got 3"):

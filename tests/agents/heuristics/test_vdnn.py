@@ -53,9 +53,9 @@ def plan(policy: str, limit: int, program: Program = NETWORK, **options: object)
 
 def test_all_offloads_every_input_and_waits() -> None:
     assert NETWORK.live_bytes == (45, 55, 75, 85, 105, 85, 70, 10)
-    made = plan("all", PLENTY)
-    assert made.decisions == ALL and made.planner == "vdnn_all"
-    timeline = simulate(NETWORK, made, MACHINE, PLENTY, iterations=1)
+    planned = plan("all", PLENTY)
+    assert planned.decisions == ALL and planned.planner == "vdnn_all"
+    timeline = simulate(NETWORK, planned, MACHINE, PLENTY, iterations=1)
     work = [(s.kind, s.index, s.start_ns, s.end_ns) for s in timeline.spans]
     assert work == [
         ("kernel", 0, 0, 10), ("swap_out", A1, 10, 50), ("kernel", 1, 10, 20),  # beside pool, which reads it
@@ -101,6 +101,6 @@ def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
     ("dyn", 94, ALL, 140),
 ])  # fmt: skip
 def test_policies(policy: str, limit: int, decisions: tuple[Swap, ...], iteration_ns: int) -> None:
-    made = plan(policy, limit)
-    assert made.decisions == decisions
-    assert simulate(NETWORK, made, MACHINE, limit, iterations=1).iteration_ns == iteration_ns
+    planned = plan(policy, limit)
+    assert planned.decisions == decisions
+    assert simulate(NETWORK, planned, MACHINE, limit, iterations=1).iteration_ns == iteration_ns

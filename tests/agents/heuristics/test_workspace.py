@@ -45,7 +45,7 @@ def test_over_the_limit_with_the_least_workspaces() -> None:
 
 # first 10, second 10, third 10, then first again 10 and last 10. While first runs: 40 bytes at first; again 80 of b and
 # the a that it makes, beside c of 30: 110.
-AGAIN = Program(
+REPEATED = Program(
     "again",
     (Tensor("a", 40), Tensor("b", 40), Tensor("c", 30)),
     (
@@ -80,9 +80,9 @@ FASTER = replace(SWAPPED, variants=((2, 0),))
     (PAIR, Plan(), 139, MACHINE, ((1, 0),), 6 + 10 + 7),
     (PAIR, Plan(), 140, MACHINE, ((0, 2), (1, 1)), 2 + 5 + 7),
     # Bytes left are the fewest of all runs.
-    (AGAIN, RERUN, 159, MACHINE, (), 50),
-    (AGAIN, RERUN, 160, MACHINE, ((0, 0),), 4 + 10 + 10 + 4 + 10),
-    (AGAIN, RERUN, 170, MACHINE, ((0, 1),), 3 + 10 + 10 + 3 + 10),
+    (REPEATED, RERUN, 159, MACHINE, (), 50),
+    (REPEATED, RERUN, 160, MACHINE, ((0, 0),), 4 + 10 + 10 + 4 + 10),
+    (REPEATED, RERUN, 170, MACHINE, ((0, 1),), 3 + 10 + 10 + 3 + 10),
     # Copies give way only where that is shorter. With 50 of workspace a cannot be back before k2 ends; k3 then waits
     # for 5 ns, but k2 is 30 faster.
     (EARLY, SWAPPED, 100, FAST, ((2, 0),), 10 + 100 + 10 + 5 + 10),
@@ -93,28 +93,28 @@ FASTER = replace(SWAPPED, variants=((2, 0),))
 def test_the_fastest_that_fit_the_bytes_left(
     program: Program, plan: Plan, limit: int, machine: Machine, variants: tuple, iteration_ns: int
 ) -> None:
-    found = with_fastest_variants(program, plan, machine, limit)
-    assert found == replace(plan, variants=variants)
-    assert simulate(program, found, machine, limit).iteration_ns == iteration_ns
+    filled = with_fastest_variants(program, plan, machine, limit)
+    assert filled == replace(plan, variants=variants)
+    assert simulate(program, filled, machine, limit).iteration_ns == iteration_ns
 
 
 @given(st.data())
 def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
     plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
-    least = replace(plan, variants=least_workspaces(program))
-    required = simulate(program, least, machine, 10**6).required_bytes
+    smallest = replace(plan, variants=least_workspaces(program))
+    required = simulate(program, smallest, machine, 10**6).required_bytes
     limit = required + data.draw(st.integers(0, 40))
-    before = [simulate(program, least, machine, limit).iteration_ns]
+    old_ns = [simulate(program, smallest, machine, limit).iteration_ns]
     try:
-        before.append(simulate(program, plan, machine, limit).iteration_ns)
+        old_ns.append(simulate(program, plan, machine, limit).iteration_ns)
     except OutOfMemory:
         pass
     engine = Engine(program, machine, limit)
-    found = with_fastest_variants(program, plan, machine, limit, engine)
-    after = simulate(program, found, machine, limit)
-    assert after.required_bytes <= limit and after.peak_bytes <= limit
-    assert after.iteration_ns <= min(before)
+    filled = with_fastest_variants(program, plan, machine, limit, engine)
+    timeline = simulate(program, filled, machine, limit)
+    assert timeline.required_bytes <= limit and timeline.peak_bytes <= limit
+    assert timeline.iteration_ns <= min(old_ns)
     assert 0 < engine.calls < 200
     with pytest.raises(agents.Infeasible):
         with_fastest_variants(program, plan, machine, required - 1)
@@ -147,27 +147,27 @@ def network(layers: int = 6) -> Program:
 def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algorithms(name: str) -> None:
     program, shorter = network(), 0
     for limit in (75, 95, *range(100, 157, 8)):
-        both, filled, own = (agents.make(name, min_bytes=1) for _ in range(3))
-        alone = own.plan(program.with_variants(least_workspaces(program)), MACHINE, limit)
-        plan = plan_with_variants(filled, program, MACHINE, limit, own=False)
-        assert plan.decisions == alone.decisions and plan.limit == alone.limit <= limit
-        least = replace(plan, variants=least_workspaces(program))
-        assert plan == least or name != "smartpool+autoswap"  # its addresses are for these workspaces
-        others = [plan, least]
+        combined, filled, base = (agents.make(name, min_bytes=1) for _ in range(3))
+        fixed = base.plan(program.with_variants(least_workspaces(program)), MACHINE, limit)
+        plan = plan_with_variants(filled, program, MACHINE, limit, include_default=False)
+        assert plan.decisions == fixed.decisions and plan.limit == fixed.limit <= limit
+        smallest = replace(plan, variants=least_workspaces(program))
+        assert plan == smallest or name != "smartpool+autoswap"  # its addresses are for these workspaces
+        alternatives = [plan, smallest]
         try:
-            others.append(own.plan(program, MACHINE, limit))
+            alternatives.append(base.plan(program, MACHINE, limit))
         except agents.Infeasible:
             pass
-        times = [simulate(program, p, MACHINE, p.limit).iteration_ns for p in others]
-        best = plan_with_variants(both, program, MACHINE, limit)
+        times = [simulate(program, p, MACHINE, p.limit).iteration_ns for p in alternatives]
+        best = plan_with_variants(combined, program, MACHINE, limit)
         assert simulate(program, best, MACHINE, best.limit).iteration_ns <= min(times) and times[0] <= times[1]
         shorter += min(times) < times[0]
-        assert best.fingerprint == program.fingerprint and both.simulator_calls >= len(others)
+        assert best.fingerprint == program.fingerprint and combined.simulator_calls >= len(alternatives)
     assert shorter  # planning for fast algorithms is worth something
 
 
 def test_superneurons_has_the_option() -> None:
     program, limit = network(), 95
     plan = agents.make("superneurons", min_bytes=1, workspace=True).plan(program, MACHINE, limit)
-    paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, own=False)
+    paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, include_default=False)
     assert plan == paper and plan.variants

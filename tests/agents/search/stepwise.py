@@ -17,36 +17,36 @@ from simulator.moves.moves import Moves
 
 def ticking(seconds: float) -> SimpleNamespace:
     """Returns a fake ``time`` module whose clock advances by a fixed amount per call."""
-    looks = count()
-    return SimpleNamespace(monotonic=lambda: seconds * next(looks))
+    calls = count()
+    return SimpleNamespace(monotonic=lambda: seconds * next(calls))
 
 
 def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
-    enough_ns: int = 0, until: float | None = None,
+    enough_ns: int = 0, deadline: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
     """Repeats ``local_search.anneal`` step by step; checks the clock after every ``CLOCK`` calls."""
     ideal = max(engine.program.ideal_ns, 1)
     rng = np.random.default_rng(seed)
     moves.reset(start)
-    best, best_ns, now_ns = start, start_ns, start_ns
+    best, best_ns, current_ns = start, start_ns, start_ns
     enough = max(enough_ns, engine.program.ideal_ns)
-    begin, spent = time.monotonic(), 0.0
+    start_time, spent = time.monotonic(), 0.0
     for step in range(calls) if calls is not None else count():
-        if until is not None and step % CLOCK == 0:
-            spent = (time.monotonic() - begin) / max(until - begin, 1e-9)
+        if deadline is not None and step % CLOCK == 0:
+            spent = (time.monotonic() - start_time) / max(deadline - start_time, 1e-9)
         if best_ns <= enough or spent >= 1:
             break
         rows = moves.propose()
         if rows is None:
             break
-        done = max(spent, step / calls if calls is not None else 0.0)
-        temperature = ideal * hot * (cold / hot) ** done
-        cutoff_ns = min(now_ns + math.ceil(-temperature * math.log(1.0 - rng.random())), NEVER)
+        progress = max(spent, step / calls if calls is not None else 0.0)
+        temperature = ideal * hot * (cold / hot) ** progress
+        cutoff_ns = min(current_ns + math.ceil(-temperature * math.log(1.0 - rng.random())), NEVER)
         iteration_ns = engine.score(rows, None, cutoff_ns).iteration_ns
         if iteration_ns < cutoff_ns:
             moves.accept()
-            now_ns = iteration_ns
-            if now_ns < best_ns:
-                best, best_ns = rows, now_ns
+            current_ns = iteration_ns
+            if current_ns < best_ns:
+                best, best_ns = rows, current_ns
     return best, best_ns

@@ -26,10 +26,10 @@ HOT, COLD = 3e-2, 3e-4
 class Counted(Engine):
     """Counts its calls from Python."""
 
-    asked = 0
+    python_calls = 0
 
     def score(self, rows: Rows, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Any:
-        self.asked += 1
+        self.python_calls += 1
         return super().score(rows, limit_until, cutoff_ns)
 
 
@@ -47,13 +47,13 @@ def outcome(
         engine._work.make_steps(2)
     moves = Moves(program, limit, mode, 1, seed)
     start = everything(program, mode, 1)
-    given = {"start_ns": 10**9, "calls": 200, "hot": HOT, "cold": COLD, "seed": seed} | options
-    best, best_ns = anneal(moves, engine, start, **given)
-    left = [best.tolist(), best_ns, engine.calls, moves.plan().tolist(), moves.load.tolist(), moves._rng.tolist()]
-    return left, engine
+    settings = {"start_ns": 10**9, "calls": 200, "hot": HOT, "cold": COLD, "seed": seed} | options
+    best, best_ns = anneal(moves, engine, start, **settings)
+    result = [best.tolist(), best_ns, engine.calls, moves.plan().tolist(), moves.load.tolist(), moves._rng.tolist()]
+    return result, engine
 
 
-def drawn(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
+def random_task(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
     """Draws a program (half of them networks), a machine, a limit and a mode."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
@@ -67,9 +67,9 @@ def drawn(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
 
 
 def test_compiled_annealing_equals_the_stepwise_reference() -> None:
-    accepted = asked = 0
+    accepted = python_calls = 0
     for seed in range(150):
-        program, machine, limit, mode, rng = drawn(seed)
+        program, machine, limit, mode, rng = random_task(seed)
         options: dict[str, Any] = {"calls": rng.choice([0, 1, 7, 8, 9, 100, 400])}
         if rng.random() < 0.2:
             options["start_ns"] = NEVER  # as after a kick: anything is better
@@ -79,14 +79,14 @@ def test_compiled_annealing_equals_the_stepwise_reference() -> None:
             options |= {"hot": 1e30, "cold": 1.0}  # all is accepted
         short = rng.random() < 0.3
         task = program, machine, limit, mode, seed, short
-        by_hand, python = outcome(stepwise.anneal, *task, **options)
+        expected, reference = outcome(stepwise.anneal, *task, **options)
         compiled, engine = outcome(local_search.anneal, *task, **options)
-        assert compiled == by_hand, seed
-        assert python.asked == python.calls
-        assert engine.asked == 0 or short or machine.host_bytes < program.peak_bytes, seed
-        asked += engine.asked
-        accepted += by_hand[3] != everything(program, mode, 1).tolist()
-    assert accepted > 50 and asked > 50
+        assert compiled == expected, seed
+        assert reference.python_calls == reference.calls
+        assert engine.python_calls == 0 or short or machine.host_bytes < program.peak_bytes, seed
+        python_calls += engine.python_calls
+        accepted += expected[3] != everything(program, mode, 1).tolist()
+    assert accepted > 50 and python_calls > 50
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
@@ -97,12 +97,12 @@ def test_compiled_annealing_equals_the_reference_with_a_time_budget(
     """Uses a clock that advances by a second per check, with equally many checks."""
     program = pyramid(12, 1)
     task = program, MACHINE, int(0.6 * program.peak_bytes), mode, 3, True
-    found = []
+    results = []
     for module in (stepwise, local_search):
         monkeypatch.setattr(module, "time", ticking(1.0))
-        found.append(outcome(module.anneal, *task, calls=calls, until=25.0)[0])
-    assert found[0] == found[1]
-    assert found[0][2] == (150 if calls else 24 * CLOCK)
+        results.append(outcome(module.anneal, *task, calls=calls, deadline=25.0)[0])
+    assert results[0] == results[1]
+    assert results[0][2] == (150 if calls else 24 * CLOCK)
 
 
 def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,5 +112,5 @@ def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatc
     for seconds in (0.9 * TICK, TICK):
         monkeypatch.setattr(local_search, "time", ticking(seconds))
         task = program, MACHINE, int(0.6 * program.peak_bytes), "swap", 0, False
-        calls[seconds] = outcome(local_search.anneal, *task, calls=None, until=6.5 * seconds)[1].calls
+        calls[seconds] = outcome(local_search.anneal, *task, calls=None, deadline=6.5 * seconds)[1].calls
     assert calls == {0.9 * TICK: CLOCK * (1 + 2 + 4 + 8 + 16 + 32), TICK: CLOCK * 6}

@@ -14,32 +14,32 @@ ERROR = TimesError(0.3, 0.25)
 
 
 def test_each_shape_by_a_factor_of_its_own() -> None:
-    long = PROGRAM.with_durations([k.duration_ns * 10**6 for k in PROGRAM.kernels])
-    twice = replace(long, kernels=(*long.kernels, replace(long.kernels[-1], inputs=(0,), outputs=())))
-    drawn = ERROR.drawn(twice, 3)
-    assert drawn.ideal_ns == pytest.approx(twice.ideal_ns, rel=1e-6)
-    factors = [a.duration_ns / b.duration_ns for a, b in zip(drawn.kernels, twice.kernels, strict=True)]
+    slowed = PROGRAM.with_durations([k.duration_ns * 10**6 for k in PROGRAM.kernels])
+    extended = replace(slowed, kernels=(*slowed.kernels, replace(slowed.kernels[-1], inputs=(0,), outputs=())))
+    sample = ERROR.sampled(extended, 3)
+    assert sample.ideal_ns == pytest.approx(extended.ideal_ns, rel=1e-6)
+    factors = [a.duration_ns / b.duration_ns for a, b in zip(sample.kernels, extended.kernels, strict=True)]
     assert factors[-1] == pytest.approx(factors[-2], rel=1e-6)  # the same operator, FLOPs and bytes
     assert len({round(f, 4) for f in factors}) == 8
-    assert ERROR.drawn(twice, 3) == drawn != ERROR.drawn(twice, 4)
-    assert TimesError(0.0, 0.1).drawn(twice, 3) == twice
+    assert ERROR.sampled(extended, 3) == sample != ERROR.sampled(extended, 4)
+    assert TimesError(0.0, 0.1).sampled(extended, 3) == extended
 
 
 @pytest.mark.parametrize("plan", [SWAP_PLAN, RECOMPUTE_PLAN])
 def test_overheads_are_those_of_simulations(plan: Plan) -> None:
-    found = OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5)
+    retimed = OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5)
     bare = replace(plan, fingerprint="")
 
     def cost(program: Program) -> float:
         return simulate(program, bare, MACHINE, LIMIT).overhead
 
-    spread = found.spread(plan)
+    spread = retimed.spread(plan)
     assert spread.said == cost(PROGRAM)
     assert spread.fast == cost(ERROR.faster(PROGRAM)) and spread.slow == cost(ERROR.slower(PROGRAM))
-    assert found.expected(plan) == pytest.approx((spread.said + spread.fast + spread.slow) / 3)
-    sure = OtherTimes(PROGRAM, MACHINE, LIMIT, TimesError(0.3, 0.0), draws=5)  # of the sum
-    each = [cost(sure.error.drawn(PROGRAM, seed)) for seed in np.random.SeedSequence(0).generate_state(5).tolist()]
-    assert sure.expected(plan) == pytest.approx(np.mean(each))
+    assert retimed.expected(plan) == pytest.approx((spread.said + spread.fast + spread.slow) / 3)
+    exact = OtherTimes(PROGRAM, MACHINE, LIMIT, TimesError(0.3, 0.0), draws=5)  # of the sum
+    costs = [cost(exact.error.sampled(PROGRAM, seed)) for seed in np.random.SeedSequence(0).generate_state(5).tolist()]
+    assert exact.expected(plan) == pytest.approx(np.mean(costs))
     assert TimesError(0.3, 0.0).margin == 0.15 and TimesError(0.14, 0.1).margin == 0.1
     assert spread.least <= spread.low <= spread.high <= spread.most
     assert OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5).spread(plan) == spread
@@ -69,13 +69,13 @@ def test_an_error_out_of_range(kernel: float, step: float) -> None:
 def test_kernels_that_are_faster_hide_less() -> None:
     program, machine, limit = just_hidden()
     hidden = Plan.of(program, (Swap(1, 1, 5),))
-    others = OtherTimes(program, machine, limit, ERROR, draws=1)
+    retimed = OtherTimes(program, machine, limit, ERROR, draws=1)
     planner = ForFaster([hidden], ERROR, calls=400, min_bytes=0)
     found = planner.plan(program, machine, limit)
     assert (found.fingerprint, found.planner, found.limit) == (program.fingerprint, planner.name, limit)
     assert 1 < planner.simulator_calls <= 400
-    spread, before = others.spread(found), others.spread(hidden)
-    assert spread.fast < before.fast and spread.said > before.said == 0
+    spread, old = retimed.spread(found), retimed.spread(hidden)
+    assert spread.fast < old.fast and spread.said > old.said == 0
     assert found == planner.plan(program, machine, limit)
 
 

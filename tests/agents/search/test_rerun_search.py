@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 import agents
 from agents.search import rerun_search
-from agents.search.rerun_moves import FREE, anneal, counting, nodes_of, tables
+from agents.search.rerun_moves import FREE, anneal, nodes_of, pruned, tables
 from agents.search.rerun_search import least_bytes, rows
 from simulator import Kernel, Plan, PlanError, Program, Rerun, Tensor, simulate
 from simulator.compiled.encoding import decisions_of
@@ -33,11 +33,11 @@ def extra_ns(program: Program, plan: Plan, limit: int) -> int:
 def test_as_good_as_every_set_of_reruns(seed: int, few_moves: None) -> None:
     program = pyramid(3, seed)
     n = len(program.kernels)
-    made = list(rerun_plans(program, [Rerun(k, b) for b in range(n) for k in range(b) if k < 3], 4))
-    reach = min(required for _, required in made)
+    schedules = list(rerun_plans(program, [Rerun(k, b) for b in range(n) for k in range(b) if k < 3], 4))
+    reach = min(required for _, required in schedules)
     assert reach < program.peak_bytes
     for limit in range(reach, program.peak_bytes, 5):
-        best = min(ns for ns, required in made if required <= limit)
+        best = min(ns for ns, required in schedules if required <= limit)
         plan = agents.make("rerun_search", min_bytes=1, kicks=2).plan(program, MACHINE, limit)
         assert simulate(program, plan, MACHINE, limit).iteration_ns <= best
 
@@ -47,17 +47,17 @@ def test_costs_of_the_sweep_equal_those_of_the_schedule(data: st.DataObject) -> 
     """Computed costs match the plans found for in-place kernels, several outputs and persistent results."""
     program = data.draw(programs())
     table = tables(program, 1)
-    least = least_bytes(program, table)
-    if not least <= program.peak_bytes - 1:
+    min_limit = least_bytes(program, table)
+    if not min_limit <= program.peak_bytes - 1:
         return
-    limit = data.draw(st.integers(least, program.peak_bytes - 1))
+    limit = data.draw(st.integers(min_limit, program.peak_bytes - 1))
     n = len(program.kernels)
     state = np.empty(4 * n + table.room, np.int64)
     rules = np.full(table.nodes.shape[1], FREE, np.int64)
     rng = np.array([data.draw(st.integers(1, 2**62))], np.uint64)
     _, runs, ns, _ = anneal(rng, table, limit, rules, state, 0, 400, 10.0, 0.1, 1.0)
     if ns >= 0:
-        plan = Plan(decisions_of(rows(counting(table, runs), n)))
+        plan = Plan(decisions_of(rows(pruned(table, runs), n)))
         plan.check(program)
         schedule = lower(program, plan)
         assert schedule.required_bytes <= limit
@@ -93,9 +93,9 @@ def test_writers_of_a_tensor_are_recomputed_together() -> None:
 def test_infeasible_limits_name_the_smallest_one() -> None:
     program = in_place()
     table = tables(program, 1)
-    least = least_bytes(program, table)
-    with pytest.raises(agents.Infeasible, match=f"{least:,} bytes"):
-        agents.make("rerun_search", min_bytes=1).plan(program, MACHINE, least - 1)
+    min_limit = least_bytes(program, table)
+    with pytest.raises(agents.Infeasible, match=f"{min_limit:,} bytes"):
+        agents.make("rerun_search", min_bytes=1).plan(program, MACHINE, min_limit - 1)
     with pytest.raises(agents.Infeasible, match="min_bytes"):
         agents.make("rerun_search", kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
     assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()
@@ -110,9 +110,9 @@ def test_the_time_budget_ends_the_search(few_moves: None, monkeypatch: pytest.Mo
 
 def test_unet_at_10_gib_is_at_most_what_checkmate_published() -> None:
     models = json.loads((DATA / "answers.json").read_text())["models"]
-    (theirs,) = (b for b in models[1]["budgets"] if b["budget_gib"] == 10)
+    (published,) = (b for b in models[1]["budgets"] if b["budget_gib"] == 10)
     program = Program.load(DATA / models[1]["program"])
-    plan = agents.make("rerun_search", kicks=0).plan(program, MACHINE, theirs["limit_bytes"])
-    timeline = simulate(program, plan, MACHINE, theirs["limit_bytes"])
-    assert timeline.peak_bytes <= theirs["limit_bytes"]
-    assert timeline.iteration_ns <= theirs["schedule_ns"]
+    plan = agents.make("rerun_search", kicks=0).plan(program, MACHINE, published["limit_bytes"])
+    timeline = simulate(program, plan, MACHINE, published["limit_bytes"])
+    assert timeline.peak_bytes <= published["limit_bytes"]
+    assert timeline.iteration_ns <= published["schedule_ns"]

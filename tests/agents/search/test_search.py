@@ -61,8 +61,8 @@ def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, obj
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
     planners = [agents.make(name, min_bytes=1, seed=s, **options) for s in (0, 0, 1)]
-    first, again, other = (p.plan(program, MACHINE, limit) for p in planners)
-    assert first == again
+    first, repeat, other = (p.plan(program, MACHINE, limit) for p in planners)
+    assert first == repeat
     bound = floor(program, MACHINE, limit, str(options.get("mode", "joint"))).iteration_ns
     best = name in ("rerun_search", "best") or simulate(program, first, MACHINE, limit).iteration_ns == bound
     assert first != other or best  # which finds the best there is
@@ -79,9 +79,9 @@ def test_no_enumerated_plan_is_faster(name: str, mode: str, program: Program) ->
     """Early copies and shifts may find plans that are faster still."""
     limit = tiny.LIMIT if program is tiny.PROGRAM else int(0.65 * program.peak_bytes)
     planner = agents.make(name, min_bytes=1, mode=mode, calls=3_000)
-    found = simulate(program, planner.plan(program, MACHINE, limit), MACHINE, limit).iteration_ns
+    found_ns = simulate(program, planner.plan(program, MACHINE, limit), MACHINE, limit).iteration_ns
     bound = floor(program, MACHINE, limit, mode).iteration_ns
-    assert program.ideal_ns < found <= enumeration.shortest_ns(program, MACHINE, limit, mode) and bound <= found
+    assert program.ideal_ns < found_ns <= enumeration.shortest_ns(program, MACHINE, limit, mode) and bound <= found_ns
 
 
 @pytest.mark.parametrize("jobs", [None, 1, 3])
@@ -90,9 +90,9 @@ def test_annealing_for_some_seconds(jobs: int | None, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "time", ticking(1.0))  # a second at every look
     program = pyramid(16, 5)
     limit = int(0.5 * program.peak_bytes)
-    few, many = (agents.make("annealing", min_bytes=1, seconds=s, jobs=jobs) for s in (1e-6, 300.0))
-    first, plan = (planner.plan(program, MACHINE, limit) for planner in (few, many))
-    assert few.simulator_calls < 10 and 500 < many.simulator_calls < 10_000
+    short, long = (agents.make("annealing", min_bytes=1, seconds=s, jobs=jobs) for s in (1e-6, 300.0))
+    first, plan = (planner.plan(program, MACHINE, limit) for planner in (short, long))
+    assert short.simulator_calls < 10 and 500 < long.simulator_calls < 10_000
     ns = [simulate(program, p, MACHINE, limit).iteration_ns for p in (plan, first)]
     assert ns[0] < ns[1]
 
@@ -107,12 +107,12 @@ def test_moves_keep_the_residency(mode: str) -> None:
     chance = random.Random(1)
     proposed, kinds, shifted = 0, set(), 0
     for _ in range(300):
-        before = moves.plan()
+        old_rows = moves.plan()
         rows = moves.propose()
         if rows is None:
             break
         proposed += 1
-        assert np.array_equal(moves.plan(), before)  # a proposal changes nothing until it is accepted
+        assert np.array_equal(moves.plan(), old_rows)  # a proposal changes nothing until it is accepted
         if chance.random() < 0.5:
             continue
         moves.accept()
@@ -126,8 +126,8 @@ def test_moves_keep_the_residency(mode: str) -> None:
             assert (moves.load <= engine.residency(rows)).all()
         agents.planner.Plan(agents.planner.decisions_of(rows)).check(program)
     assert proposed > 100 or mode == "recompute"
-    wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
-    assert kinds >= wanted.get(mode, wanted["swap"] | wanted["recompute"])
+    expected = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
+    assert kinds >= expected.get(mode, expected["swap"] | expected["recompute"])
     assert shifted or mode == "recompute"
 
 
@@ -135,8 +135,8 @@ def test_moves_keep_the_residency(mode: str) -> None:
 def test_annealing_starts_from_the_best_heuristic(mode: str) -> None:
     program = pyramid(16, 5)
     limit = int(0.6 * program.peak_bytes)
-    least = min(overhead(program, limit, f"autoswap_{score}") for score in SCORES)
-    assert overhead(program, limit, "annealing", calls=20, mode=mode) <= least
+    lowest = min(overhead(program, limit, f"autoswap_{score}") for score in SCORES)
+    assert overhead(program, limit, "annealing", calls=20, mode=mode) <= lowest
 
 
 def test_weights_decide_what_is_picked() -> None:

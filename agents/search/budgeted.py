@@ -19,12 +19,12 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 LARGE = 5_000  # kernels: setup of the search is negligible for smaller programs
-PART, SLACK = 0.95, 0.5  # share of the remaining time for the search; grace period in seconds
+SHARE, SLACK = 0.95, 0.5  # share of the remaining time for the search; grace period in seconds
 
 Search = Callable[[Any, Program, Machine, int], Plan]
 
 
-def in_time(plan: Search) -> Search:
+def budgeted(plan: Search) -> Search:
     """Decorates ``plan`` of a planner with ``seconds`` so that it returns within its time budget.
 
     For programs of ``LARGE`` kernels or more it makes a quick plan first, and returns it if the search finds none in
@@ -35,22 +35,22 @@ def in_time(plan: Search) -> Search:
     def run(self: Any, program: Program, machine: Machine, limit: int) -> Plan:
         if self.seconds is None or len(program.kernels) < LARGE:
             return plan(self, program, machine, limit)
-        until, search = time.monotonic() + self.seconds, copy.copy(self)
-        first, calls = quick(self, program, machine, limit)
-        left = until - time.monotonic()
-        if first is not None and left <= 0:
+        deadline, search = time.monotonic() + self.seconds, copy.copy(self)
+        fallback, calls = quick_plan(self, program, machine, limit)
+        remaining = deadline - time.monotonic()
+        if fallback is not None and remaining <= 0:
             self.simulator_calls = calls
-            return first
-        search.seconds = max(PART * left, 1e-2)
+            return fallback
+        search.seconds = max(SHARE * remaining, 1e-2)
         try:
-            with within(max(left, 0) + SLACK):
+            with within(max(remaining, 0) + SLACK):
                 return plan(search, program, machine, limit)
         except (TimeUp, Infeasible) as error:
-            if first is None and isinstance(error, Infeasible):
+            if fallback is None and isinstance(error, Infeasible):
                 raise
-            if first is None:
+            if fallback is None:
                 raise Infeasible(f"{self.name}: found no plan of {program.name!r} within {self.seconds} s") from None
-            return first
+            return fallback
         finally:
             self.__dict__ |= search.__dict__ | {"seconds": self.seconds}
             self.simulator_calls += calls
@@ -58,7 +58,7 @@ def in_time(plan: Search) -> Search:
     return run
 
 
-def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple[Plan | None, int]:
+def quick_plan(planner: Any, program: Program, machine: Machine, limit: int) -> tuple[Plan | None, int]:
     """Makes a quick plan, under the name and mode of ``planner``, with heuristics of near-linear run time.
 
     Returns:
