@@ -28,7 +28,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.common import cli, report, workers
-from experiments.common.endings import goes_on
+from experiments.common.errors import resumable
 from experiments.common.report import Row
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
@@ -54,7 +54,7 @@ SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared 
 def main(cfg: DictConfig) -> None:
     """Computes the chosen figures, or redraws them from their results, into ``out``."""
     quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
-    asked = cli.plain(cfg.figure)
+    asked = cli.to_dict(cfg.figure)
     every = asked.get("name") == ALL
     out = cli.path(cfg, "out") or Path("runs/reproduce")
     if redraw:
@@ -62,13 +62,13 @@ def main(cfg: DictConfig) -> None:
         print(out)
         return
     chosen = [name for name in names() if not figure(name).on_demand] if every else []
-    several = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in chosen]
+    several = [cli.to_dict(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in chosen]
     typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
     own = {key.split(".")[1] for key in typed if key.startswith("figure.")}
     make(several or [asked], quick, cfg.gpu, *cli.launcher(cfg), out, own)
 
 
-@goes_on
+@resumable
 def make(
     chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
     own: Collection[str] = (),
@@ -88,7 +88,7 @@ def make(
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be created ({error.strerror})") from None
 
-    with report.held(out):
+    with report.lock_directory(out):
         wrong = compute(works, launcher, jobs)
     console = report.console()
     for work in works:

@@ -24,7 +24,7 @@ import yaml
 from agents.learned.checkpoint import TrainingStateError, read_training_state, read_weights, write_training_state
 from agents.learned.policy_net import PolicyNet
 from experiments.common import cli, own_files
-from experiments.common.resume import resumed_words
+from experiments.common.resume import resume_args
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
 from simulator.files import write_json
 from simulator.pool.files import load
@@ -113,7 +113,7 @@ class Files:
             "timeline.json": Timeline.load,
             "machine.yaml": Machine.load,
             "workload.yaml": own_files.read_workload,
-            "summary.json": lambda path: resumed_words(path, []),
+            "summary.json": lambda path: resume_args(path, []),
             "blocks.csv": load,
             "checkpoint.pt": read_training_state,
             "policy.pt": lambda path: read_weights(path, PolicyNet, "the policy"),

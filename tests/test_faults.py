@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import begun
+from experiments import install_handlers
 from simulator import FormatError, Program
 from simulator.files import FORGOTTEN, LONGEST, write_text
 from tests.faults import ROOT, Files, read
@@ -53,7 +53,7 @@ def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", None)
-    begun()
+    install_handlers()
     print("1 µs – 2")
     print("nothing", file=sys.stderr)
     out.flush()

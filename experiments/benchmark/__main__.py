@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
     if suite == SPEED:
         print(json.dumps(speed(cfg), indent=1))
         return
-    settings = cli.plain(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))
+    settings = cli.to_dict(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))
     if (chosen := agents_of(cfg, suite, settings)) is not None:
         settings |= {"agents": chosen, "beside": True}
     out = cli.path(cfg, "out") or Path("runs/benchmark")

@@ -49,8 +49,8 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
     found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
     programs: dict[str, Program] = {}
-    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.plain(cfg)["plans"]
-    with report.staged(stages(networks, list(tasks), len(blocks), pack_seconds), still=True) as begin:
+    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.to_dict(cfg)["plans"]
+    with report.track_stages(stages(networks, list(tasks), len(blocks), pack_seconds), manual_refresh=True) as begin:
         for name in networks:
             begin(f"simulating {name}")
             seconds, program = capture(name, machine)

@@ -119,7 +119,7 @@ def main(args: Args) -> float:
         returns += reward
         for ended in np.flatnonzero(terminated):
             episodes += 1
-            curve.episode(info["overhead"][ended])  # NaN if the plan is infeasible
+            curve.add_episode(info["overhead"][ended])  # NaN if the plan is infeasible
             if episodes % 50 == 0:
                 print(f"step {step:,}, episode {episodes:,}: return {returns[ended]:.4f}, epsilon {epsilon:.2f}")
             returns[ended] = 0.0
@@ -138,10 +138,10 @@ def main(args: Args) -> float:
             optimizer.step()
         if step % args.target_every == 0:
             target.load_state_dict(q.state_dict())
-        curve.maybe(step + args.num_envs, lambda: greedy_overhead(q, args.limit))
+        curve.add_point_if_due(step + args.num_envs, lambda: greedy_overhead(q, args.limit))
 
     found = greedy_overhead(q, args.limit)
-    curve.point(stored, found)
+    curve.add_point(stored, found)
     overhead = found if math.isfinite(found) else math.inf
     rows = [report.score(name, task.program, task.machine, task.limit, args.seed)[0] for name in report.heuristics()]
     best = min((row for row in rows if row["feasible"]), key=lambda row: row["overhead"])

@@ -138,7 +138,7 @@ def main(args: Args) -> float:
             calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one call at the end of an episode
             if terminated.any():
                 for overhead in info["final_info"]["overhead"][terminated]:  # NaN if the plan is infeasible
-                    curve.episode(overhead)
+                    curve.add_episode(overhead)
                 found += info["final_info"]["overhead"][terminated & info["final_info"]["feasible"]].tolist()
             rewards[k] = torch.from_numpy(args.reward_scale * np.maximum(reward, args.worst)).float()
             ends[k] = torch.from_numpy(terminated).float()
@@ -169,14 +169,14 @@ def main(args: Args) -> float:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
 
-        curve.maybe(calls, lambda: greedy(args, agent, states_of))
+        curve.add_point_if_due(calls, lambda: greedy(args, agent, states_of))
         best = min([best, *found])
         if found and (update % max(1, updates // 10) == 0 or update == updates - 1):
             print(f"step {(update + 1) * m * t:,}: mean overhead {np.mean(found):.2%} over {len(found)} episodes, "
                   f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
 
     overhead = greedy(args, agent, states_of)
-    curve.point(calls, overhead)
+    curve.add_point(calls, overhead)
     print(f"greedy plan: overhead {overhead:.2%}; best of all episodes: {best:.2%}")
     return overhead
 

@@ -58,7 +58,7 @@ class Core(Figure):
     alone = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        config = cli.plain(settings)
+        config = cli.to_dict(settings)
         out: list[Row] = []
         shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
         for name, agent in config["agents"].items():
@@ -272,7 +272,7 @@ class TestSplit(Figure):
     alone = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        config = cli.plain(settings)
+        config = cli.to_dict(settings)
         out = []
         for key, before in (("networks", ""), ("fresh", "fresh_")):
             methods = config[f"{before}methods"]

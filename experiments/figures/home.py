@@ -276,7 +276,7 @@ class Fig7(Figure):
     name = "home_fig7"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        options, batches = home.search(settings), cli.plain(settings.batches)
+        options, batches = home.search(settings), cli.to_dict(settings.batches)
         for name, batch in batches.items():
             if name not in NETWORKS:
                 raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from experiments.common import cli
 from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
-from experiments.common.report import CONTROL, Row, console
+from experiments.common.report import ABLATION, Row, console
 from experiments.figures import grouped
 from experiments.figures.core import WITHOUT, interval, iqm
 from experiments.figures.figure import Figure, Range
@@ -128,7 +128,7 @@ def summarise(file: Path) -> Row | None:
         rows = {r["planner"]: r for r in summary["results"]}
         dqn = rows.get("dqn")
         autoswap = [r["overhead"] for n, r in rows.items() if n.startswith("autoswap_") and r["feasible"]]
-        there = {"dqn", f"{CONTROL}, equal calls", f"{CONTROL}, equal seconds"} <= set(rows)
+        there = {"dqn", f"{ABLATION}, equal calls", f"{ABLATION}, equal seconds"} <= set(rows)
         if dqn is None or not there or not autoswap or not rows.get("annealing", {}).get("feasible"):
             return None
         return {
@@ -137,8 +137,8 @@ def summarise(file: Path) -> Row | None:
             "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
             "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
             "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
-            "uniform_calls": rows[f"{CONTROL}, equal calls"]["overhead"],
-            "uniform_seconds": rows[f"{CONTROL}, equal seconds"]["overhead"],
+            "uniform_calls": rows[f"{ABLATION}, equal calls"]["overhead"],
+            "uniform_seconds": rows[f"{ABLATION}, equal seconds"]["overhead"],
             "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
             "floor": dqn["bound_overhead"], "gap": dqn["gap"],
         }  # fmt: skip

@@ -26,7 +26,7 @@ class Fig11(Figure):
     name = "superneurons_fig11"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        batches, short = cli.plain(settings.batches), cli.number(settings, "short")
+        batches, short = cli.to_dict(settings.batches), cli.number(settings, "short")
         for name, batch in batches.items():
             figures.network(name, "batches")
             if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:

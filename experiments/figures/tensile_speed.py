@@ -40,7 +40,7 @@ class Speed(Figure):
         factors = figures.numbers(settings, "factors", lambda x: x > 0, "positive numbers")
         found = []
         for key, adam in (("batches", False), ("adam", True)):
-            for name, batches in cli.plain(settings[key]).items():
+            for name, batches in cli.to_dict(settings[key]).items():
                 figures.network(name, key)
                 if not all(isinstance(batch, int) and batch > 0 for batch in batches):
                     raise cli.UsageError(f"figure.{key}.{name}: expected a list of positive integers, got {batches!r}")

@@ -38,7 +38,7 @@ class Start(Figure):
     name = "tensile_start"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        names, limits = figures.networks(settings), cli.plain(settings.limits)
+        names, limits = figures.networks(settings), cli.to_dict(settings.limits)
         for name in limits:
             if name not in names or len(names) < 2:
                 raise cli.UsageError(f"figure.networks: expected {name} and another network to predict it from")

@@ -112,7 +112,7 @@ def planned(
     """
     task = (program, machine, limit)
     planners: list[agents.Planner] = [
-        report.made(name, mode="joint", calls=calls, seed=seed, min_bytes=small(program)) for name in searches
+        report.make(name, mode="joint", calls=calls, seed=seed, min_bytes=small(program)) for name in searches
     ]
     found = [_best(planner, task, seed) for planner in planners]
     if error is not None:

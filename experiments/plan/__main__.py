@@ -35,12 +35,12 @@ from agents.planner import small
 from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
-from experiments.common.endings import expected_errors
+from experiments.common.errors import expected_errors
 from experiments.common.report import Row
 from experiments.plan import capture, times
 from experiments.plan.answer import Answer, Best, Largest, Times
 from experiments.plan.capture import MOST, BatchError, Step
-from experiments.plan.how_to_run import checkpoints, fit_call
+from experiments.plan.usage import checkpoints, fit_call
 from experiments.plan.words import rounded_up, slowest, verdict
 from simulator import simulate
 from simulator.compiled.engine import Engine
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> Path:
     if workload is not None and known.step_ns is not None:
         workload["iteration_ms"] = known.step_ns / 1e6
     todo = stages(mode, known.error)
-    with report.staged(todo) as begin:
+    with report.track_stages(todo) as begin:
         begin(CAPTURE)
         if workload is None:
             program = times.lasting(cli.program(cfg, machine), known)
@@ -105,7 +105,7 @@ def main(cfg: DictConfig) -> Path:
             families = judged(families, card)
             if card is not None and wants_less(families):
                 more = tightened(task, card, mode, seed, LESS * seconds)
-                families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
+                families += [] if more is None else [replace(more, row=report.with_bounds(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""
             beside = card.beside if card and memory else 0
@@ -142,7 +142,7 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
         raise cli.UsageError("specify exactly one of target=, workload= and program=")
     if cfg.program is not None:
         return None
-    workload = cli.plain(cfg.workload)
+    workload = cli.to_dict(cfg.workload)
     return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
 
 
@@ -200,7 +200,7 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     from experiments.plotting import plots
 
     program, best = answer.program, answer.best
-    none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
+    none = report.with_bounds(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
     plan = best.plan if best else None
     if plan is not None:
         plan.save(out / "plan.json")
@@ -259,7 +259,7 @@ def planned(
             begin(family)
             found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds, first))
     begin(SEARCH_NAME)
-    search = report.made("best", mode=mode, seconds=SEARCH * seconds, seed=seed)
+    search = report.make("best", mode=mode, seconds=SEARCH * seconds, seed=seed)
     found.append(best_of(SEARCH_NAME, [search], task, mode, seed))
     if error is not None and not huge and (starts := [b.plan for b in found if b.plan is not None]):
         begin(FASTER_NAME)
@@ -270,7 +270,7 @@ def planned(
     with suppress(TimeUp), within(min(WAIT * seconds, LONGEST)):
         floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, UNPROVEN, WAIT * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
-    return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
+    return [replace(b, row=report.with_bounds(b.row, bound) if b.row else None) for b in found], bound
 
 
 def best_of(
@@ -291,7 +291,7 @@ def best_of(
     for asked in planners:
         planner = asked
         if isinstance(planner, str):
-            planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
+            planner = report.make(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
         late = time.monotonic() - begin > together and planner.name not in sure
         if late and (huge or any(row["feasible"] for row, *_ in rows)):
             out.append(planner.name)
@@ -334,7 +334,7 @@ def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) 
     """
     began, (program, machine, limit) = time.monotonic(), task
     for part in PARTS:
-        planner = report.made("best", seed=seed, mode=mode, seconds=seconds / len(PARTS))
+        planner = report.make("best", seed=seed, mode=mode, seconds=seconds / len(PARTS))
         (best,) = judged([best_of(LESS_NAME, [planner], (program, machine, int(part * limit)), mode, seed)], card)
         if best.served:
             return replace(best, seconds=time.monotonic() - began)
@@ -380,7 +380,7 @@ def largest_batch(
                 stopped = stopped or time.monotonic() >= until
                 if not stopped:
                     tries += 1
-                    made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
+                    made = report.make(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
                     row, *_ = report.score_with(made, step, machine, room, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
                         planner = name

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from agents.search.other_times import Spread, TimesError
 from experiments.common.report import Row
-from experiments.plan.how_to_run import Checkpoints
+from experiments.plan.usage import Checkpoints
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.pool.card import CardPeak

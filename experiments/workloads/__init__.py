@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.batches import arguments
 from executor.capture.capture import Captured, capture, capture_step
 from executor.capture.optimizers import BUCKET_BYTES
-from experiments import ctrl_c_waits
+from experiments import defer_ctrl_c
 from experiments.workloads import (
     densenet,
     huggingface,
@@ -86,7 +86,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     name = str(workload.get("name") or (type(parts[0]).__name__ if _own(workload) else _family(workload)))
     buckets = BUCKET_BYTES if as_cuda else None
     options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # the program is planned, not trained
-    with ctrl_c_waits():  # an interrupt within PyTorch's C++ may abort the process
+    with defer_ctrl_c():  # an interrupt within PyTorch's C++ may abort the process
         if len(parts) == 2:
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)
         else:

@@ -81,7 +81,7 @@ def test_a_path_needs_no_quotes_and_the_run_can_be_repeated(run: Run, program_fi
 
 def test_figures_and_the_suite_speed_take_files(tmp_path: Path) -> None:
     file = written(tmp_path, "mine.yaml", MACHINE)
-    config = cli.plain(OmegaConf.load(cli.CONFIGS / "figure" / "superneurons_table3.yaml"))
+    config = cli.to_dict(OmegaConf.load(cli.CONFIGS / "figure" / "superneurons_table3.yaml"))
     assert Work(config, True, str(file), tmp_path).machine == Machine.load(file)
     _, program = speed.capture(str(written(tmp_path, "my_net.yaml", NETWORK)), Machine.load(file))
     assert (program.name, program.ideal_ns) == ("small", 7_000_000)
