@@ -165,10 +165,10 @@ def compared(
 def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
     """Returns reward, actions and the class of ``network`` (None: the default network)."""
     from envs.task import ACTIONS, REWARDS
-    from experiments.workloads.module import WorkloadError, named
+    from experiments.workloads.module import WorkloadError, import_target
 
     try:
-        network = None if cfg.network is None else named(cfg.network)
+        network = None if cfg.network is None else import_target(cfg.network)
     except WorkloadError as error:
         raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
     reward, actions = cli.choice(cfg, "reward", (None, *REWARDS)), cli.choice(cfg, "actions", (None, *ACTIONS))

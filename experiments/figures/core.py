@@ -158,10 +158,10 @@ def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner],
         except ValueError as error:
             raise cli.UsageError(f"{where}: {error}") from None
         return partial(agents.make, agent["planner"], **chosen), BUDGETS & set(known)
-    from experiments.workloads.module import WorkloadError, named  # PyTorch
+    from experiments.workloads.module import WorkloadError, import_target  # PyTorch
 
     try:
-        kind = named(agent["target"])
+        kind = import_target(agent["target"])
     except WorkloadError as error:
         raise cli.UsageError(f"{where}: cannot import {agent['target']!r} as 'module:Class' ({error})") from None
     if not callable(getattr(kind, "plan", None)):

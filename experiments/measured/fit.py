@@ -109,7 +109,7 @@ class Group(NamedTuple):
     """
 
     found: dict[str, float]
-    serialize: dict[str, float]
+    written: dict[str, float]
     errors: Errors
 
 
