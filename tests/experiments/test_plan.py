@@ -113,17 +113,17 @@ def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_largest_batch_with_a_plan() -> None:
-    steps, asked = Batches(8, sized(8), 16, sized(16)), []
+    steps, peaks = Batches(8, sized(8), 16, sized(16)), []
 
-    def costs(step: Program, room: int) -> float | None:
-        asked.append(step.peak_bytes)
-        assert room == 2**40
+    def plan_overhead(step: Program, available: int) -> float | None:
+        peaks.append(step.peak_bytes)
+        assert available == 2**40
         batch = (step.kernels[0].duration_ns - 1000) // 100
         return None if batch > 90 else batch / 1000
 
-    assert steps.largest_planned(costs, 2**40, 10, 0.05) in (49, 50)  # within 1 / 32
-    assert steps.largest_planned(costs, 2**40, 10, 1.0) in (88, 89, 90)
-    assert min(asked) > steps.peak_bytes(10)  # batches that fit as is are not planned
+    assert steps.largest_planned(plan_overhead, 2**40, 10, 0.05) in (49, 50)  # within 1 / 32
+    assert steps.largest_planned(plan_overhead, 2**40, 10, 1.0) in (88, 89, 90)
+    assert min(peaks) > steps.peak_bytes(10)  # batches that fit as is are not planned
     assert steps.largest_planned(lambda *_: None, 2**40, 10, 0.05) == 10
 
 

@@ -72,9 +72,9 @@ def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
 
 
 def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = dict(figure_settings("superneurons_table3"))
+    called = dict(figure_settings("superneurons_table3"))
     out = tmp_path / "out"
-    reproduce.make([{**asked, "quick": {"batches": [256]}}], True, None, "processes", 1, out)
+    reproduce.make([{**called, "quick": {"batches": [256]}}], True, None, "processes", 1, out)
     assert sorted(path.name for path in out.iterdir() if path.is_file()) == [
         "README.md", "superneurons_table3.json", "superneurons_table3.png"
     ]  # fmt: skip

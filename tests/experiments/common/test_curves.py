@@ -36,25 +36,25 @@ def test_running_means_are_over_the_last_episodes() -> None:
 
 
 def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
-    told: list[tuple[int, Mapping[str, float]]] = []
+    logged: list[tuple[int, Mapping[str, float]]] = []
 
     def made(resumed: Path | None = None) -> Curve:
         return Curve(tmp_path / "curve.json", PROGRAM, MACHINE, LIMIT, "swap", {"agent": "a", "seed": 3}, 100,
-                     lambda calls, values: told.append((calls, values)), resumed)  # fmt: skip
+                     lambda calls, values: logged.append((calls, values)), resumed)  # fmt: skip
 
     curve = made()
     curve.add_episode(0.5)
     for calls in (99, 130, 180, 230, 300):
         curve.add_point_if_due(calls, lambda: 0.25)
-    assert [calls for calls, _ in told] == [130, 230]
-    assert told[0][1][GAP] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
+    assert [calls for calls, _ in logged] == [130, 230]
+    assert logged[0][1][GAP] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert kept["agent"] == "a" and kept["seed"] == 3 and kept["floor"] == curve.bound.overhead
     assert [point["calls"] for point in kept["points"]] == [130, 230]
-    again = made(tmp_path / "curve.json")  # resumed after 200 calls
-    again.resume(200)
-    again.add_point_if_due(299, lambda: 0.1)
-    again.add_point(340, math.nan)
+    resumed = made(tmp_path / "curve.json")  # resumed after 200 calls
+    resumed.resume(200)
+    resumed.add_point_if_due(299, lambda: 0.1)
+    resumed.add_point(340, math.nan)
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert [(point["calls"], point[GREEDY]) for point in kept["points"]] == [(130, 0.25), (340, None)]
 
