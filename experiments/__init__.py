@@ -27,13 +27,13 @@ def _terminate(*_: object) -> None:
     raise Terminated
 
 
-def importing() -> None:
-    """Installs the Ctrl-C handler for imports: one sentence and status 130 until ``begun`` is called."""
+def install_import_handler() -> None:
+    """Installs the Ctrl-C handler for imports: one sentence and status 130 until ``install_handlers`` is called."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
-def begun() -> None:
+def install_handlers() -> None:
     """Restores Ctrl-C as KeyboardInterrupt and makes SIGTERM raise ``Terminated``, so that commands can clean up.
 
     Closed output streams become /dev/null; characters that a terminal cannot encode are replaced by question marks.
@@ -50,7 +50,7 @@ def begun() -> None:
 
 
 @contextmanager
-def ctrl_c_waits() -> Iterator[None]:
+def defer_ctrl_c() -> Iterator[None]:
     """Defers Ctrl-C to the end of the context; a second press interrupts at once."""
     presses = 0
 
@@ -60,8 +60,8 @@ def ctrl_c_waits() -> Iterator[None]:
         if presses > 1:
             raise KeyboardInterrupt
 
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heard and threading.current_thread() is threading.main_thread():
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, press)
         try:
             yield
@@ -74,4 +74,4 @@ def ctrl_c_waits() -> Iterator[None]:
 
 
 if sys.argv[:1] == ["-m"]:  # while `python -m` still looks for the module
-    importing()
+    install_import_handler()

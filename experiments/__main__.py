@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_module
 
-from experiments import importing
+from experiments import install_import_handler
 
 COMMANDS = {
     "plan": "plan", "train": "train_dqn", "evaluate": "evaluate", "pack": "pack", "reproduce": "reproduce",
@@ -24,25 +24,25 @@ COMMANDS = {
 
 def main() -> None:
     """Runs the command named by the first argument as ``python -m`` does; exits with its status."""
-    known = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
+    modules = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
         from experiments.common import help
 
-        rows = [f"{name:10} {about(module)}" for name, module in known.items()]
+        rows = [f"{name:10} {summary(module)}" for name, module in modules.items()]
         end = "\nheadroom COMMAND --help lists its keys; other commands are `python -m experiments.NAME`."
         return help.show("\n".join([(__doc__ or "").strip(), *rows, end]))
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
-        print(f"error: {name!r}: expected one of {', '.join(known)}{hint}", file=sys.stderr)
+    if name not in modules:
+        matches = difflib.get_close_matches(name, modules, n=1)
+        hint = f"; the nearest is {matches[0]!r}" if matches else ""
+        print(f"error: {name!r}: expected one of {', '.join(modules)}{hint}", file=sys.stderr)
         sys.exit(2)
-    importing()
-    sys.argv = [known[name], *words]
-    run_module(known[name], run_name="__main__", alter_sys=True)
+    install_import_handler()
+    sys.argv = [modules[name], *words]
+    run_module(modules[name], run_name="__main__", alter_sys=True)
 
 
-def about(module: str) -> str:
+def summary(module: str) -> str:
     """Returns the summary line of a command's docstring without importing the module."""
     spec = find_spec(module)
     if spec is not None and spec.submodule_search_locations:

@@ -34,7 +34,7 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
-ALONE = 2.0  # CPU seconds to spend in this process before starting workers
+LOCAL_SECONDS = 2.0  # CPU seconds to spend in this process before starting workers
 FLOOR = "the floor"  # pseudo-planner of the floor's tasks
 # Queued first, slowest to fastest, so that no core idles at the end.
 SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
@@ -79,11 +79,11 @@ def main(cfg: DictConfig) -> Path:
     with report.RunDirectory(cli.path(cfg, "out"), f"evaluate-{program.name}") as out:
         if plan is not None:
             rows = [
-                report.certified(
+                report.with_bounds(
                     report.score_plan(plan, program, machine, limit, seed, mode, workspace),
                     floor_under(program, machine, limit, mode, bool(workspace or plan.variants)),
                 )
-                for limit in report.tracked(limits, "scoring the plan within")
+                for limit in report.track(limits, "scoring the plan within")
             ]
         else:
             rows = score_all(program, machine, limits, names, seed, jobs, {**options, "workspace": workspace})
@@ -97,8 +97,8 @@ def main(cfg: DictConfig) -> Path:
 
 def floor_under(program: Program, machine: Machine, limit: int, mode: str | None, variants: bool) -> Floor:
     """Returns the floor of a mode; with ``variants``, of plans with any kernel algorithms."""
-    found = floor(relaxed(program) if variants else program, machine, limit, mode or "joint")
-    return replace(found, overhead=found.iteration_ns / program.ideal_ns - 1 if program.ideal_ns else 0.0)
+    bound = floor(relaxed(program) if variants else program, machine, limit, mode or "joint")
+    return replace(bound, overhead=bound.iteration_ns / program.ideal_ns - 1 if program.ideal_ns else 0.0)
 
 
 def score_all(
@@ -112,16 +112,16 @@ def score_all(
     """
     queue = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     tasks = [(name, limit) for name in [FLOOR, *queue] for limit in reversed(limits)]  # tight limits take longest
-    found: dict[Task, Any] = {}
+    results: dict[Task, Any] = {}
     with report.progress() as bar:
-        shown = bar.add_task("starting", total=len(tasks))
-        for task, result in _done(tasks, jobs, (program, machine, seed, options)):
-            found[task] = result
-            bar.update(shown, advance=1, description=f"scored {task[0]}")
-    return [report.certified(found[name, limit], found[FLOOR, limit]) for limit in limits for name in names]
+        progress_task = bar.add_task("starting", total=len(tasks))
+        for task, result in _run_tasks(tasks, jobs, (program, machine, seed, options)):
+            results[task] = result
+            bar.update(progress_task, advance=1, description=f"scored {task[0]}")
+    return [report.with_bounds(results[name, limit], results[FLOOR, limit]) for limit in limits for name in names]
 
 
-def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
+def _run_tasks(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
     """Yields every task with its result as it finishes.
 
     Quick tasks run in this process until worker processes pay off; ``jobs`` workers run the rest. Floors come first
@@ -129,17 +129,17 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
     """
     tasks, spent = list(tasks), 0.0
     _start_worker(*shared)
-    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < ALONE)):
+    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < LOCAL_SECONDS)):
         floors = [i for i, (name, _) in enumerate(tasks) if name == FLOOR]
         task = tasks.pop(floors[-1] if floors and warm.busy() else -1)
         _warm_up(task[0])
         begin = time.process_time()
-        yield task, _do(*task)
+        yield task, _run_task(*task)
         spent += time.process_time() - begin
     if not tasks:
         return
     with workers.Pool(min(jobs, len(tasks)), _start_worker, shared) as pool:
-        futures = {pool.submit(_do, *task): task for task in tasks}
+        futures = {pool.submit(_run_task, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -157,7 +157,7 @@ def _warm_up(name: str) -> None:
         _worker["warm"].add(name)
 
 
-def _do(name: str, limit: int) -> Row | Floor:
+def _run_task(name: str, limit: int) -> Row | Floor:
     program, machine, seed, options = (_worker[key] for key in ("program", "machine", "seed", "options"))
     if name == FLOOR:
         return floor_under(program, machine, limit, options["mode"], bool(options.get("workspace")))

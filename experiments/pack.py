@@ -78,7 +78,7 @@ def main(cfg: DictConfig) -> None:
         )
         pack_plot.draw(out / "packing.png", best.intervals, best.packing, title, solution.ids, capacity)
         files.save_solution(out / "solution.csv", solution, best.packing)
-        write_json(out / "summary.json", {**report.asked(cfg), "best": best.name}, indent=1)
+        write_json(out / "summary.json", {**report.run_info(cfg), "best": best.name}, indent=1)
         write_json(out / "results.json", {p.name: row(p, load) for p in done}, indent=1)
     report.console().print(table(done, best, load, capacity))
     repeats = ", one iteration, repeated" if buffers.intervals.period != NEVER else ""
@@ -86,17 +86,17 @@ def main(cfg: DictConfig) -> None:
     print(out)
 
 
-def allocator_names(asked: list[Any]) -> list[str]:
+def allocator_names(requested: list[Any]) -> list[str]:
     """Expands the allocators of a config, in the order of ALLOCATORS; 'all' means every one.
 
     Raises:
         UsageError: an allocator is unknown.
     """
     known = {*ALLOCATORS, "all"}
-    for name in map(str, asked):
+    for name in map(str, requested):
         if name not in known:
             raise cli.UsageError(f"algorithms: unknown allocator {name!r}{cli.nearest(name, known)}")
-    names = [name for name in ALLOCATORS if name in asked or "all" in asked]
+    names = [name for name in ALLOCATORS if name in requested or "all" in requested]
     if set(names) <= set(VIRTUAL):
         raise cli.UsageError(f"algorithms: {names[0]} has no physical addresses to write; add another allocator")
     return names
@@ -109,12 +109,12 @@ def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment
         RuntimeError: two blocks overlap or one lies outside the footprint (a bug of the allocator).
     """
     done = []
-    for name in report.tracked(names, "packing with"):
+    for name in report.track(names, "packing with"):
         warm_up(name, intervals.period != NEVER)
         start = time.perf_counter()
         packed, packing = run(name, intervals, alignment, seconds)
-        took = time.perf_counter() - start
-        done.append(Packed(name, packed, packing, took, allocation_ns(name, intervals, machine)))
+        elapsed_s = time.perf_counter() - start
+        done.append(Packed(name, packed, packing, elapsed_s, allocation_ns(name, intervals, machine)))
         if pair := overlap(packed, packing.offsets):
             raise RuntimeError(f"{name}: blocks {pair[0]} and {pair[1]} overlap")
         ends = packing.offsets + packed.nbytes

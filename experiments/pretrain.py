@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.progress import Progress, TaskID
 
 from experiments.common import cli, report, workers
-from experiments.common.endings import goes_on
+from experiments.common.errors import resumable
 from experiments.pretrain_tasks import LIMITS, Network, capture_one, count_timed, draw_machine, task_program, task_rng
 from simulator.files import FormatError
 from simulator.machine import Machine
@@ -40,7 +40,7 @@ def words_of(typed: list[str]) -> list[str]:
 
 
 @cli.entry("pretrain", prepare=words_of)
-@goes_on
+@resumable
 def main(cfg: DictConfig) -> None:
     """Captures the programs and trains the network that ``agent=`` selects."""
     sets = [check_set(i, entry) for i, entry in enumerate(cli.values(cfg, "sets"))]
@@ -62,13 +62,13 @@ def main(cfg: DictConfig) -> None:
     from agents.learned.dqn_config import Args
     from agents.learned.optimisation import one_thread
 
-    settings = cli.dataclass_of(learning.Training, cfg.training, "training")
-    args = cli.dataclass_of(Args, cfg.dqn, "dqn")
+    settings = cli.dataclass_from_config(learning.Training, cfg.training, "training")
+    args = cli.dataclass_from_config(Args, cfg.dqn, "dqn")
     one_thread()
     folder = out / f"structure2vec-{net_seed}"
     for subfolder in (out / "programs", out / "times", *(() if edits else (folder,))):
         subfolder.mkdir(parents=True, exist_ok=True)
-    with report.held(out):
+    with report.lock_directory(out):
         drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # networks per program
         count = len(drawn_from)
         offsets = [sum(programs for programs, _ in sets[:k]) for k in range(len(sets))]

@@ -28,7 +28,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.common import cli, report, workers
-from experiments.common.endings import goes_on
+from experiments.common.errors import resumable
 from experiments.common.report import Row
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
@@ -54,86 +54,86 @@ SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared 
 def main(cfg: DictConfig) -> None:
     """Computes the chosen figures, or redraws them from their results, into ``out``."""
     quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
-    asked = cli.plain(cfg.figure)
-    every = asked.get("name") == ALL
+    settings = cli.to_dict(cfg.figure)
+    is_all = settings.get("name") == ALL
     out = cli.path(cfg, "out") or Path("runs/reproduce")
     if redraw:
-        draw_again(names() if every else [str(asked.get("name"))], out)
+        redraw_figures(names() if is_all else [str(settings.get("name"))], out)
         print(out)
         return
-    chosen = [name for name in names() if not figure(name).on_demand] if every else []
-    several = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in chosen]
-    typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
-    own = {key.split(".")[1] for key in typed if key.startswith("figure.")}
-    make(several or [asked], quick, cfg.gpu, *cli.launcher(cfg), out, own)
+    chosen = [name for name in names() if not figure(name).on_demand] if is_all else []
+    all_settings = [cli.to_dict(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in chosen]
+    overrides = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    typed_keys = {key.split(".")[1] for key in overrides if key.startswith("figure.")}
+    make(all_settings or [settings], quick, cfg.gpu, *cli.launcher(cfg), out, typed_keys)
 
 
-@goes_on
+@resumable
 def make(
     chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
-    own: Collection[str] = (),
+    typed_keys: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Computes and plots figures by their settings into ``out``; prints their tables.
 
     Args:
-        own: settings given by the user, which ``quick`` does not override.
+        typed_keys: settings given by the user, which ``quick`` does not override.
         launcher, jobs: see ``workers.results``.
 
     Raises:
-        UsageError, FormatError: as in ``Work``, or ``out`` cannot be created.
+        UsageError, FormatError: as in ``FigureRun``, or ``out`` cannot be created.
     """
-    works = [Work(settings, quick, machine, out, own) for settings in chosen]
+    runs = [FigureRun(settings, quick, machine, out, typed_keys) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be created ({error.strerror})") from None
 
-    with report.held(out):
-        wrong = compute(works, launcher, jobs)
+    with report.lock_directory(out):
+        errors = compute(runs, launcher, jobs)
     console = report.console()
-    for work in works:
-        if not work.left:
-            heads, cells, notes = work.figure.say(work.rows)
-            console.print(rich_table(work.figure.title, heads, cells))
+    for run in runs:
+        if not run.remaining:
+            heads, cells, notes = run.figure.say(run.rows)
+            console.print(rich_table(run.figure.title, heads, cells))
             for note in notes:
                 console.print(f"- {note}", highlight=False)
     write_text(out / "README.md", page(out))
-    if wrong:
-        raise wrong[0]
-    for work in works:
-        work.forget()
+    if errors:
+        raise errors[0]
+    for run in runs:
+        run.delete_partial()
     print(out)
 
 
-def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exception]:
+def compute(runs: list[FigureRun], launcher: str, jobs: int | None) -> list[Exception]:
     """Runs the remaining tasks and finishes every complete figure; returns the exceptions of failed tasks."""
-    wrong: list[Exception] = []
-    for work in works:
-        if not work.left:  # interrupted before plotting
-            work.finish()
-    beside, alone = (
-        [(work, task) for work in works if work.figure.alone == one for task in reversed(work.left)]
-        for one in (False, True)
+    errors: list[Exception] = []
+    for run in runs:
+        if not run.remaining:  # interrupted before plotting
+            run.finish()
+    parallel, serial = (
+        [(run, task) for run in runs if run.figure.alone == is_alone for task in reversed(run.remaining)]
+        for is_alone in (False, True)
     )
     with report.progress() as bar:
-        shown = bar.add_task("starting", total=sum(len(work.tasks) for work in works))
-        bar.update(shown, advance=sum(len(work.tasks) - len(work.left) for work in works))
-        for work, task, row in chain(done(beside, launcher, jobs), done(alone, "processes", 1)):
+        progress_task = bar.add_task("starting", total=sum(len(run.tasks) for run in runs))
+        bar.update(progress_task, advance=sum(len(run.tasks) - len(run.remaining) for run in runs))
+        for run, task, row in chain(run_tasks(parallel, launcher, jobs), run_tasks(serial, "processes", 1)):
             if isinstance(row, Exception):  # continue with the others
-                row.add_note(f"in {work.name}, {task}")
-                wrong.append(row)
+                row.add_note(f"in {run.name}, {task}")
+                errors.append(row)
             else:
-                work.keep(task, row)
-            bar.update(shown, advance=1, description=work.name)
-            if not work.left:
-                work.finish()
-    return wrong
+                run.record(task, row)
+            bar.update(progress_task, advance=1, description=run.name)
+            if not run.remaining:
+                run.finish()
+    return errors
 
 
 def names() -> list[str]:
     """Returns all figures with a configuration in natural order (Fig. 2 before Fig. 10)."""
-    found = [path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL]
-    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+    stems = [path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL]
+    return sorted(stems, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def figure(name: object) -> Figure:
@@ -145,12 +145,12 @@ def figure(name: object) -> Figure:
     return find(str(name))
 
 
-class Work:
+class FigureRun:
     """Computation of one figure: all its ``tasks``, and the rows of those done so far.
 
     Args:
         machine: preset or YAML file that replaces the machine of ``settings``.
-        own: settings that ``quick`` does not override.
+        typed: settings that ``quick`` does not override.
 
     Raises:
         UsageError: the figure does not exist, or a setting is invalid.
@@ -158,57 +158,57 @@ class Work:
     """
 
     def __init__(
-        self, settings: dict[str, Any], quick: bool, machine: str | None, out: Path, own: Collection[str] = ()
+        self, settings: dict[str, Any], quick: bool, machine: str | None, out: Path, typed: Collection[str] = ()
     ):
         self.name = settings.pop("name", None)
         self.figure = figure(self.name)
-        fewer, default = settings.pop("quick", {}), settings.pop("machine", None)
-        self.settings = {**settings, **({key: fewer[key] for key in fewer if key not in own} if quick else {})}
+        small, default = settings.pop("quick", {}), settings.pop("machine", None)
+        self.settings = {**settings, **({key: small[key] for key in small if key not in typed} if quick else {})}
         self.quick, self.machine, self.out = quick, Machine.load(machine or default), out
         self.tasks: list[Row] = self.figure.tasks(OmegaConf.create(self.settings))
-        self._part = out / f"{self.name}.jsonl"
-        self._same = hashlib.sha256(
+        self._partial_file = out / f"{self.name}.jsonl"
+        self._digest = hashlib.sha256(
             json.dumps([code(self.name), self.machine.to_dict()], sort_keys=True).encode()
         ).hexdigest()
-        self._found = dict(self._kept())
+        self._rows = dict(self._load_rows())
 
     @property
-    def left(self) -> list[Row]:
+    def remaining(self) -> list[Row]:
         """Tasks without a row."""
-        return [task for task in self.tasks if _key(task) not in self._found]
+        return [task for task in self.tasks if _key(task) not in self._rows]
 
     @property
     def rows(self) -> list[Row]:
         """Rows in task order."""
-        return [self._found[_key(task)] for task in self.tasks]
+        return [self._rows[_key(task)] for task in self.tasks]
 
-    def keep(self, task: Row, row: Row) -> None:
+    def record(self, task: Row, row: Row) -> None:
         """Stores the row of a finished task in memory and on disk."""
-        self._found[_key(task)] = row
-        with self._part.open("a") as file:  # the previous line may be incomplete
-            file.write("\n" + json.dumps({"code": self._same, "task": task, "row": row}) + "\n")
+        self._rows[_key(task)] = row
+        with self._partial_file.open("a") as file:  # the previous line may be incomplete
+            file.write("\n" + json.dumps({"code": self._digest, "task": task, "row": row}) + "\n")
 
-    def _kept(self) -> Iterator[tuple[str, Row]]:
-        lines = self._part.read_text().splitlines() if self._part.exists() else []
+    def _load_rows(self) -> Iterator[tuple[str, Row]]:
+        lines = self._partial_file.read_text().splitlines() if self._partial_file.exists() else []
         for line in lines:
             try:
                 entry = json.loads(line)
             except ValueError:  # empty, or incomplete after an interruption
                 continue
-            if entry["code"] == self._same:
+            if entry["code"] == self._digest:
                 yield _key(entry["task"]), entry["row"]
 
     def finish(self) -> None:
         """Writes the JSON and the plot."""
         write_json(self.out / f"{self.name}.json", {
-            "command": own_command(self.name), "machine": self.machine.name, "quick": self.quick,
+            "command": figure_command(self.name), "machine": self.machine.name, "quick": self.quick,
             "settings": self.settings, "rows": self.rows,
         }, indent=1)  # fmt: skip
         self.figure.draw(self.rows, self.out / f"{self.name}.png")
 
-    def forget(self) -> None:
+    def delete_partial(self) -> None:
         """Deletes the partial rows; call it once all figures are finished, since they allow resuming."""
-        self._part.unlink(missing_ok=True)
+        self._partial_file.unlink(missing_ok=True)
 
 
 def _key(task: Row) -> str:
@@ -226,13 +226,13 @@ def code(name: str) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
-def own_command(name: str) -> str:
+def figure_command(name: str) -> str:
     """Returns the typed command restricted to one figure, without jobs and launcher."""
-    typed = re.sub(r" (figure|jobs|launcher)=\S+", "", report.command())
-    return typed.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
+    words = re.sub(r" (figure|jobs|launcher)=\S+", "", report.command())
+    return words.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
 
 
-def draw_again(figures: list[str], out: Path) -> None:
+def redraw_figures(figures: list[str], out: Path) -> None:
     """Plots existing results in ``out`` and writes the page; raises FormatError for other JSON files."""
     for name in figures:
         if (path := out / f"{name}.json").exists():
@@ -240,16 +240,18 @@ def draw_again(figures: list[str], out: Path) -> None:
     write_text(out / "README.md", page(out))
 
 
-def done(tasks: list[tuple[Work, Row]], launcher: str, jobs: int | None) -> Iterator[tuple[Work, Row, Row | Exception]]:
+def run_tasks(
+    tasks: list[tuple[FigureRun, Row]], launcher: str, jobs: int | None
+) -> Iterator[tuple[FigureRun, Row, Row | Exception]]:
     """Yields every task with its row or exception as it finishes; runs a single local task in this process."""
     if launcher == "processes" and (jobs == 1 or len(tasks) <= 1):
-        for work, task in tasks:
+        for run, task in tasks:
             try:
-                yield work, task, _run(work.name, task, work.machine)
+                yield run, task, _run(run.name, task, run.machine)
             except Exception as error:
-                yield work, task, error
+                yield run, task, error
         return
-    calls = [(work.name, task, work.machine) for work, task in tasks]
+    calls = [(run.name, task, run.machine) for run, task in tasks]
     for i, row in workers.results(launcher, jobs, _run, calls):
         yield *tasks[i], row
 
@@ -275,31 +277,31 @@ def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
 
 def page(out: Path) -> str:
     """Returns README.md with a section per result in ``out``; raises FormatError for other JSON files."""
-    there = {path.stem: result(path) for name in names() if (path := out / f"{name}.json").exists()}
-    minutes = sum(row.get(SECONDS, 0) for found in there.values() for row in found["rows"]) / 60
+    results = {path.stem: result(path) for name in names() if (path := out / f"{name}.json").exists()}
+    minutes = sum(row.get(SECONDS, 0) for data in results.values() for row in data["rows"]) / 60
     parts = [
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
         f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core). Tables show a "
         "selection; the JSON has all. experiments/figures/README.md names the papers. Capuchin, GeePS, memonger, "
         "TFLMS and vDNN are reconstructions from descriptions in other papers.",
-        ", ".join(f"[{name}](#{name})" for name in there),
+        ", ".join(f"[{name}](#{name})" for name in results),
     ]
-    for name, found in there.items():
-        parts += _section(out / f"{name}.json", found, figure(name))
+    for name, data in results.items():
+        parts += _section(out / f"{name}.json", data, figure(name))
     return "\n\n".join(parts) + "\n"
 
 
 def result(path: Path) -> dict[str, Any]:
     """Reads a figure's JSON; raises FormatError if it is not a result."""
-    found = read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or "command" not in found:
+    data = read_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list) or "command" not in data:
         raise FormatError(f"{path}: not a result of a figure (expected `rows` and `command`)")
-    return found
+    return data
 
 
-def _section(path: Path, found: dict[str, Any], figure: Figure) -> list[str]:
-    rows = found["rows"]
+def _section(path: Path, data: dict[str, Any], figure: Figure) -> list[str]:
+    rows = data["rows"]
     try:
         heads, cells, notes = figure.say(rows, brief=True)
     except (KeyError, TypeError) as error:
@@ -312,7 +314,7 @@ def _section(path: Path, found: dict[str, Any], figure: Figure) -> list[str]:
         f"![{path.stem}]({path.stem}.png)",
         "\n".join([lines[0], f"|---|{'---:|' * (len(heads) - 1)}", *lines[1:]]),
         "\n".join(f"- {note}" for note in notes),
-        f"`{found['command']}` ([JSON]({path.name}))",
+        f"`{data['command']}` ([JSON]({path.name}))",
     ]
 
 

@@ -28,8 +28,8 @@ from agents.floor import Floor
 from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.curves import Curve
-from experiments.common.resume import resumed_words
-from experiments.common.tracking import Tracker, chosen
+from experiments.common.resume import resume_args
+from experiments.common.tracking import Tracker, tracker_class
 from simulator.files import write_json
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -47,7 +47,7 @@ def settings_of(words: list[str]) -> list[str]:
     """Returns the command line's words; with ``resume=RUN``, the run's settings come before them."""
     runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
     files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
-    return words if not files else resumed_words(files[0], words)
+    return words if not files else resume_args(files[0], words)
 
 
 @cli.entry("train_dqn", prepare=settings_of)
@@ -60,12 +60,12 @@ def main(cfg: DictConfig) -> Path:
     from agents.learned.training import train
 
     machine = cli.machine(cfg)
-    seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
+    seed, tracker = cli.integer(cfg, "seed"), tracker_class(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     choice = HydraConfig.get().runtime.choices["agent"]
     edits, agent = choice == "dqn", choice.removesuffix("_tuned")
-    config: Any = cli.dataclass_of(Args if edits else PaperConfig, cfg.agent, "agent")
+    config: Any = cli.dataclass_from_config(Args if edits else PaperConfig, cfg.agent, "agent")
     variant = dqn_paper.Variant(*variant_of(cfg))
     for key in ("reward", "actions", "network"):
         if edits and cfg[key] is not None:
@@ -89,8 +89,8 @@ def main(cfg: DictConfig) -> Path:
 
         def open_tracker() -> Tracker:
             program.save(out / "program.json")
-            write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
-            return tracker(out, cli.plain(cfg))
+            write_json(out / SETTINGS, report.run_info(cfg), indent=1)  # for resume=
+            return tracker(out, cli.to_dict(cfg))
 
         suffix = ", from scratch" if edits and config.init == "scratch" else variant.label_suffix
         about = {"agent": f"train_dqn, {choice}{suffix}", "seed": seed}
@@ -107,16 +107,16 @@ def main(cfg: DictConfig) -> Path:
                 raise cli.UsageError(str(error)) from None
             overhead = math.nan if result.greedy is None else simulator.simulate(
                 program, result.greedy, machine, limit).overhead  # fmt: skip
-            curve.point(result.simulator_calls, overhead)
+            curve.add_point(result.simulator_calls, overhead)
         train_s = time.perf_counter() - start
 
         mode = None if config.mode == "joint" else config.mode  # None: each planner's default
         options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": seed}
-        controls = report.controls(result.simulator_calls, None if resume else train_s, **options)
+        controls = report.ablations(result.simulator_calls, None if resume else train_s, **options)
         if edits:
             limited = {**options, "calls": config.greedy_calls}
             controls |= {
-                f"{report.CONTROL}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **limited),
+                f"{report.ABLATION}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **limited),
                 "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **limited),
             }
         rows = compare_planners(
@@ -153,22 +153,22 @@ def compare_planners(
         train_s: training time in seconds.
         bound: certified lower bound.
     """
-    rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
-    rows += [report.score_with(controls[row_name], *task, seed, mode, named=row_name)[0]
-             for row_name in report.tracked(list(controls), "planning with")]  # fmt: skip
+    rows = [report.score(name, *task, seed, mode)[0] for name in report.track(names, "planning with")]
+    rows += [report.score_with(controls[row_name], *task, seed, mode, label=row_name)[0]
+             for row_name in report.track(list(controls), "planning with")]  # fmt: skip
     for row_name, (plan, calls) in plans.items():
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
         rows.append(report.row(*task, row_name, seed, timeline, train_s, calls, NO_GREEDY, mode or "joint"))
-    return [report.certified(row, bound) for row in rows]
+    return [report.with_bounds(row, bound) for row in rows]
 
 
 def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
     """Returns reward, actions and the class of ``network`` (None: the default network)."""
     from envs.task import ACTIONS, REWARDS
-    from experiments.workloads.module import WorkloadError, named
+    from experiments.workloads.module import WorkloadError, import_target
 
     try:
-        network = None if cfg.network is None else named(cfg.network)
+        network = None if cfg.network is None else import_target(cfg.network)
     except WorkloadError as error:
         raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
     reward, actions = cli.choice(cfg, "reward", (None, *REWARDS)), cli.choice(cfg, "actions", (None, *ACTIONS))
@@ -216,7 +216,7 @@ class Watch:
         self.open_tracker, self.curve = open_tracker, curve
         self.tracker: Tracker | None = None  # created at the first episode, so that earlier errors leave no files
         self.bar = report.progress(console)
-        self.resumes = bool(curve.before)
+        self.resumes = bool(curve.resumed_points)
         self.total = episodes  # parallel walks may finish a few more
         self.task = self.bar.add_task("training, no plan yet", total=episodes)
 
@@ -242,14 +242,14 @@ class Watch:
         """Reports one finished episode."""
         if self.tracker is None:
             self.tracker = self.open_tracker()
-            self.curve.tell = self.tracker.scalars
+            self.curve.log = self.tracker.log_scalars
         best = e.best_overhead
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
         self.bar.update(self.task, completed=min(e.episode, self.total), description=f"training, {text}")
         if not math.isnan(e.overhead) or not e.feasible:  # skip iterations without an ended episode
-            self.curve.episode(e.overhead, best)
-        self.tracker.scalars(e.simulator_calls, {"train/epsilon": e.epsilon, "train/loss": e.loss})
+            self.curve.add_episode(e.overhead, best)
+        self.tracker.log_scalars(e.simulator_calls, {"train/epsilon": e.epsilon, "train/loss": e.loss})
         if self.stopping:
             raise self.stopping
 
@@ -257,9 +257,9 @@ class Watch:
         """Updates the learning curve; called before the first step of training and after each."""
         calls = trainer.simulator_calls
         if self.resumes:
-            self.curve.goes_on(calls)
+            self.curve.resume(calls)
             self.resumes = False
-        self.curve.maybe(calls, trainer.greedy_overhead)
+        self.curve.add_point_if_due(calls, trainer.greedy_overhead)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from envs.memory_env import small_task
 from envs.tasks import TASKS, load
 from experiments.common import cli, report
 from experiments.common.curves import Curve
-from experiments.common.tracking import chosen
+from experiments.common.tracking import tracker_class
 from experiments.train_dqn import compare_planners, variant_of
 from simulator.limits import limit_bytes
 from simulator.modes import MODES
@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> Path:
     from agents.learned.structure2vec import CustomNetworkError
     from agents.learned.training import Episode, check_reachable
 
-    seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
+    seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), tracker_class(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
     mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.size(cfg, "min_bytes")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
@@ -66,7 +66,7 @@ def main(cfg: DictConfig) -> Path:
     with directory as out:
         with log.status("compiling the simulator"):
             try:
-                model = sb3.make(algorithm, environment, seed, custom_network=custom_network, **cli.plain(cfg.algo))
+                model = sb3.make(algorithm, environment, seed, custom_network=custom_network, **cli.to_dict(cfg.algo))
             except CustomNetworkError as error:
                 raise cli.UsageError(str(error)) from None
             except (TypeError, ValueError, AssertionError) as error:
@@ -74,35 +74,35 @@ def main(cfg: DictConfig) -> Path:
             sb3.greedy(model, environment, agent)
             for planner in ("annealing", "lp_round"):  # moves, weighted moves
                 report.warm_up(machine, planner)
-        with report.progress() as bar, closing(tracker(out, cli.plain(cfg))) as scalars:
+        with report.progress() as bar, closing(tracker(out, cli.to_dict(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
             suffix = Variant(reward, actions).label_suffix
             about = {"agent": f"train_sb3, {algorithm}{suffix}", "seed": seed, "reward": reward}
-            curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.scalars)
+            curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.log_scalars)
             eval_env = gymnasium.make("GpuMemory-v0", **environment)
 
             def on_episode(e: Episode) -> None:
-                curve.episode(e.overhead)
+                curve.add_episode(e.overhead)
                 text = f"training, best {e.best_overhead:.2%}"
                 bar.update(task, completed=min(record.num_timesteps, steps), description=text)
 
             record = sb3.EpisodeRecorder(
                 agent, reward == "causal", on_episode,
-                lambda: curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, eval_env)),
+                lambda: curve.add_point_if_due(record.calls, lambda: sb3.greedy_overhead(model, eval_env)),
             )  # fmt: skip
-            sb3.watch(model, record, scalars.scalars)
+            sb3.watch(model, record, scalars.log_scalars)
             start = time.perf_counter()
             model.learn(steps, record)
             train_s = time.perf_counter() - start
             model.logger.dump(model.num_timesteps)
-            curve.point(record.calls, sb3.greedy_overhead(model, eval_env))
+            curve.add_point(record.calls, sb3.greedy_overhead(model, eval_env))
         model.save(out / "model.zip")
         if record.best is None:
             raise agents.Infeasible(f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes")
 
         rows = compare_planners(
             (program, machine, limit), seed, mode, names,
-            report.controls(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed),
+            report.ablations(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed),
             {agent: (record.best, record.calls),
              f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
             train_s, curve.bound,

@@ -44,6 +44,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         seconds["/".join(report.nodeid.split("/")[:2]).partition(".py")[0]] += report.duration
     terminalreporter.section("seconds by folder")
     for folder, spent in seconds.most_common():
-        known = budget.get(folder)
-        over = f"  over its budget of {known}" if known is not None and spent > known else ""
-        terminalreporter.write_line(f"{spent:8.1f}  {folder}{over}")
+        limit = budget.get(folder)
+        note = f"  over its budget of {limit}" if limit is not None and spent > limit else ""
+        terminalreporter.write_line(f"{spent:8.1f}  {folder}{note}")

@@ -24,7 +24,7 @@ import yaml
 from agents.learned.checkpoint import TrainingStateError, read_training_state, read_weights, write_training_state
 from agents.learned.policy_net import PolicyNet
 from experiments.common import cli, own_files
-from experiments.common.resume import resumed_words
+from experiments.common.resume import resume_args
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
 from simulator.files import write_json
 from simulator.pool.files import load
@@ -72,16 +72,16 @@ def stirred(rng: random.Random, data: Any) -> Any:
 
 def damaged(rng: random.Random, raw: bytes) -> bytes:
     """Returns the bytes with some flipped, cut off, duplicated or moved."""
-    at, end = sorted(rng.randrange(len(raw) + 1) for _ in range(2))
-    what = rng.randrange(5)
-    if what == 0:
-        return raw[:at]
-    if what == 4:
-        return raw[:at] + b"[" * 100_000 + raw[at:]
-    if what == 1:
-        return raw[:end] + raw[at:]
-    if what == 2:
-        return raw[:at] + raw[end:]
+    start, end = sorted(rng.randrange(len(raw) + 1) for _ in range(2))
+    kind = rng.randrange(5)
+    if kind == 0:
+        return raw[:start]
+    if kind == 4:
+        return raw[:start] + b"[" * 100_000 + raw[start:]
+    if kind == 1:
+        return raw[:end] + raw[start:]
+    if kind == 2:
+        return raw[:start] + raw[end:]
     out = bytearray(raw)
     for _ in range(rng.choice((1, 1, 8))):
         out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
@@ -113,7 +113,7 @@ class Files:
             "timeline.json": Timeline.load,
             "machine.yaml": Machine.load,
             "workload.yaml": own_files.read_workload,
-            "summary.json": lambda path: resumed_words(path, []),
+            "summary.json": lambda path: resume_args(path, []),
             "blocks.csv": load,
             "checkpoint.pt": read_training_state,
             "policy.pt": lambda path: read_weights(path, PolicyNet, "the policy"),
@@ -135,20 +135,20 @@ def read(files: Files, folder: Path, seed: int) -> str | None:
     """Corrupts and reads one file; returns a description of the failure, or None."""
     rng = random.Random(seed)
     name = rng.choice(sorted(files.readers))
-    path, kept = folder / name, sorted(os.listdir(folder))
+    path, before = folder / name, sorted(os.listdir(folder))
     path.write_bytes(files.changed(rng, name))
     try:
         files.readers[name](path)
     except REFUSED as error:
-        said = str(error)
-        if "\n" in said.strip() or not said.strip() or len(said) > 1000 or not said.replace("\n", " ").isprintable():
-            return f"{name}: no sentence: {said[:200]!r}"
+        text = str(error)
+        if "\n" in text.strip() or not text.strip() or len(text) > 1000 or not text.replace("\n", " ").isprintable():
+            return f"{name}: no sentence: {text[:200]!r}"
     except Exception as error:  # a bug: users would see a traceback
         return f"{name}: {type(error).__name__}: {str(error)[:200]}"
     finally:
         path.write_bytes(files.raw[name])
-    left = sorted(os.listdir(folder))
-    return None if left == kept else f"{name}: left {set(left) ^ set(kept)}"
+    after = sorted(os.listdir(folder))
+    return None if after == before else f"{name}: left {set(after) ^ set(before)}"
 
 
 def main() -> int:
@@ -156,16 +156,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("rounds", type=int, nargs="?", default=1000)
     parser.add_argument("--seed", default="0", help="of the first round, or 'random'")
-    given = parser.parse_args()
-    count, seed = given.rounds, random.randrange(2**40) if given.seed == "random" else int(given.seed)
+    args = parser.parse_args()
+    count, seed = args.rounds, random.randrange(2**40) if args.seed == "random" else int(args.seed)
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder))
-        found = {
+        failures = {
             f"python -m tests.faults 1 --seed {i}": read(files, Path(folder), i) for i in range(seed, seed + count)
         }
-    wrong = [f"{which}: {why}" for which, why in found.items() if why]
-    print(*wrong, f"{len(found):,} rounds, {len(wrong)} wrong", sep="\n")
-    return 1 if wrong else 0
+    lines = [f"{command}: {failure}" for command, failure in failures.items() if failure]
+    print(*lines, f"{len(failures):,} rounds, {len(lines)} wrong", sep="\n")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import begun
+from experiments import install_handlers
 from simulator import FormatError, Program
 from simulator.files import FORGOTTEN, LONGEST, write_text
 from tests.faults import ROOT, Files, read
@@ -43,17 +43,17 @@ def test_an_output_that_cannot_be_written_is_a_sentence(where: str) -> None:
         done = subprocess.run(words, stdout=writes if where == "unread" else file, stderr=subprocess.PIPE, text=True,
                               cwd=ROOT, check=False)  # fmt: skip
     os.close(writes)
-    whole = "files written so far are complete\n"
-    said = {"full": f"error: the output cannot be written (No space left on device); {whole}",
-            "unread": f"error: the reader of the output closed the pipe; {whole}", "closed": ""}  # fmt: skip
-    assert (done.returncode, done.stderr) == (0 if where == "closed" else 2, said[where])
+    complete = "files written so far are complete\n"
+    messages = {"full": f"error: the output cannot be written (No space left on device); {complete}",
+            "unread": f"error: the reader of the output closed the pipe; {complete}", "closed": ""}  # fmt: skip
+    assert (done.returncode, done.stderr) == (0 if where == "closed" else 2, messages[where])
 
 
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", None)
-    begun()
+    install_handlers()
     print("1 µs – 2")
     print("nothing", file=sys.stderr)
     out.flush()

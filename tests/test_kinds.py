@@ -10,7 +10,7 @@ from agents.floor import floor
 from executor.replay.streams import circle
 from executor.training.issue_order import order
 from experiments.benchmark import simpy_model
-from experiments.common.report import other_mode
+from experiments.common.report import mode_mismatch
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
 from simulator.decisions import OfGap
@@ -68,7 +68,7 @@ def test_unhandled_kinds_are_named():
     for name in ("again", "kernel"):
         with pytest.raises(AssertionError, match="squeeze"):
             getattr(step, name)
-    assert isinstance(step, Step) and "squeeze" in other_mode(PLAN, "swap")
+    assert isinstance(step, Step) and "squeeze" in mode_mismatch(PLAN, "swap")
     with pytest.raises(FormatError, match="expected 'swap', 'recompute' or 'rerun', got 'squeeze'"):
         Plan.from_dict(Plan((Squeeze(1, 1, 6),)).to_dict())
 

@@ -22,12 +22,12 @@ def fresh(tmp_path: Path) -> Path:
     python = [sys.executable, "-m"]
     subprocess.run([*python, "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("headroom-*.whl")
-    made = tmp_path / "venv"
-    venv.create(made, symlinks=True)
-    binaries = made / "bin"
+    environment = tmp_path / "venv"
+    venv.create(environment, symlinks=True)
+    binaries = environment / "bin"
     pip = [*python, "pip", "--python", str(binaries / "python"), "install", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*pip, "--quiet", str(wheel)], check=True)
-    (packages,) = made.glob("lib/python*/site-packages")
+    (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text("\n".join([place for place in sys.path if place.endswith("site-packages")]))
     for folder in [path for path in packages.rglob("*") if path.is_dir()]:
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
@@ -42,8 +42,8 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
     work.mkdir()
     home.mkdir()
     chain().save(work / "chain.json")
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "NUMBA_CACHE_DIR")}
-    environment = {**kept, "HOME": str(home), "XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "NUMBA_CACHE_DIR")}
+    environment = {**variables, "HOME": str(home), "XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1"}
 
     def output(*words: str) -> str:
         done = subprocess.run([str(fresh / words[0]), *words[1:]], cwd=work, env=environment, capture_output=True,
@@ -51,12 +51,12 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = output("python", "-c", "import experiments; print(experiments.__file__)")
-    assert where.startswith(str(fresh.parent))
+    location = output("python", "-c", "import experiments; print(experiments.__file__)")
+    assert location.startswith(str(fresh.parent))
     assert "evaluate" in output("headroom", "--help")
-    said = output("headroom", "evaluate", "program=chain.json", "machine=h100", "planners=[autoswap_swdoa]",
+    printed = output("headroom", "evaluate", "program=chain.json", "machine=h100", "planners=[autoswap_swdoa]",
                   "limits=[0.7]", "out=found")  # fmt: skip
-    assert said.endswith("found\n")
+    assert printed.endswith("found\n")
     summary = json.loads((work / "found" / "summary.json").read_text())
     assert summary["command"][2] == "experiments.evaluate" and summary["results"][0]["feasible"]
     assert list(home.rglob("*.nbi"))  # what was compiled

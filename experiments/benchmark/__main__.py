@@ -34,12 +34,12 @@ def main(cfg: DictConfig) -> None:
     if suite == SPEED:
         print(json.dumps(speed(cfg), indent=1))
         return
-    settings = cli.plain(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))
-    if (chosen := agents_of(cfg, suite, settings)) is not None:
-        settings |= {"agents": chosen, "beside": True}
+    settings = cli.to_dict(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))
+    if (agents := requested_agents(cfg, suite, settings)) is not None:
+        settings |= {"agents": agents, "beside": True}
     out = cli.path(cfg, "out") or Path("runs/benchmark")
-    own = {"agents"} if chosen is not None else set()
-    reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, *cli.launcher(cfg), out, own)
+    typed_keys = {"agents"} if agents is not None else set()
+    reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, *cli.launcher(cfg), out, typed_keys)
 
 
 def speed(cfg: DictConfig) -> dict[str, Any]:
@@ -47,25 +47,25 @@ def speed(cfg: DictConfig) -> dict[str, Any]:
     for key in ("agents", "quick", "jobs", "out"):
         if cfg[key]:
             raise cli.UsageError(f"{key}: not a setting of suite={SPEED}; use {SPEED}.KEY")
-    from experiments.benchmark.speed import measured
+    from experiments.benchmark.speed import run_suite
 
-    return measured(cfg.speed)
+    return run_suite(cfg.speed)
 
 
-def agents_of(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+def requested_agents(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the agents of ``agents=`` (names of the suite or "module:Class"), or None; raises UsageError."""
     if cfg.agents is None:
         return None
     if suite != CORE:
         raise cli.UsageError(f"agents: only suite={CORE} accepts agents, not suite={suite}")
-    asked = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
-    known = settings["agents"]
-    for name in asked:
-        if name not in known and ":" not in name:
+    requested = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
+    options = settings["agents"]
+    for name in requested:
+        if name not in options and ":" not in name:
             raise cli.UsageError(
-                f"agents: {name!r} is neither 'module:Class' nor an agent of the suite{cli.nearest(name, set(known))}"
+                f"agents: {name!r} is neither 'module:Class' nor an agent of the suite{cli.nearest(name, set(options))}"
             )
-    return {name: known.get(name, {"target": name}) for name in asked}
+    return {name: options.get(name, {"target": name}) for name in requested}
 
 
 if __name__ == "__main__":

@@ -79,10 +79,10 @@ def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[C
     """Returns a planned step without transfers and an eager step; each has run once."""
     twin, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss()
 
-    def optimizer(m: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
         if x.is_floating_point():
-            return torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9, foreach=True)
-        return torch.optim.AdamW(m.parameters(), 1e-4, foreach=True)
+            return torch.optim.SGD(module.parameters(), 1e-3, momentum=0.9, foreach=True)
+        return torch.optim.AdamW(module.parameters(), 1e-4, foreach=True)
 
     captured = capture(model, loss_fn, optimizer(model), (x, y), machine=machine, check=False)
     planned, eager_optimizer = PlannedStep(captured, Plan(), machine), optimizer(twin)
@@ -190,19 +190,19 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
     captured = capture(model, nn.CrossEntropyLoss(), optimizer, batch, machine=machine, check=False)
     program = captured.program
     plan = swap_all(program, program.gaps(min_bytes))
-    plain = idle(PlannedStep(captured, Plan(), machine), batch)
-    bound = shortest_s(plain.look, repeats)
-    whole = shortest_s(lambda: plain(*batch), repeats)
-    work, plain.state.work, plain.state.whole = plain.state.work, [], replace(plain.state.whole, end=0)
-    fixed = shortest_s(lambda: plain(*batch), repeats)
-    moving = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
-    swapped = shortest_s(lambda: moving(*batch), repeats)
-    moves = sum(len(item.before) + len(item.after) for item in moving.order.items)
+    unplanned = idle(PlannedStep(captured, Plan(), machine), batch)
+    binding_s = shortest_s(unplanned.look, repeats)
+    step_s = shortest_s(lambda: unplanned(*batch), repeats)
+    work, unplanned.state.work, unplanned.state.whole = unplanned.state.work, [], replace(unplanned.state.whole, end=0)
+    fixed_s = shortest_s(lambda: unplanned(*batch), repeats)
+    planned = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
+    swapped_s = shortest_s(lambda: planned(*batch), repeats)
+    moves = sum(len(item.before) + len(item.after) for item in planned.order.items)
     return {
-        "step_kernel_us": round(1e6 * (whole - fixed) / len(work), 3),
-        "step_move_us": round(1e6 * (swapped - whole) / moves, 3),
-        "step_binding_us": round(1e6 * bound / len(plain.state.bindings), 4),
-        "step_fixed_us": round(1e6 * fixed, 1),
+        "step_kernel_us": round(1e6 * (step_s - fixed_s) / len(work), 3),
+        "step_move_us": round(1e6 * (swapped_s - step_s) / moves, 3),
+        "step_binding_us": round(1e6 * binding_s / len(unplanned.state.bindings), 4),
+        "step_fixed_us": round(1e6 * fixed_s, 1),
     }
 
 
@@ -213,18 +213,18 @@ class NoCopies:
         """Returns unpinned memory, uint8[nbytes]."""
         return HOST.take(nbytes)
 
-    def nothing(self, *_: object) -> Any:
+    def no_op(self, *_: object) -> Any:
         """Does nothing, for all other methods of ``Engines``."""
         pass
 
-    borrow = event = begin = copy_out = copy_in = wait = join = synchronize = nothing
+    borrow = event = begin = copy_out = copy_in = wait = join = synchronize = no_op
 
 
 def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
     """Makes a planned step's kernels return their results of one real step and its copy engines copy nothing."""
     results: list[Any] = []
 
-    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    def record(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             results.append(function(*args, **options))
             return results[-1]
@@ -233,13 +233,13 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
 
     work = list(step.state.work)
 
-    def exchange(made: Callable[[Any], Any]) -> None:
+    def exchange(wrap: Callable[[Any], Any]) -> None:
         step.state.work[:] = [
-            item._replace(calls=tuple((out, made(f), get, options) for out, f, get, options in item.calls))
+            item._replace(calls=tuple((out, wrap(f), get, options) for out, f, get, options in item.calls))
             for item in work
         ]
 
-    exchange(kept)
+    exchange(record)
     step(*batch)
     found = iter(results)
     exchange(lambda _: returning(next(found)))

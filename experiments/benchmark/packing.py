@@ -20,19 +20,19 @@ def packing(sizes: list[int], perfect_blocks: int, seconds: float, seed: int) ->
         seconds: time limit of the portfolio and the exact allocator.
     """
     optimal.pack(scattered(10, seed))  # warm-up that compiles the allocator and its initial heuristics
-    found: dict[str, Any] = {"smartpool_s": {}, "smartpool_ratio": {}, "portfolio_ratio": {}}
+    results: dict[str, Any] = {"smartpool_s": {}, "smartpool_ratio": {}, "portfolio_ratio": {}}
     for n in sizes:
         blocks = scattered(n, seed)
         start = time.perf_counter()
         greedy = smartpool.pack(blocks)
-        found["smartpool_s"][n] = round(time.perf_counter() - start, 3)
-        found["smartpool_ratio"][n] = round(greedy.ratio(blocks), 5)
-        found["portfolio_ratio"][n] = round(portfolio.pack(blocks, seconds=seconds, seed=seed).ratio(blocks), 5)
+        results["smartpool_s"][n] = round(time.perf_counter() - start, 3)
+        results["smartpool_ratio"][n] = round(greedy.ratio(blocks), 5)
+        results["portfolio_ratio"][n] = round(portfolio.pack(blocks, seconds=seconds, seed=seed).ratio(blocks), 5)
     blocks = perfect(perfect_blocks, seed)
     start = time.perf_counter()
     exact = optimal.pack(blocks, seconds=seconds, seed=seed, workers=1)
-    found["optimal_s"] = round(time.perf_counter() - start, 3)
-    return found | {"optimal_ratio": round(exact.ratio(blocks), 5)}
+    results["optimal_s"] = round(time.perf_counter() - start, 3)
+    return results | {"optimal_ratio": round(exact.ratio(blocks), 5)}
 
 
 def scattered(n: int, seed: int) -> Intervals:
@@ -51,8 +51,8 @@ def perfect(n: int, seed: int, width: int = 2**20, height: int = 2**20) -> Inter
         if max(duration, nbytes) < 2:
             raise ValueError(f"n: a rectangle of {width} x {height} cannot be cut into {n} blocks")
         part = rng.uniform(0.2, 0.8)
-        in_time = duration / width * rng.uniform(0.5, 1.5) > nbytes / height * rng.uniform(0.5, 1.5)
-        if duration > 1 and (in_time or nbytes < 2):
+        cut_time = duration / width * rng.uniform(0.5, 1.5) > nbytes / height * rng.uniform(0.5, 1.5)
+        if duration > 1 and (cut_time or nbytes < 2):
             first = min(max(int(part * duration), 1), duration - 1)
             parts = [(start, first, nbytes), (start + first, duration - first, nbytes)]
         else:

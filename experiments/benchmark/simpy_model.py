@@ -26,7 +26,7 @@ Events = Generator[simpy.Event, Any, None]
 
 
 @dataclass
-class Away:
+class Evicted:
     """A swapped-out tensor in one of its gaps. Positions count kernels from the start of the run."""
 
     tensor: int
@@ -65,15 +65,15 @@ class Model:
         self.machine, self.limit, self.iterations = machine, limit, iterations
         self.n = len(program.kernels)
         self.size = [t.nbytes for t in program.tensors]
-        self.takes = [sum(schedule.blocks[b].nbytes for b in step.allocates) for step in schedule.steps]
-        self.gives = [sum(schedule.blocks[b].nbytes for b in step.frees) for step in schedule.steps]
+        self.allocated = [sum(schedule.blocks[b].nbytes for b in step.allocates) for step in schedule.steps]
+        self.freed = [sum(schedule.blocks[b].nbytes for b in step.frees) for step in schedule.steps]
         self.used = sum(block.nbytes for block in schedule.blocks if block.first < 0)
-        self.away: dict[int, Away] = {}
+        self.away: dict[int, Evicted] = {}
         self.host_copy: set[int] = set()  # tensors with a valid copy on the host
         for d in schedule.moved:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
-                self.away[d.tensor] = self.leave(d, d.after - self.n)
-                self.left(self.away[d.tensor])
+                self.away[d.tensor] = self.evict(d, d.after - self.n)
+                self.release(self.away[d.tensor])
             elif d.copy is None or d.copy <= d.after:
                 continue
             self.host_copy.add(d.tensor)
@@ -83,9 +83,9 @@ class Model:
         self.kernel_runs = False
         self.queue: deque[tuple[int, int]] = deque()  # pending swap-outs: tensor, position when enqueued
         self.copying: dict[int, Copy] = {}  # by direction: START_OUT, START_IN
-        self.asleep: dict[int, simpy.Event] = {}
+        self.sleeping: dict[int, simpy.Event] = {}
         self.round: simpy.Event | None = None
-        self.lasts: list[int] = []  # duration of each iteration in ns
+        self.durations: list[int] = []  # duration of each iteration in ns
         self.states = [self.state()]  # state before the first iteration and after each one
 
     def run(self) -> int:
@@ -93,25 +93,25 @@ class Model:
         self.env.process(self.swap_outs())
         self.env.process(self.swap_ins())
         self.env.run(until=self.env.process(self.compute()))
-        return self.lasts[-1]
+        return self.durations[-1]
 
     def state(self) -> object:
         """Returns the state at an iteration boundary that determines all later iterations."""
-        copies = sorted((what, c.work - c.rate * (self.env.now - c.since)) for what, c in self.copying.items())
+        copies = sorted((key, c.work - c.rate * (self.env.now - c.since)) for key, c in self.copying.items())
         away = sorted((t, a.before - self.position, a.out) for t, a in self.away.items())
         return copies, away, [t for t, _ in self.queue], sorted(self.host_copy), self.used
 
-    def ends(self) -> bool:
+    def is_steady(self) -> bool:
         """Returns whether a state has repeated and the last iteration is the slowest of the period (rule 10)."""
-        *before, present = self.states
-        if len(self.lasts) < self.iterations:
+        *before, current = self.states
+        if len(self.durations) < self.iterations:
             return False
-        since = [i for i, state in enumerate(before) if state == present][-1:]
-        return len(self.lasts) >= MAX_ITERATIONS or any(self.lasts[-1] == max(self.lasts[i:]) for i in since)
+        seen = [i for i, state in enumerate(before) if state == current][-1:]
+        return len(self.durations) >= MAX_ITERATIONS or any(self.durations[-1] == max(self.durations[i:]) for i in seen)
 
     # ------------------------------------------------------------------------------- taking turns
 
-    def turn(self, priority: int) -> simpy.Event:
+    def event_now(self, priority: int) -> simpy.Event:
         """Returns an event at the current time with the given priority."""
         return self._fire(simpy.Event(self.env), priority)
 
@@ -120,19 +120,19 @@ class Model:
         if ns:
             return self.env.timeout(ns)
         if self.round is None or self.round.processed:
-            self.round = self.turn(NEXT_ROUND)
+            self.round = self.event_now(NEXT_ROUND)
         return self.round
 
     def sleep(self, priority: int) -> simpy.Event:
         """Returns an event that fires at the next completion."""
-        event = self.asleep[priority] = simpy.Event(self.env)
+        event = self.sleeping[priority] = simpy.Event(self.env)
         return event
 
-    def completed(self) -> None:
+    def wake_all(self) -> None:
         """Wakes all sleeping processes."""
-        for priority, event in self.asleep.items():
+        for priority, event in self.sleeping.items():
             self._fire(event, priority)
-        self.asleep.clear()
+        self.sleeping.clear()
 
     def _fire(self, event: simpy.Event, priority: int) -> simpy.Event:
         event._ok, event._value = True, None  # Event.succeed with a custom priority
@@ -146,80 +146,80 @@ class Model:
         steps = self.schedule.steps
         begin = 0
         while True:
-            for step, takes, gives in zip(steps, self.takes, self.gives, strict=True):
-                yield self.turn(START_STEP)
+            for step, allocated, freed in zip(steps, self.allocated, self.freed, strict=True):
+                yield self.event_now(START_STEP)
                 while (
-                    self.used + takes > self.limit
+                    self.used + allocated > self.limit
                     or any(t in self.away for t in step.waits)
                     or any(a.sync for a in self.away.values())
                 ):
                     yield self.sleep(START_STEP)
-                self.used += takes
+                self.used += allocated
                 self.kernel_runs = not step.again
                 yield self.after(step.duration_ns)
                 self.kernel_runs = False
-                self.used -= gives
+                self.used -= freed
                 if not step.again:
                     self.kernel_ends(step.kernel, step.opens, step.copies)
-                self.completed()
+                self.wake_all()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:
                 self.host_copy.discard(t)  # freed; the next iteration writes a new one
-            self.lasts.append(self.env.now - begin)
+            self.durations.append(self.env.now - begin)
             begin = self.env.now
-            yield self.turn(SETTLED)  # copies that complete at this instant
+            yield self.event_now(SETTLED)  # copies that complete at this instant
             self.states.append(self.state())
-            if self.ends():
+            if self.is_steady():
                 return
 
     def swap_outs(self) -> Events:
         """Runs the swap-outs first in, first out (rule 4)."""
         while True:
-            while not self.queue or (self.machine.copy_engines == 1 and (self.copying or self.return_goes_first())):
+            while not self.queue or (self.machine.copy_engines == 1 and (self.copying or self.swap_in_goes_first())):
                 yield self.sleep(START_OUT)
             tensor, _ = self.queue.popleft()
             yield from self.copy(START_OUT, self.machine.d2h_ns(self.size[tensor]))
             self.host_copy.add(tensor)
             if tensor in self.away:
-                self.left(self.away[tensor])
-            self.completed()
-            yield self.turn(START_OUT)
+                self.release(self.away[tensor])
+            self.wake_all()
+            yield self.event_now(START_OUT)
 
     def swap_ins(self) -> Events:
         """Runs the swap-ins in order of next use, once memory suffices until then (rules 5 and 6)."""
         while True:
-            while (self.machine.copy_engines == 1 and self.copying) or (coming := self.next_in()) is None:
+            while (self.machine.copy_engines == 1 and self.copying) or (evicted := self.next_swap_in()) is None:
                 yield self.sleep(START_IN)
-            nbytes = self.size[coming.tensor]
+            nbytes = self.size[evicted.tensor]
             self.used += nbytes
-            for part in self.ahead(coming):
+            for part in self.kernels_until_use(evicted):
                 self.booked[part] += nbytes
-            coming.out = False
+            evicted.out = False
             yield from self.copy(START_IN, self.machine.h2d_ns(nbytes))
-            del self.away[coming.tensor]
-            self.completed()
-            yield self.turn(START_IN)
+            del self.away[evicted.tensor]
+            self.wake_all()
+            yield self.event_now(START_IN)
 
-    def copy(self, what: int, lasts: int) -> Events:
+    def copy(self, direction: int, duration_ns: int) -> Events:
         """Runs one transfer; its rate changes when a slowing copy in the other direction starts or ends."""
-        share = self.machine.d2h_share if what == START_OUT else self.machine.h2d_share
-        mine = self.copying[what] = Copy(lasts * ALONE, self.env.now, ALONE)
-        if lasts:
-            self.disturb(what)
-        if share == ALONE or not lasts:
-            yield self.after(lasts)
+        share = self.machine.d2h_share if direction == START_OUT else self.machine.h2d_share
+        current = self.copying[direction] = Copy(duration_ns * ALONE, self.env.now, ALONE)
+        if duration_ns:
+            self.disturb(direction)
+        if share == ALONE or not duration_ns:
+            yield self.after(duration_ns)
         else:
-            while mine.work > 0:
-                mine.since, mine.rate = self.env.now, share if len(self.copying) == 2 else ALONE
-                mine.disturbed = simpy.Event(self.env)
-                yield self.env.timeout(-(-mine.work // mine.rate)) | mine.disturbed
-                mine.work -= mine.rate * (self.env.now - mine.since)
-        del self.copying[what]
-        self.disturb(what)
+            while current.work > 0:
+                current.since, current.rate = self.env.now, share if len(self.copying) == 2 else ALONE
+                current.disturbed = simpy.Event(self.env)
+                yield self.env.timeout(-(-current.work // current.rate)) | current.disturbed
+                current.work -= current.rate * (self.env.now - current.since)
+        del self.copying[direction]
+        self.disturb(direction)
 
-    def disturb(self, what: int) -> None:
-        """Signals the other direction's copy that a copy in direction ``what`` has started or ended."""
+    def disturb(self, direction: int) -> None:
+        """Signals the other direction's copy that a copy in direction ``direction`` has started or ended."""
         for other, copy in self.copying.items():
-            if other != what and copy.disturbed is not None and not copy.disturbed.triggered:
+            if other != direction and copy.disturbed is not None and not copy.disturbed.triggered:
                 copy.disturbed.succeed()
 
     # -------------------------------------------------------------------------------------- rules
@@ -228,45 +228,45 @@ class Model:
         """Opens gaps and enqueues swap-outs at the end of kernel ``k``."""
         self.host_copy.difference_update(self.program.kernels[k].outputs)
         for d in opens:
-            gone = self.away[d.tensor] = self.leave(d, self.position)
+            evicted = self.away[d.tensor] = self.evict(d, self.position)
             if d.tensor in self.host_copy:
-                self.left(gone)
+                self.release(evicted)
         self.position += 1
         self.queue.extend((d.tensor, self.position) for d in copies if d.tensor not in self.host_copy)
         self.booked[k] = self.residency[k]
 
-    def leave(self, d: Swap, position: int) -> Away:
+    def evict(self, d: Swap, position: int) -> Evicted:
         """Returns the state of ``d``'s tensor when its gap opens, at the end of the kernel at ``position``."""
         ready = position + 1
         if d.prefetch is not None and d.prefetch != d.after:
             ready = position + (d.prefetch - d.after - 1) % self.n + 2
         before = position + (self.schedule.returns[d] - d.after - 1) % self.n + 1
-        return Away(d.tensor, before, ready, d.prefetch is not None, d.sync)
+        return Evicted(d.tensor, before, ready, d.prefetch is not None, d.sync)
 
-    def left(self, gone: Away) -> None:
+    def release(self, evicted: Evicted) -> None:
         """Frees the device memory of a tensor whose swap-out is complete."""
-        gone.sync, gone.out = False, True
-        self.used -= self.size[gone.tensor]
+        evicted.sync, evicted.out = False, True
+        self.used -= self.size[evicted.tensor]
 
-    def first_in(self) -> Away | None:
+    def first_ready(self) -> Evicted | None:
         """Returns the tensor ready for swap-in that is needed first."""
         waiting = [a for a in self.away.values() if a.out and (self.position >= a.ready or self.position == a.before)]
         return min(waiting, key=lambda a: (a.before, a.tensor), default=None)
 
-    def return_goes_first(self) -> bool:
+    def swap_in_goes_first(self) -> bool:
         """Returns whether a single copy engine serves a swap-in next: one issued earlier that can start now."""
-        first = self.first_in()
-        return first is not None and first.pinned and first.ready < self.queue[0][1] and self.next_in() is first
+        first = self.first_ready()
+        return first is not None and first.pinned and first.ready < self.queue[0][1] and self.next_swap_in() is first
 
-    def next_in(self) -> Away | None:
+    def next_swap_in(self) -> Evicted | None:
         """Returns the swap-in that can start now, or None."""
-        first = self.first_in()
+        first = self.first_ready()
         if first is None:
             return None
         nbytes, start = self.size[first.tensor], self.position + self.kernel_runs
         if self.used + nbytes > self.limit or first.blocked >= start:
             return None
-        for part in reversed(self.ahead(first)):
+        for part in reversed(self.kernels_until_use(first)):
             full = np.flatnonzero(self.booked[part] > self.limit - nbytes)
             if full.size:
                 # Blocked until that kernel ends; its position is in the next n kernels.
@@ -274,9 +274,9 @@ class Model:
                 return None
         return first
 
-    def ahead(self, item: Away) -> list[slice]:
+    def kernels_until_use(self, evicted: Evicted) -> list[slice]:
         """Returns the kernels from now until the tensor's use, as one or two slices of an iteration."""
-        start, stop = self.position + self.kernel_runs, item.before
+        start, stop = self.position + self.kernel_runs, evicted.before
         if start >= stop:
             return []
         first, last = start % self.n, (stop - 1) % self.n + 1

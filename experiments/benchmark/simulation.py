@@ -63,19 +63,19 @@ def simulation(
     }
     if len(set(results.values())) > 1:
         raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
-    fast, simpy, slow = (median(timeit.repeat(call, number=1, repeat=repeats)) for call, repeats in (
+    engine_s, simpy_s, reference_s = (median(timeit.repeat(call, number=1, repeat=repeats)) for call, repeats in (
         (lambda: engine.score(rows), calls),
         (lambda: simpy_model.simulate(schedule, machine, limit), 5),
         (lambda: rules.simulate(program, plan, machine, limit, iterations=1), 3),
     ))  # fmt: skip
     return {
-        "simulate_us": round(fast * 1e6, 2),
-        "speedup_vs_simpy": round(simpy / fast, 1),
-        "speedup_vs_reference": round(slow / fast, 1),
+        "simulate_us": round(engine_s * 1e6, 2),
+        "speedup_vs_simpy": round(simpy_s / engine_s, 1),
+        "speedup_vs_reference": round(reference_s / engine_s, 1),
     }
 
 
-def searching(program: Program, plan: Plan, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> float:
+def search_rate(program: Program, plan: Plan, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> float:
     """Returns annealing's simulator calls per second, including all other work of the search (best of three)."""
     engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
     start_ns = engine.score(rows).iteration_ns
@@ -88,19 +88,19 @@ def searching(program: Program, plan: Plan, machine: Machine, limit: int, mode: 
     return max(rates)
 
 
-def batches(program: Program, plan: Plan, machine: Machine, limit: int, plans: int, seed: int) -> float:
+def batch_speedup(program: Program, plan: Plan, machine: Machine, limit: int, plans: int, seed: int) -> float:
     """Returns the speedup of ``Engine.score_batch`` on all cores over one core (best of five).
 
     The batch has ``plans`` random subsets of the plan's decisions.
     """
     engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
-    kept = np.random.default_rng(seed).random((plans, len(rows))) < 0.97
-    every, lengths = np.concatenate([rows[k] for k in kept]), kept.sum(axis=1)
+    selected = np.random.default_rng(seed).random((plans, len(rows))) < 0.97
+    stacked, lengths = np.concatenate([rows[k] for k in selected]), selected.sum(axis=1)
 
-    one, all_cores = (timeit.Timer(partial(engine.score_batch, every, lengths, threads)) for threads in (1, None))
+    serial, all_cores = (timeit.Timer(partial(engine.score_batch, stacked, lengths, threads)) for threads in (1, None))
     all_cores.timeit(1)
-    times = [(one.timeit(1), all_cores.timeit(1)) for _ in range(5)]
-    return min(alone for alone, _ in times) / min(together for _, together in times)
+    times = [(serial.timeit(1), all_cores.timeit(1)) for _ in range(5)]
+    return min(single for single, _ in times) / min(parallel for _, parallel in times)
 
 
 def home_search(
@@ -126,12 +126,12 @@ def home_search(
 def pick_valid(masks, draws, chosen):
     """Chooses a random valid action per mask, from one draw in [0, 1) each; writes into ``chosen``."""
     for i in range(masks.shape[0]):
-        left = int(draws[i] * masks[i].sum())
+        remaining = int(draws[i] * masks[i].sum())
         for node in range(masks.shape[1]):
             if masks[i, node]:
-                if left == 0:
+                if remaining == 0:
                     chosen[i] = node
-                left -= 1
+                remaining -= 1
 
 
 def environment(

@@ -23,7 +23,7 @@ import agents
 from agents.heuristics.autoswap import peak_gaps
 from experiments.benchmark.host_time import NETWORKS, host_times, step_overhead
 from experiments.benchmark.packing import packing
-from experiments.benchmark.simulation import batches, environment, home_search, searching, simulation, swap_all
+from experiments.benchmark.simulation import batch_speedup, environment, home_search, search_rate, simulation, swap_all
 from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -36,7 +36,7 @@ HOME_PAPER = {
 }
 
 
-def measured(cfg: DictConfig) -> dict[str, Any]:
+def run_suite(cfg: DictConfig) -> dict[str, Any]:
     """Runs the suite with the settings ``speed``; raises UsageError, FormatError or WorkloadError if one is invalid."""
     os.environ["OMP_NUM_THREADS"] = "1"
     machine = Machine.load(str(cfg.machine))
@@ -47,39 +47,39 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
     particles, iterations = cli.integer(cfg, "home.particles", 1), cli.integer(cfg, "home.iterations", 1)
     seed = cli.integer(cfg, "seed")
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
-    found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
+    results: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
     programs: dict[str, Program] = {}
-    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.plain(cfg)["plans"]
-    with report.staged(stages(networks, list(tasks), len(blocks), pack_seconds), still=True) as begin:
+    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.to_dict(cfg)["plans"]
+    with report.track_stages(stages(networks, list(tasks), len(blocks), pack_seconds), manual_refresh=True) as begin:
         for name in networks:
             begin(f"simulating {name}")
             seconds, program = capture(name, machine)
             programs[name] = program
-            found["capture_s"][name] = round(seconds, 3)
+            results["capture_s"][name] = round(seconds, 3)
             speed = simulation(program, swap_all(program, peak_gaps(program, min_bytes)), machine, calls)
             for key, value in speed.items():
-                found[key][name] = value
-            every = swap_all(program, program.gaps(min_bytes))
-            found["simulate_all_us"][name] = simulation(program, every, machine, calls)["simulate_us"]
+                results[key][name] = value
+            all_swaps = swap_all(program, program.gaps(min_bytes))
+            results["simulate_all_us"][name] = simulation(program, all_swaps, machine, calls)["simulate_us"]
             for key, value in home_search(program, machine, particles, iterations, seed).items():
-                found[key][name] = value
-        found |= HOME_PAPER
-        found |= plans(tasks, programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed, begin)
+                results[key][name] = value
+        results |= HOME_PAPER
+        results |= plans(tasks, programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed, begin)
         begin("steps of the environment")
         env = str(cfg.env.workload)
         if env not in programs:
             programs[env] = capture(env, machine, 1)[1]
-        walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
-        found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
+        num_envs, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
+        results |= environment(programs[env], machine, float(cfg.env.limit), num_envs, steps, seed)
         begin("packing")
-        found |= packing(blocks, perfect_blocks, pack_seconds, seed)
+        results |= packing(blocks, perfect_blocks, pack_seconds, seed)
         begin("planned steps")
-        found |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
+        results |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
         begin("host time of steps")
-        found |= host_times(machine, list(NETWORKS), int(cfg.step.repeats))
+        results |= host_times(machine, list(NETWORKS), int(cfg.step.repeats))
         begin("a first command")
-        found["first_command_s"] = first_command(str(cfg.first_command))
-    return found
+        results["first_command_s"] = first_command(str(cfg.first_command))
+    return results
 
 
 def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: float) -> dict[str, float]:
@@ -97,15 +97,15 @@ def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: flo
 
 def first_command(workload: str) -> dict[str, float]:
     """Times ``evaluate`` with one planner in s: without a compilation cache (``cold``) and with it (``warm``)."""
-    spent = {}
+    durations = {}
     with tempfile.TemporaryDirectory() as folder:
-        for which in ("cold", "warm"):
+        for cache in ("cold", "warm"):
             command = [sys.executable, "-m", "experiments.evaluate", f"workload={workload}",
-                       "planners=[autoswap_swdoa]", f"out={folder}/{which}"]  # fmt: skip
+                       "planners=[autoswap_swdoa]", f"out={folder}/{cache}"]  # fmt: skip
             run = partial(subprocess.run, command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True,
                           capture_output=True)  # fmt: skip
-            spent[which] = round(timeit.timeit(run, number=1), 1)
-    return spent
+            durations[cache] = round(timeit.timeit(run, number=1), 1)
+    return durations
 
 
 def plans(
@@ -125,24 +125,24 @@ def plans(
         Timing -> task name -> value.
     """
     keys = ("plan_us", "plan_speedup_vs_simpy", "plan_speedup_vs_reference", "search_calls_per_s", "scores_speedup")
-    found: dict[str, dict[str, float]] = {key: {} for key in keys}
+    results: dict[str, dict[str, float]] = {key: {} for key in keys}
     for name, task in tasks.items():
         begin(f"timing plans of {name}")
-        of, mode = str(task["program"]), str(task["mode"])
-        if of not in programs:
-            file = cli.CONFIGS.parent / of
-            programs[of] = Program.load(file) if file.is_file() else capture(of, machine, 1)[1]
-        program = programs[of]
+        source, mode = str(task["program"]), str(task["mode"])
+        if source not in programs:
+            file = cli.CONFIGS.parent / source
+            programs[source] = Program.load(file) if file.is_file() else capture(source, machine, 1)[1]
+        program = programs[source]
         limit = limit_bytes(task["limit"], program)
         plan = agents.make("annealing", mode=mode, calls=plan_calls, seed=seed).plan(program, machine, limit)
         speed = simulation(program, plan, machine, calls, limit)
-        found["plan_us"][name] = speed["simulate_us"]
+        results["plan_us"][name] = speed["simulate_us"]
         for peer in ("simpy", "reference"):
-            found[f"plan_speedup_vs_{peer}"][name] = speed[f"speedup_vs_{peer}"]
-        rate = searching(program, plan, machine, limit, mode, calls, seed)
-        found["search_calls_per_s"][name] = round(rate)
-        found["scores_speedup"][name] = round(batches(program, plan, machine, limit, calls, seed), 2)
-    return found
+            results[f"plan_speedup_vs_{peer}"][name] = speed[f"speedup_vs_{peer}"]
+        rate = search_rate(program, plan, machine, limit, mode, calls, seed)
+        results["search_calls_per_s"][name] = round(rate)
+        results["scores_speedup"][name] = round(batch_speedup(program, plan, machine, limit, calls, seed), 2)
+    return results
 
 
 def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program]:

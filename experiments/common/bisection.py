@@ -29,17 +29,17 @@ def largest(fits: Callable[[int], bool], first: int, most: int, part: int | None
             low, high = high, min(2 * high, most + 1)
     else:
         low, high = 0, first
-    return between(lambda size: not fits(size), low, high, part=part)[0]
+    return bisect(lambda size: not fits(size), low, high, part=part)[0]
 
 
-def between(
-    fits: Callable[[int], bool], low: int, high: int, within: int = 1, part: int | None = None
+def bisect(
+    fits: Callable[[int], bool], low: int, high: int, tolerance: int = 1, part: int | None = None
 ) -> tuple[int, int]:
     """Bisects between a size that does not fit (``low``) and one that does (``high``).
 
-    Stops when they are at most ``within`` apart, or 1 / ``part`` of ``low``; returns both.
+    Stops when they are at most ``tolerance`` apart, or 1 / ``part`` of ``low``; returns both.
     """
-    while high - low > max(within, 1, low // part if part else 1):
+    while high - low > max(tolerance, 1, low // part if part else 1):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low, high

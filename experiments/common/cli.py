@@ -32,11 +32,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import renamed_key_message
-from experiments import begun
-from experiments.common import endings, help, sweep, workers
-from experiments.common.endings import UsageError
+from experiments import install_handlers
+from experiments.common import errors, help, sweep, workers
+from experiments.common.errors import UsageError
 from experiments.common.help import CONFIGS
-from experiments.common.own_files import IN_GLOBAL, SUFFIXES, as_typed, quoted, read_workload, with_own_files
+from experiments.common.own_files import GLOBAL_KEYS, SUFFIXES, quote, read_workload, replace_files, restore_file_names
 from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.limits import size_bytes
@@ -60,22 +60,22 @@ def entry(
     """
 
     def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:
-        typed: list[str] = []  # command line as typed, recorded with the results
+        typed_args: list[str] = []  # command line as typed, recorded with the results
 
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> Path | None:
-            sys.argv[:] = [f"experiments.{config_name}", *typed]  # a launcher's process has another argv
+            sys.argv[:] = [f"experiments.{config_name}", *typed_args]  # a launcher's process has another argv
             try:
-                known = keys(config_name)
-                if added := [str(key) for key in cfg if key not in known]:  # by +KEY=VALUE
-                    raise UsageError(f"{added[0]}: unknown key{nearest(added[0], known)}")
+                valid_keys = keys(config_name)
+                if unknown := [str(key) for key in cfg if key not in valid_keys]:  # by +KEY=VALUE
+                    raise UsageError(f"{unknown[0]}: unknown key{nearest(unknown[0], valid_keys)}")
                 return task(cfg)
             except Exception as error:
-                if not isinstance(error, endings.expected_errors()):
+                if not isinstance(error, errors.expected_errors()):
                     raise
                 if HydraConfig.get().mode == RunMode.MULTIRUN:  # let the other jobs of the sweep finish
-                    raise UsageError(endings.sentence(error)) from None
-                endings.refuse(error)
+                    raise UsageError(errors.one_line(error)) from None
+                errors.exit_with_error(error)
 
         def command() -> None:
             if task.__module__ == "__main__":  # by name: worker processes cannot unpickle from __main__
@@ -85,8 +85,8 @@ def entry(
                 getattr(import_module(spec.name), task.__name__)()
                 return
             try:
-                begun()
-                atexit.register(endings.last_words)
+                install_handlers()
+                atexit.register(errors.flush_stdout)
                 warm.start()
                 sweep.register_ray()
                 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach this function
@@ -94,33 +94,33 @@ def entry(
                 if args.help:
                     help.show(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
                     return
-                overrides = prepare(keyed(args.overrides, positional) if positional else args.overrides)
+                overrides = prepare(assign_key(args.overrides, positional) if positional else args.overrides)
                 # Hydra's parser requires options before overrides; here any order works.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
-                typed[:] = options + overrides
-                sys.argv[1:] = options + with_own_files(overrides) + [sweep.OVERRIDE] * args.multirun
+                typed_args[:] = options + overrides
+                sys.argv[1:] = options + replace_files(overrides) + [sweep.OVERRIDE] * args.multirun
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
                 except HydraException:  # before any job
-                    sweep.forget()
+                    sweep.discard_folder()
                     raise
                 finally:
                     if args.multirun:
-                        sweep.shown()
+                        sweep.show_table()
             except HydraException as error:
-                endings.refuse(explained(error, config_name, typed))
+                errors.exit_with_error(explain(error, config_name, typed_args))
             except (OmegaConfBaseException, UsageError, FormatError) as error:
-                endings.refuse(as_typed(str(error)))
+                errors.exit_with_error(restore_file_names(str(error)))
             except ValueError as error:
                 if not str(error).startswith("Config group override"):  # for a group option that is a number
                     raise
-                endings.refuse(f"{' '.join(typed)}: {error}")
+                errors.exit_with_error(f"{' '.join(typed_args)}: {error}")
             except KeyboardInterrupt as stop:
-                endings.stopped(stop)
+                errors.exit_interrupted(stop)
             except OSError as error:
-                if error.errno not in endings.NO_ROOM:
+                if error.errno not in errors.NO_ROOM:
                     raise
-                endings.refuse(endings.unwritten(error))
+                errors.exit_with_error(errors.write_error_message(error))
 
         return command
 
@@ -133,9 +133,9 @@ def help_text(name: str, doc: str, words: list[str]) -> str:
     return "\n\n".join([help.text(name, doc, words), *([footer] if footer else [])])
 
 
-def explained(error: HydraException, config_name: str, words: list[str]) -> str:
+def explain(error: HydraException, config_name: str, words: list[str]) -> str:
     """Returns Hydra's message about a command line; for an unknown key adds its replacement or the nearest key."""
-    text = as_typed(endings.sentence(error))
+    text = restore_file_names(errors.one_line(error))
     if override := getattr(error, "override", None):  # a syntax error
         return f"{override}: {text}"
     if found := re.match(r"Could not override '(\S+)'", text):
@@ -148,29 +148,29 @@ def explained(error: HydraException, config_name: str, words: list[str]) -> str:
 # ------------------------------------------------------------------------------------------ keys
 
 
-def keyed(words: list[str], key: str) -> list[str]:
+def assign_key(words: list[str], key: str) -> list[str]:
     """Combines the arguments without a key (or that name a file) into one quoted override of ``key``."""
     deletes = re.compile(r"~[^/]")  # ~key, but not ~/file
-    bare = [w for w in words if Path(w).is_file() or not ("=" in w or deletes.match(w))]
-    return [w for w in words if w not in bare] + ([f"{key}={','.join(map(quoted, bare))}"] if bare else [])
+    bare = [word for word in words if Path(word).is_file() or not ("=" in word or deletes.match(word))]
+    return [word for word in words if word not in bare] + ([f"{key}={','.join(map(quote, bare))}"] if bare else [])
 
 
 def keys(config_name: str) -> set[str]:
     """Returns the top-level keys of a command and of its config groups, without Hydra's."""
-    return {name.partition(".")[0] for name in help.names(config_name)} | set(IN_GLOBAL)
+    return {name.partition(".")[0] for name in help.names(config_name)} | set(GLOBAL_KEYS)
 
 
-def nearest(word: object, known: Collection[str]) -> str:
+def nearest(word: object, candidates: Collection[str]) -> str:
     """Returns '; the nearest is …' for an error message.
 
     For dotted keys, a key with the same last part is preferred (episodes: agent.episodes), then a sibling.
     """
     text = str(word)
     parent, _, leaf = text.rpartition(".")
-    same = sorted(k for k in known if k.rpartition(".")[2] == leaf)
-    siblings = sorted(k for k in known if k.rpartition(".")[0] == parent) or sorted(known)
-    close = same or difflib.get_close_matches(text, siblings, n=1, cutoff=0.0)
-    return f"; the nearest is {close[0]!r} (of {', '.join(siblings)})" if close else ""
+    same_leaf = sorted(k for k in candidates if k.rpartition(".")[2] == leaf)
+    siblings = sorted(k for k in candidates if k.rpartition(".")[0] == parent) or sorted(candidates)
+    matches = same_leaf or difflib.get_close_matches(text, siblings, n=1, cutoff=0.0)
+    return f"; the nearest is {matches[0]!r} (of {', '.join(siblings)})" if matches else ""
 
 
 # ---------------------------------------------------------------------------------------- values
@@ -197,14 +197,14 @@ def number(cfg: DictConfig, key: str) -> float:
     return float(value)
 
 
-def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> Any:
-    """Returns the value at a key, which must be one of ``known``.
+def choice(cfg: DictConfig, key: str, options: tuple[str | bool | None, ...]) -> Any:
+    """Returns the value at a key, which must be one of ``options``.
 
     Raises:
-        UsageError: the value is not in ``known``.
+        UsageError: the value is not in ``options``.
     """
-    if cfg[key] not in known:
-        names = [json.dumps(k).strip('"') for k in known]
+    if cfg[key] not in options:
+        names = [json.dumps(k).strip('"') for k in options]
         raise UsageError(f"{key}: expected {', '.join(names[:-1])} or {names[-1]}, got {cfg[key]!r}")
     return cfg[key]
 
@@ -221,7 +221,7 @@ def launcher(cfg: DictConfig) -> tuple[str, int | None]:
         UsageError: the launcher is unknown or not installed.
     """
     name = choice(cfg, "launcher", tuple(workers.LAUNCHERS))
-    if extra := workers.missing(name):
+    if extra := workers.missing_extra(name):
         raise UsageError(f"launcher: {name} is not installed; the extra is {extra}")
     return name, None if name == "ray" and cfg.jobs is None else jobs(cfg)
 
@@ -246,7 +246,7 @@ def values(cfg: DictConfig, key: str) -> list[Any]:
     Raises:
         UsageError: the list is empty.
     """
-    value = plain(cfg)[key]
+    value = to_dict(cfg)[key]
     out = value if isinstance(value, list) else [value]
     if not out or out == [None]:
         raise UsageError(f"{key}: expected at least one value")
@@ -255,7 +255,7 @@ def values(cfg: DictConfig, key: str) -> list[Any]:
 
 def machine(cfg: DictConfig) -> Machine:
     """Returns the machine of ``cfg.machine``; raises FormatError naming the entry."""
-    return Machine.from_dict(plain(cfg.machine))
+    return Machine.from_dict(to_dict(cfg.machine))
 
 
 def workload(name: str) -> dict[str, Any]:
@@ -268,28 +268,28 @@ def workload(name: str) -> dict[str, Any]:
     if file.suffix not in SUFFIXES:
         file = CONFIGS / "workload" / f"{name}.yaml"
         if not file.is_file():
-            known = {path.stem for path in file.parent.glob("*.yaml")}
-            raise UsageError(f"workloads: unknown workload {name!r}{nearest(name, known)}")
-    config = plain(read_workload(file)[1])
+            presets = {path.stem for path in file.parent.glob("*.yaml")}
+            raise UsageError(f"workloads: unknown workload {name!r}{nearest(name, presets)}")
+    config = to_dict(read_workload(file)[1])
     return config.get("workload", config)  # files for the package _global_ nest it one level deeper
 
 
-def program(cfg: DictConfig, on: Machine) -> Program:
+def program(cfg: DictConfig, target: Machine) -> Program:
     """Returns the program to plan: the file of ``program=``, else a capture of ``workload=`` for the machine."""
     file = path(cfg, "program")
     if file is not None:
         return Program.load(file)
     from experiments import workloads  # PyTorch is only needed to capture
 
-    return workloads.load(plain(cfg.workload), on).program
+    return workloads.load(to_dict(cfg.workload), target).program
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def to_dict(cfg: DictConfig) -> dict[str, Any]:
     """Converts a config node to a dictionary, interpolations resolved; raises an OmegaConf error for missing values."""
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
+def dataclass_from_config(kind: type[T], cfg: DictConfig, prefix: str) -> T:
     """Builds a dataclass from a config node with the same keys; each value must have the type of the field's default.
 
     Raises:
@@ -297,16 +297,16 @@ def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
     """
     defaults = {field.name: field.default for field in fields(kind)}
     checked: dict[str, Any] = {}
-    for key, value in plain(cfg).items():
+    for key, value in to_dict(cfg).items():
         if why := renamed_key_message(key):
-            raise UsageError(f"{where}.{key}: {why}")
+            raise UsageError(f"{prefix}.{key}: {why}")
         if key not in defaults:
-            raise UsageError(f"{where}.{key}: unknown key{nearest(key, defaults)}")
-        wanted = type(defaults[key])
-        checked[key] = float(value) if wanted is float and type(value) is int else value
-        if type(checked[key]) is not wanted:
-            raise UsageError(f"{where}.{key}: expected {wanted.__name__}, got {value!r}")
+            raise UsageError(f"{prefix}.{key}: unknown key{nearest(key, defaults)}")
+        expected = type(defaults[key])
+        checked[key] = float(value) if expected is float and type(value) is int else value
+        if type(checked[key]) is not expected:
+            raise UsageError(f"{prefix}.{key}: expected {expected.__name__}, got {value!r}")
     try:
         return kind(**checked)
     except ValueError as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{prefix}: {error}") from None

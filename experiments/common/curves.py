@@ -21,7 +21,7 @@ LAST = 50  # window of the running means, in episodes
 GREEDY, GAP = "greedy/overhead", "greedy/gap"
 OVERHEAD, FEASIBLE, BEST = "episode/overhead", "episode/feasible", "episode/best_overhead"
 NAMES = (OVERHEAD, FEASIBLE, BEST, GREEDY, GAP)
-Tell = Callable[[int, Mapping[str, float]], None]
+LogPoint = Callable[[int, Mapping[str, float]], None]
 
 
 class Curve:
@@ -29,64 +29,64 @@ class Curve:
 
     Args:
         file: curve.json; None: no file.
-        about: agent, seed and other settings that identify the training.
+        metadata: agent, seed and other settings that identify the training.
         every: minimum number of simulator calls between two points.
-        tell: callback that receives the scalars of a point.
+        log: callback that receives the scalars of a point.
         resumed: curve file of the run being resumed; its points up to the resumed state are kept.
     """
 
     def __init__(
         self, file: Path | None, program: Program, machine: Machine, limit: int, mode: str,
-        about: Mapping[str, object], every: int, tell: Tell | None = None, resumed: Path | None = None,
+        metadata: Mapping[str, object], every: int, log: LogPoint | None = None, resumed: Path | None = None,
     ) -> None:  # fmt: skip
-        self.file, self.every, self.tell = file, every, tell
-        self.last: deque[float] = deque(maxlen=LAST)  # overheads of episodes
+        self.file, self.every, self.log = file, every, log
+        self.recent: deque[float] = deque(maxlen=LAST)  # overheads of episodes
         self.best = math.nan
         self.task = program, machine, limit, mode
-        self.about = {"workload": program.name, "machine": machine.name, "mode": mode, **about,
+        self.metadata = {"workload": program.name, "machine": machine.name, "mode": mode, **metadata,
                       "limit_fraction": round(limit / program.peak_bytes, 4)}  # fmt: skip
         self.points: list[dict[str, float | None]] = []
-        self.next = every
-        self.before = read_json(resumed)["points"] if resumed is not None and resumed.is_file() else []
+        self.next_calls = every
+        self.resumed_points = read_json(resumed)["points"] if resumed is not None and resumed.is_file() else []
 
     @cached_property
     def bound(self) -> Floor:
         """Certified lower bound of the task."""
         return floor(*self.task)
 
-    def goes_on(self, calls: int) -> None:
+    def resume(self, calls: int) -> None:
         """Continues the curve of a resumed run after ``calls`` simulator calls."""
-        self.points = [point for point in self.before if point["calls"] <= calls]
-        self.next = calls + self.every
+        self.points = [point for point in self.resumed_points if point["calls"] <= calls]
+        self.next_calls = calls + self.every
 
-    def episode(self, overhead: float, best: float | None = None) -> None:
+    def add_episode(self, overhead: float, best: float | None = None) -> None:
         """Records an episode's overhead (NaN without a plan); ``best``: best overhead that other searches found."""
-        self.last.append(overhead if math.isfinite(overhead) else math.nan)
-        found = (v for v in (self.best, self.last[-1], best) if v is not None and not math.isnan(v))
-        self.best = min(found, default=math.nan)
+        self.recent.append(overhead if math.isfinite(overhead) else math.nan)
+        values = (v for v in (self.best, self.recent[-1], best) if v is not None and not math.isnan(v))
+        self.best = min(values, default=math.nan)
 
-    def running(self) -> dict[str, float]:
+    def running_means(self) -> dict[str, float]:
         """Returns means over the last episodes; NaN before the first."""
-        found = [v for v in self.last if not math.isnan(v)]
-        share = len(found) / len(self.last) if self.last else math.nan
-        return {OVERHEAD: fmean(found) if found else math.nan, FEASIBLE: share, BEST: self.best}
+        feasible = [v for v in self.recent if not math.isnan(v)]
+        share = len(feasible) / len(self.recent) if self.recent else math.nan
+        return {OVERHEAD: fmean(feasible) if feasible else math.nan, FEASIBLE: share, BEST: self.best}
 
-    def maybe(self, calls: int, greedy: Callable[[], float]) -> None:
+    def add_point_if_due(self, calls: int, greedy: Callable[[], float]) -> None:
         """Adds a point if one is due.
 
         Args:
             greedy: evaluates the greedy policy's overhead, NaN in a dead end; its simulator calls are not counted.
         """
-        if calls >= self.next:
-            self.point(calls, greedy())
+        if calls >= self.next_calls:
+            self.add_point(calls, greedy())
 
-    def point(self, calls: int, greedy: float) -> None:
+    def add_point(self, calls: int, greedy: float) -> None:
         """Adds a point."""
-        self.next = calls + self.every
-        values = {**self.running(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
-        if self.tell is not None:
-            self.tell(calls, values)
-        kept = {key: round(v, 6) if math.isfinite(v) else None for key, v in values.items()}
-        self.points.append({"calls": calls, **kept})
+        self.next_calls = calls + self.every
+        values = {**self.running_means(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
+        if self.log is not None:
+            self.log(calls, values)
+        rounded = {key: round(v, 6) if math.isfinite(v) else None for key, v in values.items()}
+        self.points.append({"calls": calls, **rounded})
         if self.file is not None:
-            write_json(self.file, {**self.about, "floor": self.bound.overhead, "points": self.points}, indent=1)
+            write_json(self.file, {**self.metadata, "floor": self.bound.overhead, "points": self.points}, indent=1)

@@ -27,41 +27,41 @@ Options:
 GROUP = re.compile(r"  - (\w+): (\S+)(?:  # (.*))?")  # entry of a command's defaults list: group, option, meaning
 
 
-def text(name: str, doc: str, chosen: Sequence[str] = ()) -> str:
+def text(name: str, doc: str, overrides: Sequence[str] = ()) -> str:
     """Returns the help of a command.
 
     Args:
         name: name of the command's YAML file.
         doc: docstring of the command's module.
-        chosen: command-line arguments; for each GROUP=OPTION the keys of that option are listed.
+        overrides: command-line arguments; for each GROUP=OPTION the keys of that option are listed.
     """
-    parts = [doc.strip(), f"Keys, set as KEY=VALUE:\n{_written(CONFIGS / f'{name}.yaml')}"]
-    for group, (option, meaning) in groups(name, chosen).items():
-        known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    parts = [doc.strip(), f"Keys, set as KEY=VALUE:\n{_settings_text(CONFIGS / f'{name}.yaml')}"]
+    for group, (option, meaning) in groups(name, overrides).items():
+        presets = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
         lines = [f"{group}={option}: {meaning}" if meaning else f"{group}={option}"]
-        lines.append(textwrap.fill(", ".join(known), WIDTH, initial_indent="  one of ", subsequent_indent="  "))
-        if option in known:
-            lines += [f"  as {group}.KEY=VALUE:", _written(CONFIGS / group / f"{option}.yaml", " " * 4)]
+        lines.append(textwrap.fill(", ".join(presets), WIDTH, initial_indent="  one of ", subsequent_indent="  "))
+        if option in presets:
+            lines += [f"  as {group}.KEY=VALUE:", _settings_text(CONFIGS / group / f"{option}.yaml", " " * 4)]
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, HYDRA])
 
 
-def groups(name: str, chosen: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
-    """Returns option and meaning of each config group of a command; options in ``chosen`` override the defaults."""
-    options = dict(word.split("=", 1) for word in chosen if "=" in word)
+def groups(name: str, overrides: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """Returns option and meaning of each config group of a command; options in ``overrides`` override the defaults."""
+    options = dict(word.split("=", 1) for word in overrides if "=" in word)
     defaults = (CONFIGS / f"{name}.yaml").read_text().partition("defaults:\n")[2].partition("  - _self_")[0]
-    found = map(GROUP.fullmatch, defaults.splitlines())
-    return {line[1]: (options.get(line[1], line[2]), line[3] or "") for line in found if line}
+    matches = map(GROUP.fullmatch, defaults.splitlines())
+    return {line[1]: (options.get(line[1], line[2]), line[3] or "") for line in matches if line}
 
 
-def names(name: str, chosen: Sequence[str] = ()) -> set[str]:
+def names(name: str, overrides: Sequence[str] = ()) -> set[str]:
     """Returns all dotted keys of a command, with its config groups and the keys of their options."""
-    found = [key for key, _ in flat(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))]
-    for group, (option, _) in groups(name, chosen).items():
+    keys = [key for key, _ in flat(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))]
+    for group, (option, _) in groups(name, overrides).items():
         file = CONFIGS / group / f"{option}.yaml"
-        own = yaml.safe_load(file.read_text()) if file.is_file() else {}
-        found += [group, *(key for key, _ in flat(own, f"{group}."))]
-    parts = (key.split(".") for key in found if not key.startswith(("defaults", "hydra.")))
+        settings = yaml.safe_load(file.read_text()) if file.is_file() else {}
+        keys += [group, *(key for key, _ in flat(settings, f"{group}."))]
+    parts = (key.split(".") for key in keys if not key.startswith(("defaults", "hydra.")))
     return {".".join(key[: n + 1]) for key in parts for n in range(len(key))}
 
 
@@ -74,10 +74,10 @@ def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _written(file: Path, indent: str = "  ") -> str:
+def _settings_text(file: Path, indent: str = "  ") -> str:
     """Returns the settings of a YAML file with comments, without Hydra's entries and the file's header."""
-    written = re.sub(r"\A(#.*\n)+\n*", "", file.read_text())
-    settings = re.sub(r"^(defaults|hydra):.*\n(?: .*\n|\n)*", "", written, flags=re.MULTILINE)
+    body = re.sub(r"\A(#.*\n)+\n*", "", file.read_text())
+    settings = re.sub(r"^(defaults|hydra):.*\n(?: .*\n|\n)*", "", body, flags=re.MULTILINE)
     return textwrap.indent(settings.strip(), indent)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from experiments.common.endings import UsageError
+from experiments.common.errors import UsageError
 
 LOCK = ".lock"  # exists in a directory while a run writes to it
 
@@ -17,7 +17,7 @@ class Busy(UsageError):
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_directory(folder: Path) -> Iterator[None]:
     """Holds the lock of a results directory; the OS releases it when the process dies.
 
     File systems without locks are not protected.

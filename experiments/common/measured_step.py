@@ -26,7 +26,7 @@ FORMAT = "measured/1"
 # Measured rates of a machine, by their keys in the machine file.
 RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
          "d2h_latency_ns", "h2d_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
-MANY = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
+MULTI_TENSOR = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
 
 Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a bool, None, or a list of these
 
@@ -77,12 +77,12 @@ class MeasuredStep:
     def from_dict(cls, data: Any) -> MeasuredStep:
         """Reads a ``measured/1`` dictionary; raises FormatError if it is of another format."""
         try:
-            if (found := dict(data)).pop("format") != FORMAT:
+            if (entries := dict(data)).pop("format") != FORMAT:
                 raise ValueError("unknown format")
-            found["precision"] = Precision(**found["precision"])
-            found["operators"] = [Operator(**operator) for operator in found["operators"]]
-            found["kernels"] = [(which, phase, ns, space) for which, phase, ns, space in found["kernels"]]
-            return cls(**found)
+            entries["precision"] = Precision(**entries["precision"])
+            entries["operators"] = [Operator(**operator) for operator in entries["operators"]]
+            entries["kernels"] = [(index, phase, ns, workspace) for index, phase, ns, workspace in entries["kernels"]]
+            return cls(**entries)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"expected {FORMAT}, as `experiments.measured profile` writes it ({error})") from None
 
@@ -99,25 +99,25 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
     """
     if len(profile.durations_ns) != len(captured.nodes):
         raise FormatError(f"the profile is of another program ({profile.program!r})")
-    known: dict[str, int] = {}
+    indices: dict[str, int] = {}
     operators: list[Operator] = []
     kernels: list[tuple[int, Phase, int, int | None]] = []
-    spaces = profile.workspaces or [None] * len(captured.nodes)
-    for kernel, nodes, ns, space in zip(
-        captured.program.kernels, captured.nodes, profile.durations_ns, spaces, strict=True
+    workspaces = profile.workspaces or [None] * len(captured.nodes)
+    for kernel, nodes, ns, workspace in zip(
+        captured.program.kernels, captured.nodes, profile.durations_ns, workspaces, strict=True
     ):
         if not nodes:
             continue  # a marker
         node = nodes[0]
         operator = Operator(
-            str(node.target), kernel.kind, written(list(node.args)),
-            {key: written(value) for key, value in node.kwargs.items()}, written(node), kernel.flops, kernel.bytes,
+            str(node.target), kernel.kind, serialize(list(node.args)),
+            {key: serialize(value) for key, value in node.kwargs.items()}, serialize(node), kernel.flops, kernel.bytes,
         )  # fmt: skip
         key = repr(operator)
-        if key not in known:
-            known[key] = len(operators)
+        if key not in indices:
+            indices[key] = len(operators)
             operators.append(operator)
-        kernels.append((known[key], kernel.phase, ns, space))
+        kernels.append((indices[key], kernel.phase, ns, workspace))
     cuda = profile.workspaces is not None
     unmeasured = dict.fromkeys(("step_ns", "context_bytes", "reserved_bytes", "allocated_bytes"))
     return MeasuredStep(**unmeasured | entries | {
@@ -130,7 +130,7 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
     })  # fmt: skip
 
 
-def written(value: object) -> Value:
+def serialize(value: object) -> Value:
     """Serializes a node's argument or result as in ``Operator``."""
     if isinstance(value, fx.Node):
         meta = value.meta.get("tensor_meta")
@@ -138,7 +138,7 @@ def written(value: object) -> Value:
             return None  # a computed number, or several tensors
         return {"shape": list(meta.shape), "stride": list(meta.stride), "dtype": str(meta.dtype).removeprefix("torch.")}
     if isinstance(value, (list, tuple)):
-        return [written(v) for v in value]
+        return [serialize(v) for v in value]
     return value if isinstance(value, (bool, int, float)) and isfinite(value) else None
 
 
@@ -156,20 +156,20 @@ class Call(NamedTuple):
 
 def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
     """Returns one call per operator and phase of the step, except operators missing in this PyTorch version."""
-    found = {}
-    for which, phase in dict.fromkeys((which, phase) for which, phase, _, _ in measured.kernels):
-        operator = measured.operators[which]
+    result = {}
+    for index, phase in dict.fromkeys((index, phase) for index, phase, _, _ in measured.kernels):
+        operator = measured.operators[index]
         if (node := _node(operator)) is not None:
             kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
-            many = phase == "optimizer" and any(part in operator.name for part in MANY)
-            found[which, phase] = Call(kernel, node, many)
-    return found
+            multi_tensor = phase == "optimizer" and any(part in operator.name for part in MULTI_TENSOR)
+            result[index, phase] = Call(kernel, node, multi_tensor)
+    return result
 
 
 def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
     """Returns each kernel's modeled duration in ns; None for an operator missing in this PyTorch version."""
-    known = {key: call.ns(machine, measured.precision) for key, call in calls(measured).items()}
-    return [known.get((which, phase)) for which, phase, _, _ in measured.kernels]
+    durations = {key: call.ns(machine, measured.precision) for key, call in calls(measured).items()}
+    return [durations.get((index, phase)) for index, phase, _, _ in measured.kernels]
 
 
 def _node(operator: Operator) -> fx.Node | None:
@@ -189,8 +189,8 @@ def _node(operator: Operator) -> fx.Node | None:
             return node
         return list(map(value, data)) if isinstance(data, list) else data
 
-    named = {key: value(v) for key, v in operator.named.items()}
-    call = graph.call_function(target, tuple(value(operator.arguments)), named)
+    kwargs = {key: value(v) for key, v in operator.named.items()}
+    call = graph.call_function(target, tuple(value(operator.arguments)), kwargs)
     if isinstance(operator.result, dict):
         call.meta["tensor_meta"] = _meta(operator.result)
     return call

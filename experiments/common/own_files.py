@@ -20,38 +20,38 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.common.endings import UsageError
+from experiments.common.errors import UsageError
 from simulator.files import FormatError, read_yaml
 from simulator.machine import Machine
 
-IN_GLOBAL = ("workload", "target")  # keys that a workload of the package _global_ may set
+GLOBAL_KEYS = ("workload", "target")  # keys that a workload of the package _global_ may set
 SUFFIXES = (".yaml", ".yml", ".json")
-OWN = "own-file:"  # prefix of such an option's name; no preset has it
+PREFIX = "own-file:"  # prefix of such an option's name; no preset has it
 
 
-def with_own_files(words: list[str]) -> list[str]:
+def replace_files(words: list[str]) -> list[str]:
     """Replaces each file of ``machine=`` and ``workload=`` by an option of that config group.
 
     Raises:
         UsageError, FormatError: a file is missing or malformed.
     """
-    return [_with_own_file(word, *word.split("=", 1)) if word.startswith(GROUPS) else word for word in words]
+    return [_replace_file(word, *word.split("=", 1)) if word.startswith(GROUPS) else word for word in words]
 
 
-def _with_own_file(word: str, group: str, text: str) -> str:
+def _replace_file(word: str, group: str, text: str) -> str:
     values = [text] if Path(text).is_file() else _values(word, text)
     for i, value in enumerate(values):
         if Path(value).suffix in SUFFIXES:
             package, node = READERS[group](Path(value).expanduser())
-            values[i] = own_option(group, value, node, package)
-    return f"{group}={','.join(values)}" if any(OWN in value for value in values) else word
+            values[i] = register_option(group, value, node, package)
+    return f"{group}={','.join(values)}" if any(PREFIX in value for value in values) else word
 
 
-def own_option(group: str, name: str, node: object, package: str | None = None) -> str:
+def register_option(group: str, name: str, node: object, package: str | None = None) -> str:
     """Registers an option of a config group; returns the override value that selects it."""
-    folder, _, last = f"{group}/{OWN}{name}".rpartition("/")
-    ConfigStore.instance().store(last, node, folder, package or group)
-    return quoted(f"{OWN}{name}")
+    folder, _, leaf = f"{group}/{PREFIX}{name}".rpartition("/")
+    ConfigStore.instance().store(leaf, node, folder, package or group)
+    return quote(f"{PREFIX}{name}")
 
 
 def _values(word: str, text: str) -> list[str]:
@@ -64,19 +64,19 @@ def _values(word: str, text: str) -> list[str]:
     return [value.strip("'\"") for value in override.sweep_string_iterator()] if sweep else [str(override.value())]
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Quotes a text by Hydra's override grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def as_typed(text: str) -> str:
+def restore_file_names(text: str) -> str:
     """Replaces option names in a text by the file names that the user typed."""
-    return re.sub(rf"'{OWN}((?:[^'\\]|\\.)*)'|{OWN}", lambda own: re.sub(r"\\(.)", r"\1", own[1] or ""), text)
+    return re.sub(rf"'{PREFIX}((?:[^'\\]|\\.)*)'|{PREFIX}", lambda m: re.sub(r"\\(.)", r"\1", m[1] or ""), text)
 
 
-def own_overrides() -> list[str]:
+def typed_overrides() -> list[str]:
     """Returns the overrides of this run or sweep job as the user typed them."""
-    return [as_typed(word) for word in HydraConfig.get().overrides.task]
+    return [restore_file_names(word) for word in HydraConfig.get().overrides.task]
 
 
 def read_workload(file: Path) -> tuple[str | None, DictConfig]:
@@ -100,8 +100,8 @@ def read_workload(file: Path) -> tuple[str | None, DictConfig]:
     if package[1] != "_global_":
         raise UsageError(f"{file}: a workload is for the package workload or _global_, not {package[1]!r}")
     # The package _global_ could override any key, including those that Hydra instantiates.
-    if unknown := [key for key in node if key not in IN_GLOBAL]:
-        raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(IN_GLOBAL)}")
+    if unknown := [key for key in node if key not in GLOBAL_KEYS]:
+        raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(GLOBAL_KEYS)}")
     return package[1], node
 
 

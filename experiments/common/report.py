@@ -39,9 +39,9 @@ from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from agents.host import host_needed
 from agents.planner import LEAST
-from experiments.common.endings import UsageError, expected_errors
-from experiments.common.lock import held
-from experiments.common.own_files import own_overrides
+from experiments.common.errors import UsageError, expected_errors
+from experiments.common.lock import lock_directory
+from experiments.common.own_files import typed_overrides
 from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
 from simulator.files import label as safe, write_json, write_text
@@ -61,7 +61,7 @@ ROW_KEYS = (
 Row = dict[str, Any]
 T = TypeVar("T")
 Workspace = Literal["least"] | bool
-CONTROL = "uniform edits"  # no-network ablation: the DQN's walk with uniformly drawn edits
+ABLATION = "uniform edits"  # no-network ablation: the DQN's walk with uniformly drawn edits
 OURS = ("search", "learned")  # planner families other than published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics with a long search, or that plan addresses
 MB = 1e6
@@ -82,7 +82,7 @@ def row(
     workspace: Workspace = False,
 ) -> Row:
     """Returns a row of results.jsonl without its bounds; without a timeline it is infeasible for ``reason``."""
-    found = dict.fromkeys(ROW_KEYS) | {
+    result = dict.fromkeys(ROW_KEYS) | {
         "workload": program.name,
         "machine": machine.name,
         "limit_bytes": limit,
@@ -97,16 +97,16 @@ def row(
         "simulator_calls": calls,
     }
     if timeline is None:
-        return {**found, "reason": reason}
+        return {**result, "reason": reason}
     measured = {key: getattr(timeline, key) for key in ("overhead", "iteration_ns", "peak_bytes")}
-    return found | measured | {"breakdown": asdict(timeline.breakdown)}
+    return result | measured | {"breakdown": asdict(timeline.breakdown)}
 
 
-def certified(found: Row, floor: Floor) -> Row:
+def with_bounds(result: Row, floor: Floor) -> Row:
     """Returns a row with the floor of its mode and limit filled in."""
     bound = floor.overhead if floor.feasible else None
-    gap = found["overhead"] - bound if found["feasible"] and bound is not None else None
-    return {**found, "bound_overhead": bound, "bound_bytes": floor.least_bytes, "gap": gap}
+    gap = result["overhead"] - bound if result["feasible"] and bound is not None else None
+    return {**result, "bound_overhead": bound, "bound_bytes": floor.least_bytes, "gap": gap}
 
 
 def score(
@@ -119,35 +119,35 @@ def score(
         mode: swap, recompute or joint; passed to planners that have the option. A plan of any other planner counts only
             if all its decisions are of this mode. None: the planner's default.
         workspace: kernel algorithms, as in a row.
-        options: further planner options, as in ``made``.
+        options: further planner options, as in ``make``.
     """
-    return score_with(made(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)[:2]
+    return score_with(make(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)[:2]
 
 
 def score_with(
     planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
-    workspace: Workspace = False, named: str = "",
+    workspace: Workspace = False, label: str = "",
 ) -> tuple[Row, Plan | None, Timeline | None]:  # fmt: skip
-    """Scores an existing planner as ``score``, and returns the timeline; ``named`` replaces its name in the row."""
+    """Scores an existing planner as ``score``, and returns the timeline; ``label`` replaces its name in the row."""
     start = time.perf_counter()
-    plan, why = None, ""
+    plan, reason = None, ""
     try:
         if workspace:
             plan = plan_with_variants(planner, program, machine, limit, fill=workspace is True)
         else:
             plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:
-        why = str(error)
-    spent = time.perf_counter() - start
-    if why and (host := host_needed(program, machine, limit, mode or "joint")):
-        why += f"; host memory is too small: {size(machine.host_bytes)} for swapped tensors, {size(host)} needed"
-    if plan is not None and (why := other_mode(plan, mode)):
+        reason = str(error)
+    plan_s = time.perf_counter() - start
+    if reason and (host := host_needed(program, machine, limit, mode or "joint")):
+        reason += f"; host memory is too small: {size(machine.host_bytes)} for swapped tensors, {size(host)} needed"
+    if plan is not None and (reason := mode_mismatch(plan, mode)):
         plan = None
     # A plan's limit may be lower: addresses of smartpool+autoswap are only valid under its own limit.
     timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
     calls, mode = planner.simulator_calls, mode or "joint"
-    found = row(program, machine, limit, named or planner.name, seed, timeline, spent, calls, why, mode, workspace)
-    return found, plan, timeline
+    result = row(program, machine, limit, label or planner.name, seed, timeline, plan_s, calls, reason, mode, workspace)
+    return result, plan, timeline
 
 
 def score_plan(
@@ -159,8 +159,8 @@ def score_plan(
     Raises:
         PlanError: the plan is for another program.
     """
-    name, timeline, why = plan.planner or "plan", None, other_mode(plan, mode)
-    if not why:
+    name, timeline, reason = plan.planner or "plan", None, mode_mismatch(plan, mode)
+    if not reason:
         try:
             if workspace == "least":
                 plan = replace(plan, variants=least_workspaces(program))
@@ -168,25 +168,25 @@ def score_plan(
                 plan = with_fastest_variants(program, plan, machine, limit)
             timeline = simulator.simulate(program, plan, machine, limit)
         except (simulator.OutOfMemory, agents.Infeasible) as error:
-            why = str(error)
-    return row(program, machine, limit, name, seed, timeline, reason=why, mode=mode or "joint", workspace=workspace)
+            reason = str(error)
+    return row(program, machine, limit, name, seed, timeline, reason=reason, mode=mode or "joint", workspace=workspace)
 
 
-def made(name: str, **options: Any) -> agents.Planner:
+def make(name: str, **options: Any) -> agents.Planner:
     """Makes a planner with those ``options`` that it has and that are not None; raises as in ``agents.make``."""
     known = agents.options(name)
     return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
 
 
-def controls(calls: int, seconds: float | None, **options: Any) -> dict[str, agents.Planner]:
+def ablations(calls: int, seconds: float | None, **options: Any) -> dict[str, agents.Planner]:
     """Returns the no-network ablations of a training by name: with equal simulator calls, and with equal seconds.
 
     ``seconds`` is None for a resumed run, whose total time is unknown; the second ablation is then left out.
     """
-    found = {f"{CONTROL}, equal calls": agents.make("dqn", ranks="uniform", calls=max(calls, LEAST), **options)}
+    planners = {f"{ABLATION}, equal calls": agents.make("dqn", ranks="uniform", calls=max(calls, LEAST), **options)}
     if seconds is not None:
-        found[f"{CONTROL}, equal seconds"] = agents.make("dqn", ranks="uniform", seconds=seconds, **options)
-    return found
+        planners[f"{ABLATION}, equal seconds"] = agents.make("dqn", ranks="uniform", seconds=seconds, **options)
+    return planners
 
 
 def contenders(rows: list[Row]) -> list[Row]:
@@ -196,7 +196,7 @@ def contenders(rows: list[Row]) -> list[Row]:
     return [r for r in rows if r is best or r not in published]
 
 
-def other_mode(plan: Plan, mode: str | None) -> str:
+def mode_mismatch(plan: Plan, mode: str | None) -> str:
     """Returns why a plan is not of ``mode`` (swap, recompute, joint or None for any); '' if it is."""
     mode_of = {kind: mode for mode in ("swap", "recompute") for kind in KINDS_OF[mode]}
     kinds = {mode_of.get(d.kind, d.kind) for d in plan.decisions}
@@ -217,23 +217,23 @@ def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
         score(name, tiny, machine, limit, 0, mode, calls=40, jobs=1)
 
 
-def planner_names(asked: list[Any], **options: Any) -> list[str]:
+def planner_names(requested: list[Any], **options: Any) -> list[str]:
     """Expands the planners of a config: 'all' to every untrained planner, 'published' to ``heuristics``.
 
     Args:
-        options: options of the planners, as in ``made``.
+        options: options of the planners, as in ``make``.
 
     Raises:
         UsageError: a planner is unknown, needs training, or rejects its options.
     """
     names: list[str] = []
-    for name in map(str, asked):
+    for name in map(str, requested):
         if name in agents.PLANNERS and agents.PLANNERS[name].learned:
             raise UsageError(f"planners: {name} needs training: use train_dqn, or evaluate plan=FILE")
         names += {"all": agents.untrained(), "published": heuristics()}.get(name, [name])
     for name in names:
         try:
-            made(name, **options)
+            make(name, **options)
         except ValueError as error:
             raise UsageError(f"planners: {name}: {error}") from None
     return list(dict.fromkeys(names))
@@ -248,9 +248,9 @@ def heuristics() -> list[str]:
 def planner_list() -> str:
     """Returns help lines with key, eviction kinds, label and paper of every planner for ``planner_names``."""
     entries = [agents.PLANNERS[name] for name in agents.untrained()]
-    keys, moves = (max(len(getattr(facts, what)) for facts in entries) for what in ("key", "moves"))
-    named = ((facts, f"{facts.label}, {facts.paper}" if facts.paper else facts.label) for facts in entries)
-    return "\n".join(f"{facts.key:{keys}}  {facts.moves:{moves}}  {text}" for facts, text in named)
+    keys, moves = (max(len(getattr(facts, field)) for facts in entries) for field in ("key", "moves"))
+    labels = ((facts, f"{facts.label}, {facts.paper}" if facts.paper else facts.label) for facts in entries)
+    return "\n".join(f"{facts.key:{keys}}  {facts.moves:{moves}}  {text}" for facts, text in labels)
 
 
 OmegaConf.register_new_resolver("planner_list", planner_list, replace=True)  # for help texts in configs/
@@ -282,12 +282,12 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
     for name in ("overhead", "gap, points", "iteration", "peak", "plan time", "simulator calls"):
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("feasible", overflow="fold")
-    last = None
+    last_limit = None
     for r in rows:
-        if last != r["limit_bytes"]:
-            if last is not None:
+        if last_limit != r["limit_bytes"]:
+            if last_limit is not None:
                 out.add_section()
-            last = r["limit_bytes"]
+            last_limit = r["limit_bytes"]
             overhead = "–" if r["bound_overhead"] is None else f"{r['bound_overhead']:.2%}"
             cells = ["floor" if r["mode"] == "joint" else f"floor ({r['mode']})", overhead, "", "", "", "", ""]
             text = f"no plan fits: the smallest limit is {r['bound_bytes'] / MB:,.0f} MB" if overhead == "–" else ""
@@ -305,12 +305,12 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
     return out
 
 
-def reason(r: Row, said: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.0f} MB") -> str:
-    """Returns why a row is infeasible, without facts in other columns; ``said`` formats bytes."""
+def reason(r: Row, format_bytes: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.0f} MB") -> str:
+    """Returns why a row is infeasible, without facts in other columns; ``format_bytes`` formats bytes."""
     if r["bound_overhead"] is None:
         return "no plan fits (the floor)"
     text: str = r["reason"].rpartition("; ")[2].replace("the smallest limit it can reach is", "its smallest limit is")
-    return re.sub(r"([\d,]+) bytes$", lambda m: said(int(m[1].replace(",", ""))), text)
+    return re.sub(r"([\d,]+) bytes$", lambda m: format_bytes(int(m[1].replace(",", ""))), text)
 
 
 def duration(seconds: float) -> str:
@@ -326,33 +326,33 @@ def console(stderr: bool = False) -> Console:
     return out if out.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=150)
 
 
-def progress(on: Console | None = None, still: bool = False) -> Progress:
+def progress(target: Console | None = None, manual_refresh: bool = False) -> Progress:
     """Returns a progress bar with the estimated remaining time.
 
     Args:
-        on: console (default: stderr); the bar is hidden if it is not a terminal.
-        still: draw only on ``refresh``, so that no thread disturbs timings.
+        target: console (default: stderr); the bar is hidden if it is not a terminal.
+        manual_refresh: draw only on ``refresh``, so that no thread disturbs timings.
     """
-    on = on or console(stderr=True)
+    target = target or console(stderr=True)
     return Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
-                    TextColumn("left"), TimeRemainingColumn(), console=on, refresh_per_second=4,
-                    auto_refresh=not still, disable=not on.is_terminal,
+                    TextColumn("left"), TimeRemainingColumn(), console=target, refresh_per_second=4,
+                    auto_refresh=not manual_refresh, disable=not target.is_terminal,
                     speed_estimate_period=3600,  # steps may take minutes; default: 30 s
                     redirect_stdout=sys.stdout.isatty())  # fmt: skip  # keep redirected stdout out of stderr
 
 
-def tracked(items: Sequence[T], doing: str) -> Iterator[T]:
-    """Yields the items with a progress bar labeled ``doing`` and the current item's name."""
+def track(items: Sequence[T], description: str) -> Iterator[T]:
+    """Yields the items with a progress bar labeled ``description`` and the current item's name."""
     with progress() as bar:
-        shown = bar.add_task(doing, total=len(items))
+        task = bar.add_task(description, total=len(items))
         for item in items:
-            bar.update(shown, description=f"{doing} {getattr(item, 'name', item)}")
+            bar.update(task, description=f"{description} {getattr(item, 'name', item)}")
             yield item
-            bar.advance(shown)
+            bar.advance(task)
 
 
 @contextmanager
-def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callable[[str], None]]:
+def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows a progress bar over stages of different length; yields a function to call when a stage begins.
 
     The function takes the name of the stage; call it in order (stages may be skipped). If stderr is not a terminal, it
@@ -360,27 +360,27 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
 
     Args:
         stages: expected duration of each stage, in any unit.
-        still: redraw only when a stage begins, as in ``progress``.
+        manual_refresh: redraw only when a stage begins, as in ``progress``.
     """
-    names, whole = list(stages), sum(stages.values())
-    with progress(still=still) as bar:
-        shown = bar.add_task(names[0], total=100)
-        present: list[tuple[str, float]] = []
+    names, total = list(stages), sum(stages.values())
+    with progress(manual_refresh=manual_refresh) as bar:
+        task = bar.add_task(names[0], total=100)
+        running: list[tuple[str, float]] = []
 
         def end() -> None:
-            if present and bar.disable:
-                (name, began), now = present.pop(), time.monotonic()
-                print(f"{name}: {duration(now - began)}", file=sys.stderr, flush=True)
+            if running and bar.disable:
+                (name, start), now = running.pop(), time.monotonic()
+                print(f"{name}: {duration(now - start)}", file=sys.stderr, flush=True)
 
         def begin(name: str) -> None:
             end()
-            present.append((name, time.monotonic()))
-            before = sum(stages[other] for other in names[: names.index(name)])
-            bar.update(shown, completed=100 * before / whole, description=name, refresh=True)
+            running.append((name, time.monotonic()))
+            elapsed = sum(stages[earlier] for earlier in names[: names.index(name)])
+            bar.update(task, completed=100 * elapsed / total, description=name, refresh=True)
 
         yield begin
         end()
-        bar.update(shown, completed=100)
+        bar.update(task, completed=100)
 
 
 # --------------------------------------------------------------------------------- the run directory
@@ -403,44 +403,44 @@ class RunDirectory:
     def __init__(self, path: Path | None, label: str, finished: str | None = None):
         if path is not None and finished and (path / finished).exists():
             raise UsageError(f"out: {path} already holds a finished run ({finished}); choose another directory")
-        self.named = path
+        self.path = path
         self.default = Path("runs") / f"{safe(label)}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._new: Path | None = None
+        self._created: Path | None = None
 
     def __enter__(self) -> Path:
-        path = self._made()
-        self._held = held(path)
-        self._held.__enter__()
+        path = self._make()
+        self._lock = lock_directory(path)
+        self._lock.__enter__()
         if HydraConfig.initialized():  # Hydra's run directory is the working directory
             (path / ".hydra").mkdir(exist_ok=True)
-            write_text(path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(own_overrides()))
+            write_text(path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(typed_overrides()))
         return path
 
-    def _made(self) -> Path:
+    def _make(self) -> Path:
         try:
-            if self.named is not None and self.named.is_dir():
-                return self.named
-            path, n = self.named or self.default, 1
+            if self.path is not None and self.path.is_dir():
+                return self.path
+            path, n = self.path or self.default, 1
             while True:
                 try:
                     path.mkdir(parents=True)
                     break
                 except FileExistsError:  # another job of the sweep started in the same second
-                    if self.named is not None:
+                    if self.path is not None:
                         raise
                     n += 1
                     path = self.default.with_name(f"{self.default.name}-{n}")
         except OSError as error:
             raise UsageError(f"out: {path} cannot be created ({error.strerror})") from None
-        self._new = path
+        self._created = path
         return path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._held.__exit__(None, None, None)
-        if self._new is None or error is None:
+        self._lock.__exit__(None, None, None)
+        if self._created is None or error is None:
             return
-        if isinstance(error, expected_errors()) or not (self._new / "checkpoint.pt").exists():
-            shutil.rmtree(self._new)
+        if isinstance(error, expected_errors()) or not (self._created / "checkpoint.pt").exists():
+            shutil.rmtree(self._created)
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -448,19 +448,19 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     write_text(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
-def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
+def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **extra: Any) -> None:
     """Writes summary.json (command, config, versions, results) and program.json beside it."""
     program.save(path.with_name("program.json"))
     write_json(path, {
-        **asked(cfg),
+        **run_info(cfg),
         "program": {"name": program.name, "fingerprint": program.fingerprint, "kernels": len(program.kernels),
                     "tensors": len(program.tensors), "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns},
         "results": rows,
-        **more,
+        **extra,
     }, indent=1)  # fmt: skip
 
 
-def asked(cfg: DictConfig) -> Row:
+def run_info(cfg: DictConfig) -> Row:
     """Returns command, config and package versions: the first entries of summary.json."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in VERSIONS:

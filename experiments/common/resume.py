@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.common import cli
 from experiments.common.help import flat
-from experiments.common.own_files import own_option, quoted
+from experiments.common.own_files import quote, register_option
 from simulator.files import load_json
 from simulator.machine import Machine
 
@@ -21,12 +21,12 @@ NOT_SETTINGS = ("program", "workload", "task", "target", "machine", "out", "resu
 CHOICE = "agent"  # config group whose option is restored by name
 
 
-def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") -> list[str]:
-    """Returns the arguments that resume a run: its settings, overridden by ``typed``.
+def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn") -> list[str]:
+    """Returns the arguments that resume a run: its settings, overridden by ``overrides``.
 
     Args:
-        file: settings of the run, as written by ``report.asked``.
-        typed: arguments of the command line.
+        file: settings of the run, as written by ``report.run_info``.
+        overrides: arguments of the command line.
 
     Raises:
         UsageError: the settings are of another version, or name Python code to import.
@@ -34,40 +34,40 @@ def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") 
     data = load_json(file, lambda data: data if isinstance(data, dict) else {})
     if not isinstance(data.get("command"), list) or not isinstance(data.get("config"), dict):
         raise cli.UsageError(f"resume: {file}: not the settings of a run (expected `command` and `config`)")
-    keys = [word.partition("=")[0] for word in typed]
-    chosen = [str(word).partition("=") for word in data["command"][3:]]
-    words = [f"{CHOICE}={_checked(option)}" for group, _, option in chosen if group == CHOICE]
-    known = cli.keys(config_name)
+    keys = [word.partition("=")[0] for word in overrides]
+    recorded = [str(word).partition("=") for word in data["command"][3:]]
+    words = [f"{CHOICE}={_check_key(option)}" for group, _, option in recorded if group == CHOICE]
+    valid_keys = cli.keys(config_name)
     for key, value in data["config"].items():
-        if key not in known:
+        if key not in valid_keys:
             raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}")
         if key == "network" and value is not None and key not in keys:
             raise cli.UsageError(f"resume: {file}: config: `network` names Python code; type network= yourself")
         if key not in NOT_SETTINGS:
-            words += [f"{_checked(name)}={_written(leaf)}" for name, leaf in flat({key: value})]
+            words += [f"{_check_key(name)}={_format_value(leaf)}" for name, leaf in flat({key: value})]
     program, machine = file.with_name("program.json"), data["config"].get("machine")
     if program.is_file() and not {"program", "workload", "target"} & {*keys}:
-        words.append(f"program={_written(str(program.absolute()))}")
+        words.append(f"program={_format_value(str(program.absolute()))}")
     if isinstance(machine, dict):
-        words.append(f"machine={own_option('machine', 'resumed', Machine.from_dict(machine).to_dict())}")
-    return [w for w in words if not any(w.startswith((f"{key}=", f"{key}.")) for key in keys)] + typed
+        words.append(f"machine={register_option('machine', 'resumed', Machine.from_dict(machine).to_dict())}")
+    return [w for w in words if not any(w.startswith((f"{key}=", f"{key}.")) for key in keys)] + overrides
 
 
-def _checked(key: object) -> str:
+def _check_key(key: object) -> str:
     """Returns a key without Hydra syntax; raises UsageError for any other."""
     if not isinstance(key, str) or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise cli.UsageError(f"resume: config: {str(key)[:40]!r} is not a valid key")
     return key
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Formats a value in Hydra's override grammar."""
     if isinstance(value, str):
         if "${" in value:  # OmegaConf would interpolate it
             raise cli.UsageError(f"resume: config: {value[:40]!r} must not contain an interpolation")
-        return quoted(value)
+        return quote(value)
     if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
+        return "[" + ",".join(map(_format_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_checked(key)}: {_written(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ",".join(f"{_check_key(key)}: {_format_value(entry)}" for key, entry in value.items()) + "}"
     return json.dumps(value)

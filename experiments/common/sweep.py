@@ -34,7 +34,7 @@ from rich.table import Table
 
 import agents
 from experiments.common import report, workers
-from experiments.common.own_files import as_typed
+from experiments.common.own_files import restore_file_names
 from simulator.files import write_json, write_text
 
 OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
@@ -43,7 +43,7 @@ PLANNERS = 6  # maximum number of columns
 
 
 class SweepTable(Callback):
-    """Hydra callback that records the run directory of each job, on any host; ``shown`` merges the records."""
+    """Hydra callback that records the run directory of each job, on any host; ``show_table`` merges the records."""
 
     folder: Path | None = None  # of the sweep that this process started
 
@@ -55,18 +55,18 @@ class SweepTable(Callback):
         """Records the overrides and the run directory of a completed job."""
         run = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
         if isinstance(run, Path):
-            job = {"overrides": list(map(as_typed, job_return.overrides or ())), "run": str(run.absolute())}
+            job = {"overrides": list(map(restore_file_names, job_return.overrides or ())), "run": str(run.absolute())}
             write_json(Path(str(config.hydra.sweep.dir)) / JOB.format(config.hydra.job.num), job)
 
 
-def forget() -> None:
+def discard_folder() -> None:
     """Removes the folder of a sweep whose jobs could not be composed, if it only holds multirun.yaml."""
     folder, SweepTable.folder = SweepTable.folder, None
     if folder is not None and [file.name for file in folder.glob("*")] == ["multirun.yaml"]:
         shutil.rmtree(folder)
 
 
-def shown() -> None:
+def show_table() -> None:
     """Prints and saves the table of the finished sweep; does nothing if no job wrote rows."""
     folder, SweepTable.folder = SweepTable.folder, None
     files = sorted(folder.glob(JOB.format("*")), key=lambda file: (len(file.name), file.name)) if folder else []
@@ -80,8 +80,8 @@ def shown() -> None:
     if folder is None or not rows or any("planner" not in row for row in rows):
         return
     report.write_rows(folder / "results.jsonl", rows)
-    with (page := Console(width=200, highlight=False, markup=False)).capture() as text:
-        page.print(table(rows))
+    with (text_console := Console(width=200, highlight=False, markup=False)).capture() as text:
+        text_console.print(table(rows))
     write_text(folder / "table.txt", text.get())
     report.console().print(table(rows))
     print(folder)
@@ -99,29 +99,29 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         lines.setdefault((row["run"], row["workload"], row["limit_bytes"]), []).append(row)
     planners = list(dict.fromkeys(row["planner"] for row in rows))
-    found = {name: [row["overhead"] for row in rows if row["planner"] == name and row["feasible"]] for name in planners}
+    costs = {name: [row["overhead"] for row in rows if row["planner"] == name and row["feasible"]] for name in planners}
     trained = {name for name, facts in agents.PLANNERS.items() if facts.learned}
-    planners.sort(key=lambda name: (name not in trained, -len(found[name]), sum(found[name])))
-    chosen = [name for name in planners if found[name]][:PLANNERS]
+    planners.sort(key=lambda name: (name not in trained, -len(costs[name]), sum(costs[name])))
+    chosen = [name for name in planners if costs[name]][:PLANNERS]
     out = Table(*swept, box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("limit", "floor", *chosen):
         out.add_column(head, justify="right", no_wrap=True)
-    for own in lines.values():
-        values = dict(word.partition("=")[::2] for word in own[0]["overrides"])
-        by_name = {row["planner"]: row["overhead"] for row in own if row["feasible"]}
-        least, floor = min(by_name.values(), default=None), own[0]["bound_overhead"]
+    for line in lines.values():
+        values = dict(word.partition("=")[::2] for word in line[0]["overrides"])
+        by_name = {row["planner"]: row["overhead"] for row in line if row["feasible"]}
+        lowest, floor = min(by_name.values(), default=None), line[0]["bound_overhead"]
         cells = [_percent(by_name.get(name)) for name in chosen]
         marked = [
-            f"[{c}]" if by_name.get(name) == least is not None else c for name, c in zip(chosen, cells, strict=True)
+            f"[{c}]" if by_name.get(name) == lowest is not None else c for name, c in zip(chosen, cells, strict=True)
         ]
         out.add_row(
-            *(values.get(key, "") for key in swept), f"{own[0]['limit_fraction']:.0%}", _percent(floor), *marked
+            *(values.get(key, "") for key in swept), f"{line[0]['limit_fraction']:.0%}", _percent(floor), *marked
         )
     return out
 
 
-def _percent(part: float | None) -> str:
-    return "–" if part is None else f"{part:.2%}"
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"
 
 
 class RayLauncher(Launcher):
@@ -145,11 +145,11 @@ class RayLauncher(Launcher):
             with open_dict(config):
                 config.hydra.job.id, config.hydra.job.num = f"{config.hydra.job.name}_{number}", number
             tasks.append((self.context, config, self.task, Singleton.get_state()))
-        found = dict(workers.results("ray", self.jobs, run_one, tasks))
-        for job in found.values():
+        results = dict(workers.results("ray", self.jobs, run_one, tasks))
+        for job in results.values():
             if isinstance(job, Exception):
                 raise job
-        return [found[i] for i in range(len(tasks))]
+        return [results[i] for i in range(len(tasks))]
 
 
 def run_one(context: HydraContext, config: DictConfig, task: TaskFunction, state: dict[Any, Any]) -> JobReturn:

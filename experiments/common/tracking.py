@@ -31,7 +31,7 @@ class Tracker:
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         pass
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the finite values of a step."""
         self.log(step, {key: float(value) for key, value in values.items() if math.isfinite(value)})
 
@@ -74,8 +74,8 @@ class _MLflow(Tracker):
         if local:  # required by MLflow >= 3 for a file store
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         client = import_module("mlflow").MlflowClient((out / "mlruns").absolute().as_uri() if local else None)
-        known = client.get_experiment_by_name("headroom")
-        experiment = known.experiment_id if known else client.create_experiment("headroom")
+        existing = client.get_experiment_by_name("headroom")
+        experiment = existing.experiment_id if existing else client.create_experiment("headroom")
         self._client, self._run = client, client.create_run(experiment, run_name=out.name).info.run_id
         for key, value in flat(config):
             client.log_param(self._run, key, str(value)[:500])  # MLflow's length limit
@@ -88,14 +88,14 @@ class _MLflow(Tracker):
         self._client.set_terminated(self._run)
 
 
-KINDS: dict[str, type[Tracker]] = {
+TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "none": Tracker,
 }  # fmt: skip
 
 
-def chosen(cfg: DictConfig) -> type[Tracker]:
+def tracker_class(cfg: DictConfig) -> type[Tracker]:
     """Returns the class of the config's tracker; raises UsageError if it is unknown or not installed."""
-    name: str = cli.choice(cfg, "tracker", tuple(KINDS))
+    name: str = cli.choice(cfg, "tracker", tuple(TRACKERS))
     if name in ("wandb", "mlflow") and find_spec(name) is None:
         raise cli.UsageError(f"tracker: {name} is not installed; the extra is {name}")
-    return KINDS[name]
+    return TRACKERS[name]

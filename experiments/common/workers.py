@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from experiments import ctrl_c_waits
+from experiments import defer_ctrl_c
 
 RETRIES = 3  # retries of a task whose worker died
 STARTS = 10  # attempts to start Ray
@@ -39,27 +39,27 @@ def results(
         launcher: a key of LAUNCHERS.
         jobs: number of concurrent tasks; None (Ray only): one per available core.
     """
-    most = jobs or len(tasks)
+    max_running = jobs or len(tasks)
     with LAUNCHERS[launcher](jobs) as submit:
-        todo, under_way = enumerate(tasks), dict[Future[Any], int]()
+        pending, running = enumerate(tasks), dict[Future[Any], int]()
         while True:
-            for i, task in islice(todo, most - len(under_way)):
-                under_way[submit(_caught, os.getcwd(), function, task)] = i
-            if not under_way:
+            for i, task in islice(pending, max_running - len(running)):
+                running[submit(_call, os.getcwd(), function, task)] = i
+            if not running:
                 return
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                found = future.exception()
-                if found is None:
-                    found, *output = future.result()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                result = future.exception()
+                if result is None:
+                    result, *output = future.result()
                     for stream, text in zip((sys.stdout, sys.stderr), output, strict=True):
                         stream.write(text)
                         stream.flush()
-                elif not isinstance(found, Exception):
-                    raise found
-                yield under_way.pop(future), found
+                elif not isinstance(result, Exception):
+                    raise result
+                yield running.pop(future), result
 
 
-def missing(launcher: str) -> str | None:
+def missing_extra(launcher: str) -> str | None:
     """Returns the extra to install for a launcher; None if it is available."""
     return None if launcher == "processes" or find_spec(launcher) else launcher
 
@@ -71,13 +71,13 @@ class Pool(ProcessPoolExecutor):
     context with an exception terminates the workers at once.
 
     Args:
-        begin: called in each worker with ``shared`` when it starts.
+        initializer: called in each worker with ``args`` when it starts.
     """
 
-    def __init__(self, jobs: int, begin: Callable[..., None] | None = None, shared: tuple[Any, ...] = ()) -> None:
+    def __init__(self, jobs: int, initializer: Callable[..., None] | None = None, args: tuple[Any, ...] = ()) -> None:
         if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
             multiprocessing.set_start_method("spawn", force=True)  # joblib's is unknown
-        super().__init__(jobs, multiprocessing.get_context("spawn"), _begin, (begin, shared))
+        super().__init__(jobs, multiprocessing.get_context("spawn"), _initialize, (initializer, args))
 
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
         """Submits a task with SIGINT blocked, so that new workers inherit the mask.
@@ -85,7 +85,7 @@ class Pool(ProcessPoolExecutor):
         Ctrl-C is deferred meanwhile, because another thread (a progress bar) may receive it, and a half-started worker
         would print a traceback.
         """
-        with ctrl_c_waits():
+        with defer_ctrl_c():
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 return super().submit(*args, **options)
@@ -99,17 +99,17 @@ class Pool(ProcessPoolExecutor):
         super().__exit__(kind, *error)
 
 
-def _begin(begin: Callable[..., None] | None, shared: tuple[Any, ...]) -> None:
+def _initialize(initializer: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
     """Initializes a worker: one thread, and an exit when the parent dies (it would wait for tasks forever)."""
     os.environ["OMP_NUM_THREADS"] = "1"
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    if begin is not None:
-        begin(*shared)
+    if initializer is not None:
+        initializer(*args)
 
 
-def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Any, str, str]:
+def _call(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Any, str, str]:
     """Returns the function's result, or its exception with the traceback as a note; and no captured output."""
     os.chdir(folder)
     os.environ["HEADROOM_WORKER"] = "1"  # workers share the cores (simulator/compiled/engine.py)
@@ -120,25 +120,25 @@ def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) ->
         return error, "", ""
 
 
-def _captured(*task: Any) -> tuple[Any, str, str]:
-    """Runs ``_caught`` and captures stdout and stderr of this process and its subprocesses."""
+def _call_captured(*task: Any) -> tuple[Any, str, str]:
+    """Runs ``_call`` and captures stdout and stderr of this process and its subprocesses."""
     streams = ((1, sys.stdout), (2, sys.stderr))
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        copies = []
+        saved = []
         for (number, stream), file in zip(streams, (out, err), strict=True):
             stream.flush()
-            copies.append(os.dup(number))
+            saved.append(os.dup(number))
             os.dup2(file.fileno(), number)
         try:
-            found, *_ = _caught(*task)
+            result, *_ = _call(*task)
         finally:
-            for (number, stream), copy in zip(streams, copies, strict=True):
+            for (number, stream), original in zip(streams, saved, strict=True):
                 stream.flush()
-                os.dup2(copy, number)
-                os.close(copy)
+                os.dup2(original, number)
+                os.close(original)
         for file in (out, err):
             file.seek(0)
-        return found, out.read().decode(errors="replace"), err.read().decode(errors="replace")
+        return result, out.read().decode(errors="replace"), err.read().decode(errors="replace")
 
 
 @contextmanager
@@ -153,17 +153,17 @@ def _ray(jobs: int | None) -> Iterator[Submit]:
     import ray
 
     local = {"address": "local", "num_cpus": jobs, "include_dashboard": False}
-    for left in reversed(range(STARTS)):
+    for retries in reversed(range(STARTS)):
         try:
             # Output is returned with the result: Ray's forwarding would prefix each line with "(name pid=…)".
             ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else local))
             break
         except Exception as error:  # Ray has no specific class
             # Ray allows its processes 30 s to start, which a busy computer can exceed.
-            if not left or "timed out" not in str(error):
+            if not retries or "timed out" not in str(error):
                 raise
             ray.shutdown()
-    remote = ray.remote(max_retries=RETRIES)(_captured)
+    remote = ray.remote(max_retries=RETRIES)(_call_captured)
     try:
         yield lambda _, *task: remote.remote(*task).future()
     finally:

@@ -51,9 +51,9 @@ class QNetwork(nn.Module):
         super().__init__()
         self.source, self.target = torch.from_numpy(edges)  # (E,) each; every node is also its own neighbor
         self.weights, self.rounds = torch.from_numpy(weights)[:, None], rounds
-        self.own, self.neighbours = nn.Linear(features, p), nn.Linear(p, p, bias=False)
+        self.features, self.neighbours = nn.Linear(features, p), nn.Linear(p, p, bias=False)
         self.edge, self.edges = nn.Linear(1, p, bias=False), nn.Linear(p, p, bias=False)
-        self.all, self.here, self.node = (nn.Linear(p, p) for _ in range(3))
+        self.all, self.current, self.node = (nn.Linear(p, p) for _ in range(3))
         self.mix, self.q = nn.Linear(3 * p, p), nn.Linear(p, 1)
 
     def gather(self, messages: Tensor, n: int) -> Tensor:
@@ -63,13 +63,13 @@ class QNetwork(nn.Module):
     def forward(self, nodes: Tensor, current: Tensor, mask: Tensor) -> Tensor:
         """Returns Q (B, N) from nodes (B, N, F), current (B,) and mask (B, N)."""
         n = nodes.shape[1]
-        fixed = self.own(nodes) + self.edges(self.gather(self.edge(self.weights).relu()[None], n))
+        fixed = self.features(nodes) + self.edges(self.gather(self.edge(self.weights).relu()[None], n))
         s = fixed.relu()
         for _ in range(self.rounds - 1):  # equation 1: node embeddings from features, neighbors and edges
             s = (fixed + self.neighbours(self.gather(s[:, self.source], n))).relu()
-        graph = torch.cat([self.all(s.mean(1)), self.here(s[torch.arange(len(s)), current])], 1)  # equation 2
-        both = torch.cat([graph[:, None].expand(-1, n, -1), self.node(s)], 2)
-        return self.q(self.mix(both).relu())[..., 0].masked_fill(~mask, MASKED)  # equation 3
+        graph = torch.cat([self.all(s.mean(1)), self.current(s[torch.arange(len(s)), current])], 1)  # equation 2
+        joint = torch.cat([graph[:, None].expand(-1, n, -1), self.node(s)], 2)
+        return self.q(self.mix(joint).relu())[..., 0].masked_fill(~mask, MASKED)  # equation 3
 
 
 def state_of(observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,8 +85,8 @@ def main(args: Args) -> float:
     torch.set_num_threads(1)
     options = {"limit": args.limit, "autoreset_mode": "Disabled"}
     env = gymnasium.make_vec("GpuMemory-v0", args.num_envs, "vector_entry_point", **options)
-    task, about = env.unwrapped.tasks[0], {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
-    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
+    task, metadata = env.unwrapped.tasks[0], {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
+    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, metadata,
                   args.greedy_every)  # fmt: skip
     observation, _ = env.reset(seed=args.seed)
     n, features = observation["nodes"].shape[1:]
@@ -96,8 +96,8 @@ def main(args: Args) -> float:
 
     # The replay buffer is a ring: row i of each tensor belongs to transition i.
     size = args.buffer
-    here, there = ([torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in state_of(observation)] for _ in range(2))
-    taken, rewards, ends = torch.zeros(size, dtype=torch.long), torch.zeros(size), torch.zeros(size)
+    obs, next_obs = ([torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in state_of(observation)] for _ in range(2))
+    actions_taken, rewards, ends = torch.zeros(size, dtype=torch.long), torch.zeros(size), torch.zeros(size)
     stored, episodes, returns = 0, 0, np.zeros(args.num_envs)
 
     for step in range(0, args.steps, args.num_envs):
@@ -110,16 +110,16 @@ def main(args: Args) -> float:
         actions = np.where(rng.random(args.num_envs) < epsilon, random, greedy)
 
         observation, reward, terminated, _, info = env.step(actions)
-        at = torch.arange(stored, stored + args.num_envs) % size
-        for ring, values in zip((*here, *there), (*state, *state_of(observation)), strict=True):
-            ring[at] = values
-        taken[at], ends[at] = torch.from_numpy(actions), torch.from_numpy(terminated).float()
-        rewards[at] = torch.from_numpy(reward * args.reward_scale).float()
+        slots = torch.arange(stored, stored + args.num_envs) % size
+        for ring, values in zip((*obs, *next_obs), (*state, *state_of(observation)), strict=True):
+            ring[slots] = values
+        actions_taken[slots], ends[slots] = torch.from_numpy(actions), torch.from_numpy(terminated).float()
+        rewards[slots] = torch.from_numpy(reward * args.reward_scale).float()
         stored += args.num_envs
         returns += reward
         for ended in np.flatnonzero(terminated):
             episodes += 1
-            curve.episode(info["overhead"][ended])  # NaN if the plan is infeasible
+            curve.add_episode(info["overhead"][ended])  # NaN if the plan is infeasible
             if episodes % 50 == 0:
                 print(f"step {step:,}, episode {episodes:,}: return {returns[ended]:.4f}, epsilon {epsilon:.2f}")
             returns[ended] = 0.0
@@ -129,8 +129,8 @@ def main(args: Args) -> float:
         if stored >= args.warm_up:  # equations 4 and 5
             i = torch.from_numpy(rng.integers(min(stored, size), size=args.batch))
             with torch.no_grad():
-                y = rewards[i] + (1 - ends[i]) * target(*(ring[i] for ring in there)).max(1).values
-            value = q(*(ring[i] for ring in here)).gather(1, taken[i][:, None])[:, 0]
+                y = rewards[i] + (1 - ends[i]) * target(*(ring[i] for ring in next_obs)).max(1).values
+            value = q(*(ring[i] for ring in obs)).gather(1, actions_taken[i][:, None])[:, 0]
             loss = nn.functional.smooth_l1_loss(value, y)
             optimizer.zero_grad()
             loss.backward()
@@ -138,11 +138,11 @@ def main(args: Args) -> float:
             optimizer.step()
         if step % args.target_every == 0:
             target.load_state_dict(q.state_dict())
-        curve.maybe(step + args.num_envs, lambda: greedy_overhead(q, args.limit))
+        curve.add_point_if_due(step + args.num_envs, lambda: greedy_overhead(q, args.limit))
 
-    found = greedy_overhead(q, args.limit)
-    curve.point(stored, found)
-    overhead = found if math.isfinite(found) else math.inf
+    greedy_cost = greedy_overhead(q, args.limit)
+    curve.add_point(stored, greedy_cost)
+    overhead = greedy_cost if math.isfinite(greedy_cost) else math.inf
     rows = [report.score(name, task.program, task.machine, task.limit, args.seed)[0] for name in report.heuristics()]
     best = min((row for row in rows if row["feasible"]), key=lambda row: row["overhead"])
     print(f"greedy plan: overhead {overhead:.2%}; best published heuristic, {best['planner']}: {best['overhead']:.2%}")
@@ -153,11 +153,11 @@ def greedy_overhead(q: QNetwork, limit: float) -> float:
     """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
     env = gymnasium.make_vec("GpuMemory-v0", 1, "vector_entry_point", limit=limit)
     observation, info = env.reset()
-    over = False
-    while not over:
+    is_done = False
+    while not is_done:
         with torch.no_grad():
             observation, _, terminated, _, info = env.step(q(*state_of(observation)).argmax(1).numpy())
-        over = bool(terminated[0])
+        is_done = bool(terminated[0])
     return float(info["overhead"][0])
 
 

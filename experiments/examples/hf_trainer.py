@@ -59,10 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64], help="sequence lengths in tokens, at most 64")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         with TemporaryDirectory() as out:
-            trainer = train(chosen.memory, chosen.steps, Path(out), chosen.accumulate, chosen.lengths)
+            trainer = train(options.memory, options.steps, Path(out), options.accumulate, options.lengths)
     except (FormatError, FitError) as error:
         parser.exit(2, f"error: {error}\n")
     print(trainer.planned.report())

@@ -86,8 +86,8 @@ class States:
 
     def __call__(self, observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]:
         """Returns states, float32 (M, size), and masks of valid actions, bool (M, N)."""
-        nodes, here = observation["nodes"], observation["current"][:, None] / observation["nodes"].shape[1]
-        parts = np.concatenate([nodes[:, self.acts, VALID], nodes[:, :, PRESSURE], nodes[:, :1, STUCK], here], 1)
+        nodes, position = observation["nodes"], observation["current"][:, None] / observation["nodes"].shape[1]
+        parts = np.concatenate([nodes[:, self.acts, VALID], nodes[:, :, PRESSURE], nodes[:, :1, STUCK], position], 1)
         return torch.from_numpy(parts.astype(np.float32)), torch.from_numpy(observation["action_mask"] != 0)
 
 
@@ -113,16 +113,16 @@ def main(args: Args) -> float:
     actions, logs, values = torch.zeros(t, m, dtype=torch.long), torch.zeros(t, m), torch.zeros(t + 1, m)
     rewards, ends = torch.zeros(t, m), torch.zeros(t, m)
     name = "ppo_single_file" + ("" if args.actions == "paper" else f", {args.actions}")
-    about = {"agent": name, "seed": args.seed, "reward": args.reward}
-    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
+    metadata = {"agent": name, "seed": args.seed, "reward": args.reward}
+    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, metadata,
                   args.greedy_every)  # fmt: skip
     updates, best, begin, calls = args.steps // (m * t), float("inf"), time.perf_counter(), 0
-    owed = np.zeros(m)  # accumulated rewards with reward=episodic
+    pending = np.zeros(m)  # accumulated rewards with reward=episodic
 
     for update in range(updates):
-        left = 1 - update / updates
-        optimizer.param_groups[0]["lr"] = left * args.learning_rate
-        found: list[float] = []
+        remaining = 1 - update / updates
+        optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
+        costs: list[float] = []
 
         for k in range(t):  # rollout of T steps
             with torch.no_grad():
@@ -132,26 +132,26 @@ def main(args: Args) -> float:
                 values[k] = agent.critic(state)[:, 0]
             observation, reward, terminated, _, info = env.step(action.numpy())
             if args.reward == "episodic":
-                owed += reward
-                reward = np.where(terminated, owed, 0.0)
-                owed[terminated] = 0.0
+                pending += reward
+                reward = np.where(terminated, pending, 0.0)
+                pending[terminated] = 0.0
             calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one call at the end of an episode
             if terminated.any():
                 for overhead in info["final_info"]["overhead"][terminated]:  # NaN if the plan is infeasible
-                    curve.episode(overhead)
-                found += info["final_info"]["overhead"][terminated & info["final_info"]["feasible"]].tolist()
+                    curve.add_episode(overhead)
+                costs += info["final_info"]["overhead"][terminated & info["final_info"]["feasible"]].tolist()
             rewards[k] = torch.from_numpy(args.reward_scale * np.maximum(reward, args.worst)).float()
             ends[k] = torch.from_numpy(terminated).float()
             state, mask = states_of(observation)
 
         with torch.no_grad():
             values[t] = agent.critic(state)[:, 0]
-            advantages, ahead = torch.zeros(t, m), torch.zeros(m)
+            advantages, advantage = torch.zeros(t, m), torch.zeros(m)
             for k in reversed(range(t)):
-                goes_on = 1 - ends[k]
-                delta = rewards[k] + args.gamma * goes_on * values[k + 1] - values[k]
-                ahead = delta + args.gamma * args.gae_lambda * goes_on * ahead
-                advantages[k] = ahead
+                continues = 1 - ends[k]
+                delta = rewards[k] + args.gamma * continues * values[k + 1] - values[k]
+                advantage = delta + args.gamma * args.gae_lambda * continues * advantage
+                advantages[k] = advantage
             returns = advantages + values[:t]
 
         flat = [x.flatten(0, 1) for x in (states, masks, actions, logs, advantages, returns)]
@@ -163,20 +163,20 @@ def main(args: Args) -> float:
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
                 surrogate = torch.min(ratio * gain, ratio.clamp(1 - args.clip, 1 + args.clip) * gain).mean()
                 error = 0.5 * (agent.critic(s)[:, 0] - target).square().mean()
-                loss = args.value * error - surrogate - left * args.entropy * policy.entropy().mean()
+                loss = args.value * error - surrogate - remaining * args.entropy * policy.entropy().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
 
-        curve.maybe(calls, lambda: greedy(args, agent, states_of))
-        best = min([best, *found])
-        if found and (update % max(1, updates // 10) == 0 or update == updates - 1):
-            print(f"step {(update + 1) * m * t:,}: mean overhead {np.mean(found):.2%} over {len(found)} episodes, "
+        curve.add_point_if_due(calls, lambda: greedy(args, agent, states_of))
+        best = min([best, *costs])
+        if costs and (update % max(1, updates // 10) == 0 or update == updates - 1):
+            print(f"step {(update + 1) * m * t:,}: mean overhead {np.mean(costs):.2%} over {len(costs)} episodes, "
                   f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
 
     overhead = greedy(args, agent, states_of)
-    curve.point(calls, overhead)
+    curve.add_point(calls, overhead)
     print(f"greedy plan: overhead {overhead:.2%}; best of all episodes: {best:.2%}")
     return overhead
 
@@ -185,12 +185,12 @@ def greedy(args: Args, agent: Agent, states_of: States) -> float:
     """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
     env = environment(args, 1)
     observation, info = env.reset(seed=0)
-    over = False
-    while not over:
+    is_done = False
+    while not is_done:
         with torch.no_grad():
             action = agent.policy(*states_of(observation)).probs.argmax(1)
         observation, _, terminated, _, info = env.step(action.numpy())
-        over = bool(terminated[0])
+        is_done = bool(terminated[0])
     return float(info["overhead"][0])
 
 

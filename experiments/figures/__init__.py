@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 import agents
 from experiments.common import cli
-from experiments.common.bisection import between
+from experiments.common.bisection import bisect
 from experiments.common.report import Row
 from simulator import Plan, simulate
 from simulator.machine import Machine
@@ -114,7 +114,7 @@ def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: 
 def least_limit(planner: agents.Planner, program: Program, machine: Machine, within: int) -> int:
     """Returns the smallest limit for which the planner finds a plan, to within ``within`` bytes (bisection)."""
     has_plan = partial(attempt, planner, program, machine)
-    return between(lambda limit: has_plan(limit) is not None, 0, program.peak_bytes, within)[1]
+    return bisect(lambda limit: has_plan(limit) is not None, 0, program.peak_bytes, within)[1]
 
 
 def network(name: str, key: str) -> str:

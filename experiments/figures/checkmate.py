@@ -35,9 +35,9 @@ class Checkmate(Figure):
         if not (DATA / "answers.json").exists():
             raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
         known = {network: sorted(published(network)) for network in LABELS}
-        planners: dict[str, Any] = cli.plain(settings)["planners"]
+        planners: dict[str, Any] = cli.to_dict(settings)["planners"]
         out: list[Row] = []
-        for network, budgets in cli.plain(settings)["budgets"].items():
+        for network, budgets in cli.to_dict(settings)["budgets"].items():
             if network not in known:
                 raise cli.UsageError(f"figure.budgets: unknown network {network!r}{cli.nearest(network, set(known))}")
             for budget in budgets:

@@ -68,7 +68,7 @@ class Compiled(Figure):
     simulated = False
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        config = cli.plain(settings)
+        config = cli.to_dict(settings)
         if config["device"] not in ("cpu", "cuda"):
             raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
         found = []

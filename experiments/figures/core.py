@@ -63,7 +63,7 @@ class Core(Figure):
     alone = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        config = cli.plain(settings)
+        config = cli.to_dict(settings)
         out: list[Row] = []
         shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
         for name, agent in config["agents"].items():
@@ -157,10 +157,10 @@ def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner],
         except ValueError as error:
             raise cli.UsageError(f"{where}: {error}") from None
         return partial(agents.make, agent["planner"], **chosen), BUDGETS & set(known)
-    from experiments.workloads.module import WorkloadError, named  # PyTorch
+    from experiments.workloads.module import WorkloadError, import_target  # PyTorch
 
     try:
-        kind = named(agent["target"])
+        kind = import_target(agent["target"])
     except WorkloadError as error:
         raise cli.UsageError(f"{where}: cannot import {agent['target']!r} as 'module:Class' ({error})") from None
     if not callable(getattr(kind, "plan", None)):
@@ -271,7 +271,7 @@ class TestSplit(Figure):
     alone = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        config = cli.plain(settings)
+        config = cli.to_dict(settings)
         out = []
         for key, before in (("networks", ""), ("fresh", "fresh_")):
             methods = config[f"{before}methods"]

@@ -18,7 +18,7 @@ from agents.learned.dqn_config import PaperConfig
 from agents.planner import LEAST
 from experiments import figures
 from experiments.common import cli
-from experiments.common.bisection import between
+from experiments.common.bisection import bisect
 from experiments.common.report import Row
 from experiments.figures import grouped, network, program, share_of_peak
 from experiments.figures.figure import Figure
@@ -77,7 +77,7 @@ class Fig5(Figure):
         seeds = figures.integers(settings, "seeds", 0)
         shared: Row = {"limits": sorted(limits, reverse=True), "min_bytes": cli.integer(settings, "min_bytes", least=1)}
         shared["calls"] = cli.integer(settings, "calls", least=LEAST)
-        changes, kernels = cli.plain(settings.changes), cli.integer(settings, "floor_kernels")
+        changes, kernels = cli.to_dict(settings.changes), cli.integer(settings, "floor_kernels")
         return [
             {"networks": group, "seed": seed, **shared, "changes": {n: changes[n] for n in group if n in changes},
              "floor_kernels": kernels if seed == seeds[0] else 0}
@@ -207,7 +207,7 @@ def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_
     high = min(fits)
     low = max((limit for limit in grid if limit < high), default=high)
     within = int(CLOSE * program.peak_bytes)
-    return between(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
+    return bisect(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
 
 
 class Network(NamedTuple):
@@ -284,7 +284,7 @@ class Paper(Figure):
     on_demand = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        found = cli.plain(settings)
+        found = cli.to_dict(settings)
         for name, line in found["lines"].items():
             if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= KEYS:
                 raise cli.UsageError(f"figure.lines.{name}: expected network, episodes and some of {', '.join(KEYS)}")
@@ -339,7 +339,7 @@ def config_of(task: Row) -> PaperConfig:
     """Returns the settings of ``agent=dqn_paper`` or ``agent=dqn_paper_tuned``, with the task's changes."""
     file = cli.CONFIGS / "agent" / ("dqn_paper_tuned.yaml" if task.get("tuned") else "dqn_paper.yaml")
     chosen = {"mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}
-    return cli.dataclass_of(PaperConfig, OmegaConf.merge(OmegaConf.load(file), chosen), "agent")
+    return cli.dataclass_from_config(PaperConfig, OmegaConf.merge(OmegaConf.load(file), chosen), "agent")
 
 
 def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:

@@ -142,7 +142,7 @@ class Sizes:
 
     def at(self, batch: int) -> Program:
         """Returns the program at one batch size."""
-        return self.timed(self._batches.at(batch))
+        return self.timed(self._batches.interpolated(batch))
 
     def timed(self, program: Program) -> Program:
         """Returns a program of the network with scaled roofline durations."""

@@ -13,7 +13,7 @@ from agents.heuristics.autoswap import BASIC, peak_gaps
 from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli
-from experiments.common.bisection import between
+from experiments.common.bisection import bisect
 from experiments.common.report import MB as MEGABYTE, Row
 from experiments.figures.figure import Figure, span
 from experiments.figures.smartpool_loads import MB, PAPER, ZERO, last_kernels, limits_of, our_limit, planned, waits
@@ -258,7 +258,7 @@ def lowest_floor(program: Program, machine: Machine) -> int:
     def free(limit: int) -> bool:
         return floor(program, machine, limit, "swap").overhead <= ZERO
 
-    return low if free(low) else between(free, low, high, program.peak_bytes // 100)[0]
+    return low if free(low) else bisect(free, low, high, program.peak_bytes // 100)[0]
 
 
 def on_demand_ns(program: Program, machine: Machine, limit: int) -> int:

@@ -21,7 +21,7 @@ from scipy.optimize import brentq, least_squares
 
 from executor.capture.captured import Captured
 from executor.capture.durations import kernel_ns
-from experiments.common.measured_step import MeasuredStep, calls, written
+from experiments.common.measured_step import MeasuredStep, calls, serialize
 from experiments.measured.steps import DATA, LEAST_US, Operator, Trace, paired, v100
 from simulator.files import load_json
 from simulator.kernel_times import KernelTimes
@@ -157,7 +157,7 @@ class _Model:
     def __init__(self, captured: Captured, machine: Machine):
         self.captured, self.machine = captured, machine
         nodes = captured.nodes
-        self.keys = [str((n[0].target, [written(a) for a in n[0].args]) if n else ()) for n in nodes]
+        self.keys = [str((n[0].target, [serialize(a) for a in n[0].args]) if n else ()) for n in nodes]
 
     def key(self, pair: Pair) -> str:
         """Returns a key that is equal for operators with equal modelled times."""

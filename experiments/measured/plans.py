@@ -105,7 +105,7 @@ def planned(
     """
     task = (program, machine, limit)
     options = {"calls": calls, "seed": 0, "min_bytes": small(program)}
-    found = [_best(report.made(name, mode="joint", **options), task) for name in searches]
+    found = [_best(report.make(name, mode="joint", **options), task) for name in searches]
     if error is not None:
         starts = [best.plan for best in found if best.plan is not None]
         found.append(_best(ForFaster(starts, error, **options), task))

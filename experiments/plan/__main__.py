@@ -35,12 +35,12 @@ from agents.planner import small
 from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
-from experiments.common.endings import expected_errors
+from experiments.common.errors import expected_errors
 from experiments.common.report import Row
 from experiments.plan import capture, times
 from experiments.plan.answer import Answer, Best, Largest, Times
-from experiments.plan.capture import MOST, BatchError, Step
-from experiments.plan.how_to_run import checkpoints, fit_call
+from experiments.plan.capture import SCALE, BatchError, Step
+from experiments.plan.usage import checkpoints, fit_call
 from experiments.plan.words import rounded_up, slowest, verdict
 from simulator import simulate
 from simulator.compiled.engine import Engine
@@ -58,17 +58,17 @@ from simulator.timeline import Timeline
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 # Published methods: quick ones, which run even if the time is up, so that each family has a plan; the slowest.
 FIRST, LAST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget"), ("capuchin",)
-SEARCH_NAME, FASTER_NAME, LESS_NAME = "search", "for faster kernels", "less fragmented"  # further families
+SEARCH_NAME, FASTER_NAME, TIGHTER = "search", "for faster kernels", "less fragmented"  # further families
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # other stages
 # Shares of the time: published methods of one kind, one method, search, lower limits, faster kernels, largest batch.
-KIND, EACH, SEARCH, LESS, FASTER, BATCHES = 0.15, 0.15, 0.5, 0.3, 0.1, 0.15
+KIND_SHARE, METHOD_SHARE, SEARCH_SHARE, TIGHTER_SHARE, FASTER_SHARE, BATCHES_SHARE = 0.15, 0.15, 0.5, 0.3, 0.1, 0.15
 PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # default time in s: per kernel, minimum, maximum
 QUICK = ("autoswap_doa", "memonger")
 TRIES = 16  # planner calls that the search for the largest batch usually needs
 GAPS, DETAIL = 800, 0.15  # of a second floor besides the search's
-WAIT = 3  # multiple of the time: bound for the floor, deadline for capturing the largest batch
-PARTS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit: tried until PyTorch's allocator serves a plan
-FIXED = "a program file has a fixed batch size"
+TIMEOUT_FACTOR = 3  # multiple of the time: bound for the floor, deadline for capturing the largest batch
+LIMIT_FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit: tried until PyTorch's allocator serves a plan
+FIXED_BATCH = "a program file has a fixed batch size"
 
 Task = tuple[Program, Machine, int]
 
@@ -76,48 +76,48 @@ Task = tuple[Program, Machine, int]
 @cli.entry("plan")
 def main(cfg: DictConfig) -> Path:
     """Plans the step and returns the run directory; exits with status 1 if nothing fits."""
-    began = time.monotonic()
+    start = time.monotonic()
     machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
-    most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
-    workload, wanted = workload_of(cfg), cfg.memory if cfg.memory is not None else machine.memory_bytes
-    memory = None if is_fraction(wanted) else size_bytes(wanted, "memory")  # of the device; a fraction is of tensors
-    known = times.read(cfg, machine, workload is not None)
-    if workload is not None and known.step_ns is not None:
-        workload["iteration_ms"] = known.step_ns / 1e6
-    todo = stages(mode, known.error)
-    with report.staged(todo) as begin:
+    most_overhead, search = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
+    workload, setting = selected_workload(cfg), cfg.memory if cfg.memory is not None else machine.memory_bytes
+    memory = None if is_fraction(setting) else size_bytes(setting, "memory")  # of the device; a fraction is of tensors
+    step_times = times.read(cfg, machine, workload is not None)
+    if workload is not None and step_times.step_ns is not None:
+        workload["iteration_ms"] = step_times.step_ns / 1e6
+    stage_shares = stages(mode, step_times.error)
+    with report.track_stages(stage_shares) as begin:
         begin(CAPTURE)
         if workload is None:
-            program = times.lasting(cli.program(cfg, machine), known)
+            program = times.rescaled(cli.program(cfg, machine), step_times)
             # For a program file, only allocator and context overheads are known.
             step = Step(program, None, of_program(program, machine.context_bytes, memory), "", (), ())
         else:
             step = capture.step(workload, machine, memory)
-        get_ready(machine, mode)
+        warm_up(machine, mode)
         program, card = step.program, step.card
-        known = replace(known, said=f"{known.said} {step.arithmetic}".strip())
+        step_times = replace(step_times, said=f"{step_times.said} {step.arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None or memory is None else card.limit
         task = program, machine, limit
         seconds = seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
-            families, bound = planned(task, mode, seconds, seed, begin, known.error)
-            families = judged(families, card)
-            if card is not None and wants_less(families):
-                more = tightened(task, card, mode, seed, LESS * seconds)
-                families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
+            families, bound = make_plans(task, mode, seconds, seed, begin, step_times.error)
+            families = with_memory(families, card)
+            if card is not None and needs_less_memory(families):
+                tighter = plan_tighter(task, card, mode, seed, TIGHTER_SHARE * seconds)
+                families += [] if tighter is None else [replace(tighter, row=report.with_bounds(tighter.row, bound))]
             begin(LARGEST)
-            why = FIXED if workload is None else ""
-            beside = card.beside if card and memory else 0
-            size = largest_batch(workload if look else None, task, mode, most_overhead, seconds, why, memory, beside)
-            answer = answered(task, step.origins, mode, families, bound, size, began, known)
+            why = FIXED_BATCH if workload is None else ""
+            extra = card.beside if card and memory else 0
+            size = largest_batch(workload if search else None, task, mode, most_overhead, seconds, why, memory, extra)
+            answer = make_answer(task, step.origins, mode, families, bound, size, start, step_times)
             answer = replace(answer, card=card, memory=memory, budget=seconds, slowest=slowest(step, machine))
             if answer.best is not None and answer.best.plan is not None:
                 answer = with_code(answer, answer.best.plan, step, cfg, out)
             write(out, cfg, answer, bound)
-    from experiments.plan.page import shown
+    from experiments.plan.page import render_text
 
-    report.console().print(shown(answer))
+    report.console().print(render_text(answer))
     print(out)
     if not answer.fits and answer.best is None and HydraConfig.get().mode != RunMode.MULTIRUN:
         sys.exit(1)
@@ -126,12 +126,12 @@ def main(cfg: DictConfig) -> Path:
 
 def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
     """Returns the stages of planning in ``mode``, in order, with their expected shares of the time."""
-    kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
-    faster = {FASTER_NAME: FASTER} if error is not None else {}
-    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH, **faster, FLOOR: DETAIL, LARGEST: BATCHES}
+    kinds = {family: KIND_SHARE for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
+    faster = {FASTER_NAME: FASTER_SHARE} if error is not None else {}
+    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH_SHARE, **faster, FLOOR: DETAIL, LARGEST: BATCHES_SHARE}
 
 
-def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
+def selected_workload(cfg: DictConfig) -> dict[str, Any] | None:
     """Returns the workload to capture, or None if a program file is planned.
 
     Raises:
@@ -142,11 +142,11 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
         raise cli.UsageError("specify exactly one of target=, workload= and program=")
     if cfg.program is not None:
         return None
-    workload = cli.plain(cfg.workload)
+    workload = cli.to_dict(cfg.workload)
     return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
 
 
-def get_ready(machine: Machine, mode: str) -> None:
+def warm_up(machine: Machine, mode: str) -> None:
     """Imports and compiles everything that is used later, to keep it out of timings."""
     from experiments.plan import page  # noqa: F401  # Matplotlib
 
@@ -154,61 +154,61 @@ def get_ready(machine: Machine, mode: str) -> None:
         report.warm_up(machine, name, mode)
 
 
-def answered(
-    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float,
-    known: Times | None = None,
+def make_answer(
+    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, start: float,
+    step_times: Times | None = None,
 ) -> Answer:  # fmt: skip
     """Assembles the answer; ``times.recommended`` selects the recommended plan."""
     program, machine, limit = task
-    others = None if known is None else times.other_times(task, known.error)
-    best = times.recommended([b for b in families if b.served], others)
+    perturbed = None if step_times is None else times.perturbed_times(task, step_times.error)
+    best = times.recommended([b for b in families if b.served], perturbed)
     proven = bool(families) and bound.feasible
     plan = best.plan if best is not None else None
-    alone = simulate(program, Plan(), machine, program.peak_bytes)
-    under = best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None
+    unplanned = simulate(program, Plan(), machine, program.peak_bytes)
+    planned = best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None
     page = page_of(
-        program, machine, limit, packed_bytes(under or alone, limit, machine.alignment), alone, under, plan,
+        program, machine, limit, packed_bytes(planned or unplanned, limit, machine.alignment), unplanned, planned, plan,
         bound.iteration_ns if proven else None, origins,
     )  # fmt: skip
-    nothing = program.peak_bytes > limit and best is None
+    infeasible = program.peak_bytes > limit and best is None
     kinds = ("swap", "joint") if mode == "joint" else (mode,)
     plans = (everything(program, kind, 0) for kind in kinds)  # plans that evict in every gap
-    nearest = min(Engine(program, machine, limit).score(p).required_bytes for p in plans) if nothing else None
-    host = host_needed(program, machine, limit, mode) if nothing and families else None
+    nearest = min(Engine(program, machine, limit).score(p).required_bytes for p in plans) if infeasible else None
+    host = host_needed(program, machine, limit, mode) if infeasible and families else None
     return Answer(
-        program, machine, limit, mode, page, alone, tuple(families), best, bound.least_bytes, nearest,
-        bound.overhead if proven else None, size, time.monotonic() - began, times=known,
-        spread=others.spread(plan) if others is not None and plan is not None else None, host=host,
+        program, machine, limit, mode, page, unplanned, tuple(families), best, bound.least_bytes, nearest,
+        bound.overhead if proven else None, size, time.monotonic() - start, times=step_times,
+        spread=perturbed.spread(plan) if perturbed is not None and plan is not None else None, host=host,
     )  # fmt: skip
 
 
 def with_code(a: Answer, plan: Plan, step: Step, cfg: DictConfig, out: Path) -> Answer:
     """Adds the code that runs the recommended plan to the answer."""
-    typed = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    overrides = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     name = a.machine.name
     if not (PRESETS / f"{name}.yaml").exists() or Machine.load(name) != a.machine:
-        name = typed.get("machine", name)
+        name = overrides.get("machine", name)
     memory = cfg.memory if cfg.memory is not None else a.memory
     call = fit_call(cfg.target, memory, name, out.absolute())
-    plain = checkpoints(a.program, a.machine, a.limit, plan, step.origins, step.modules)
-    return replace(a, run_it=call, checkpoints=plain)
+    equivalent = checkpoints(a.program, a.machine, a.limit, plan, step.origins, step.modules)
+    return replace(a, run_code=call, checkpoints=equivalent)
 
 
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
-    from experiments.plan.page import html
+    from experiments.plan.page import render_html
     from experiments.plotting import plots
 
     program, best = answer.program, answer.best
-    none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
+    baseline = report.with_bounds(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
     plan = best.plan if best else None
     if plan is not None:
         plan.save(out / "plan.json")
     write_json(out / "timeline.json", (answer.after or answer.before).perfetto(program))
     planner = plan.planner if plan else ""
     plots.memory_curve(out / "memory.png", answer.before, answer.after, answer.machine.name, planner, answer.limit)
-    write_text(out / "report.html", html(answer, report.command()))
-    rows = [none, *(b.row for b in answer.families if b.row is not None)]
+    write_text(out / "report.html", render_html(answer, report.command()))
+    rows = [baseline, *(b.row for b in answer.families if b.row is not None)]
     report.write_rows(out / "results.jsonl", rows)
     report.write_summary(
         out / "summary.json", cfg, program, rows, verdict=verdict(answer), fits=answer.fits,
@@ -217,7 +217,7 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
         card=asdict(answer.card) if answer.card else None, card_planned=answer.card_planned,
         peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
         packed_bytes=answer.page.packed_bytes if best else None,
-        families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
+        families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.skipped}
                   for b in answer.families],
         host_bytes=answer.host, seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,
         overheads=asdict(answer.spread) if answer.spread else None,
@@ -227,7 +227,7 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
 # ------------------------------------------------------------------------------------ planning
 
 
-def planned(
+def make_plans(
     task: Task,
     mode: str,
     seconds: float,
@@ -244,12 +244,12 @@ def planned(
         error: error of the kernel times; if given, another search plans for the fast end of its range.
     """
     program, machine, limit = task
-    quick = floor(program, machine, limit, mode, detail=0.0)
-    if program.peak_bytes <= limit or not quick.feasible:
-        return [], quick
+    quick_floor = floor(program, machine, limit, mode, detail=0.0)
+    if program.peak_bytes <= limit or not quick_floor.feasible:
+        return [], quick_floor
     if seconds >= LOADING:
         report.warm_up(machine, "best", mode)  # PyTorch is loaded
-    found = []
+    bests = []
     huge = len(program.kernels) >= HUGE
     first = QUICK if huge else FIRST
     for kind, family in PUBLISHED.items():
@@ -257,59 +257,59 @@ def planned(
             names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
             names.sort(key=lambda name: first.index(name) if name in first else len(first) + (name in LAST))
             begin(family)
-            found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds, first))
+            bests.append(best_of(family, names, task, kind, seed, METHOD_SHARE * seconds, KIND_SHARE * seconds, first))
     begin(SEARCH_NAME)
-    search = report.made("best", mode=mode, seconds=SEARCH * seconds, seed=seed)
-    found.append(best_of(SEARCH_NAME, [search], task, mode, seed))
-    if error is not None and not huge and (starts := [b.plan for b in found if b.plan is not None]):
+    search = report.make("best", mode=mode, seconds=SEARCH_SHARE * seconds, seed=seed)
+    bests.append(best_of(SEARCH_NAME, [search], task, mode, seed))
+    if error is not None and not huge and (starts := [b.plan for b in bests if b.plan is not None]):
         begin(FASTER_NAME)
-        faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
-        found.append(best_of(FASTER_NAME, [faster], task, mode, seed))
+        faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER_SHARE * seconds)
+        bests.append(best_of(FASTER_NAME, [faster], task, mode, seed))
     begin(FLOOR)
-    floors: list[Floor] = [getattr(search, "floor", None) or quick]
-    with suppress(TimeUp), within(min(WAIT * seconds, LONGEST)):
-        floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, UNPROVEN, WAIT * seconds))
+    floors: list[Floor] = [getattr(search, "floor", None) or quick_floor]
+    with suppress(TimeUp), within(min(TIMEOUT_FACTOR * seconds, LONGEST)):
+        floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, UNPROVEN, TIMEOUT_FACTOR * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
-    return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
+    return [replace(b, row=report.with_bounds(b.row, bound) if b.row else None) for b in bests], bound
 
 
 def best_of(
-    family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each: float = math.inf,
-    together: float = math.inf, sure: Sequence[str] = (),
+    family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each_s: float = math.inf,
+    total_s: float = math.inf, required: Sequence[str] = (),
 ) -> Best:  # fmt: skip
     """Returns the best plan of several planners.
 
     Args:
         planners: names, or planner objects.
         mode: mode of the plans.
-        each: time in s per named planner; a planner without a budget option is aborted after it.
-        together: time in s after which, once a plan exists, the remaining planners are skipped.
-        sure: names that are never skipped and may take WAIT times as long.
+        each_s: time in s per named planner; a planner without a budget option is aborted after it.
+        total_s: time in s after which, once a plan exists, the remaining planners are skipped.
+        required: names that are never skipped and may take WAIT times as long.
     """
-    begin, out, huge = time.monotonic(), [], len(task[0].kernels) >= HUGE
+    start, skipped, huge = time.monotonic(), [], len(task[0].kernels) >= HUGE
     rows: list[tuple[Row, Plan | None, Timeline | None]] = []
-    for asked in planners:
-        planner = asked
+    for method in planners:
+        planner = method
         if isinstance(planner, str):
-            planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
-        late = time.monotonic() - begin > together and planner.name not in sure
-        if late and (huge or any(row["feasible"] for row, *_ in rows)):
-            out.append(planner.name)
+            planner = report.make(planner, seed=seed, mode=mode, seconds=each_s, min_bytes=small(task[0]))
+        is_late = time.monotonic() - start > total_s and planner.name not in required
+        if is_late and (huge or any(row["feasible"] for row, *_ in rows)):
+            skipped.append(planner.name)
             continue
-        budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
+        has_budget = not isinstance(method, str) or "seconds" in agents.options(method) or (huge and method in QUICK)
         try:
-            with within(None if budget else WAIT * each if planner.name in sure else each):
+            with within(None if has_budget else TIMEOUT_FACTOR * each_s if planner.name in required else each_s):
                 rows.append(report.score_with(planner, *task, seed, mode))
         except TimeUp:
-            out.append(planner.name)
-    spent = time.monotonic() - begin
+            skipped.append(planner.name)
+    elapsed_s = time.monotonic() - start
     if not rows:
-        return Best(family, None, None, None, spent, tuple(out))
+        return Best(family, None, None, None, elapsed_s, tuple(skipped))
     row, plan, timeline = min(rows, key=lambda entry: _rank(*entry[:2]))
-    return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
+    return Best(family, row, None if timeline is None else plan, timeline, elapsed_s, tuple(skipped))
 
 
-def judged(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
+def with_memory(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
     """Evaluates the device memory of each family's plan.
 
     A plan fragments memory differently from the unplanned step, so a plan whose tensors fit may still not run.
@@ -319,25 +319,25 @@ def judged(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
     return [b if b.timeline is None else replace(b, card=under_plan(card, b.timeline)) for b in families]
 
 
-def wants_less(families: Sequence[Best]) -> bool:
+def needs_less_memory(families: Sequence[Best]) -> bool:
     """Returns whether an unserved plan beats all served plans by more than ``times.ROOM``."""
     least = {served: min((b.overhead for b in families if b.served == served), default=math.inf)
              for served in (True, False)}  # fmt: skip
     return least[False] < least[True] - times.ROOM
 
 
-def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
+def plan_tighter(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
     """Returns the first plan of ``best``, over decreasing limits, that PyTorch's allocator serves; None without one.
 
     Args:
         seconds: total time.
     """
-    began, (program, machine, limit) = time.monotonic(), task
-    for part in PARTS:
-        planner = report.made("best", seed=seed, mode=mode, seconds=seconds / len(PARTS))
-        (best,) = judged([best_of(LESS_NAME, [planner], (program, machine, int(part * limit)), mode, seed)], card)
+    start, (program, machine, limit) = time.monotonic(), task
+    for share in LIMIT_FRACTIONS:
+        planner = report.make("best", seed=seed, mode=mode, seconds=seconds / len(LIMIT_FRACTIONS))
+        (best,) = with_memory([best_of(TIGHTER, [planner], (program, machine, int(share * limit)), mode, seed)], card)
         if best.served:
-            return replace(best, seconds=time.monotonic() - began)
+            return replace(best, seconds=time.monotonic() - start)
         if best.plan is None:
             return None
     return None
@@ -351,53 +351,53 @@ def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
 
 
 def largest_batch(
-    workload: Mapping[str, Any] | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
-    memory: int | None = None, beside: int = 0,
+    workload: Mapping[str, Any] | None, task: Task, mode: str, most_overhead: float, seconds: float, reason: str = "",
+    memory: int | None = None, other_bytes: int = 0,
 ) -> Largest:  # fmt: skip
     """Searches for the largest batch without a plan and with one; see ``Largest``.
 
     Args:
-        workload: None: the batch cannot be changed, for the reason ``why``.
+        workload: None: the batch cannot be changed, for the reason ``reason``.
         seconds: time of all planning; the largest batch is also captured, unless WAIT times as long have passed.
         memory: device memory in bytes, for tensors and everything else; None: the limit applies to tensors only.
-        beside: bytes of device memory not used by tensors, at the original batch.
+        other_bytes: bytes of device memory not used by tensors, at the original batch.
     """
     program, machine, limit = task
     limit = memory or limit
     if workload is None:
-        return Largest(why=why)
-    end, planner, tries, stopped = time.monotonic() + WAIT * seconds, "", 0, False
+        return Largest(why=reason)
+    capture_deadline, planner, tries, timed_out = time.monotonic() + TIMEOUT_FACTOR * seconds, "", 0, False
     try:
-        steps = capture.batches(workload, machine, memory, program, beside)
-        until = time.monotonic() + BATCHES * seconds
+        steps = capture.batches(workload, machine, memory, program, other_bytes)
+        deadline = time.monotonic() + BATCHES_SHARE * seconds
 
-        def costs(step: Program, room: int) -> float | None:
+        def plan_overhead(step: Program, available: int) -> float | None:
             """Returns the overhead of the first plan of at most ``most_overhead``, or None."""
-            nonlocal planner, tries, stopped
-            if not floor(step, machine, room, mode, detail=0.0).feasible:
+            nonlocal planner, tries, timed_out
+            if not floor(step, machine, available, mode, detail=0.0).feasible:
                 return None
             for name in (FIRST[0], "best"):
-                stopped = stopped or time.monotonic() >= until
-                if not stopped:
+                timed_out = timed_out or time.monotonic() >= deadline
+                if not timed_out:
                     tries += 1
-                    made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
-                    row, *_ = report.score_with(made, step, machine, room, 0, mode)
+                    searcher = report.make(name, mode=mode, seconds=BATCHES_SHARE * seconds / 10, min_bytes=small(step))
+                    row, *_ = report.score_with(searcher, step, machine, available, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
                         planner = name
                         return float(row["overhead"])
             return None
 
         without = steps.largest(limit)
-        with_plan = steps.largest_planned(costs, limit, without, most_overhead)
-        if checked := bool(without) and time.monotonic() < end:
+        with_plan = steps.largest_planned(plan_overhead, limit, without, most_overhead)
+        if checked := bool(without) and time.monotonic() < capture_deadline:
             capture.check(workload, machine, without, steps.peak_bytes(without))
-        micro = steps.accumulated(limit) if without < steps.own else None
+        micro = steps.accumulated(limit) if without < steps.batch else None
     except (BatchError, *expected_errors()) as error:
         return Largest(why=str(error))
-    goes_on = rounded_up(max(2.0, TRIES / max(tries, 1)) * seconds) if stopped else None
+    extended_s = rounded_up(max(2.0, TRIES / max(tries, 1)) * seconds) if timed_out else None
     cost = micro[2] if micro else 0.0
-    return Largest(steps.own, without, with_plan, planner, most_overhead, checked, micro and micro[:2], cost,
-                   MOST * steps.own, goes_on)  # fmt: skip
+    return Largest(steps.batch, without, with_plan, planner, most_overhead, checked, micro and micro[:2], cost,
+                   SCALE * steps.batch, extended_s)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from agents.search.other_times import Spread, TimesError
 from experiments.common.report import Row
-from experiments.plan.how_to_run import Checkpoints
+from experiments.plan.usage import Checkpoints
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.pool.card import CardPeak
@@ -34,7 +34,7 @@ class Best:
     plan: Plan | None
     timeline: Timeline | None
     seconds: float  # total time of the family's methods
-    left_out: tuple[str, ...] = ()  # methods skipped for lack of time
+    skipped: tuple[str, ...] = ()  # methods skipped for lack of time
     # Bytes of device memory under the plan, and whether PyTorch's allocator serves it; None: tensors only.
     card: tuple[int, bool] | None = None
 
@@ -95,15 +95,15 @@ class Answer:
     budget: float = 0.0  # planning time in seconds
     host: int | None = None  # host memory with which a plan exists; None if host memory is not the bottleneck
     slowest: tuple[list[str], list[list[str]]] = ([], [])  # headers and rows of the table of the slowest kernels
-    run_it: str = ""  # Python code that trains under the recommended plan
+    run_code: str = ""  # Python code that trains under the recommended plan
     checkpoints: Checkpoints | None = None  # equivalent of the plan in plain PyTorch; None if it has no equivalent
 
     @cached_property
     def size(self) -> Unit:
         """Size unit used on the page, with enough digits to distinguish the compared values."""
-        need, there = self.compared
-        apart = [(need, there), (self.limit, self.reached_bytes or self.least_bytes)]
-        return Unit.of(need, there, self.program.peak_bytes, apart=apart)
+        required, available = self.required_and_available
+        distinct = [(required, available), (self.limit, self.reached_bytes or self.least_bytes)]
+        return Unit.of(required, available, self.program.peak_bytes, apart=distinct)
 
     @property
     def after(self) -> Timeline | None:
@@ -111,7 +111,7 @@ class Answer:
         return None if self.best is None else self.best.timeline
 
     @property
-    def compared(self) -> tuple[int, int]:
+    def required_and_available(self) -> tuple[int, int]:
         """Required and available bytes, of the device or, if ``memory`` is None, of tensors only."""
         if self.card is None or self.memory is None:
             return self.program.peak_bytes, self.limit

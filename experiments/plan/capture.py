@@ -25,8 +25,8 @@ from simulator.report import Origins
 if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.captured import Captured
 
-MOST = 1024  # multiple of the original batch: upper bound of the search
-PART = 32  # relative precision 1 / PART of the largest batch with a plan
+SCALE = 1024  # multiple of the original batch: upper bound of the search
+PRECISION = 32  # relative precision 1 / PART of the largest batch with a plan
 
 
 class BatchError(ValueError):
@@ -41,17 +41,17 @@ class Batches:
         BatchError: the kernels of the two captures differ in more than sizes and durations.
     """
 
-    own: int  # examples
-    program: Program  # captured at batch ``own``
-    other: int
-    larger: Program  # captured at batch ``other``
-    beside: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
+    batch: int  # examples
+    program: Program  # captured at batch ``batch``
+    larger_batch: int
+    larger: Program  # captured at batch ``larger_batch``
+    other_bytes: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
 
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
-            raise BatchError(f"the step's kernels differ between batch {self.own} and {self.other}")
+            raise BatchError(f"the step's kernels differ between batch {self.batch} and {self.larger_batch}")
 
-    def at(self, batch: int) -> Program:
+    def interpolated(self, batch: int) -> Program:
         """Returns the step at a batch size."""
         size = partial(self._size, batch)
         tensors = tuple(
@@ -68,38 +68,38 @@ class Batches:
     def peak_bytes(self, batch: int) -> int:
         """Returns the peak in bytes at a batch size, without a plan."""
         small, large = self._live
-        return int(np.ceil(small + (large - small) * ((batch - self.own) / (self.other - self.own))).max())
+        return int(np.ceil(small + (large - small) * ((batch - self.batch) / (self.larger_batch - self.batch))).max())
 
-    def tensors(self, limit: int, batch: int) -> int:
+    def room(self, limit: int, batch: int) -> int:
         """Returns the bytes of ``limit`` that are left for tensors at a batch size."""
-        return max(limit - self._size(batch, *self.beside), 0)
+        return max(limit - self._size(batch, *self.other_bytes), 0)
 
     def _size(self, batch: int, small: int, large: int) -> int:
         """Interpolates a quantity from its values at the two captured batches."""
-        return max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
+        return max(small + round((large - small) * (batch - self.batch) / (self.larger_batch - self.batch)), 0)
 
     def largest(self, limit: int) -> int:
         """Returns the largest batch whose peak fits ``limit`` bytes, up to MOST times the original; 0 if none."""
-        return largest(lambda batch: self.peak_bytes(batch) <= self.tensors(limit, batch), self.own, MOST * self.own)
+        return largest(lambda batch: self.peak_bytes(batch) <= self.room(limit, batch), self.batch, SCALE * self.batch)
 
     def largest_planned(
-        self, costs: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
+        self, plan_overhead: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
     ) -> int:
         """Returns the largest batch with a plan of at most ``most_overhead``, to a relative precision of 1 / PART.
 
         Args:
-            costs: returns the overhead of a plan for a program within a number of bytes; None without a plan.
+            plan_overhead: returns the overhead of a plan for a program within a number of bytes; None without a plan.
             least: a batch that fits without a plan; 0: none.
         """
 
         def fits(batch: int) -> bool:
             if batch <= least:
                 return True
-            room = self.tensors(limit, batch)
-            found = costs(self.at(batch), room) if room else None
-            return found is not None and found <= most_overhead
+            available = self.room(limit, batch)
+            overhead = plan_overhead(self.interpolated(batch), available) if available else None
+            return overhead is not None and overhead <= most_overhead
 
-        return largest(fits, max(least, 1), MOST * self.own, PART)
+        return largest(fits, max(least, 1), SCALE * self.batch, PRECISION)
 
     def accumulated(self, limit: int) -> tuple[int, int, float] | None:
         """Returns the fewest micro-batches that make up the original batch and fit without a plan.
@@ -111,19 +111,19 @@ class Batches:
             optimizer.
         """
         phases = {k.phase for k in self.program.kernels}
-        held = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
-        if "optimizer" not in phases or self.own == 1:
+        gradients = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
+        if "optimizer" not in phases or self.batch == 1:
             return None
-        most = largest(
-            lambda batch: self.peak_bytes(batch) + held <= self.tensors(limit, batch), self.own - 1, self.own - 1
+        largest_micro = largest(
+            lambda batch: self.peak_bytes(batch) + gradients <= self.room(limit, batch), self.batch - 1, self.batch - 1
         )
-        if not most:
+        if not largest_micro:
             return None
-        count = -(-self.own // most)
-        each = -(-self.own // count)
-        small = sum(k.duration_ns for k in self.at(each).kernels if k.phase != "optimizer")
-        update = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
-        return each, count, (small * self.own / each + update) / max(self.program.ideal_ns, 1) - 1
+        count = -(-self.batch // largest_micro)
+        micro_batch = -(-self.batch // count)
+        micro_ns = sum(k.duration_ns for k in self.interpolated(micro_batch).kernels if k.phase != "optimizer")
+        update_ns = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
+        return micro_batch, count, (micro_ns * self.batch / micro_batch + update_ns) / max(self.program.ideal_ns, 1) - 1
 
     @cached_property
     def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -137,7 +137,7 @@ def _structure(program: Program) -> tuple[Any, ...]:
     )
 
 
-def on_its_scale(larger: Program, program: Program) -> Program:
+def rescaled(larger: Program, program: Program) -> Program:
     """Rescales the durations of the step at the larger batch to those of ``program``, which may be measured.
 
     Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the larger step is
@@ -147,10 +147,10 @@ def on_its_scale(larger: Program, program: Program) -> Program:
         return larger
     pairs = [(k.duration_ns, u.duration_ns) for k, u in zip(program.kernels, larger.kernels, strict=True)
              if (k.flops, k.bytes) == (u.flops, u.bytes)]  # fmt: skip
-    ours, theirs = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
-    if not ours or not theirs:
-        ours, theirs = 2 * program.ideal_ns, larger.ideal_ns
-    return larger.with_durations([round(k.duration_ns * ours / theirs) for k in larger.kernels])
+    program_ns, larger_ns = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if not program_ns or not larger_ns:
+        program_ns, larger_ns = 2 * program.ideal_ns, larger.ideal_ns
+    return larger.with_durations([round(k.duration_ns * program_ns / larger_ns) for k in larger.kernels])
 
 
 class Step(NamedTuple):
@@ -188,34 +188,34 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
 
 
 def batches(
-    workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None, program: Program, beside: int
+    workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None, program: Program, other_bytes: int
 ) -> Batches:
     """Captures a workload at twice its own batch, and returns the step at any batch.
 
     Args:
         workload, machine, memory_bytes: as in ``step``.
         program: the step at its own batch.
-        beside: bytes of device memory not used by its tensors.
+        other_bytes: bytes of device memory not used by its tensors.
 
     Raises:
         BatchError, WorkloadError, CaptureError, FormatError: the batch cannot be changed.
     """
     from experiments import workloads
 
-    own = workloads.batch_of(workload, workloads.build(workload))
-    captured = workloads.load(workload, machine, 2 * own, as_cuda=True)
+    batch = workloads.batch_of(workload, workloads.build(workload))
+    captured = workloads.load(workload, machine, 2 * batch, as_cuda=True)
     card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
-    more = card.beside if card is not None else 0
-    return Batches(own, program, 2 * own, on_its_scale(captured.program, program), (beside, more))
+    larger_other_bytes = card.beside if card is not None else 0
+    return Batches(batch, program, 2 * batch, rescaled(captured.program, program), (other_bytes, larger_other_bytes))
 
 
 def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int) -> None:
     """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does."""
     from experiments import workloads
 
-    found = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
-    if found != peak_bytes:
-        raise BatchError(f"the peak at batch {batch} is {found:,} bytes, but {peak_bytes:,} were predicted")
+    peak = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
+    if peak != peak_bytes:
+        raise BatchError(f"the peak at batch {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> CardPeak | None:

@@ -86,17 +86,17 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
     yield Section("The largest batch", words.batches(a))
     if a.families:
         proven = " The floor is a certified lower bound for every plan." if a.floor is not None else ""
-        said = f"Overhead relative to the step in unlimited memory; bytes swapped per step in both directions.{proven}"
-        yield Section("Overhead by method", [Table(*words.methods(a), range(2, 7)), said])
+        text = f"Overhead relative to the step in unlimited memory; bytes swapped per step in both directions.{proven}"
+        yield Section("Overhead by method", [Table(*words.methods(a), range(2, 7)), text])
     if a.best is not None:
-        said = f"By {label(page.planner)}; it needs {size(page.least_bytes)} for tensors. {words.packed(a)}."
-        yield Section("The recommended plan", [f"The plan: {words.moves(a)}", *words.gap(a), said])
+        text = f"By {label(page.planner)}; it needs {size(page.least_bytes)} for tensors. {words.packed_summary(a)}."
+        yield Section("The recommended plan", [f"The plan: {words.plan_summary(a)}", *words.gap_hints(a), text])
     yield Section("Uncertainty of the times", words.uncertainty(a))
     if a.slowest[1]:
         yield Section("Slowest kernels", [Table(*a.slowest, range(2, 5))])
     if a.checkpoints is not None:
-        yield Section("Equivalent in plain PyTorch", [a.checkpoints.said(size), Code(a.checkpoints.code)], True)
-    code = a.run_it or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
+        yield Section("Equivalent in plain PyTorch", [a.checkpoints.describe(size), Code(a.checkpoints.code)], True)
+    code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
     yield Section("How to run it", [Code(code), (
         f"Files in this folder: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
         f"timeline.json, which opens in Perfetto (ui.perfetto.dev). Created by {command} in {duration(a.seconds)}. All "
@@ -106,7 +106,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
 # ------------------------------------------------------------------------------------ terminal
 
 
-def shown(a: Answer) -> RenderableType:
+def render_text(a: Answer) -> RenderableType:
     """Renders the answer for a terminal."""
     lines: list[RenderableType] = [
         Text(f"{a.program.name} on {_headline(a)}"), Text(words.verdict(a), style="bold"), Text(""),
@@ -114,11 +114,11 @@ def shown(a: Answer) -> RenderableType:
     for section in sections(a, ""):
         if section.page_only:
             continue
-        beside = RichTable.grid(padding=(0, 3))
+        grid = RichTable.grid(padding=(0, 3))
         tables = [_rich(part, a.size) for part in section.parts if isinstance(part, (Table, Bars))]
         if tables:
-            beside.add_row(*tables)
-            lines.append(beside)
+            grid.add_row(*tables)
+            lines.append(grid)
         lines += [Text(part) for part in section.parts if isinstance(part, str)]
     return Group(*lines)
 
@@ -146,7 +146,7 @@ def _headline(a: Answer) -> str:
 # ------------------------------------------------------------------------------------------ HTML
 
 
-def html(a: Answer, command: str) -> str:
+def render_html(a: Answer, command: str) -> str:
     """Renders the HTML page; ``command`` is the typed command."""
     title = f"Will {a.program.name} fit?"
     no = not a.fits and a.best is None
@@ -187,11 +187,11 @@ def _p(text: str, kind: str = "") -> str:
 
 def _bars(rows: Sequence[tuple[str, Sequence[int]]], size: Unit) -> str:
     """Renders a bar and a label for each number of a row."""
-    most = max((n for _, columns in rows for n in columns), default=1) or 1
+    largest = max((n for _, columns in rows for n in columns), default=1) or 1
     cells = []
     for name, columns in rows:
         bars = "".join(
-            f'<div class="bar b{i}" style="width:{100 * n / most:.1f}%"></div>' for i, n in enumerate(columns)
+            f'<div class="bar b{i}" style="width:{100 * n / largest:.1f}%"></div>' for i, n in enumerate(columns)
         )
         cells += [f"<div>{escape(name)}</div>", f"<div>{bars}</div>",
                   f'<div class="n">{escape(" → ".join(map(size, columns)))}</div>']  # fmt: skip
@@ -233,10 +233,10 @@ def _picture(a: Answer) -> str:
         'stroke-dasharray="6 4"/>'
     )
     legend = "".join(f'<span class="key"><i class="{kind}"></i>{escape(text)}</span>' for kind, text in keys)
-    said = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
+    caption = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
     return (
         f'<div>{legend}</div><div class="plot"><div class="y"><span>{size(round(top * MB))}</span><span>0</span></div>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(caption)}">'
         f'{fill}{strokes}{line}</svg><div class="x"><span>0 ms</span><span>{end:,.1f} ms</span></div></div>'
     )
 

@@ -22,7 +22,7 @@ KINDS = ("modelled", "measured")
 ROOM = 0.01  # fraction of the ideal time: largest extra nominal cost of a plan that is more robust to time errors
 TIE = 1e-4  # fraction of the ideal time: costs closer than this are equal
 MOST = 1_000_000  # total number of kernel times drawn
-BETTER = "step_ms= removes the error of the sum, a profile (executor.calibrate, measure) that of each kernel"
+HINT = "step_ms= removes the error of the sum, a profile (executor.calibrate, measure) that of each kernel"
 
 
 def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
@@ -42,17 +42,17 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
         raise cli.UsageError(f"step_ms: expected at least 0.000001, got {cfg.step_ms}")
     if kind == "measured":
         return Times(step_ns, None, "Kernel times are taken as exact (times=measured).")
-    to = "" if step_ns is None else f", scaled to the step of {step_ns / 1e6:,.1f} ms"
+    basis = "" if step_ns is None else f", scaled to the step of {step_ns / 1e6:,.1f} ms"
     model = machine.kernel_times
     if model is None:
-        why = f"its error is unknown: no kernels were measured on {machine.name}"
-        return Times(step_ns, None, f"Kernel times come from a roofline model{to}; {why}.")
+        reason = f"its error is unknown: no kernels were measured on {machine.name}"
+        return Times(step_ns, None, f"Kernel times come from a roofline model{basis}; {reason}.")
     error = TimesError(model.error, model.step_error if step_ns is None else 0.0)
-    sum_of = f", their sum within {error.step:.0%}; {BETTER}" if step_ns is None else ""
-    return Times(step_ns, error, f"Kernel times are modelled{to}: each within about {error.kernel:.0%}{sum_of}.")
+    sum_error = f", their sum within {error.step:.0%}; {HINT}" if step_ns is None else ""
+    return Times(step_ns, error, f"Kernel times are modelled{basis}: each within about {error.kernel:.0%}{sum_error}.")
 
 
-def lasting(program: Program, times: Times) -> Program:
+def rescaled(program: Program, times: Times) -> Program:
     """Scales the durations of a program to the measured step, if any.
 
     Raises:
@@ -66,24 +66,24 @@ def lasting(program: Program, times: Times) -> Program:
         raise cli.UsageError(f"step_ms: {error}") from None
 
 
-def other_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> OtherTimes | None:
+def perturbed_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> OtherTimes | None:
     """Returns perturbed times of a task's step; None if the error is unknown or zero."""
     draws = min(DRAWS, max(MOST // len(task[0].kernels), 2))
     return None if error is None else OtherTimes(*task, error, draws, seed)
 
 
-def recommended(families: Sequence[Best], others: OtherTimes | None) -> Best | None:
+def recommended(families: Sequence[Best], perturbed: OtherTimes | None) -> Best | None:
     """Returns the recommended plan, or None if no plan is given.
 
     Among plans whose overhead is at most ROOM above the lowest, it has the lowest expected cost; ties are broken by the
     number of decisions.
     """
-    known = [b for b in families if b.plan is not None and b.timeline is not None]
-    most = min((b.overhead for b in known), default=0.0) + (ROOM if others is not None else 0.0)
+    candidates = [b for b in families if b.plan is not None and b.timeline is not None]
+    largest_overhead = min((b.overhead for b in candidates), default=0.0) + (ROOM if perturbed is not None else 0.0)
 
     def rank(best: Best) -> tuple[float, int]:
         assert best.plan is not None
-        cost = best.overhead if others is None else others.expected(best.plan)
+        cost = best.overhead if perturbed is None else perturbed.expected(best.plan)
         return round(min(cost, 1e6) / TIE), len(best.plan.decisions)
 
-    return min((b for b in known if b.overhead <= most + TIE), key=rank, default=None)
+    return min((b for b in candidates if b.overhead <= largest_overhead + TIE), key=rank, default=None)

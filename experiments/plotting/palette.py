@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import agents
 from agents.planner import Family, PlannerInfo
-from experiments.common.report import CONTROL as UNIFORM_EDITS
+from experiments.common.report import ABLATION as UNIFORM_EDITS
 
 INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
 BEST_OF = "the best of each family"

@@ -33,7 +33,7 @@ from executor import CaptureError
 from executor.fit import FitError
 from executor.replay.backend import BackendError
 from experiments.common import help
-from experiments.common.lock import held
+from experiments.common.lock import lock_directory
 from experiments.validate_gpu import results, stages
 from experiments.validate_gpu.record import DEATHS, Broken, Record
 from experiments.validate_gpu.settings import LEAST, STAGES, Settings, UsageError, parse
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
             Machine.load(settings.machine)
         out = Path(settings.out or f"runs/validate_gpu-{time.strftime('%Y%m%d-%H%M%S')}")
         out.mkdir(parents=True, exist_ok=True)
-        with held(out):
+        with lock_directory(out):
             if len(settings.stages) == 1:
                 return one(settings, out)
     except (UsageError, FormatError) as error:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import agents
 from executor.capture.profile import Cache
-from experiments.common.endings import UsageError
+from experiments.common.errors import UsageError
 from experiments.validate_gpu.networks import NETWORKS
 
 # Stage -> weight of its share of the remaining time, relative to the later stages.

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.batches import arguments
 from executor.capture.capture import Captured, capture, capture_step
 from executor.capture.optimizers import BUCKET_BYTES
-from experiments import ctrl_c_waits
+from experiments import defer_ctrl_c
 from experiments.workloads import (
     densenet,
     huggingface,
@@ -38,7 +38,7 @@ from experiments.workloads import (
     transformers,
     vgg,
 )
-from experiments.workloads.module import Parts, WorkloadError, leading, with_batch
+from experiments.workloads.module import Parts, WorkloadError, batch_size_of, with_batch
 from simulator.files import FormatError
 from simulator.machine import Machine
 
@@ -73,7 +73,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     """
     parts = build(workload)
     if batch is not None:
-        parts = with_batch(parts, batch) if _own(workload) else build({**workload, "batch_size": batch})
+        parts = with_batch(parts, batch) if _is_custom(workload) else build({**workload, "batch_size": batch})
     iteration_ms = workload.get("iteration_ms") or {}
     measured = iteration_ms.get(machine.name) if isinstance(iteration_ms, Mapping) else iteration_ms
     if measured is not None and (isinstance(measured, bool) or not isinstance(measured, (int, float)) or measured <= 0):
@@ -83,10 +83,10 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
-    name = str(workload.get("name") or (type(parts[0]).__name__ if _own(workload) else _family(workload)))
+    name = str(workload.get("name") or (type(parts[0]).__name__ if _is_custom(workload) else _family(workload)))
     buckets = BUCKET_BYTES if as_cuda else None
     options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # the program is planned, not trained
-    with ctrl_c_waits():  # an interrupt within PyTorch's C++ may abort the process
+    with defer_ctrl_c():  # an interrupt within PyTorch's C++ may abort the process
         if len(parts) == 2:
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)
         else:
@@ -104,22 +104,22 @@ def build(workload: Mapping[str, Any]) -> Parts:
         WorkloadError: The configuration is invalid.
     """
     make = _maker(workload)
-    asked = inspect.signature(make).parameters
-    given = {str(key): value for key, value in workload.items() if key not in _KEYS}
-    for key, value in given.items():
-        if key not in asked:
-            raise WorkloadError(f"workload: unknown key {key!r}; {_family(workload)} has {', '.join(asked)}")
+    parameters = inspect.signature(make).parameters
+    settings = {str(key): value for key, value in workload.items() if key not in _KEYS}
+    for key, value in settings.items():
+        if key not in parameters:
+            raise WorkloadError(f"workload: unknown key {key!r}; {_family(workload)} has {', '.join(parameters)}")
         # Integer arguments are counts; families check further constraints.
-        if asked[key].annotation == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if parameters[key].annotation == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise WorkloadError(f"workload.{key}: expected a positive integer, got {value!r}")
-    for key, parameter in asked.items():
-        if parameter.default is parameter.empty and key not in given:
-            raise WorkloadError(f"workload.{key}: missing; {_family(workload)} needs {', '.join(asked)}")
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in settings:
+            raise WorkloadError(f"workload.{key}: missing; {_family(workload)} needs {', '.join(parameters)}")
     dtype = workload.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WorkloadError(f"workload.dtype: expected {', '.join(_DTYPES)}, got {dtype!r}")
-    with torch.device("cpu" if _own(workload) else "meta"):
-        parts = make(**given)
+    with torch.device("cpu" if _is_custom(workload) else "meta"):
+        parts = make(**settings)
     if dtype == "float32":
         return parts
     if len(parts) == 2:
@@ -136,13 +136,13 @@ def batch_of(workload: Mapping[str, Any], parts: Parts) -> int:
     Raises:
         WorkloadError: The tensors of a user-defined batch do not share a first dimension.
     """
-    if _own(workload):
-        return leading(parts)
+    if _is_custom(workload):
+        return batch_size_of(parts)
     default = inspect.signature(_maker(workload)).parameters["batch_size"].default
     return int(workload.get("batch_size", default))
 
 
-def _own(workload: Mapping[str, Any]) -> bool:
+def _is_custom(workload: Mapping[str, Any]) -> bool:
     """Returns whether the workload is a user-defined model."""
     return _family(workload) == "module"
 

@@ -138,18 +138,18 @@ def tokens(batch_size: int, length: int) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------- checks of settings
 
 
-def one_of(known: Mapping[K, V], value: K, key: str, family: str) -> V:
+def one_of(options: Mapping[K, V], value: K, key: str, family: str) -> V:
     """Returns ``known[value]``; raises WorkloadError if the value of ``key`` is unknown."""
-    if value not in list(known):
-        raise WorkloadError(f"workload.{key}: {family} has {', '.join(map(str, known))}, not {value!r}")
-    return known[value]
+    if value not in list(options):
+        raise WorkloadError(f"workload.{key}: {family} has {', '.join(map(str, options))}, not {value!r}")
+    return options[value]
 
 
-def counts(stages: str, what: str, example: str, least: int, most: int | None = None) -> tuple[int, ...]:
-    """Parses stage sizes such as "3-4-6-3"; raises WorkloadError, with ``what`` and ``example``, if malformed."""
+def counts(stages: str, expected: str, example: str, minimum: int, maximum: int | None = None) -> tuple[int, ...]:
+    """Parses stage sizes such as "3-4-6-3"; raises WorkloadError, with ``expected`` and ``example``, if malformed."""
     parts = str(stages).split("-")
-    if not all(re.fullmatch(r"[1-9]\d*", n) for n in parts) or not least <= len(parts) <= (most or len(parts)):
-        raise WorkloadError(f"workload.stages: expected {what} as in '{example}', got {stages!r}")
+    if not all(re.fullmatch(r"[1-9]\d*", n) for n in parts) or not minimum <= len(parts) <= (maximum or len(parts)):
+        raise WorkloadError(f"workload.stages: expected {expected} as in '{example}', got {stages!r}")
     return tuple(map(int, parts))
 
 

@@ -87,12 +87,12 @@ def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     kind = "eager" if model.startswith(("t5", "gpt-neo")) else CONTIGUOUS
     inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=kind))
     pairs = hasattr(inner, "encoder")
-    made = Network(inner, pairs).train()
+    wrapped = Network(inner, pairs).train()
     names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if pairs else ()))
     batch = {name: torch.ones(batch_size, length, dtype=torch.int64) for name in names}
     tokens = torch.ones(batch_size, length, dtype=torch.int64)
     loss = same_token if pairs else next_token
-    return made, loss, torch.optim.AdamW(made.parameters(), lr=1e-4), (batch, tokens)
+    return wrapped, loss, torch.optim.AdamW(wrapped.parameters(), lr=1e-4), (batch, tokens)
 
 
 def contiguous_attention(module: nn.Module, *args: Any, **options: Any) -> Any:

@@ -92,16 +92,16 @@ def network(spec: Spec, channels: int) -> tuple[nn.Module, int]:
 def _step(step: str, channels: int) -> tuple[nn.Module, int]:
     stride = 2 if step.endswith("s") else 1
     padded = not step.endswith(("s", "v"))
-    what, _, kernel = step.rstrip("sv").partition("/")
-    if what == "max":
+    operation, _, kernel = step.rstrip("sv").partition("/")
+    if operation == "max":
         return nn.MaxPool2d(3, stride, padding=int(padded)), channels
-    if what == "avg":
+    if operation == "avg":
         return nn.AvgPool2d(3, stride, padding=int(padded)), channels
     sizes = [int(size) for size in (kernel or "1").split("x")]
     height, width = sizes[0], sizes[-1]
     padding = (height // 2, width // 2) if padded else 0
-    conv = nn.Conv2d(channels, int(what), (height, width), stride, padding, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(int(what), eps=0.001), ReLU()), int(what)
+    conv = nn.Conv2d(channels, int(operation), (height, width), stride, padding, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(int(operation), eps=0.001), ReLU()), int(operation)
 
 
 def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:

@@ -187,15 +187,15 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens, count = x.flatten(0, 1), len(self.experts)
         logits, chosen = self.router(tokens).topk(self.top, dim=-1)  # [tokens, top]
-        places, held = self.assign(chosen)
-        weights = logits.softmax(-1, dtype=torch.float32).to(x.dtype) * held
+        places, fits = self.assign(chosen)
+        weights = logits.softmax(-1, dtype=torch.float32).to(x.dtype) * fits
         # The additional last row receives tokens without a place.
         source = torch.zeros(count * self.places + 1, dtype=torch.int64, device=x.device)
         source.scatter_(0, places.flatten(), torch.arange(places.numel(), device=x.device) // self.top)
         inputs = tokens.index_select(0, source[:-1]).split(self.places)
         outputs = torch.cat([expert(part) for expert, part in zip(self.experts, inputs, strict=True)])
-        found = outputs.index_select(0, places.clamp(max=count * self.places - 1).flatten())
-        return (found.unflatten(0, (-1, self.top)) * weights[:, :, None]).sum(1).view_as(x)
+        routed = outputs.index_select(0, places.clamp(max=count * self.places - 1).flatten())
+        return (routed.unflatten(0, (-1, self.top)) * weights[:, :, None]).sum(1).view_as(x)
 
     def assign(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Assigns places to the chosen experts ``[tokens, top]``, first come first served.
@@ -206,10 +206,10 @@ class Experts(nn.Module):
         """
         count = len(self.experts)
         flat = chosen.flatten()
-        mine = flat[:, None] == torch.arange(count, device=chosen.device)
-        turn = mine.cumsum(0, dtype=torch.int32).gather(1, flat[:, None])[:, 0] - 1
-        held = turn < self.places
-        return torch.where(held, flat * self.places + turn, count * self.places).view_as(chosen), held.view_as(chosen)
+        one_hot = flat[:, None] == torch.arange(count, device=chosen.device)
+        rank = one_hot.cumsum(0, dtype=torch.int32).gather(1, flat[:, None])[:, 0] - 1
+        fits = rank < self.places
+        return torch.where(fits, flat * self.places + rank, count * self.places).view_as(chosen), fits.view_as(chosen)
 
 
 class Loss(nn.Module):
@@ -219,7 +219,7 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.float(), targets)
 
 
-def checked(width: int, heads: int, kv_heads: int, head_size: int | None) -> None:
+def check_heads(width: int, heads: int, kv_heads: int, head_size: int | None) -> None:
     """Checks the sizes of the heads.
 
     Raises:
@@ -255,9 +255,9 @@ def llama(
         qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3 Technical Report, 2025, section 2).
 
     Raises:
-        WorkloadError: The heads do not fit (``checked``), or base, epsilon or qk_norm is invalid.
+        WorkloadError: The heads do not fit (``check_heads``), or base, epsilon or qk_norm is invalid.
     """
-    checked(width, heads, kv_heads, head_size)
+    check_heads(width, heads, kv_heads, head_size)
     positive(rope_base, "rope_base")
     positive(epsilon, "epsilon")
     flag(qk_norm, "qk_norm")
@@ -279,9 +279,9 @@ def mixtral(
             up; 1 fills every place if routing is balanced. The paper gives none: Mixtral drops no tokens.
 
     Raises:
-        WorkloadError: The heads do not fit (``checked``), ``top`` exceeds ``experts``, or ``capacity`` is invalid.
+        WorkloadError: The heads do not fit (``check_heads``), ``top`` exceeds ``experts``, or ``capacity`` is invalid.
     """
-    checked(width, heads, kv_heads, None)
+    check_heads(width, heads, kv_heads, None)
     if top > experts:
         raise WorkloadError(f"workload.top: expected at most the number of experts ({experts}), got {top}")
     positive(capacity, "capacity")

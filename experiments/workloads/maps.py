@@ -47,17 +47,17 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(WIDTHS[0], classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: list[Tensor] = []
+        skips: list[Tensor] = []
         for i, convolutions in enumerate(self.down):
             x = convolutions(self.pool(x) if i else x)
             if i >= len(self.down) - 2:
                 x = self.dropout(x)
-            kept.append(x)
-        for up, convolutions, left in zip(self.up, self.merge, kept[-2::-1], strict=True):
+            skips.append(x)
+        for up, convolutions, skip in zip(self.up, self.merge, skips[-2::-1], strict=True):
             x = up(x)
             size = x.shape[-1]
-            edge = (left.shape[-1] - size) // 2
-            x = convolutions(torch.cat([left[..., edge : edge + size, edge : edge + size], x], dim=1))
+            edge = (skip.shape[-1] - size) // 2
+            x = convolutions(torch.cat([skip[..., edge : edge + size, edge : edge + size], x], dim=1))
         return self.classify(x)
 
 
@@ -233,24 +233,24 @@ class YOLO(nn.Module):
                 channels = half // 2 + half  # concatenated with a stage of half the channels
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x, kept = self.stem(images), []
+        x, features = self.stem(images), []
         for stage in self.stages:
             x = stage(x)
-            kept.append(x)
-        found = []
+            features.append(x)
+        detections = []
         for i, (neck, head) in enumerate(zip(self.necks, self.heads, strict=True)):
             x = neck(x)
-            found.append(head(x))
+            detections.append(head(x))
             if i < len(self.routes):
-                x = torch.cat([F.interpolate(self.routes[i](x), scale_factor=2), kept[-2 - i]], 1)
-        return tuple(found)
+                x = torch.cat([F.interpolate(self.routes[i](x), scale_factor=2), features[-2 - i]], 1)
+        return tuple(detections)
 
 
-def entropies(found: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+def entropies(detections: tuple[Tensor, ...], targets: Tensor) -> Tensor:
     """Returns the summed binary cross-entropies of all scales; ``targets`` is one flat tensor for all of them."""
-    wanted = targets.split([one.numel() for one in found])
+    parts = targets.split([x.numel() for x in detections])
     return torch.stack(
-        [F.binary_cross_entropy_with_logits(one, t.view_as(one)) for one, t in zip(found, wanted, strict=True)]
+        [F.binary_cross_entropy_with_logits(x, t.view_as(x)) for x, t in zip(detections, parts, strict=True)]
     ).sum()
 
 

@@ -57,8 +57,8 @@ class Fire(nn.Module):
         super().__init__()
 
         def convolution(inputs: int, outputs: int, kernel: int) -> nn.Module:
-            layer, *rest = conv(inputs, outputs, kernel, act=ReLU, bias=True)
-            return nn.Sequential(layer, *rest[not norm :])
+            layer, *norm_and_act = conv(inputs, outputs, kernel, act=ReLU, bias=True)
+            return nn.Sequential(layer, *norm_and_act[not norm :])
 
         self.squeeze = convolution(channels, width // 8, 1)
         self.expand1, self.expand3 = (convolution(width // 8, width // 2, kernel) for kernel in (1, 3))
@@ -105,7 +105,7 @@ class Shape(NamedTuple):
     stride: int
 
 
-def rounded(width: float) -> int:
+def round_channels(width: float) -> int:
     """Rounds to a multiple of 8 that is at least 90 % of ``width``."""
     near = max(8, int(width + 4) // 8 * 8)
     return near + 8 if near < 0.9 * width else near
@@ -119,7 +119,7 @@ class Block(Layers):
         super().__init__(
             *(conv(channels, inside, 1, act=act, eps=eps) if inside != channels else []),
             *conv(inside, inside, kernel, stride, act, inside, eps=eps),
-            *([Squeeze(inside, rounded(inside // 4), nn.Hardsigmoid)] if squeeze else []),
+            *([Squeeze(inside, round_channels(inside // 4), nn.Hardsigmoid)] if squeeze else []),
             *conv(inside, out, 1, eps=eps),
         )
         self.residual = stride == 1 and channels == out
@@ -129,7 +129,7 @@ class Block(Layers):
         return y + x if self.residual else y
 
 
-def expanded(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
+def expand_stages(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
     """Returns the blocks of stages (kernel, expansion, channels, repeats, stride) after a stem of 32 channels."""
     shapes, channels = [], 32
     for kernel, expansion, out, repeats, stride in table:
@@ -170,8 +170,8 @@ class Network(NamedTuple):
 
 
 NETWORKS = {
-    "mobilenet_v2": Network(32, expanded(V2, R6), 1280, R6, R6),
-    "mnasnet1_0": Network(32, expanded(MNASNET, R), 1280, R, R),
+    "mobilenet_v2": Network(32, expand_stages(V2, R6), 1280, R6, R6),
+    "mnasnet1_0": Network(32, expand_stages(MNASNET, R), 1280, R, R),
     "mobilenet_v3_large": Network(16, V3_LARGE, 960, H, H, 1280, 1e-3),
     "mobilenet_v3_small": Network(16, V3_SMALL, 576, H, H, 1024, 1e-3),
 }

@@ -36,7 +36,7 @@ def build(*, target: object) -> Parts:
     Raises:
         WorkloadError: The target cannot be imported or called, or returns something else.
     """
-    factory = named(target)
+    factory = import_target(target)
     try:
         parts = factory()
     except Exception as error:
@@ -51,7 +51,7 @@ def build(*, target: object) -> Parts:
     )
 
 
-def named(target: object) -> Callable[..., Any]:
+def import_target(target: object) -> Callable[..., Any]:
     """Returns the function or class ``"pkg.mod:name"``; the working directory is on the import path.
 
     Raises:
@@ -60,10 +60,10 @@ def named(target: object) -> Callable[..., Any]:
     if not isinstance(target, str) or target.count(":") != 1 or not all(target.split(":")):
         raise WorkloadError(f"target: expected 'pkg.mod:factory', got {target!r}")
     name, attribute = target.split(":")
-    here = str(Path.cwd())
-    added = here not in sys.path and "" not in sys.path
+    folder = str(Path.cwd())
+    added = folder not in sys.path and "" not in sys.path
     if added:
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -74,15 +74,15 @@ def named(target: object) -> Callable[..., Any]:
         raise WorkloadError(f"target: cannot import module {name!r} ({type(error).__name__}: {error})") from error
     finally:
         if added:
-            sys.path.remove(here)
+            sys.path.remove(folder)
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        what = "nothing callable named" if hasattr(module, attribute) else "no attribute"
-        raise WorkloadError(f"target: module {name!r} has {what} {attribute!r}")
+        problem = "nothing callable named" if hasattr(module, attribute) else "no attribute"
+        raise WorkloadError(f"target: module {name!r} has {problem} {attribute!r}")
     return factory
 
 
-def leading(parts: Parts) -> int:
+def batch_size_of(parts: Parts) -> int:
     """Returns the batch size: the first dimension, shared by all tensors of the batch except scalars.
 
     Raises:
@@ -95,31 +95,31 @@ def leading(parts: Parts) -> int:
 
 
 def with_batch(parts: Parts, batch: int) -> Parts:
-    """Returns the parts with an example batch of ``batch`` examples; raises WorkloadError as ``leading`` does.
+    """Returns the parts with an example batch of ``batch`` examples; raises WorkloadError as ``batch_size_of`` does.
 
     Aliasing is kept: a tensor that appears twice still does, and views of one storage still share it.
     """
-    own = leading(parts)
-    made: dict[int, Tensor] = {}
+    batch_size = batch_size_of(parts)
+    resized_tensors: dict[int, Tensor] = {}
     memory: dict[int, torch.UntypedStorage] = {}
 
     def resized(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or not tensor.dim():
             return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = larger(tensor)
-        return made[id(tensor)]
+        if id(tensor) not in resized_tensors:
+            resized_tensors[id(tensor)] = larger(tensor)
+        return resized_tensors[id(tensor)]
 
     def larger(tensor: Tensor) -> Tensor:
-        whole, shape = tensor.untyped_storage(), (batch, *tensor.shape[1:])
-        if tensor.stride(0) * tensor.itemsize * own != whole.nbytes():  # a view of a larger storage
+        storage, shape = tensor.untyped_storage(), (batch, *tensor.shape[1:])
+        if tensor.stride(0) * tensor.itemsize * batch_size != storage.nbytes():  # a view of a larger storage
             if tensor.stride(0) != math.prod(shape[1:]):  # examples are not contiguous
                 return tensor.new_empty(shape)
             return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if whole._cdata not in memory:
-            memory[whole._cdata] = torch.UntypedStorage(whole.nbytes() // own * batch, device=tensor.device)
+        if storage._cdata not in memory:
+            memory[storage._cdata] = torch.UntypedStorage(storage.nbytes() // batch_size * batch, device=tensor.device)
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(memory[whole._cdata], tensor.storage_offset(), shape, tensor.stride())
+        return empty.set_(memory[storage._cdata], tensor.storage_offset(), shape, tensor.stride())
 
     leaves, spec = flatten(parts[-1])
     return (*parts[:-1], tree_unflatten(list(map(resized, leaves)), spec))

@@ -30,10 +30,10 @@ def graph(nodes: int, rng: random.Random) -> list[list[int]]:
     edges = set(around)
     for i in range(1, NEIGHBOURS // 2 + 1):
         for v in range(nodes):
-            old = frozenset((v, (v + i) % nodes))
-            others = [u for u in range(nodes) if u != v and frozenset((v, u)) not in edges]
-            if others and rng.random() < REWIRED:
-                edges = edges - {old} | {frozenset((v, rng.choice(others)))}
+            original = frozenset((v, (v + i) % nodes))
+            candidates = [u for u in range(nodes) if u != v and frozenset((v, u)) not in edges]
+            if candidates and rng.random() < REWIRED:
+                edges = edges - {original} | {frozenset((v, rng.choice(candidates)))}
     return [sorted(min(edge) for edge in edges if max(edge) == v) for v in range(nodes)]
 
 

@@ -119,16 +119,16 @@ class Plain(Layers):
 class StochasticBlock(nn.Module):
     """Two 3x3 convolutions with batch-norm plus the shortcut; only the shortcut if the block is dropped."""
 
-    def __init__(self, channels: int, width: int, survives: bool) -> None:
+    def __init__(self, channels: int, width: int, is_kept: bool) -> None:
         super().__init__()
-        self.more, self.survives = width - channels, survives
+        self.added_channels, self.is_kept = width - channels, is_kept
         self.residual = nn.Sequential(
             *conv(channels, width, 3, width // channels, IN_PLACE, bias=True), *conv(width, width, 3, bias=True)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = F.pad(F.avg_pool2d(x, 2), (0, 0, 0, 0, 0, self.more)) if self.more else x
-        return F.relu_(self.residual(x) + shortcut) if self.survives else shortcut
+        shortcut = F.pad(F.avg_pool2d(x, 2), (0, 0, 0, 0, 0, self.added_channels)) if self.added_channels else x
+        return F.relu_(self.residual(x) + shortcut) if self.is_kept else shortcut
 
 
 def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128) -> Parts:
@@ -187,10 +187,10 @@ class ImageNetResNet(Layers):
     """
 
     def __init__(self, blocks: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
-        out = [EXPANSION * width for width in WIDTHS]
-        layers = stages(WIDTHS[0], zip(blocks, out, (1, 2, 2, 2), strict=True), partial(Bottleneck, halve=halve))
+        widths = [EXPANSION * width for width in WIDTHS]
+        layers = stages(WIDTHS[0], zip(blocks, widths, (1, 2, 2, 2), strict=True), partial(Bottleneck, halve=halve))
         super().__init__(
-            *conv(3, WIDTHS[0], 7, 2, IN_PLACE), nn.MaxPool2d(3, 2, padding=1), *layers, *head(out[-1], classes)
+            *conv(3, WIDTHS[0], 7, 2, IN_PLACE), nn.MaxPool2d(3, 2, padding=1), *layers, *head(widths[-1], classes)
         )
 
 

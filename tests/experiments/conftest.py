@@ -145,8 +145,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from experiments.common import report
     from experiments.plan import __main__ as command
 
-    made = report.made
-    monkeypatch.setattr(report, "made", lambda name, **more: made(name, **{**more, "seconds": None, "calls": 300}))
+    made = report.make
+    monkeypatch.setattr(report, "make", lambda name, **more: made(name, **{**more, "seconds": None, "calls": 300}))
     monkeypatch.setattr(command, "within", lambda seconds: nullcontext())
 
 
@@ -196,7 +196,7 @@ def process_state(folder: Path) -> Iterator[None]:
     from hydra.core.global_hydra import GlobalHydra  # optional dependency
     from hydra.core.hydra_config import HydraConfig
 
-    from experiments.common.endings import last_words
+    from experiments.common.errors import flush_stdout
 
     environment, argv, path, modules = dict(os.environ), sys.argv[:], sys.path[:], {*sys.modules}
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
@@ -215,7 +215,7 @@ def process_state(folder: Path) -> Iterator[None]:
     finally:
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
-        atexit.unregister(last_words)
+        atexit.unregister(flush_stdout)
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
         random.setstate(states[0])

@@ -12,7 +12,7 @@ from executor.calibrate import Calibration
 from experiments import workloads
 from experiments.benchmark import speed
 from experiments.common import cli
-from experiments.reproduce import Work
+from experiments.reproduce import FigureRun
 from simulator import Machine, Program
 from tests.experiments.conftest import Run, refused, rows_in
 
@@ -81,8 +81,8 @@ def test_a_path_needs_no_quotes_and_the_run_can_be_repeated(run: Run, program_fi
 
 def test_figures_and_the_suite_speed_take_files(tmp_path: Path) -> None:
     file = written(tmp_path, "mine.yaml", MACHINE)
-    config = cli.plain(OmegaConf.load(cli.CONFIGS / "figure" / "superneurons_table3.yaml"))
-    assert Work(config, True, str(file), tmp_path).machine == Machine.load(file)
+    config = cli.to_dict(OmegaConf.load(cli.CONFIGS / "figure" / "superneurons_table3.yaml"))
+    assert FigureRun(config, True, str(file), tmp_path).machine == Machine.load(file)
     _, program = speed.capture(str(written(tmp_path, "my_net.yaml", NETWORK)), Machine.load(file))
     assert (program.name, program.ideal_ns) == ("small", 7_000_000)
     with pytest.raises(cli.UsageError, match="'my_net'"):

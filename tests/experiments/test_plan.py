@@ -20,8 +20,8 @@ from experiments.common import report
 from experiments.plan import __main__ as command, capture, words
 from experiments.plan.answer import Answer, Best, Largest
 from experiments.plan.capture import BatchError, Batches
-from experiments.plan.page import html as page
-from experiments.workloads.module import WorkloadError, leading, with_batch
+from experiments.plan.page import render_html as page
+from experiments.workloads.module import WorkloadError, batch_size_of, with_batch
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.pool.card import CardPeak, under_plan
 from tests.experiments.conftest import MB, Run, chain
@@ -52,9 +52,9 @@ def read(text: str) -> str:
 
 def answered(program: Program, limit: int, mode: str = "joint", machine: Machine = MACHINE) -> Answer:
     task = (program, machine, limit)
-    command.get_ready(MACHINE, mode)
-    families, bound = command.planned(task, mode, 1.0, 0)
-    return command.answered(task, None, mode, families, bound, Largest(), 0.0)
+    command.warm_up(MACHINE, mode)
+    families, bound = command.make_plans(task, mode, 1.0, 0)
+    return command.make_answer(task, None, mode, families, bound, Largest(), 0.0)
 
 
 def pages(a: Answer) -> str:
@@ -82,10 +82,10 @@ def mlp() -> Batches:
 
 
 def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
-    assert (mlp.own, mlp.other) == (2048, 4096)
+    assert (mlp.batch, mlp.larger_batch) == (2048, 4096)
     other = workloads.load({**MLP, "iteration_ms": {"h100": 8}}, MACHINE, 9633, as_cuda=True).program
-    assert mlp.at(9633).tensors == other.tensors
-    assert mlp.peak_bytes(9633) == other.peak_bytes == mlp.at(9633).peak_bytes
+    assert mlp.interpolated(9633).tensors == other.tensors
+    assert mlp.peak_bytes(9633) == other.peak_bytes == mlp.interpolated(9633).peak_bytes
     assert mlp.largest(other.peak_bytes) == 9633 == mlp.largest(mlp.peak_bytes(9634) - 1)
     assert mlp.largest(mlp.program.peak_bytes // 8) == 0 and mlp.largest(2**62) == 1024 * 2048
     capture.check(MLP, MACHINE, 9633, other.peak_bytes)
@@ -95,10 +95,10 @@ def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
 
 def test_durations_at_two_batches_are_on_one_scale(mlp: Batches) -> None:
     measured = mlp.program.with_durations([3 * k.duration_ns for k in mlp.program.kernels])
-    assert capture.on_its_scale(mlp.larger, measured).ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
+    assert capture.rescaled(mlp.larger, measured).ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
     # No equal kernels: proportional to the batch.
     other = replace(mlp.larger, kernels=tuple(replace(k, flops=k.flops + 1) for k in mlp.larger.kernels))
-    assert capture.on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
+    assert capture.rescaled(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
 
 
 def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,24 +113,24 @@ def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_largest_batch_with_a_plan() -> None:
-    steps, asked = Batches(8, sized(8), 16, sized(16)), []
+    steps, peaks = Batches(8, sized(8), 16, sized(16)), []
 
-    def costs(step: Program, room: int) -> float | None:
-        asked.append(step.peak_bytes)
-        assert room == 2**40
+    def plan_overhead(step: Program, available: int) -> float | None:
+        peaks.append(step.peak_bytes)
+        assert available == 2**40
         batch = (step.kernels[0].duration_ns - 1000) // 100
         return None if batch > 90 else batch / 1000
 
-    assert steps.largest_planned(costs, 2**40, 10, 0.05) in (49, 50)  # within 1 / 32
-    assert steps.largest_planned(costs, 2**40, 10, 1.0) in (88, 89, 90)
-    assert min(asked) > steps.peak_bytes(10)  # batches that fit as is are not planned
+    assert steps.largest_planned(plan_overhead, 2**40, 10, 0.05) in (49, 50)  # within 1 / 32
+    assert steps.largest_planned(plan_overhead, 2**40, 10, 1.0) in (88, 89, 90)
+    assert min(peaks) > steps.peak_bytes(10)  # batches that fit as is are not planned
     assert steps.largest_planned(lambda *_: None, 2**40, 10, 0.05) == 10
 
 
 def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
     """The memory is 10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
     steps, limit = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB)), 100 * MB
-    assert [steps.tensors(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
+    assert [steps.room(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
     most = steps.largest(limit)
     assert steps.peak_bytes(most) + 2 * MB + most * MB <= limit < steps.peak_bytes(most + 1) + 3 * MB + most * MB
 
@@ -149,7 +149,7 @@ def test_an_example_batch_of_another_size() -> None:
     images = torch.empty(4, 3, 8, 8).to(memory_format=torch.channels_last)
     across = torch.empty(7, 4).t()
     parts = (nn.Identity(), nn.MSELoss(), None, (images, {"y": across, "scale": torch.tensor(2.0), "n": 3}))
-    assert leading(parts) == 4
+    assert batch_size_of(parts) == 4
     x, y = with_batch(parts, 9)[3]
     assert x.shape == (9, 3, 8, 8) and x.is_contiguous(memory_format=torch.channels_last)
     assert y["y"].shape == (9, 7) and y["scale"].item() == 2.0 and y["n"] == 3
@@ -178,7 +178,7 @@ def test_the_cheapest_plan_is_recommended() -> None:
     text = pages(a)
     for title in ("The peak", "Overhead by method", "The recommended plan", "plan.json"):
         assert title in text
-    assert words.moves(a) in text and "Will <b>&amp;\"' fit?" in text  # escaped
+    assert words.plan_summary(a) in text and "Will <b>&amp;\"' fit?" in text  # escaped
 
 
 def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
@@ -195,7 +195,7 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     card = CardPeak(program.peak_bytes, 3 * MB, 2 * MB, 4 * MB, 5 * MB, program.peak_bytes * 3 // 4, False)
     a = replace(answered(program, card.limit), card=card, memory=card.memory_bytes)
     assert a.best is not None and a.best.timeline.peak_bytes <= card.limit < card.memory_bytes
-    a = replace(a, best=command.judged([a.best], card)[0])
+    a = replace(a, best=command.with_memory([a.best], card)[0])
     assert a.card_planned is not None and a.card_planned >= a.best.timeline.peak_bytes + 10 * MB
     holes = replace(a, best=None, families=(replace(a.best, card=(card.nbytes + MB, False)),), budget=2.0)
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
@@ -207,10 +207,10 @@ def test_a_stopped_search_reports_how_to_continue() -> None:
     stopped = Largest(8, 4, 16, "tensile", 0.1, True, most=8192, goes_on=20.0)
     assert "seconds=20" in words.batches(replace(a, largest=stopped))[1]
     assert "stopped" not in " ".join(words.batches(replace(a, largest=replace(stopped, goes_on=None))))
-    (sentence,) = words.gap(replace(a, floor=a.best.overhead - 0.031, mode="swap"))
+    (sentence,) = words.gap_hints(replace(a, floor=a.best.overhead - 0.031, mode="swap"))
     assert "3.1 points" in sentence and "seconds=20" in sentence and "mode=joint" in sentence
-    assert words.gap(replace(a, floor=a.best.overhead - 0.029)) == []
-    left = replace(a, families=(replace(a.families[0], left_out=("capuchin",)),))
+    assert words.gap_hints(replace(a, floor=a.best.overhead - 0.029)) == []
+    left = replace(a, families=(replace(a.families[0], skipped=("capuchin",)),))
     assert "Capuchin" in words.methods(left)[1][0][-1]
 
 
@@ -222,10 +222,10 @@ def test_each_family_has_a_fair_plan_whatever_the_time() -> None:
         ("swap", ("capuchin", "tensile", "tflms", "geeps")),
         ("recompute", ("memonger", "superneurons", "checkpoint_all")),
     ):
-        best = command.best_of(kind, names, task, kind, 0, 60.0, -1.0, sure=command.FIRST)
+        best = command.best_of(kind, names, task, kind, 0, 60.0, -1.0, required=command.FIRST)
         tried = [name for name in names if name in command.FIRST]
         assert best.plan is not None and best.row["planner"] in (names[0], *tried)
-        assert set(best.left_out) == {name for name in names[1:] if name not in command.FIRST}
+        assert set(best.skipped) == {name for name in names[1:] if name not in command.FIRST}
 
 
 def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
@@ -263,10 +263,10 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
             raise AssertionError("not aborted")
 
     program = chain()
-    monkeypatch.setattr(command.report, "made", lambda *_, **__: Slow())
+    monkeypatch.setattr(command.report, "make", lambda *_, **__: Slow())
     monkeypatch.setattr(command, "within", within)
     best = command.best_of("swap", ["autoswap_doa"], (program, MACHINE, 2**30), "swap", 0, 0.05)
-    assert best.plan is None and best.row is None and best.left_out == ("autoswap_doa",)
+    assert best.plan is None and best.row is None and best.skipped == ("autoswap_doa",)
 
 
 def test_unserved_plans_are_replanned_with_less_memory() -> None:
@@ -289,14 +289,14 @@ def test_unserved_plans_are_replanned_with_less_memory() -> None:
 
     counted, _ = under_plan(card(step.peak_bytes), timeline)
     served, small = (
-        command.judged([Best("", {}, plan, timeline, 0.0)], card(memory)) for memory in (counted, counted - 1)
+        command.with_memory([Best("", {}, plan, timeline, 0.0)], card(memory)) for memory in (counted, counted - 1)
     )
     assert served[0].card == (counted, True) and not small[0].served
-    assert command.wants_less(small) and not command.wants_less(served)
+    assert command.needs_less_memory(small) and not command.needs_less_memory(served)
     task = step, gpu, 36 * MB  # the step fits it as is; so does its allocator
-    found = command.tightened(task, card(26 * MB), "joint", 0, 2.0)
+    found = command.plan_tighter(task, card(26 * MB), "joint", 0, 2.0)
     assert found is not None and found.served and found.card[0] <= 26 * MB
-    assert command.tightened(task, card(10 * MB), "joint", 0, 2.0) is None
+    assert command.plan_tighter(task, card(10 * MB), "joint", 0, 2.0) is None
 
 
 # ---------------------------------------------------------------------------------------- as a user
@@ -323,7 +323,7 @@ def trains_as_eager(code: str, folder: Path) -> None:
 
 
 def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "WAIT", 1000)  # capture the largest batch even on a busy computer
+    monkeypatch.setattr(command, "TIMEOUT_FACTOR", 1000)  # capture the largest batch even on a busy computer
     (tmp_path / "work" / "mymodel.py").write_text(FACTORY)
     out = tmp_path / "out"
     done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", "step_ms=20", f"out={out}").ok()

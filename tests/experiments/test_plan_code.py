@@ -10,7 +10,7 @@ from torch import nn
 import agents
 from agents.saved import saved_plan
 from executor import Captured, capture
-from experiments.plan import how_to_run
+from experiments.plan import usage
 from experiments.plan.capture import Step
 from experiments.plan.words import slowest
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor
@@ -46,7 +46,7 @@ def test_a_plan_that_moves_nothing_is_code_for_plain_pytorch() -> None:
     program, limit = captured.program, captured.program.peak_bytes * 7 // 10
     plan = agents.make("activation_budget", min_bytes=1024).plan(program, MACHINE, limit)
     paths = [name for name, _ in blocks().named_modules() if name]
-    found = how_to_run.checkpoints(program, MACHINE, limit, plan, captured.origins, paths)
+    found = usage.checkpoints(program, MACHINE, limit, plan, captured.origins, paths)
     assert found is not None and found.names and found.peak_bytes <= limit and found.overhead > 0
     exec(found.code, {"model": (model := blocks())})
     pairs = []
@@ -58,11 +58,11 @@ def test_a_plan_that_moves_nothing_is_code_for_plain_pytorch() -> None:
     assert step(model).program.peak_bytes == pytest.approx(
         found.peak_bytes, rel=0.1
     )  # as captured with the checkpoints
-    text = found.said(Unit.of(limit))
+    text = found.describe(Unit.of(limit))
     assert f"checkpoints of {len(found.names)} modules" in text and f"{found.overhead:+.1%}" in text
     swaps = replace(plan, decisions=(Swap(*program.gaps(1024)[0]),))
     for nothing in ((swaps, captured.origins, paths), (plan, None, paths), (plan, captured.origins, [])):
-        assert how_to_run.checkpoints(program, MACHINE, limit, *nothing) is None
+        assert usage.checkpoints(program, MACHINE, limit, *nothing) is None
 
 
 def test_kernels_list_their_rate_and_bound() -> None:

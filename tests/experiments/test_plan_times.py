@@ -40,11 +40,11 @@ def test_what_is_known_of_the_times() -> None:
 
 def test_a_measured_step() -> None:
     known = read(step_ms=80)
-    program = times.lasting(chain(), known)
-    assert program.ideal_ns == 80_000_000 and times.lasting(program, known) == program
-    assert times.lasting(program, read()) is program
+    program = times.rescaled(chain(), known)
+    assert program.ideal_ns == 80_000_000 and times.rescaled(program, known) == program
+    assert times.rescaled(program, read()) is program
     with pytest.raises(UsageError, match="step_ms"):
-        times.lasting(chain().with_durations([0] * len(chain().kernels)), known)
+        times.rescaled(chain().with_durations([0] * len(chain().kernels)), known)
 
 
 def best(family: str, plan: Plan, program: Program, machine: Machine, limit: int) -> Best:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from agents.learned.expert_iteration import Training
 from agents.learned.policy_net import trained
 from experiments import workloads
-from experiments.common.cli import CONFIGS, dataclass_of
+from experiments.common.cli import CONFIGS, dataclass_from_config
 from experiments.pretrain import append, check_set
 from tests.experiments.conftest import Run
 
@@ -28,7 +28,7 @@ def test_every_value_of_every_network_is_one() -> None:
             workloads.build({"name": "x", **{key: values[j % len(values)] for key, values in lists.items()}})
     tested = {"squeezenet", "unet", "mobilenet", "gpt2"}
     assert not tested & {family for lists in networks for family in lists["family"]}
-    assert dataclass_of(Training, OmegaConf.create(config["training"]), "training") == Training()
+    assert dataclass_from_config(Training, OmegaConf.create(config["training"]), "training") == Training()
 
 
 def test_a_small_training(run: Run, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_files_over_the_maximum_size_are_refused(tmp_path: Path, monkeypatch: py
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
-    for read in (Program.load, Machine.load, load, lambda path: cli.with_own_files([f"workload={path}"])):
+    for read in (Program.load, Machine.load, load, lambda path: cli.replace_files([f"workload={path}"])):
         with pytest.raises((FormatError, cli.UsageError), match=r"a\.json"):
             read(tmp_path / "a.json")
 

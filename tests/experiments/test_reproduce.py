@@ -10,7 +10,7 @@ from experiments import reproduce
 from experiments.common import cli
 from experiments.figures.figure import Figure
 from experiments.plotting.charts import Chart, Line, Panel
-from experiments.reproduce import Work
+from experiments.reproduce import FigureRun
 from simulator import Machine
 from tests.experiments.conftest import figure_settings
 
@@ -61,9 +61,9 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce, "names", lambda: ["squares"])
 
 
-def start(out: Path, machine: str | None = None, **more: Any) -> Work:
+def start(out: Path, machine: str | None = None, **more: Any) -> FigureRun:
     own = {"name": "squares", "machine": "gtx1080ti", "x": [1, 2, 3], "quick": {"x": [2]}}
-    return Work({**own, **more}, False, machine, out)
+    return FigureRun({**own, **more}, False, machine, out)
 
 
 def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
@@ -72,9 +72,9 @@ def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
 
 
 def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = dict(figure_settings("superneurons_table3"))
+    called = dict(figure_settings("superneurons_table3"))
     out = tmp_path / "out"
-    reproduce.make([{**asked, "quick": {"batches": [256]}}], True, None, "processes", 1, out)
+    reproduce.make([{**called, "quick": {"batches": [256]}}], True, None, "processes", 1, out)
     assert sorted(path.name for path in out.iterdir() if path.is_file()) == [
         "README.md", "superneurons_table3.json", "superneurons_table3.png"
     ]  # fmt: skip
@@ -85,26 +85,26 @@ def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.C
 
 def test_a_stopped_run_resumes(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(tmp_path)
-    assert first.left == first.tasks == [{"x": 1}, {"x": 2}, {"x": 3}]
-    for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], "processes", 1):
+    assert first.remaining == first.tasks == [{"x": 1}, {"x": 2}, {"x": 3}]
+    for figure, task, row in reproduce.run_tasks([(first, t) for t in first.remaining[1:]], "processes", 1):
         assert isinstance(row, dict) and row.pop(reproduce.SECONDS) >= 0
-        figure.keep(task, row)
+        figure.record(task, row)
     with (tmp_path / "squares.jsonl").open("a") as file:
         file.write('{"code": "sto')  # interrupted while writing
-    assert start(tmp_path).left == [{"x": 1}]
-    assert start(tmp_path, x=[3, 4]).left == [{"x": 4}]
-    assert len(start(tmp_path, machine="k40c").left) == 3
+    assert start(tmp_path).remaining == [{"x": 1}]
+    assert start(tmp_path, x=[3, 4]).remaining == [{"x": 4}]
+    assert len(start(tmp_path, machine="k40c").remaining) == 3
     second = start(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(reproduce, "code", lambda name: "changed")
-        assert len(start(tmp_path).left) == 3
-    second.keep({"x": 1}, {"x": 1, "y": 1})
+        assert len(start(tmp_path).remaining) == 3
+    second.record({"x": 1}, {"x": 1, "y": 1})
     assert [row["y"] for row in second.rows] == [1, 4, 9]  # in task order
     second.finish()
-    assert start(tmp_path).left == []  # kept until all figures of the run are finished
-    second.forget()
+    assert start(tmp_path).remaining == []  # kept until all figures of the run are finished
+    second.delete_partial()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squares.json", "squares.png"]
-    assert len(start(tmp_path).left) == 3  # a finished run is not resumed
+    assert len(start(tmp_path).remaining) == 3  # a finished run is not resumed
     found = json.loads((tmp_path / "squares.json").read_text())
     assert found["rows"] == second.rows and found["settings"] == {"x": [1, 2, 3]} and found["machine"] == "gtx1080ti"
 
@@ -117,20 +117,20 @@ def test_other_figures_continue_after_a_failure(squares: None, tmp_path: Path, m
     made = start(tmp_path)
     (error,) = reproduce.compute([made], "processes", jobs=1)
     assert isinstance(error, ZeroDivisionError) and error.__notes__ == ["in squares, {'x': 2}"]
-    assert made.left == start(tmp_path).left == [{"x": 2}] and not (tmp_path / "squares.json").exists()
+    assert made.remaining == start(tmp_path).remaining == [{"x": 2}] and not (tmp_path / "squares.json").exists()
 
 
 def test_quick_takes_fewer_points(squares: None, tmp_path: Path) -> None:
-    own = Work({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path, {"x"})
+    own = FigureRun({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path, {"x"})
     assert own.settings["x"] == [1, 2, 3]  # typed beside quick=true
-    made = Work({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path)
+    made = FigureRun({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path)
     assert made.tasks == [{"x": 2}] and made.machine.name == "v100"
 
 
 def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
     assert "##" not in reproduce.page(tmp_path)
     made = start(tmp_path, x=[3])
-    made.keep({"x": 3}, {"x": 3, "y": 9})
+    made.record({"x": 3}, {"x": 3, "y": 9})
     made.finish()
     page = reproduce.page(tmp_path)
     assert "[squares](#squares)" in page
@@ -138,7 +138,7 @@ def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
         assert words in page
     assert "More." not in page and "](squares.json)" in page
     (tmp_path / "squares.png").unlink()
-    reproduce.draw_again(["squares"], tmp_path)
+    reproduce.redraw_figures(["squares"], tmp_path)
     assert (tmp_path / "squares.png").exists() and (tmp_path / "README.md").read_text() == page
     (tmp_path / "squares.json").write_text('{"rows": [{"x": 3}], "command": ""}')
     with pytest.raises(reproduce.FormatError, match=r"squares\.json: not a result of this figure"):
@@ -148,4 +148,4 @@ def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
 def test_a_figures_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = "python -m experiments.reproduce figure=all jobs=2 quick=true"
     monkeypatch.setattr(reproduce.report, "command", lambda: typed)
-    assert reproduce.own_command("squares") == "python -m experiments.reproduce figure=squares quick=true"
+    assert reproduce.figure_command("squares") == "python -m experiments.reproduce figure=squares quick=true"

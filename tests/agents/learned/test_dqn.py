@@ -338,4 +338,4 @@ def test_limits_below_reach_and_above_the_peak(small: Config) -> None:
 ])  # fmt: skip
 def test_bad_configs_are_named(kind: type[Config], values: dict[str, object]) -> None:
     with pytest.raises(cli.UsageError, match=r"agent(\.|: )" + next(iter(values))):
-        cli.dataclass_of(kind, OmegaConf.create(values), "agent")
+        cli.dataclass_from_config(kind, OmegaConf.create(values), "agent")

@@ -65,7 +65,7 @@ def test_training_gives_the_recorded_overheads(settings, greedy, mean):
 
     As printed, the policy is worse than chance; with the tuned settings it is optimal.
     """
-    config = cli.dataclass_of(PaperConfig, OmegaConf.load(cli.CONFIGS / "agent" / f"{settings}.yaml"), "agent")
+    config = cli.dataclass_from_config(PaperConfig, OmegaConf.load(cli.CONFIGS / "agent" / f"{settings}.yaml"), "agent")
     limit = round(0.7 * PROGRAM.peak_bytes)
     trainer = Trainer(PROGRAM, MACHINE, limit, replace(config, episodes=40, mode="swap"), 0)
     history = train(trainer).history
@@ -92,7 +92,7 @@ def test_fine_tuning_begins_with_the_network_of_another_program(tmp_path):
 def test_keys_of_older_checkpoints_are_renamed(tmp_path):
     for old in RENAMED:
         with pytest.raises(cli.UsageError, match=f"agent.{old}: .*{RENAMED[old]}"):
-            cli.dataclass_of(PaperConfig, OmegaConf.create({old: 1}), "agent")
+            cli.dataclass_from_config(PaperConfig, OmegaConf.create({old: 1}), "agent")
     config = replace(SMALL, episodes=8)
     train(Trainer(PROGRAM, MACHINE, LIMIT, config, 0), checkpoint=tmp_path / "new.pt")
     state = torch.load(tmp_path / "new.pt", weights_only=True)

@@ -28,7 +28,7 @@ def test_equal_on_random_programs(data: st.DataObject) -> None:
     expected = simulate(program, plan, on, limit, iterations)
     model = simpy_model.Model(lower(program, plan), on, limit, iterations)
     assert model.run() == expected.iteration_ns
-    assert model.lasts == [
+    assert model.durations == [
         end - begin for begin, end in pairwise((0, *expected.boundaries))
     ]  # the same number of iterations
 

@@ -40,7 +40,7 @@ def test_agent_configs_list_every_key_of_the_agent_with_its_default(
     agent: str, kind: Any, other: dict[str, Any]
 ) -> None:
     config = OmegaConf.load(cli.CONFIGS / "agent" / f"{agent}.yaml")
-    made = cli.dataclass_of(kind, config, "agent")
+    made = cli.dataclass_from_config(kind, config, "agent")
     assert set(config) == {f.name for f in fields(made)}
     assert made == kind(**other)
 

@@ -25,36 +25,36 @@ LIMIT = int(0.7 * PROGRAM.peak_bytes)
 
 def test_running_means_are_over_the_last_episodes() -> None:
     curve = Curve(None, PROGRAM, MACHINE, LIMIT, "swap", {}, 100)
-    assert all(math.isnan(value) for value in curve.running().values())
+    assert all(math.isnan(value) for value in curve.running_means().values())
     for overhead in (0.3, math.inf, *[0.1] * (LAST - 2)):
-        curve.episode(overhead)
+        curve.add_episode(overhead)
     mean = (0.3 + 0.1 * (LAST - 2)) / (LAST - 1)
-    assert curve.running() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
-    curve.episode(0.2, best=0.05)  # 0.3 leaves the window
-    assert curve.running()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
-    assert curve.running()[BEST] == 0.05
+    assert curve.running_means() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
+    curve.add_episode(0.2, best=0.05)  # 0.3 leaves the window
+    assert curve.running_means()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
+    assert curve.running_means()[BEST] == 0.05
 
 
 def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
-    told: list[tuple[int, Mapping[str, float]]] = []
+    logged: list[tuple[int, Mapping[str, float]]] = []
 
     def made(resumed: Path | None = None) -> Curve:
         return Curve(tmp_path / "curve.json", PROGRAM, MACHINE, LIMIT, "swap", {"agent": "a", "seed": 3}, 100,
-                     lambda calls, values: told.append((calls, values)), resumed)  # fmt: skip
+                     lambda calls, values: logged.append((calls, values)), resumed)  # fmt: skip
 
     curve = made()
-    curve.episode(0.5)
+    curve.add_episode(0.5)
     for calls in (99, 130, 180, 230, 300):
-        curve.maybe(calls, lambda: 0.25)
-    assert [calls for calls, _ in told] == [130, 230]
-    assert told[0][1][GAP] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
+        curve.add_point_if_due(calls, lambda: 0.25)
+    assert [calls for calls, _ in logged] == [130, 230]
+    assert logged[0][1][GAP] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert kept["agent"] == "a" and kept["seed"] == 3 and kept["floor"] == curve.bound.overhead
     assert [point["calls"] for point in kept["points"]] == [130, 230]
-    again = made(tmp_path / "curve.json")  # resumed after 200 calls
-    again.goes_on(200)
-    again.maybe(299, lambda: 0.1)
-    again.point(340, math.nan)
+    resumed = made(tmp_path / "curve.json")  # resumed after 200 calls
+    resumed.resume(200)
+    resumed.add_point_if_due(299, lambda: 0.1)
+    resumed.add_point(340, math.nan)
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert [(point["calls"], point[GREEDY]) for point in kept["points"]] == [(130, 0.25), (340, None)]
 

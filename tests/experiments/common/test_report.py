@@ -27,7 +27,7 @@ def shown(rows: list[report.Row]) -> str:
 
 def test_the_table_has_the_floor_of_each_limit(program: Program) -> None:
     rows = [
-        report.certified(report.score(name, program, MACHINE, limit, 0)[0], floor(program, MACHINE, limit))
+        report.with_bounds(report.score(name, program, MACHINE, limit, 0)[0], floor(program, MACHINE, limit))
         for limit in (int(0.5 * program.peak_bytes), int(0.01 * program.peak_bytes))
         for name in ("autoswap_swdoa", "none")
     ]
@@ -43,11 +43,11 @@ def test_the_table_has_the_floor_of_each_limit(program: Program) -> None:
 
 def test_options_go_to_the_planners_that_have_them() -> None:
     options = {"mode": "swap", "calls": 77, "jobs": 1}
-    annealing, swarm = report.made("annealing", **options), report.made("home", **options)
+    annealing, swarm = report.make("annealing", **options), report.make("home", **options)
     assert (annealing.mode, annealing.calls) == ("swap", 77)
     assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)
-    report.made("autoswap_doa", **options)  # has none of these options
-    assert report.made("annealing", calls=None).calls == agents.make("annealing").calls
+    report.make("autoswap_doa", **options)  # has none of these options
+    assert report.make("annealing", calls=None).calls == agents.make("annealing").calls
     assert "score" not in agents.options("autoswap_doa")  # this option defines the planner
     with pytest.raises(UsageError, match="planners: annealing: calls"):
         report.planner_names(["autoswap_doa", "annealing"], calls=5)
@@ -81,7 +81,7 @@ def test_rows_of_the_three_workspaces(program: Program) -> None:
     for workspace in (False, "least", True):
         row, plan = report.score("autoswap_swdoa", program, MACHINE, limit, 0, workspace=workspace)
         assert plan is not None and row["feasible"] and row["workspace"] is workspace
-        rows[workspace] = report.certified(row, evaluate.floor_under(program, MACHINE, limit, None, bool(workspace)))
+        rows[workspace] = report.with_bounds(row, evaluate.floor_under(program, MACHINE, limit, None, bool(workspace)))
         assert rows[workspace]["gap"] >= 0
         again = report.score_plan(plan, program, MACHINE, limit, 0, workspace=workspace)
         assert (again["workspace"], again["iteration_ns"]) == (workspace, row["iteration_ns"])
@@ -94,7 +94,7 @@ def test_rows_of_the_three_workspaces(program: Program) -> None:
     found, _ = report.score("autoswap_swdoa", program, MACHINE, tight, 0, workspace=True)
     assert found["feasible"] and found["peak_bytes"] <= tight
     bound = evaluate.floor_under(program, MACHINE, tight, None, True)
-    assert bound.least_bytes <= tight and report.certified(found, bound)["gap"] >= 0
+    assert bound.least_bytes <= tight and report.with_bounds(found, bound)["gap"] >= 0
 
 
 def test_words_expand_to_planners() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from experiments.common.cli import UsageError
-from experiments.common.resume import resumed_words
+from experiments.common.resume import resume_args
 from simulator.files import write_json
 from tests.tiny import PROGRAM
 
@@ -25,7 +25,7 @@ def test_typed_words_override_recorded_settings(tmp_path: Path) -> None:
     })  # fmt: skip
     PROGRAM.save(tmp_path / "program.json")
     typed = [f"resume={tmp_path}", "limit=0.5", "network=mine:Net"]
-    assert resumed_words(file, typed) == [
+    assert resume_args(file, typed) == [
         "agent=dqn_paper", "seed=1", "agent.lr=0.5", "agent.layers=[1,null]", "planners=['none','it\\'s']",
         f"program='{tmp_path / 'program.json'}'", *typed,
     ]  # fmt: skip
@@ -42,9 +42,9 @@ def test_typed_words_override_recorded_settings(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_unknown_settings_are_refused(config: Any, word: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=word):
-        resumed_words(settings(tmp_path, config), [])
+        resume_args(settings(tmp_path, config), [])
 
 
 def test_the_command_names_an_option_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"\[dqn\]"):
-        resumed_words(settings(tmp_path, {}, [*COMMAND[:3], "agent=[dqn] +hydra.x=1"]), [])
+        resume_args(settings(tmp_path, {}, [*COMMAND[:3], "agent=[dqn] +hydra.x=1"]), [])

@@ -18,9 +18,9 @@ CONFIG = {"seed": 3, "agent": {"learning_rate": 0.1, "widths": [1, 2]}}
 
 
 def write(name: str, out: Any) -> None:
-    tracker = tracking.KINDS[name](out, CONFIG)
-    tracker.scalars(0, {"overhead": 0.5, "best": math.inf})
-    tracker.scalars(7, {"overhead": 0.25, "best": 0.25})
+    tracker = tracking.TRACKERS[name](out, CONFIG)
+    tracker.log_scalars(0, {"overhead": 0.5, "best": math.inf})
+    tracker.log_scalars(7, {"overhead": 0.25, "best": 0.25})
     tracker.close()
 
 
@@ -65,7 +65,7 @@ def test_wandb_logs_the_same(tmp_path, monkeypatch) -> None:
 def test_no_tracker_and_a_missing_tracker(tmp_path, monkeypatch) -> None:
     write("none", tmp_path)
     assert not list(tmp_path.iterdir())
-    assert tracking.chosen(DictConfig({"tracker": "mlflow"})) is tracking.KINDS["mlflow"]
+    assert tracking.tracker_class(DictConfig({"tracker": "mlflow"})) is tracking.TRACKERS["mlflow"]
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="tracker: wandb"):
-        tracking.chosen(DictConfig({"tracker": "wandb"}))
+        tracking.tracker_class(DictConfig({"tracker": "wandb"}))

@@ -138,7 +138,7 @@ def test_a_sweep_on_other_launchers(
         assert done.stderr == ""
         here = start("evaluate", "-m", *words)
         timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ m?s")  # directory names and times
-        said, expected = (
+        printed, expected = (
             sorted(timed.sub("", line).split() for line in text.splitlines()) for text in (done.stdout, here.stdout)
         )
-        assert said == expected and len(said) > 8
+        assert printed == expected and len(printed) > 8

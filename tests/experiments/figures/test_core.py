@@ -91,7 +91,7 @@ def test_which_agents_are_asked_for() -> None:
     known = {"agents": {"annealing": {"planner": "annealing"}}}
 
     def asked(agents: Any, which: str = "core") -> dict[str, Any] | None:
-        return benchmark.agents_of(DictConfig({"agents": agents}), which, known)
+        return benchmark.requested_agents(DictConfig({"agents": agents}), which, known)
 
     assert asked(None) is None
     assert asked("annealing") == known["agents"]

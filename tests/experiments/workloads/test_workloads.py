@@ -93,7 +93,7 @@ def test_own_models_of_other_forms_at_any_batch(own, factory):
     program, *larger = (load(workload, Machine.load("v100"), batch).program for batch in (None, 6, 5))
     assert {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}
     batches = Batches(3, program, 6, larger[0])
-    assert batches.at(5).tensors == larger[1].tensors and batches.peak_bytes(5) == larger[1].peak_bytes
+    assert batches.interpolated(5).tensors == larger[1].tensors and batches.peak_bytes(5) == larger[1].peak_bytes
     assert sum(t.kind == "input" for t in program.tensors) == (2 if factory == "two_models" else 1)
 
 

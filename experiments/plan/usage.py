@@ -47,9 +47,9 @@ def fit_call(target: str | None, memory: int | float | str, machine: str, folder
     """
     module, _, factory = (target or "").partition(":")
     parts = "*parts[:-1], example_batch=parts[-1]" if target else "model, loss_fn, optimizer, (x, y)"
-    made = f"from {module} import {factory}\n\nparts = {factory}()"
-    made = made if target else "\n# model, loss_fn, optimizer and one batch of the step that was planned"
-    return FIT.format(made=made, parts=parts, memory=memory, machine=machine, folder=str(folder))
+    setup = f"from {module} import {factory}\n\nparts = {factory}()"
+    setup = setup if target else "\n# model, loss_fn, optimizer and one batch of the step that was planned"
+    return FIT.format(made=setup, parts=parts, memory=memory, machine=machine, folder=str(folder))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Checkpoints:
         """Code to insert before the training loop."""
         return CHECKPOINT.format(names=self.names)
 
-    def said(self, size: Unit) -> str:
+    def describe(self, size: Unit) -> str:
         """Describes the cost of the checkpoints in one or two sentences."""
         return (
             f"The plan only recomputes, so checkpoints of {len(self.names)} modules approximate it: about "
@@ -86,12 +86,12 @@ def checkpoints(
     """
     if origins is None or not plan.decisions or not all(isinstance(d, Recompute) for d in plan.decisions):
         return None
-    again, engine = {d.tensor for d in plan.of_kind(Recompute)}, Engine(program, machine, limit)
+    recomputed, engine = {d.tensor for d in plan.of_kind(Recompute)}, Engine(program, machine, limit)
     best: Checkpoints | None = None
     for blocks in _by_depth(program, origins, frozenset(modules)):
-        parts = {name: _bytes(program, [m for m in maps if m.tensor in again]) / max(_bytes(program, maps), 1)
+        shares = {name: _bytes(program, [m for m in maps if m.tensor in recomputed]) / max(_bytes(program, maps), 1)
                  for name, maps in blocks.items()}  # fmt: skip
-        names = sorted(blocks, key=lambda name: -parts[name])
+        names = sorted(blocks, key=lambda name: -shares[name])
         for n in range(1, len(names) + 1):
             try:
                 maps = sorted((m for name in names[:n] for m in blocks[name]), key=lambda m: (m.layer, m.tensor))
@@ -113,14 +113,14 @@ def _by_depth(program: Program, origins: Origins, modules: frozenset[str]) -> It
     maps = recomputable(program, feature_maps(program, small(program)))
     for depth in range(1, 1 + max((name.count(".") + 1 for name in modules), default=0)):
         blocks = [".".join(path.split(".")[:depth]) for path in places]
-        found: dict[str, list[FeatureMap]] = {}
+        candidates: dict[str, list[FeatureMap]] = {}
         for m in maps:
             block = blocks[m.layer]
             uses = (k for k in program.accesses[m.tensor] if program.kernels[k].phase == "forward")
             if block in modules and all(blocks[k] == block for k in uses):  # else it is a stored output
-                found.setdefault(block, []).append(m)
-        if found:
-            yield found
+                candidates.setdefault(block, []).append(m)
+        if candidates:
+            yield candidates
 
 
 def _bytes(program: Program, maps: Sequence[FeatureMap]) -> int:

@@ -36,7 +36,7 @@ def expected_errors() -> tuple[type[Exception], ...]:
     return tuple(kinds)
 
 
-def sentence(error: object) -> str:
+def one_line(error: object) -> str:
     """Returns an error's message on one line, without the hints that Hydra and OmegaConf append."""
     text = str(error)
     for end in ("See https://", "full_key:", "Config search path:"):
@@ -44,47 +44,47 @@ def sentence(error: object) -> str:
     return " ".join(text.split())
 
 
-def unwritten(error: OSError) -> str:
+def write_error_message(error: OSError) -> str:
     """Returns the message for output that cannot be written; redirects stdout to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if error.errno == errno.EPIPE:
         return "the reader of the output closed the pipe; files written so far are complete"
-    where = error.filename or "the output"
-    return f"{where} cannot be written ({error.strerror}); files written so far are complete"
+    target = error.filename or "the output"
+    return f"{target} cannot be written ({error.strerror}); files written so far are complete"
 
 
-def last_words() -> None:
+def flush_stdout() -> None:
     """Flushes stdout when a command exits; reports an error if the flush fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        print(f"error: {unwritten(error)}", file=sys.stderr, flush=True)
+        print(f"error: {write_error_message(error)}", file=sys.stderr, flush=True)
         os._exit(2)
 
 
-def refuse(error: object) -> NoReturn:
+def exit_with_error(error: object) -> NoReturn:
     """Prints one sentence on stderr and exits with status 2."""
-    print(f"error: {sentence(error)}", file=sys.stderr)
+    print(f"error: {one_line(error)}", file=sys.stderr)
     sys.exit(2)
 
 
-def goes_on(function: Callable[..., None]) -> Callable[..., None]:
+def resumable(function: Callable[..., None]) -> Callable[..., None]:
     """Decorates a command that resumes when repeated, as its interruption message states."""
 
     @functools.wraps(function)
-    def told(*args: Any) -> None:
+    def wrapper(*args: Any) -> None:
         try:
             function(*args)
         except KeyboardInterrupt as stop:
             raise type(stop)("run the same command to continue") from None
 
-    return told
+    return wrapper
 
 
-def stopped(stop: KeyboardInterrupt) -> NoReturn:
-    """Prints one sentence on stderr, with the hint of ``goes_on``; exits with status 130, or 143 after SIGTERM."""
+def exit_interrupted(stop: KeyboardInterrupt) -> NoReturn:
+    """Prints one sentence on stderr, with the hint of ``resumable``; exits with status 130, or 143 after SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # already stopping
-    what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-    print(f"{what}; {stop}" if str(stop) else what, file=sys.stderr)
+    cause, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+    print(f"{cause}; {stop}" if str(stop) else cause, file=sys.stderr)
     sys.exit(status)
