@@ -93,7 +93,7 @@ def make(
     console = report.console()
     for work in works:
         if not work.left:
-            heads, cells, notes = work.figure.say(work.rows)
+            heads, cells, notes = work.figure.format_text(work.rows)
             console.print(rich_table(work.figure.title, heads, cells))
             for note in notes:
                 console.print(f"- {note}", highlight=False)
@@ -112,7 +112,7 @@ def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exceptio
         if not work.left:  # interrupted before plotting
             work.finish()
     beside, alone = (
-        [(work, task) for work in works if work.figure.alone == one for task in reversed(work.left)]
+        [(work, task) for work in works if work.figure.needs_all_cores == one for task in reversed(work.left)]
         for one in (False, True)
     )
     with report.progress() as bar:
@@ -301,14 +301,14 @@ def result(path: Path) -> dict[str, Any]:
 def _section(path: Path, found: dict[str, Any], figure: Figure) -> list[str]:
     rows = found["rows"]
     try:
-        heads, cells, notes = figure.say(rows, brief=True)
+        heads, cells, notes = figure.format_text(rows, brief=True)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a result of this figure ({error})") from None
     lines = [f"| {' | '.join(line)} |" for line in (heads, *cells)]
     return [
         f'<a id="{path.stem}"></a>',
         f"## {figure.title}",
-        figure.about,
+        figure.introduction,
         f"![{path.stem}]({path.stem}.png)",
         "\n".join([lines[0], f"|---|{'---:|' * (len(heads) - 1)}", *lines[1:]]),
         "\n".join(f"- {note}" for note in notes),

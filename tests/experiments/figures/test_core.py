@@ -40,28 +40,28 @@ def test_a_task_as_a_user_runs_it() -> None:
     assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is among the published heuristics
     with pytest.raises(UsageError, match=r"small\.fingerprint"):  # a different program
         core.Core().run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
-    _, cells, _ = core.Core().say([row])
+    _, cells, _ = core.Core().format_text([row])
     assert {"50 calls", "0.05 s", "–"} == {line[0] for line in cells}
 
 
 def row(split: str, gaps: dict[str, list[float | None]]) -> core.Row:
     runs = [{"agent": agent, "calls": 100, "seconds": None, "seed": i, "gap": gap, "late": False, "plan_s": 0.5,
-             "simulator_calls": 120} for agent, each in gaps.items() for i, gap in enumerate(each)]  # fmt: skip
+             "simulator_calls": 120} for agent, values in gaps.items() for i, gap in enumerate(values)]  # fmt: skip
     return {"task": split, "split": split, "fingerprint": "0123456789ab", "runs": runs}
 
 
 def test_scores() -> None:
     rows = [row("train", {"annealing": [1.0, 2.0], "dqn": [None, 5.0]}),
             row("test", {"annealing": [3.0, 400.0], "dqn": [7.0, 9.0]})]  # fmt: skip
-    found = core.scores(rows)
-    np.testing.assert_array_equal(found["annealing", (100, None)], [[1, 2], [3, core.WITHOUT]])
-    np.testing.assert_array_equal(found["dqn", (100, None)], [[core.WITHOUT, 5], [7, 9]])
+    by_key = core.scores(rows)
+    np.testing.assert_array_equal(by_key["annealing", (100, None)], [[1, 2], [3, core.WITHOUT]])
+    np.testing.assert_array_equal(by_key["dqn", (100, None)], [[core.WITHOUT, 5], [7, 9]])
     # The middle half of 1, 2, 3, 100 is 2 and 3.
-    assert core.iqm(found["annealing", (100, None)]) == 2.5
-    low, high = core.interval(found["annealing", (100, None)])
+    assert core.iqm(by_key["annealing", (100, None)]) == 2.5
+    low, high = core.interval(by_key["annealing", (100, None)])
     assert 1 <= low < 2.5 < high <= core.WITHOUT
     assert core.interval(np.full((3, 2), 4.0)) == (4.0, 4.0)
-    _, (first, second), _ = core.Core().say(rows)
+    _, (first, second), _ = core.Core().format_text(rows)
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4] == "51.50"
     assert second[1:3] == ["DQN", "8.00"] and second[-1] == "1"
 

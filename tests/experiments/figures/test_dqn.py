@@ -41,29 +41,29 @@ GOOD = [
 
 
 def test_every_pair_at_one_limit_is_compared():
-    (panel,) = fig.panels(GOOD)
-    every = list(fig.duels(panel))
+    (net,) = fig.results_by_network(GOOD)
+    duels = list(fig.duels(net))
     # Swap against TFLMS at three limits; joint against TFLMS at three and memonger at two.
-    assert len(every) == 3 + 3 + 2
-    at = next(d for d in every if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
-    assert (at["mean"], at["worst"], at["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
-    assert not any(d["worst"] > d["theirs"] + fig.SAME for d in every)
-    _, cells, _ = fig.Fig5().say(GOOD)
+    assert len(duels) == 3 + 3 + 2
+    duel = next(d for d in duels if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
+    assert (duel["mean"], duel["worst"], duel["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
+    assert not any(d["worst"] > d["theirs"] + fig.SAME for d in duels)
+    _, cells, _ = fig.Fig5().format_text(GOOD)
     assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS", "1.50% / 2.50% / 4.00% TFLMS"]]
     # A seed without a plan loses against a baseline with a plan.
     rows = [GOOD[0], row(1, [(0.9, 0.0), (0.6, 0.03)], [(0.9, 0.0), (0.6, 0.02), (0.55, 0.03)])]
-    lost = [d for d in fig.duels(fig.panels(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
+    lost = [d for d in fig.duels(fig.results_by_network(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
     assert [(d["mode"], d["baseline"], d["limit"]) for d in lost] == [("swap", "tflms", 0.55)]
     assert math.isinf(lost[0]["mean"])
 
 
 def test_the_smallest_limit_of_a_baseline():
     grid = [round(f * PROGRAM.peak_bytes) for f in (0.9, 0.7, 0.3)]
-    end = fig.smallest("tflms", PROGRAM, MACHINE, grid, 2**20)
+    end = fig.smallest_limit("tflms", PROGRAM, MACHINE, grid, 2**20)
     assert end is not None and grid[2] < end <= grid[1]
     assert fig.overhead("tflms", PROGRAM, MACHINE, end, 2**20) is not None
     assert fig.overhead("tflms", PROGRAM, MACHINE, end - round(fig.CLOSE * PROGRAM.peak_bytes) - 1, 2**20) is None
-    assert fig.smallest("tflms", PROGRAM, MACHINE, grid[2:], 2**20) is None
+    assert fig.smallest_limit("tflms", PROGRAM, MACHINE, grid[2:], 2**20) is None
 
 
 def test_run_on_a_small_program(monkeypatch):

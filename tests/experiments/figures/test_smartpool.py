@@ -134,14 +134,14 @@ def test_what_singa_keeps() -> None:
 
 
 def test_smallest_footprints(program: Program) -> None:
-    whole = pool.pack(program_lifetimes(program).intervals, 512).footprint
+    pool_bytes = pool.pack(program_lifetimes(program).intervals, 512).footprint
     search = {"overheads": [0.0, 0.1, 10.0], "pool": "smartpool", "seconds": 1.0, "steps": 4, "evaluations": 5}
-    found = footprints.smallest(program, GPU, search)
-    assert [row["at_most"] for row in found] == search["overheads"]
-    for row in found:
-        assert row["overhead"] <= max(row["at_most"], footprints.ZERO) and row["load"] <= row["footprint"] <= whole
-    none, some, much = (row["footprint"] for row in found)
-    assert much < some <= none < whole
-    assert much <= whole / 2  # only the activations that a kernel uses must stay
+    rows = footprints.smallest_footprints(program, GPU, search)
+    assert [row["at_most"] for row in rows] == search["overheads"]
+    for row in rows:
+        assert row["overhead"] <= max(row["at_most"], footprints.ZERO) and row["load"] <= row["footprint"] <= pool_bytes
+    at_0, at_10, at_1000 = (row["footprint"] for row in rows)
+    assert at_1000 < at_10 <= at_0 < pool_bytes
+    assert at_1000 <= pool_bytes / 2  # only the activations that a kernel uses must stay
     config = {**figures.workload("vgg11"), "iteration_ms": {"gtx1080ti": 80}}
-    assert 40_000_000 < footprints.at_batch(config, 50, GPU).ideal_ns < 60_000_000  # proportional except for launches
+    assert 40_000_000 < footprints.with_batch(config, 50, GPU).ideal_ns < 60_000_000  # proportional except for launches
