@@ -130,7 +130,7 @@ class Compiled(Figure):
             methods, marks = row["methods"], []
             for method_kind, look in LOOKS.items():
                 points = sorted((m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
-                               for name, m in methods.items() if look_key(name, m) == method_kind)  # fmt: skip
+                                for name, m in methods.items() if look_key(name, m) == method_kind)  # fmt: skip
                 marks.append(Line([a for a, _ in points], [b for _, b in points], *look))
             panels.append(Panel(row["network"], marks, *axes))
         return Chart(f"torch.compile within a memory, {text}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)

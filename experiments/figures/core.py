@@ -114,7 +114,7 @@ class Core(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         by_key, lines = scores(rows), []
-        for agent, budget in sorted(by_key, key=lambda key: (*order(key[1]), iqm(by_key[key]))):
+        for agent, budget in sorted(by_key, key=lambda key: (*sort_key(key[1]), iqm(by_key[key]))):
             gaps = by_key[agent, budget]
             parts = [gaps[[row["split"] == split for row in rows]] for split in SPLITS]
             lines.append({
@@ -125,7 +125,7 @@ class Core(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         by_key, least = scores(rows), 0.01
-        budgets = sorted({budget for _, budget in by_key if budget != (None, None)}, key=order) or [(None, None)]
+        budgets = sorted({budget for _, budget in by_key if budget != (None, None)}, key=sort_key) or [(None, None)]
         names = list(dict.fromkeys(agent for agent, _ in by_key))
         panels = []
         for budget in budgets:
@@ -138,7 +138,7 @@ class Core(Figure):
                     marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
                               Line([max(iqm(gaps), least)], [y], ink, marker=marker)]  # fmt: skip
             panels.append(Panel(describe(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
-                                                           [0.01, 0.1, 1, 10, 100]),
+                                                              [0.01, 0.1, 1, 10, 100]),
                                 Axis(names=[label(agent) for agent in names])))  # fmt: skip
         title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
         return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
@@ -244,7 +244,7 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def order(budget: Budget) -> tuple[bool, float, float]:
+def sort_key(budget: Budget) -> tuple[bool, float, float]:
     """Returns the sort key of a budget: calls before seconds, smallest first."""
     calls, seconds = budget
     return (calls is None, calls or 0.0, seconds or 0.0)
@@ -356,7 +356,7 @@ class TestSplit(Figure):
             _, ink, marker = looks.get(line, look(line.split(",")[0]))
             marks.append(Line(seconds, middle, ink, label(line), marker, DASHED if line == NO_NETWORK else "-", 1.4,
                               band=(low, high), shade=0.08))  # fmt: skip
-            marks.append(between(low, high, seconds, ink, upright=True))
+            marks.append(between(low, high, seconds, ink, vertical=True))
         axes = [Axis(name, "{:g}", scale="log") for name in ("planning time, s", "gap to the floor, points")]
         title = "The gap to the floor against planning time, test split"
         return Chart(title, [Panel("", marks, *axes)], size=(8.6, 4.4), keys=3)

@@ -128,7 +128,7 @@ class Fig5(Figure):
                 marks.append(Line(x, y, ink, name, baseline.marker, width=1.1, hollow=hollow))
             for mode, label in MODES.items():
                 line = sorted(net.dqn[mode].items(), reverse=True)
-                heights += [o for _, several in line for o in several]
+                heights += [o for _, overheads in line for o in overheads]
                 marks.append(Line(
                     [1 - share for share, _ in line], [np.mean(o) for _, o in line], colour("dqn"), label, "",
                     "-" if mode == "joint" else (0, (3, 1.4)), 2.4 if mode == "joint" else 1.8, front=5,

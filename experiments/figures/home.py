@@ -183,7 +183,7 @@ class Fig6(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         batch = max(round(task["share"] * home.unplanned_batch(home.sizes(task["network"], machine))), 2)
-        program = home.modeled(task["network"], machine, batch)
+        program = home.modeled_program(task["network"], machine, batch)
         plans = {method: home.first_plan(method, program, machine, task) for method in METHODS}
         results = {method: home.run_plan(program, plan, machine) for method, plan in plans.items()}
         return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": results}
@@ -192,8 +192,8 @@ class Fig6(Figure):
         claims = []
         for rival, theirs in CLAIMS.items():
             speedups = [(ours / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}", r["share"] > 1)
-                    for r in rows if r["share"] >= COMPARED
-                    if (ours := rate(r, "HOME")) and (other := rate(r, rival))]  # fmt: skip
+                        for r in rows if r["share"] >= COMPARED
+                        if (ours := rate(r, "HOME")) and (other := rate(r, rival))]  # fmt: skip
             needed = [times for times, _, is_needed in speedups if is_needed]
             if speedups:
                 claims.append({"rival": rival, "theirs": theirs, "least": min(speedups), "most": max(speedups),
@@ -218,7 +218,7 @@ class Fig6(Figure):
                     overhead = [(row["methods"][method] or {}).get("overhead") for row in short]
                     label = f"{name} (overhead only)" * (method == ASPLOS)
                     losses.append(Line([row["share"] for row in short], overhead, colour, label, marker, dash, size=5,
-                                      hollow=method == ASPLOS))  # fmt: skip
+                                       hollow=method == ASPLOS))  # fmt: skip
                 if method == ASPLOS:  # its images/s would hide Capuchin's
                     continue
                 drawn = [r for r in lines if r["share"] >= 1 or method in ("PyTorch", "vDNN")]
@@ -284,7 +284,7 @@ class Fig7(Figure):
             if plan is not None:
                 timeline = simulate(program, plan, machine, machine.memory_bytes)
                 results[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns,
-                                 "overhead": timeline.overhead, "parts": parts(timeline)}  # fmt: skip
+                                   "overhead": timeline.overhead, "parts": split_iteration(timeline)}  # fmt: skip
         return {"unplanned": home.unplanned_batch(sizes), "ideal_ns": program.ideal_ns, "methods": results}
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -295,18 +295,18 @@ class Fig7(Figure):
         for row in rows:
             methods, unit = fig7_lines([row]), row["ideal_ns"]
             marks: list[Mark] = [Rule(1)]
-            left = np.zeros(len(methods))
+            starts = np.zeros(len(methods))
             longest = max((line["found"]["iteration_ns"] for line in methods if line["found"]), default=0) / unit
             for part, ink in PARTS.items():
                 width = np.array([line["found"]["parts"][part] / unit if line["found"] else 0.0 for line in methods])
                 texts = [f"{line['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
                          for line, w in zip(methods, width, strict=True)]  # fmt: skip
-                marks.append(Bars(range(len(methods)), width, ink, part, 0.62, left, texts=texts, inside=True,
+                marks.append(Bars(range(len(methods)), width, ink, part, 0.62, starts, texts=texts, inside=True,
                                   hatch=HATCHES[part]))  # fmt: skip
-                left = left + width
+                starts = starts + width
             for y, line in enumerate(methods):
                 text = f"  {line['found']['overhead']:+.2%}" if line["found"] else "  does not fit"
-                marks.append(Words(left[y], y, text, "left"))
+                marks.append(Words(starts[y], y, text, "left"))
             x_axis = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.2 * longest))
             title = f"{NETWORKS[row['network']].label}, batch {row['batch']:,}"
             times.append(Panel(title, marks, x_axis, Axis(names=[line["method"] for line in methods])))
@@ -322,7 +322,7 @@ class Fig7(Figure):
         return Chart(title, panels, 2, (7.4, 3.3), keys=6)
 
 
-def parts(timeline: Timeline) -> dict[str, int]:
+def split_iteration(timeline: Timeline) -> dict[str, int]:
     """Splits the last iteration into ns of computation, overlap, recomputation and swapping."""
     begin, end = timeline.last_start_ns, timeline.boundaries[-1]
     kernels, outs, ins = (
@@ -471,7 +471,7 @@ class Fig8(Figure):
         panels = []
         names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
         for network, runs in figures.group_by(rows).items():
-            marks: list[Mark] = [Rule(1, across=True)]
+            marks: list[Mark] = [Rule(1, horizontal=True)]
             stated = network in STATED
             text = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
             marks.append(Rule(STATED.get(network, OTHERS), colour=FAINT, label=text, line=DASHED if stated else DOTTED))

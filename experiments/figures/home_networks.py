@@ -164,7 +164,7 @@ def program(network: str, machine: Machine, batch: int) -> Program:
     return figures.program(network, machine, batch_size=batch, algorithms=False)
 
 
-def modeled(network: str, machine: Machine, batch: int) -> Program:
+def modeled_program(network: str, machine: Machine, batch: int) -> Program:
     """Captures a network at a batch size, with the kernel-time model's durations times one factor per network.
 
     At the paper's largest batch of PyTorch, the throughput is the paper's.

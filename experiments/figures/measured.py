@@ -122,7 +122,7 @@ class Measured(Figure):
         if steps := all_steps(rows):
             x, ticks = [[step[key] + 1 for step in steps] for key in ("error", "old")], (0.7, 1, 1.5, 2, 3, 5)
             marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,
-                     *pair(x, [bool(step["fit"]) for step in steps], "ours, fitted to it")]  # fmt: skip
+                     *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it")]  # fmt: skip
             panels.append(Panel("Whole steps", marks, Axis("said over measured", "{:g}", scale="log", ticks=ticks),
                                 Axis(names=[step["name"] for step in steps])))  # fmt: skip
         panels += [kinds_panel(row) for row in _rows_of(rows, "steps") if row["kind"] == "kinds"]
@@ -220,7 +220,7 @@ def plan_facts(row: Row) -> Row:
     }  # fmt: skip
 
 
-def pair(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:
+def paired_marks(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:
     """Draws a row per entry: the plain roofline's value, and ours, hollow or filled."""
     (ours, control), rows = x, range(len(hollow))
     marks: list[Mark] = [between(ours, control, rows, FAINT),
@@ -252,7 +252,7 @@ def kinds_panel(row: Row) -> Panel:
     series = [(label, ink, [kind[i] / 1e3 for kind in kinds], ())
               for i, ink, label in ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))]  # fmt: skip
     title = f"By kind, fitted to it: {_title(row['label']).rpartition(', ')[0]}"
-    return Panel(title, groups(series, across=True), Axis("ms of a step", "{:g}", scale="log", ticks=(0.1, 1, 10)),
+    return Panel(title, groups(series, horizontal=True), Axis("ms of a step", "{:g}", scale="log", ticks=(0.1, 1, 10)),
                  Axis(names=[kind[0] for kind in kinds]))  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def plans_panel(rows: list[Row]) -> Panel:
         entries = [next(entry for entry in row["rows"] if entry["times"] == key) for row in rows]
         predicted, measured = ([entry[k] for entry in entries] for k in ("said", "measured"))
         marks += [
-            between(predicted, measured, x + shift, ink, upright=True),
+            between(predicted, measured, x + shift, ink, vertical=True),
             Line(x + shift, predicted, ink, f"{name}: said", "o", "", size=8, hollow=True),
             Line(x + shift, measured, ink, f"{name}: under measured times", "o", "", size=8),
         ]

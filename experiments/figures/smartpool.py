@@ -79,7 +79,7 @@ class Fig8(Figure):
             if row["limit"]:
                 ours = row["ours"] / MB
                 text = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
-                marks.append(Rule(ours, across=True, colour=ink))
+                marks.append(Rule(ours, horizontal=True, colour=ink))
             marks.append(Line(x, y, ink, text, step=True, width=1.5, band=(0, y) if row["curve"] == NO_SWAP else None))
         longest = max(row["curve_points"][-1][0] for row in rows)
         axes = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
@@ -206,8 +206,8 @@ class Table2(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
         theirs = our_limit(program, task["network"], REDUCED[task["network"]])
-        least = lowest_floor(program, machine)
-        reduced = lowest_free(program, machine, task["steps"], least)
+        least = floor_limit(program, machine)
+        reduced = lowest_free_limit(program, machine, task["steps"], least)
         at_reduced, at_theirs = (run_planner(agents.make(PLANNER), program, machine, n) for n in (reduced, theirs))
         return {
             "load": program.peak_bytes, "reduced": reduced, "ideal_ns": program.ideal_ns, "least": least,
@@ -244,14 +244,14 @@ def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANN
     return run_planner(agents.make(planner), program, machine, limit).overhead <= ZERO
 
 
-def lowest_free(program: Program, machine: Machine, steps: int, lowest: int, planner: str = PLANNER) -> int:
+def lowest_free_limit(program: Program, machine: Machine, steps: int, lowest: int, planner: str = PLANNER) -> int:
     """Returns AutoSwap's lowest limit without overhead, from ``lowest`` to the load in ``steps``."""
     least = Candidates(program, peak_gaps(program)).least
     limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
     return min(limit for limit in limits if limit >= lowest and is_free(program, machine, limit, planner))
 
 
-def lowest_floor(program: Program, machine: Machine) -> int:
+def floor_limit(program: Program, machine: Machine) -> int:
     """Returns the highest limit below which every plan of swaps has overhead or does not fit, to 1 % of the load."""
     high = program.peak_bytes
     low = floor(program, machine, high, "swap").least_bytes
@@ -328,7 +328,7 @@ class Cause(Figure):
         program = figures.program(task["network"], machine)
         load = PAPER[task["network"]]["load"] * MB
         reductions = {
-            label: (program.peak_bytes - lowest_free(program, variant, task["steps"], 0, CAUSE_PLANNER)) / load
+            label: (program.peak_bytes - lowest_free_limit(program, variant, task["steps"], 0, CAUSE_PLANNER)) / load
             for label, variant in variants(task, machine).items()
         }
         return {"reductions": reductions}
@@ -430,7 +430,7 @@ def measure_limit(program: Program, machine: Machine, limit: int, calls: int, sh
         return None
     timeline = simulate(program, plan, machine, limit)
     annealed = agents.make("annealing", calls=calls, mode="swap").plan(program, machine, limit)
-    wait_ns, avoidable_ns = avoidable(timeline, program, plan, machine)
+    wait_ns, avoidable_ns = avoidable_wait(timeline, program, plan, machine)
     begin = timeline.last_start_ns
     return {
         "share": share, "limit": limit, "iteration_ns": timeline.iteration_ns, "forward_wait_ns": wait_ns,
@@ -441,7 +441,7 @@ def measure_limit(program: Program, machine: Machine, limit: int, calls: int, sh
     }  # fmt: skip
 
 
-def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
+def avoidable_wait(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
     """Returns the forward-pass wait of the last iteration, and the part avoidable by the paper's method, in ns."""
     begin, kernels = timeline.last_start_ns, last_kernels(timeline, program)
     end = max(k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward") + 1
@@ -456,7 +456,7 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
         if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
             opened[g] = kernels[g.after].end_ns if g.after < last else begin
     copy_ns, saved = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in opened}, 0
-    for start, stop in idle(timeline, begin, kernels[last].start_ns):
+    for start, stop in idle_intervals(timeline, begin, kernels[last].start_ns):
         now = start
         while True:
             candidates = [(copy_ns[g], g) for g, open_ns in opened.items() if max(now, open_ns) + copy_ns[g] <= stop]
@@ -468,15 +468,15 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
     return total, min(saved, total)
 
 
-def idle(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
+def idle_intervals(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     """Returns the intervals [start, end) between two times in which the swap-out stream is idle."""
     busy = sorted((s.start_ns, s.end_ns) for s in timeline.spans if s.stream == "d2h" and s.end_ns > begin)
-    out, now = [], begin
+    intervals, now = [], begin
     for start, stop in [*busy, (end, end)]:
         if min(start, end) > now:
-            out.append((now, min(start, end)))
+            intervals.append((now, min(start, end)))
         now = max(now, stop)
-    return out
+    return intervals
 
 
 def points(rows: list[Row]) -> list[Row]:
@@ -491,11 +491,11 @@ def points(rows: list[Row]) -> list[Row]:
         for result in row["limits"]:
             ours, best_known, low = (result[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
             paper = result["avoidable_ns"] / ideal
-            over = {"ours": ours, "paper": paper, "least": ours - best_known, "most": ours - low}
+            overheads = {"ours": ours, "paper": paper, "least": ours - best_known, "most": ours - low}
             points.append({
-                **result, **over, "known": best_known, "floor": low, "network": row["network"],
+                **result, **overheads, "known": best_known, "floor": low, "network": row["network"],
                 "label": f"{label} paper" if result["share"] is None else f"{label} {result['share']:.0%}",
                 "left": 1 - result["limit"] / row["load"], "waits": result["forward_wait_ns"] / ideal,
-                "ms": {key: value * ideal / 1e6 for key, value in over.items()},
+                "ms": {key: value * ideal / 1e6 for key, value in overheads.items()},
             })  # fmt: skip
     return points

@@ -52,10 +52,10 @@ class Fig10(Figure):
         config = figures.workload(task["network"])
         program = with_batch(config, task["batch"], machine)
         lives = program_lifetimes(program).intervals
-        kept = [tensor.nbytes for tensors in kept_by_singa(workloads.build(config)[0]) for tensor in tensors]
+        sizes = [tensor.nbytes for tensors in kept_by_singa(workloads.build(config)[0]) for tensor in tensors]
         return {
             "load": program.peak_bytes, "ideal_ns": program.ideal_ns, "memory": machine.memory_bytes,
-            "kept_by_singa": sum(kept), "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
+            "kept_by_singa": sum(sizes), "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
             "swapped": smallest_footprints(program, machine, task),
         }  # fmt: skip
 
@@ -72,8 +72,8 @@ class Fig10(Figure):
         for overhead, share, quotation in CLAIMS:
             if overhead in overheads:
                 shares = [saving(row, i := overheads.index(overhead)) for row in rows]
-                kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
-                claims.append({"quotation": quotation, "share": share, "saved": span(shares), "kept": kept,
+                with_kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
+                claims.append({"quotation": quotation, "share": share, "saved": span(shares), "kept": with_kept,
                                "enough": sum(value >= share for value in shares), "count": len(rows)})  # fmt: skip
         return {"networks": networks, "claims": claims, "at": batch, "most": overheads[-1], "off": max(deviations),
                 "heads": [f"+AutoSwap {o:.0%}" for o in overheads]}  # fmt: skip
@@ -97,7 +97,7 @@ class Fig10(Figure):
                 marks.append(dotted if pool == "cudamalloc" else Line(x, y, ink, marker=marker, width=1.8, end=name))
             top = 1.06 * max(max(m.y) for m in marks if isinstance(m, Line))
             if memory < top:
-                marks.append(Rule(memory, across=True, text="the GPU's memory"))
+                marks.append(Rule(memory, horizontal=True, text="the GPU's memory"))
             batches = Axis("batch size", limits=(0, x[-1] * 1.02), ticks=x)
             panels.append(Panel(figures.label(network), marks, batches, Axis("footprint (GiB)", limits=(0, top))))
         note = "+AutoSwap: SmartPool+AutoSwap with at most so much simulated overhead, and what it saves of "
@@ -128,16 +128,16 @@ def smallest_footprints(program: Program, machine: Machine, search: Row) -> list
     """Returns the smallest footprint that the planner finds for each overhead."""
     pool, seconds = search["pool"], search["seconds"]
     planner = make_planner(search, pool=pool, seconds=seconds)
-    out = []
+    rows = []
     plans = planner.smallest(program, machine, [max(overhead, ZERO) for overhead in search["overheads"]])
     for overhead, plan in zip(search["overheads"], plans, strict=True):
         timeline = simulate(program, plan, machine, plan.limit)
         lives = timeline_lifetimes(timeline).intervals
-        out.append({
+        rows.append({
             "at_most": overhead, "overhead": timeline.overhead, "load": lives.peak_bytes, "swaps": len(plan.decisions),
             "footprint": footprint(pool, lives, machine, seconds),
         })  # fmt: skip
-    return out
+    return rows
 
 
 def saving(row: Row, i: int, extra: int = 0) -> float:
@@ -193,8 +193,8 @@ class Fig11(Figure):
             for name, candidates in plans.items()
         }
         caffe = sum(tensor.nbytes for tensor in program.tensors)
-        found = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
-        return {**found, "bases": bases, "points": points}
+        totals = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
+        return {**totals, "bases": bases, "points": points}
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [fig11_facts(row) for row in rows]
@@ -260,8 +260,8 @@ def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
     stages = Stages(program)
     budget = 0
     for _ in range(3):  # as in the planner
-        kept, largest, _ = stages.divide(budget)
-        budget = math.isqrt(kept * largest)
+        stored, largest, _ = stages.divide(budget)
+        budget = math.isqrt(stored * largest)
     for share in BUDGETS:
         rows = recomputations(stages.divide(round(share * budget))[2])
         yield Plan(decisions_of(rows)), machine.memory_bytes

@@ -188,11 +188,11 @@ class Fig2(Figure):
         peak, bounds = row["captured"] / MB, [*row["starts"], total]
         marks: list[Mark] = [
             Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
-            Rule(peak, across=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
+            Rule(peak, horizontal=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
             *(Rule(start, colour=FAINT, line="-") for start in row["starts"][1:]),
         ]
-        for i, ((a, b), same) in enumerate(zip(pairwise(bounds), row["same"], strict=True), 1):
-            text = "" if i == 2 else "\nas the 2nd" if same else "\nno momentum yet" if i == 1 else "\nother"
+        for i, ((a, b), is_same) in enumerate(zip(pairwise(bounds), row["same"], strict=True), 1):
+            text = "" if i == 2 else "\nas the 2nd" if is_same else "\nno momentum yet" if i == 1 else "\nother"
             marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{text}", top=True))
         x_axis = Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total))
         panel = Panel("", marks, x_axis, Axis("memory load (MB)", limits=(0, 1.3 * max(y))))

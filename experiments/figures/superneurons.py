@@ -53,7 +53,7 @@ class Fig2(Figure):
         series = [(label, ink, [row[key] / GB for row in rows], []) for key, label, ink in columns]
         theirs = [FIG2_PAPER.get(row["network"]) for row in rows]
         paper = Line(theirs, range(len(rows)), INK, "paper", "D", "", size=7, hollow=True, front=5)
-        panel = Panel("", [*groups(series, across=True), paper], Axis("GB"), Axis(names=names))
+        panel = Panel("", [*groups(series, horizontal=True), paper], Axis("GB"), Axis(names=names))
         return Chart(f"Simulated memory of a step, batch {FIG2_BATCH}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
 
 
@@ -139,7 +139,7 @@ class Fig12(Figure):
             for label, speed, dash in zip(("least", "most"), FIG12_PAPER, (":", "--"), strict=True)
         ]
         names = [f"batch {line['batch_size']}, {line['pool'] / GB:.2f} GB" for line in lines]
-        marks = [*groups(series, across=True), *paper]
+        marks = [*groups(series, horizontal=True), *paper]
         panel = Panel("", marks, Axis("images per second", room=1.6), Axis(names=names))
         title = "AlexNet on a K40c: simulated speed with workspaces"
         return Chart(title, [panel], size=(7.0, 0.55 * len(lines) + 1.0), keys=2)
@@ -183,7 +183,7 @@ class Table2(Figure):
         ]
         panel = Panel(
             "",
-            [Rule(1, across=True, line="-"), *groups(series, hollow=("the paper",))],
+            [Rule(1, horizontal=True, line="-"), *groups(series, hollow=("the paper",))],
             Axis(names=[f"{net['label']}\nbatch {net['batch']}" for net in networks]),
             Axis("iteration with cudaMalloc / with the pool", "{:.1f}", (0, None), room=1.05),
         )
@@ -227,7 +227,7 @@ class Fig11(Figure):
         program = figures.program(task["network"], machine, batch_size=task["batch"])
         return {
             "peak": program.peak_bytes, "ideal_ns": program.ideal_ns,
-            "without": always_offloaded(program, machine),
+            "without": run_offloaded(program, machine),
             "cached": run_cached(program, machine, machine.memory_bytes),
             "cached_short": run_cached(program, machine, int(task["short"] * program.peak_bytes)),
         }  # fmt: skip
@@ -249,7 +249,7 @@ class Fig11(Figure):
         return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
 
 
-def always_offloaded(program: Program, machine: Machine) -> Row:
+def run_offloaded(program: Program, machine: Machine) -> Row:
     """Returns the iteration with every CONV output offloaded (section 3.3.1)."""
     limit = machine.memory_bytes
     plan = agents.make("superneurons", mode="swap", recompute="cost", cache="off").plan(program, machine, limit)

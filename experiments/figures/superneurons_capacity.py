@@ -34,7 +34,7 @@ from experiments.figures import attempt, choices
 from experiments.figures.figure import Figure
 from experiments.figures.home_networks import Sizes
 from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
-from experiments.plotting.palette import CAPACITY_OF, INK, label
+from experiments.plotting.palette import INK, METHOD_COLOURS, label
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor
@@ -119,7 +119,7 @@ def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str,
     n = len(paper)
     texts = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
     marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=texts)]
-    marks += [Bars([n + i], [value], CAPACITY_OF[method], thick=0.7, texts=[text])
+    marks += [Bars([n + i], [value], METHOD_COLOURS[method], thick=0.7, texts=[text])
               for i, (method, _, value, text) in enumerate(ours)]  # fmt: skip
     marks += [] if bound is None else [Rule(bound)]
     names = [*(f"{name} (paper)" for name in paper), *(name for _, name, _, _ in ours)]
@@ -148,13 +148,13 @@ class Deeper:
             number(t.name) if t.persistent else self._kernels[uses[0]] if uses else None
             for t, uses in zip(program.tensors, program.accesses, strict=True)
         ]
-        own = self._tensors_of(layer)
+        members = self._tensors_of(layer)
         self._twin: dict[int, int] = {}  # a neighbor's tensor: the corresponding tensor of the layer
         for neighbor in (layer - 1, layer + 1):
             others = self._tensors_of(neighbor)
-            if [_plain(program.tensors[t]) for t in own] != [_plain(program.tensors[t]) for t in others]:
+            if [_plain(program.tensors[t]) for t in members] != [_plain(program.tensors[t]) for t in others]:
                 raise ValueError(f"{program.name}: layers {neighbor} and {layer} differ")
-            self._twin.update(zip(others, own, strict=True))
+            self._twin.update(zip(others, members, strict=True))
         self._pieces = [list(piece) for _, piece in groupby(range(len(program.kernels)), self._piece_key)]
         phases = [program.kernels[p[0]].phase for p in self._pieces if self._kernels[p[0]] == layer]
         if len(phases) != len(set(phases)):
@@ -171,11 +171,11 @@ class Deeper:
         if more < 0:
             raise ValueError(f"more: expected at least 0, got {more}")
         program, layer = self._program, self._layer
-        own, tensors = self._tensors_of(layer), list(program.tensors)
-        copies = [{t: t for t in own}]
+        members, tensors = self._tensors_of(layer), list(program.tensors)
+        copies = [{t: t for t in members}]
         for c in range(1, more + 1):
-            copies.append({t: len(tensors) + i for i, t in enumerate(own)})
-            tensors += [replace(tensors[t], name=f"{tensors[t].name}+{c}") for t in own]
+            copies.append({t: len(tensors) + i for i, t in enumerate(members)})
+            tensors += [replace(tensors[t], name=f"{tensors[t].name}+{c}") for t in members]
 
         def link(k: int, c: int) -> Kernel:
             def ids(tensor_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -209,8 +209,8 @@ class Deeper:
 
 def number(name: str) -> int | None:
     """Returns N for a parameter, buffer or optimizer state ``…layers.N.…``."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def _kernel_layers(program: Program) -> list[int | None]:
@@ -231,7 +231,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return replace(tensor, name="")
 
 
-def anonymous(program: Program) -> tuple[list[Tensor], list[Kernel]]:
+def without_names(program: Program) -> tuple[list[Tensor], list[Kernel]]:
     """Returns a program's tensors and kernels without names, with tensors in the order of first access.
 
     Equal results mean equivalent programs.
@@ -271,11 +271,11 @@ class Table4(Figure):
         method, batch = task["method"], task["batch"]
         shallow = Deeper(base(batch, machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
         start = FIRST.get(method, 400) if batch > 1 else 400
-        n3, found = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, TABLE4_MOST)
+        n3, iteration = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, TABLE4_MOST)
         program = shallow.with_more(n3 - CAPTURED)
         if task["captured"]:
             program_captured = capture(batch, n3, machine)
-            if anonymous(program_captured) != anonymous(program):
+            if without_names(program_captured) != without_names(program):
                 raise AssertionError(f"n3 = {n3}: the captured program differs from the one with repeated blocks")
             program = program_captured
             if METHODS[method].planner and run_method(method, program_captured, machine) is None:
@@ -283,7 +283,7 @@ class Table4(Figure):
         sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
         return {
             "n3": n3, "depth": depth(n3), "kernels": len(program.kernels), "memory": machine.memory_bytes,
-            "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **found,
+            "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **iteration,
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -303,7 +303,7 @@ class Table4(Figure):
         paper = TABLE4_PAPER | (BATCH1_PAPER if any(row["batch"] == 1 for row in rows) else {})
         title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
         size = (8.6, 0.7 + 0.36 * (len(paper) + len(rows)))
-        return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, besides=(0.0, 0.3))
+        return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, margins=(0.0, 0.3))
 
 
 def capture(batch: int, n3: int, machine: Machine) -> Program:
@@ -315,14 +315,14 @@ def capture(batch: int, n3: int, machine: Machine) -> Program:
 def base(batch: int, machine: Machine) -> Program:
     """Returns the network from which deeper ones are derived."""
     if batch == 1:
-        return Sizes((shallowest(BATCH1_FROM[0]), shallowest(BATCH1_FROM[1])), BATCH1_FROM, machine).at_batch(1)
+        return Sizes((capture_base(BATCH1_FROM[0]), capture_base(BATCH1_FROM[1])), BATCH1_FROM, machine).at_batch(1)
     from executor.capture.durations import with_roofline  # PyTorch
 
-    return with_roofline(shallowest(batch), machine)
+    return with_roofline(capture_base(batch), machine)
 
 
 @lru_cache(maxsize=2)  # a process runs several tasks
-def shallowest(batch: int) -> Program:
+def capture_base(batch: int) -> Program:
     """Captures the network; its durations are not used."""
     return capture(batch, CAPTURED, Machine.load("k40c"))
 
@@ -384,7 +384,7 @@ class Table5(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         searched = [row for row in rows if "found" in row]
         planned = {row["network"]: row for row in rows if "planner" in row}
-        found = [row["found"] for row in searched]
+        results_by_method = [row["found"] for row in searched]
         return {
             "networks": [
                 {"network": row["network"], "overhead": planned[row["network"]]["overhead"],
@@ -394,10 +394,10 @@ class Table5(Figure):
                 for row in searched
             ],
             "frameworks": [f"{name}, paper" for name in FRAMEWORKS],
-            "methods": [METHODS[method].label for method in found[0]],
+            "methods": [METHODS[method].label for method in results_by_method[0]],
             "count": len(searched), "planner": label(next(iter(planned.values()))["planner"]),
-            **{f"{name}_ahead": sum(results[name]["batch"] > results[CHECKED]["batch"] for results in found)
-               if name in found[0] else None for name in ("vdnn_all", "memonger")},
+            **{f"{name}_ahead": sum(results[name]["batch"] > results[CHECKED]["batch"] for results in results_by_method)
+               if name in results_by_method[0] else None for name in ("vdnn_all", "memonger")},
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:

@@ -77,8 +77,8 @@ class Fig10(Figure):
         for row in rows:
             name, steps, ink = row["shown"], row["steps"], TECHNIQUES[row["shown"]]
             x, sizes, peak = range(1, len(steps) + 1), [s[2] / MB for s in steps], _peak_step(row)
-            bars = Bars(x, sizes, ink, thick=1.0, across=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
-            marks: list[Mark] = [bars, Bars([peak + 1], [sizes[peak]], ink, thick=1.0, across=False)]
+            bars = Bars(x, sizes, ink, thick=1.0, horizontal=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
+            marks: list[Mark] = [bars, Bars([peak + 1], [sizes[peak]], ink, thick=1.0, horizontal=False)]
             ends = [sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)]
             marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
             stated = FIG10_PAPER.get(f"{FIG10_LABELS[name]}: peak, MB")
@@ -90,7 +90,7 @@ class Fig10(Figure):
             if name in PLANS:
                 total_mb, high = row["all"] / MB, top
                 text = f"all {row['tensors']} tensors at once: {total_mb:,.3f} MB"
-                marks.append(Rule(total_mb, across=True, text=text, below=True))
+                marks.append(Rule(total_mb, horizontal=True, text=text, below=True))
                 kernels = Axis("forward | backward", limits=limits, ticks=list(x), names=[s[0] for s in steps])
             panels.append(Panel(title, marks, kernels, Axis("memory (MB)", limits=(0, high))))
         title = f"AlexNet, batch {rows[0]['batch_size']}: what is in memory at each step, and how many tensors"
@@ -221,7 +221,7 @@ class Table1(Figure):
                 texts = ["" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
                          for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
                 x = [n + 0.27 * (s - 1) for n in range(len(networks))]
-                marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, across=False, texts=texts))
+                marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, horizontal=False, texts=texts))
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
             names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in networks.values()]
             panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))

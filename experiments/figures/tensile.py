@@ -135,7 +135,7 @@ def number(value: float, form: str) -> str:
     return "∞" if value == float("inf") else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
+def smallest_plans(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
     """Returns ``plan`` of the smallest feasible limit, in ``steps`` of the peak; None if it saves nothing."""
     plans: dict[int, Plans | None] = {}
 
@@ -164,7 +164,7 @@ class Table1(_Ratios):
             return figures.attempt(agents.make(PLANNERS[method], **options), program, machine, limit)
 
         memory = machine.memory_bytes
-        lowest = smallest(program.peak_bytes, 1000, lambda limit: planned("TENSILE", limit))
+        lowest = smallest_plans(program.peak_bytes, 1000, lambda limit: planned("TENSILE", limit))
         results: dict[str, Row | None] = {
             "vDNN": table1_outcome(program, planned("vDNN", memory), machine, memory),
             "Capuchin": None,
@@ -222,15 +222,15 @@ class Table2(_Ratios):
         limit = results["TENSILE"]["peak_bytes"] if results["TENSILE"] else sum(p.peak_bytes for p in programs)
         for method in ("Capuchin", "AutoSwap", "LP rounding"):
             results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
-        return {"without": table2_outcome(programs, unplanned(programs), machine), "methods": results}
+        return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
     def numbers(self, rows: list[Row]) -> Row:
-        ahead = {}
+        wins_by_rival = {}
         for rival in ("vDNN", "Capuchin"):
             pairs = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
             wins = [ours[2] > theirs[2] for ours, theirs in pairs if ours and theirs]
-            ahead[rival] = (sum(wins), len(wins))
-        return {**super().numbers(rows), "ahead": ahead}
+            wins_by_rival[rival] = (sum(wins), len(wins))
+        return {**super().numbers(rows), "ahead": wins_by_rival}
 
     def chart(self, rows: list[Row]) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
@@ -246,10 +246,10 @@ def plan_all(programs: Sequence[Program], machine: Machine, planner: JobsPlanner
 
 def tightest_plans(planner: JobsPlanner, programs: Sequence[Program], machine: Machine) -> Sequence[Plan] | None:
     """Returns the jobs' plans at the smallest feasible limit, to 0.5 % of the sum of the peaks."""
-    return smallest(sum(p.peak_bytes for p in programs), 200, partial(plan_all, programs, machine, planner))
+    return smallest_plans(sum(p.peak_bytes for p in programs), 200, partial(plan_all, programs, machine, planner))
 
 
-def unplanned(programs: Sequence[Program]) -> list[Plan]:
+def empty_plans(programs: Sequence[Program]) -> list[Plan]:
     """Returns an empty plan per job."""
     return [Plan((), program.fingerprint, "none") for program in programs]
 
@@ -281,7 +281,7 @@ class Ratio(Figure):
         program = figures.program(task["network"], machine, batch_size=task["batch"], algorithms=False)
         programs = [program] * task["jobs"]
         plans = tightest_plans(TENSILE("swap", max_swap_ratio=task["ratio"]), programs, machine)
-        plans_by_mode = {"without": unplanned(programs), "with": plans or unplanned(programs)}
+        plans_by_mode = {"without": empty_plans(programs), "with": plans or empty_plans(programs)}
         return {key: table2_outcome(programs, job_plans, machine) for key, job_plans in plans_by_mode.items()}
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -310,7 +310,7 @@ class Ratio(Figure):
 def facts(row: Row) -> Row:
     """Returns a row with its ratios; the cost-benefit ratio is None if no time is lost."""
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
-    free, swaps = lost <= ZERO, sum(row["with"]["decisions"])
-    text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if free else f"{benefit:.2f}")
+    is_free, swaps = lost <= ZERO, sum(row["with"]["decisions"])
+    text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if is_free else f"{benefit:.2f}")
     return {**row, "label": jobs_label({"jobs": [row["network"]] * row["jobs"]}), "saved": saved, "lost": lost,
-            "benefit": None if free else benefit, "cell": text if swaps else "–"}  # fmt: skip
+            "benefit": None if is_free else benefit, "cell": text if swaps else "–"}  # fmt: skip

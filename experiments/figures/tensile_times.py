@@ -91,7 +91,7 @@ class Times(Figure):
                 below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in scores]
                 series.append((NAMES[key], ink, [max(value, LEAST) for value in scores], below))
             marks: list[Mark] = []
-            for bars, (key, ink), hatch in zip(groups(series, across=True), inks.items(), ("", "///"), strict=True):
+            for bars, (key, ink), hatch in zip(groups(series, horizontal=True), inks.items(), ("", "///"), strict=True):
                 rule = f"the paper's mean, {NAMES[key]}"
                 marks += [replace(bars, hatch=hatch), Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4,
                                                            line=DOTTED if hatch else DASHED)]  # fmt: skip
@@ -153,7 +153,7 @@ class Start(Figure):
         }
         limit = int(task["share"] * program.peak_bytes)
         job = Job(name, program, Plan((), program.fingerprint, "none"), iterations=task["iterations"])
-        methods: Row = {"passive": {"lost": passive(job, machine, limit), "plans": 1}}
+        methods: Row = {"passive": {"lost": passive_losses(job, machine, limit), "plans": 1}}
         for method in list(LOOKS)[1:]:
             accuracy: Row = {}
             predictor = None
@@ -162,7 +162,7 @@ class Start(Figure):
                     predictor = KernelTimes.fit(training[method])
                     predicted = predictor.predict(program, 1)
                 accuracy = {"r2": r_squared(predicted, times)}
-            methods[method] = {**controlled(job, machine, limit, predictor), **accuracy}
+            methods[method] = {**run_controlled(job, machine, limit, predictor), **accuracy}
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "methods": methods}
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -209,7 +209,7 @@ def lost_fractions(timeline: JobTimeline) -> list[float]:
     return [ns / timeline.ideal_ns - 1 for ns in timeline.iterations_ns]
 
 
-def controlled(job: Job, machine: Machine, limit: int, predictor: KernelTimes | None) -> Row:
+def run_controlled(job: Job, machine: Machine, limit: int, predictor: KernelTimes | None) -> Row:
     """Returns the time lost per iteration under the controller, and its number of plans; none if it finds no plan."""
     try:
         result = control([job], machine, limit, TENSILE(), 2**62, job.program.ideal_ns, times=predictor)
@@ -218,7 +218,7 @@ def controlled(job: Job, machine: Machine, limit: int, predictor: KernelTimes | 
     return {"lost": lost_fractions(result.timeline.jobs[0]), "plans": len(result.replanned)}
 
 
-def passive(job: Job, machine: Machine, limit: int) -> list[float]:
+def passive_losses(job: Job, machine: Machine, limit: int) -> list[float]:
     """Returns the time lost per iteration if the first, which evicts on demand (J6), measures the kernel times."""
     first = simulate_jobs([replace(job, iterations=1)], machine, limit).jobs[0]
     measured_ns = first.boundaries[0]
@@ -256,8 +256,8 @@ class Speed(Figure):
         changes = {"adam": True} if task["adam"] else {}
         program = figures.program(task["network"], machine, batch_size=task["batch"], **changes)
         program = program.with_durations([round(task["factor"] * k.duration_ns) for k in program.kernels])
-        schedule, plan = scheduled(program, machine)
-        _, plan_within = scheduled(program, machine, across=False)
+        schedule, plan = build_schedule(program, machine)
+        _, plan_within = build_schedule(program, machine, across_boundary=False)
         residents = int(schedule.engine.residency(array(schedule.rows)).max())
         split, exact = split_kernels(schedule, plan)
         runs = {
@@ -278,13 +278,13 @@ class Speed(Figure):
         groups = list(figures.group_by(lines, "key").values())
         vgg, mlp = ([row for row in lines if row["network"] == name and not row["adam"]] for name in SPEED_NETWORKS)
         adam = [row for row in lines if row["adam"]]
-        free = [row for row in mlp if row["overhead"] <= ZERO]
+        free_rows = [row for row in mlp if row["overhead"] <= ZERO]
         return {
             "heads": [f"×{row['factor']:g}" for row in groups[0]],
             "groups": [{**group[0], "cells": [row["cell"] for row in group]} for group in groups],
             "claim": CLAIM, "vgg": span(row["alone"] for row in vgg),
-            "mlp": max((row["alone"] for row in free if row["factor"] == 1), default=None),
-            "enough": min((row["factor"] for row in free if row["alone"] >= CLAIM), default=None),
+            "mlp": max((row["alone"] for row in free_rows if row["factor"] == 1), default=None),
+            "enough": min((row["factor"] for row in free_rows if row["alone"] >= CLAIM), default=None),
             "states": [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group],
         }  # fmt: skip
 
@@ -293,9 +293,9 @@ class Speed(Figure):
         claims, panels = ((CLAIM, "the paper's MLP"), (VGG, "the paper's VGG")), []
         by_key = figures.group_by(facts, "key")
         for dashed, title in DASHED_LINES.items():
-            marks: list[Mark] = [Rule(share, across=True, line=":", text=text) for share, text in claims]
+            marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
             for (key, lines), (colour, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
-                x, needs_all_cores, other = ([one[column] for one in lines] for column in ("ms", "alone", dashed))
+                x, needs_all_cores, other = ([row[column] for row in lines] for column in ("ms", "alone", dashed))
                 marks += [Line(x, needs_all_cores, colour, key, marker),
                           Line(x, other, colour, "", marker, "--", size=8, hollow=True, front=2.5)]  # fmt: skip
             x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
@@ -303,14 +303,14 @@ class Speed(Figure):
         return Chart("TENSILE: saved memory against the iteration time", panels, 2, (6.6, 4.6), keys=5)
 
 
-def scheduled(program: Program, machine: Machine, across: bool = True) -> tuple[Schedule, Plan]:
+def build_schedule(program: Program, machine: Machine, across_boundary: bool = True) -> tuple[Schedule, Plan]:
     """Swaps until no swap succeeds (Algorithm 3 without a limit); returns the schedule and its plan.
 
     Args:
-        across: Whether tensors may be evicted over the iteration boundary.
+        across_boundary: Whether tensors may be evicted over the iteration boundary.
     """
     schedule = Schedule(program, machine, Engine(program, machine, 0), LEAST_BYTES, 1.0, program.start_ns)
-    schedule.gaps = [gap for gap in schedule.gaps if across or gap.after < gap.before]
+    schedule.gaps = [gap for gap in schedule.gaps if across_boundary or gap.after < gap.before]
     while any(schedule.swap(gap) for gap in schedule.candidates()):
         pass
     return schedule, Plan.of(program, decisions_of(array(schedule.rows)), "tensile", schedule.peak)

@@ -30,13 +30,13 @@ def test_a_task_as_a_user_runs_it() -> None:
     (task,) = core.Core().tasks(settings())
     row = {**task, **core.Core().run(task, Machine.load("h100"))}
     runs = row["runs"]
-    assert [(one["agent"], one["calls"], one["seconds"], one["seed"]) for one in runs] == [
+    assert [(run["agent"], run["calls"], run["seconds"], run["seed"]) for run in runs] == [
         ("annealing", 50, None, 0), ("annealing", 50, None, 1),
         ("annealing", None, 0.05, 0), ("annealing", None, 0.05, 1),
         ("capuchin", None, None, 0), ("capuchin", None, None, 1), ("published", None, None, 0),
     ]  # fmt: skip
-    assert all(one["gap"] >= 0 for one in runs if one["gap"] is not None)
-    assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
+    assert all(run["gap"] >= 0 for run in runs if run["gap"] is not None)
+    assert all(0 < run["simulator_calls"] <= 50 for run in runs[:2]) and not any(run["late"] for run in runs[:2])
     assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is among the published heuristics
     with pytest.raises(UsageError, match=r"small\.fingerprint"):  # a different program
         core.Core().run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
@@ -76,31 +76,31 @@ def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (task,) = core.Core().tasks(settings(agents={"ownagent:Mine": {"target": "ownagent:Mine"}}, beside=True))
-    known = {key: task[key] for key in ("task", *sorted(core._TASK))}
+    task_keys = {key: task[key] for key in ("task", *sorted(core._TASK))}
     old = row("test", {"annealing": [1.0, 2.0], "ownagent:Mine": [9.0, 9.0]})["runs"]
-    write_json(tmp_path / "core.json", {"rows": [{**known, "runs": old}, {**known, "limit": 0.7, "runs": old}]})
+    write_json(tmp_path / "core.json", {"rows": [{**task_keys, "runs": old}, {**task_keys, "limit": 0.7, "runs": old}]})
     monkeypatch.setattr(core, "RESULTS", tmp_path)
     runs = core.Core().run(task, Machine.load("h100"))["runs"]
-    assert [(one["agent"], one["calls"]) for one in runs] == [
+    assert [(run["agent"], run["calls"]) for run in runs] == [
         ("ownagent:Mine", 50), ("annealing", 100), ("annealing", 100),
     ]  # fmt: skip
     assert runs[0]["simulator_calls"] == 50 and runs[0]["gap"] >= 0
 
 
 def test_which_agents_are_asked_for() -> None:
-    known = {"agents": {"annealing": {"planner": "annealing"}}}
+    stored = {"agents": {"annealing": {"planner": "annealing"}}}
 
-    def asked(agents: Any, which: str = "core") -> dict[str, Any] | None:
-        return benchmark.agents_of(DictConfig({"agents": agents}), which, known)
+    def pick(agents: Any, suite: str = "core") -> dict[str, Any] | None:
+        return benchmark.agents_of(DictConfig({"agents": agents}), suite, stored)
 
-    assert asked(None) is None
-    assert asked("annealing") == known["agents"]
-    assert asked(["annealing", "my.module:Mine"]) == {**known["agents"], "my.module:Mine": {"target": "my.module:Mine"}}
+    assert pick(None) is None
+    assert pick("annealing") == stored["agents"]
+    assert pick(["annealing", "my.module:Mine"]) == {**stored["agents"], "my.module:Mine": {"target": "my.module:Mine"}}
     with pytest.raises(UsageError, match="agents: 'anealing'"):
-        asked("anealing")
+        pick("anealing")
     with pytest.raises(UsageError, match=r"agents.*checkmate"):
-        asked("annealing", "checkmate")
+        pick("annealing", "checkmate")
     for key in ("agents", "out"):
-        given = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
+        config = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
         with pytest.raises(UsageError, match=rf"{key}.*speed"):
-            benchmark.speed(DictConfig(given))
+            benchmark.speed(DictConfig(config))

@@ -22,16 +22,16 @@ SETTINGS = {
 def points(*pairs):
     """Returns sweep points of (limit, overhead); the plan's overhead doubles and the controls' triple."""
     searches = {key: 3 if key != "planned" else 2 for key in fig.SEARCHES}
-    return [{"limit": at, "overhead": o, **{key: slow * o for key, slow in searches.items()}} for at, o in pairs]
+    return [{"limit": limit, "overhead": o, **{key: slow * o for key, slow in searches.items()}} for limit, o in pairs]
 
 
 def row(seed, swap, joint, floor=()):
     """Returns one network's row; TFLMS has plans at 90, 60 and 55 % of the peak, memonger at 90 and 60 %."""
     baselines = {"tflms": [[0.9, 0.0], [0.6, 0.04], [0.55, 0.5]], "memonger": [[0.9, 0.2], [0.6, 0.2]]}
     empty = {key: [] for key in fig.BASELINES if key not in baselines}
-    found = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
-             "dqn": {"swap": points(*swap), "joint": points(*joint)}, "floor": list(floor)}  # fmt: skip
-    return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "calls": 60, "found": {"vgg16": found}}
+    result = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
+              "dqn": {"swap": points(*swap), "joint": points(*joint)}, "floor": list(floor)}  # fmt: skip
+    return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "calls": 60, "found": {"vgg16": result}}
 
 
 GOOD = [
@@ -76,13 +76,13 @@ def test_run_on_a_small_program(monkeypatch):
     task = fig.Fig5().tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
     out = fig.Fig5().run(task, MACHINE)
     assert json.loads(json.dumps(out)) == out
-    found = out["found"]["vgg16"]
-    limits = {at for points in found["baselines"].values() for at, _ in points}
-    assert limits <= {p["limit"] for p in found["dqn"]["swap"]}  # the DQN has a plan wherever a baseline does
-    assert found["baselines"]["tflms"] and len(found["floor"]) == len(found["dqn"]["joint"])
-    for at, overhead in found["baselines"]["tflms"]:
-        limit = round(at * PROGRAM.peak_bytes)
+    result = out["found"]["vgg16"]
+    limits = {share for points in result["baselines"].values() for share, _ in points}
+    assert limits <= {p["limit"] for p in result["dqn"]["swap"]}  # the DQN has a plan wherever a baseline does
+    assert result["baselines"]["tflms"] and len(result["floor"]) == len(result["dqn"]["joint"])
+    for share, overhead in result["baselines"]["tflms"]:
+        limit = round(share * PROGRAM.peak_bytes)
         plan = fig.agents.make("tflms").plan(PROGRAM, MACHINE, limit)
         assert simulate(PROGRAM, plan, MACHINE, limit).overhead == overhead
-    for (at, bound), point in zip(found["floor"], found["dqn"]["joint"], strict=True):
-        assert at == point["limit"] and bound <= point["overhead"] + 1e-9
+    for (share, bound), point in zip(result["floor"], result["dqn"]["joint"], strict=True):
+        assert share == point["limit"] and bound <= point["overhead"] + 1e-9

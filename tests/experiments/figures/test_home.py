@@ -127,11 +127,11 @@ def test_fig7_parts_of_the_tiny_plan() -> None:
     memory, 20 for data.
     """
     timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
-    parts = fig.parts(timeline)
+    parts = fig.split_iteration(timeline)
     assert parts == {"computation": 90, "overlap": 30, "recomputation": 0, "swapping": 50}
     assert sum(parts.values()) == timeline.iteration_ns == 170
     recomputed = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
-    assert fig.parts(recomputed) == {"computation": 120, "overlap": 0, "recomputation": 10, "swapping": 0}
+    assert fig.split_iteration(recomputed) == {"computation": 120, "overlap": 0, "recomputation": 10, "swapping": 0}
 
 
 def history(seed: int, best: list[int | None], mean: list[int | None]) -> dict[str, Any]:

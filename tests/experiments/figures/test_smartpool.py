@@ -82,12 +82,12 @@ def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pyte
     # Swapping out 10 MB takes 10 ms, as long as a layer: a(i - 2) is swapped out during f(i). So 30 MB are enough for
     # the forward pass. In the backward pass, a(i - 1) is swapped in during b(i), in place of a(i + 1).
     program = chain((10,) * 8)
-    least = smartpool.lowest_floor(program, MACHINE)
-    lowest = smartpool.lowest_free(program, MACHINE, 3, least)  # among 80, 60, 40 and 20 MB
+    least = smartpool.floor_limit(program, MACHINE)
+    lowest = smartpool.lowest_free_limit(program, MACHINE, 3, least)  # among 80, 60, 40 and 20 MB
     assert least <= lowest
     assert smartpool.is_free(program, MACHINE, lowest) and not smartpool.is_free(program, MACHINE, 20 * MB)
     slow = replace(MACHINE, h2d_bytes_per_s=500 * MB, d2h_bytes_per_s=500 * MB)
-    assert smartpool.lowest_free(program, slow, 3, 0) > lowest and smartpool.lowest_floor(program, slow) > least
+    assert smartpool.lowest_free_limit(program, slow, 3, 0) > lowest and smartpool.floor_limit(program, slow) > least
     factor = smartpool.slowest_link(program, MACHINE, lowest)
     assert factor is not None and 0.4 < factor < 1.03  # 1, to a bisection's step of 20 ** (1 / 2 ** 7)
     assert smartpool.slowest_link(program, MACHINE, 20 * MB) is None
@@ -111,7 +111,7 @@ def test_what_is_avoidable_the_papers_way(
     program, plan = chain(durations), Plan((swap,))
     timeline = simulate(program, plan, MACHINE, limit * MB)
     assert timeline.iteration_ns - program.ideal_ns == expected[0]
-    assert smartpool.avoidable(timeline, program, plan, MACHINE) == expected
+    assert smartpool.avoidable_wait(timeline, program, plan, MACHINE) == expected
 
 
 @pytest.mark.parametrize("name", loads.PAPER)

@@ -15,7 +15,7 @@ from experiments.common.bisection import largest
 from experiments.figures import layerwise, superneurons as captured, superneurons_capacity as capacity
 from experiments.figures.figure import Figure, find
 from experiments.figures.layerwise import MB, Layer
-from experiments.figures.superneurons_capacity import Deeper, anonymous
+from experiments.figures.superneurons_capacity import Deeper, without_names
 from experiments.figures.superneurons_layers import FIG10_PAPER, ROUNDED, TABLE1_PAPER, Fig10, Table1, Table3, our_facts
 from experiments.workloads.vgg import AlexNet
 from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
@@ -160,7 +160,7 @@ def test_a_repeated_block_is_the_capture_of_a_deeper_network() -> None:
     shallow = resnet("1-1-4-1")
     deeper = Deeper(shallow, 8)  # the third stage is layers 6 to 9, after four layers of the stem and two blocks
     assert deeper.with_more(0) == shallow
-    assert anonymous(deeper.with_more(2)) == anonymous(resnet("1-1-6-1")) != anonymous(deeper.with_more(1))
+    assert without_names(deeper.with_more(2)) == without_names(resnet("1-1-6-1")) != without_names(deeper.with_more(1))
 
 
 def chain(sizes: list[int]) -> Program:
@@ -231,7 +231,7 @@ def test_table2_by_hand() -> None:
 
 def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses networks with one block in the stages that are not repeated."""
-    capacity.shallowest.cache_clear()
+    capacity.capture_base.cache_clear()
     monkeypatch.setattr(capacity, "STAGES", (1, 1, 1))
     monkeypatch.setattr(capacity, "FIRST", {"own": 4, "none": 8})
     monkeypatch.setattr(capacity, "capture", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))

@@ -113,7 +113,7 @@ def test_every_kind_of_mark(tmp_path: Path, saved: list[Figure]) -> None:
     marks += [Rule(1, 2), Rule(3, text="x"), Words(1, 0, "words")]
     bars = groups([("p", "#0000ff", [1, None], ["one", "none"]), ("q", "#00ffff", [2, 3], ())])
     lines = [Line([1, 2, 3], [0.1, None, 0.3], label="p", band=(0, [0.2, 0.2, 0.4]), end="end", texts=["s"]),
-             Bars([1], [0.2], across=False, hollow=True), Rule(0.2, across=True, text="level")]  # fmt: skip
+             Bars([1], [0.2], horizontal=False, hollow=True), Rule(0.2, horizontal=True, text="level")]  # fmt: skip
     chart = Chart("title", [
         Panel("first", marks, Axis("x"), rows), Panel("second", marks, Axis("x"), rows),
         Panel("third", bars, columns, Axis("y")),
