@@ -26,17 +26,11 @@ def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:
     Files without ``PlannerInfo(`` are not imported, because some of them need PyTorch. Planners import slow
     dependencies only when they plan.
     """
-    modules = ["agents.planner"]
-    for room in ROOMS:
-        here = Path(__file__).parent
-        files = [
-            f.relative_to(here).with_suffix("")
-            for f in sorted((here / room).rglob("*.py"))
-            if "PlannerInfo(" in f.read_text("utf-8")
-        ]
-        modules += [".".join(("agents", *f.parts)).removesuffix(".__init__") for f in files]
+    root = Path(__file__).parent
+    files = [f for room in ROOMS for f in sorted((root / room).rglob("*.py")) if "PlannerInfo(" in f.read_text("utf-8")]
+    names = [".".join(f.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__") for f in files]
     found = []
-    for module in modules:
+    for module in ("agents.planner", *names):
         for kind in vars(import_module(module)).values():
             if isinstance(kind, type) and kind.__module__ == module and "facts" in vars(kind):
                 facts = vars(kind)["facts"]

@@ -1,7 +1,7 @@
 """Plans for several jobs that share one GPU: the workload of the benchmark, and a static split of memory.
 
 The metric is the **makespan** of a fixed amount of work: all jobs arrive at time 0, and the number of
-iterations of each job gives all jobs about the same run time when run alone (``shares_of_work``).
+iterations of each job gives all jobs about the same run time when run alone (``jobs_of``).
 
 Multi-job planners implement ``plan_jobs``: TENSILE (heuristics/tensile/) and ``Split`` (here).
 """
@@ -37,20 +37,17 @@ class JobsPlanner(Protocol):
         ...
 
 
-def shares_of_work(programs: Sequence[Program], rounds: int = ROUNDS) -> tuple[int, ...]:
-    """Returns iterations per job: ``rounds`` for the longest job, and an equal share of time for the others."""
-    longest = max(program.ideal_ns for program in programs)
-    return tuple(max(1, round(rounds * longest / max(program.ideal_ns, 1))) for program in programs)
+def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None]) -> tuple[Job, ...]:
+    """Returns the benchmark's jobs, each limited by its plan; None stands for the empty plan.
 
-
-def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None], rounds: int = ROUNDS) -> tuple[Job, ...]:
-    """Returns the benchmark's jobs, each limited by its plan; None stands for the empty plan."""
-    work = shares_of_work(programs, rounds)
-    known = [plan or Plan((), program.fingerprint, "none") for program, plan in zip(programs, plans, strict=True)]
-    return tuple(
-        Job(f"{i}: {program.name}", program, plan, iterations=count, within=True)
-        for i, (program, plan, count) in enumerate(zip(programs, known, work, strict=True))
-    )
+    The longest job has ``ROUNDS`` iterations, and the others an equal share of time.
+    """
+    longest, jobs = max(program.ideal_ns for program in programs), []
+    for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
+        count = max(1, round(ROUNDS * longest / max(program.ideal_ns, 1)))
+        plan = plan or Plan((), program.fingerprint, "none")
+        jobs.append(Job(f"{i}: {program.name}", program, plan, iterations=count, within=True))
+    return tuple(jobs)
 
 
 class Split:

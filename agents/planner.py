@@ -8,10 +8,9 @@ does: slow transfers delay kernels but need no more memory.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from itertools import islice
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -205,16 +204,13 @@ class Candidates:
         """Returns int64[n], the load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
         return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
 
-    def first(self, order: Iterator[int], limit: int) -> NDArray[np.int64]:
+    def first(self, order: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
         """Returns the shortest prefix of ``order`` that reaches the residency ``limit``, which all of it must reach."""
-        chosen = np.empty(0, np.int64)
 
         def fits(count: int) -> bool:
-            return bool(self.residency(chosen[:count]).max() <= limit)
+            return bool(self.residency(order[:count]).max() <= limit)
 
-        while not fits(len(chosen)):  # double the prefix until it suffices
-            chosen = np.append(chosen, np.fromiter(islice(order, len(chosen) + 1), np.int64))
-        return chosen[: bisect_left(range(len(chosen)), True, key=fits)]
+        return order[: bisect_left(range(len(order)), True, key=fits)]
 
 
 def is_open(gap: Gap, k: int) -> bool:

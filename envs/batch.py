@@ -28,6 +28,8 @@ from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
 SHARE = 8  # minimum walks per thread
+STEPS = -1  # position of the buffer of recomputation steps in a thread's work arrays
+Work = list[NDArray[Any]]
 _NONE = np.empty(0, np.int64)
 _ENGINES = Lock()  # engines are not thread-safe
 
@@ -78,22 +80,11 @@ def _gap_table(task: Task) -> NDArray[Any]:
     return table
 
 
-class _Work:
-    """Work arrays of one thread."""
-
-    def __init__(self, ints: int, most: int, gaps: int):
-        self.ints = np.zeros(ints, np.int64)
-        self.scratch, self.shares = np.zeros(2 * most), np.zeros(most, np.float32)
-        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
-        self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
-
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Returns the arrays in the order of the ``work`` argument of ``step_walks``."""
-        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
-
-    def make_steps(self) -> None:
-        """Grows the buffer of recomputation steps to four times its size."""
-        self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
+def _work_arrays(ints: int, most: int, gaps: int) -> Work:
+    """Allocates one thread's ``work`` argument of ``step_walks``."""
+    scratch, steps = np.zeros(2 * most), np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
+    return [np.zeros(ints, np.int64), scratch, scratch.view(np.int64), np.zeros(most, np.float32),
+            np.empty(max(gaps, 1), encoding.GAP), steps]  # fmt: skip
 
 
 class Batch(EnvBatch):
@@ -134,13 +125,11 @@ class Batch(EnvBatch):
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
         self.options = np.zeros(1, columns.OPTIONS)
-        self.options[0] = (
-            self.size, self.forms, reward == "causal", invalid == "ignore", autoreset, len(tasks), iterations,
-            ACTIONS[actions], kernels, gaps,
-        )  # fmt: skip
+        causal, ignore = reward == "causal", invalid == "ignore"
+        self.options[0] = self.size, self.forms, causal, ignore, autoreset, len(tasks), iterations, ACTIONS[actions]
         self.walks = np.zeros(walks, columns.WALK)
         self.walks["seed"] = np.random.default_rng().integers(2**63, size=walks)
-        self.arrays = np.zeros((walks, 2 * (kernels + 1) + 3 * gaps), np.int64)
+        self._need, ended = np.zeros((2, walks, kernels + 1), np.int64)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
@@ -148,7 +137,7 @@ class Batch(EnvBatch):
         self.invalid = np.zeros(walks, np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._given = self.options, self.where, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
-        self._state = self.walks, self.arrays, self.rows, self.touched
+        self._state = self.walks, self._need, ended, *np.zeros((3, walks, gaps), np.int64), self.rows, self.touched
         self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
                        self.current)  # fmt: skip
@@ -157,7 +146,7 @@ class Batch(EnvBatch):
         threads = max(1, min(threads or cores(), walks // SHARE))
         pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
+        self._works = [_work_arrays(self._work_size, most, gaps) for _ in range(threads)]
         self._copies: list[NDArray[np.float32]] = []
 
     def _tables(self, shared: int) -> None:
@@ -208,31 +197,31 @@ class Batch(EnvBatch):
         self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
 
     def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
-        def run(begin: int, end: int, work: _Work) -> None:
+        def run(begin: int, end: int, work: Work) -> None:
             resume = False
             while step_walks(
-                begin, end, resume, resets, actions, chosen, self._given, self._state, work.arrays(), self._shown
+                begin, end, resume, resets, actions, chosen, self._given, self._state, tuple(work), self._shown
             ):
                 self._settle(begin, end, work)
                 resume = True
 
         self._by_pieces(run)
 
-    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
+    def _by_pieces(self, run: Callable[[int, int, Work], None]) -> None:
         """Calls ``run`` for each piece of the walks; idle threads take the next piece."""
         todo = iter(self._bounds)
 
-        def take(work: _Work) -> None:
+        def take(work: Work) -> None:
             for begin, end in todo:
                 run(begin, end, work)
 
         side_by_side([partial(take, work) for work in self._works])
 
-    def _settle(self, begin: int, end: int, work: _Work) -> None:
+    def _settle(self, begin: int, end: int, work: Work) -> None:
         """Resolves the pending requests of walks ``begin`` to ``end`` - 1."""
         pending = self.walks["pending"][begin:end]
         if (pending == columns.WANTS_STEPS).any():
-            work.make_steps()
+            work[STEPS] = np.empty((4 * len(work[STEPS]), encoding.STEP_COLUMNS), np.int64)
         for i in (begin + np.flatnonzero(pending == columns.WANTS_HOST)).tolist():
             task = self.task(i)
             with _ENGINES:
@@ -249,12 +238,15 @@ class Batch(EnvBatch):
         rows: NDArray[np.int64] = self.rows[i, : self.walks["count"][i]]
         return rows
 
+    def need(self, i: int) -> NDArray[np.int64]:
+        """Returns the planned residency of walk i in bytes per kernel, as a view."""
+        need: NDArray[np.int64] = self._need[i, : len(self.task(i).live_bytes)]
+        return need
+
     def plan(self, i: int, planner: str = "") -> Plan:
         """Returns the partial plan of walk i."""
         task, decisions = self.task(i), encoding.decisions_of(self.plan_rows(i))
         return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
-
-    # Interface of EnvBatch (batch_env.py).
 
     def ended(self) -> NDArray[Any]:
         """Returns whether each episode has ended, (M,), as a view."""
@@ -294,7 +286,7 @@ class Batch(EnvBatch):
             out = np.empty_like(self.nodes)
             self._copies = [*self._copies[-2:], out]
 
-        def run(begin: int, end: int, work: _Work) -> None:
+        def run(begin: int, end: int, work: Work) -> None:
             np.copyto(out[begin:end], self.nodes[begin:end])
 
         self._by_pieces(run)

@@ -7,17 +7,18 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-
-from simulator import Plan
 
 Observation = dict[str, NDArray[Any]]
 
 
 class EnvBatch:
-    """Batch of episodes that are stepped together: the interface that the environments need.
+    """Batch of episodes that are stepped together: what the environments share.
+
+    A subclass also has ``spaces()`` of one walk, ``views()`` of all observations, ``ended()``, a view (M,),
+    ``seed(i, seed)``, ``reset(which, task)``, ``step(actions)``, ``advance(actions, over)``, which resets walks whose
+    episodes are over instead, and ``final_plan(i)``, the plan with which walk i's episode has just ended, or None.
 
     Attributes, for M walks:
         rewards, terminated, truncated, feasible: (M,) of the last step.
@@ -33,37 +34,9 @@ class EnvBatch:
         self.rewards, self.overhead = np.zeros((2, count))
         self.terminated, self.truncated, self.feasible = np.zeros((3, count), np.bool_)
 
-    def ended(self) -> NDArray[Any]:
-        """Returns whether each episode has ended, (M,), as a view."""
-        raise NotImplementedError
-
-    def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Returns the action and observation spaces of one walk."""
-        raise NotImplementedError
-
-    def seed(self, i: int, seed: int) -> None:
-        """Seeds walk i."""
-        raise NotImplementedError
-
-    def advance(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
-        """Steps every walk; resets a walk instead if its episode is ``over``."""
-        raise NotImplementedError
-
-    def final_plan(self, i: int) -> Plan | None:
-        """Returns the plan with which the episode of walk i has just ended, or None."""
-        raise NotImplementedError
-
-    def views(self) -> Observation:
-        """Returns the observations of all walks as views."""
-        raise NotImplementedError
-
     def copies(self, views: Observation) -> Observation:
         """Returns copies of ``views``, which must be views of this batch."""
         return {key: view.copy() for key, view in views.items()}
-
-    def infos(self) -> Observation:
-        """Returns the info arrays of all walks as views, without the action masks."""
-        return {key: getattr(self, key) for key in self.INFOS}
 
 
 def chosen_task(options: dict[str, Any] | None, tasks: int, known: Sequence[str]) -> int | None:
@@ -90,7 +63,8 @@ class _OverBatch:
 
     def _look(self) -> None:
         """Creates the views of the batch's buffers."""
-        self._views, self._infos = self._batch.views(), self._batch.infos()
+        self._views = self._batch.views()
+        self._infos = {key: getattr(self._batch, key) for key in self._batch.INFOS}
 
     @property
     def tasks(self) -> tuple[Any, ...]:
@@ -108,10 +82,10 @@ class BatchEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
 
     _options: ClassVar[tuple[str, ...]] = ("task",)  # options of ``reset``
 
-    def __init__(self, batch: EnvBatch, copy: bool):
+    def __init__(self, batch: Any, copy: bool):
         self._batch, self._copy = batch, copy
         self._action, self._all = np.zeros(1, np.int64), np.ones(1, np.bool_)
-        self.action_space, self.observation_space = batch.spaces()  # type: ignore[assignment]
+        self.action_space, self.observation_space = batch.spaces()
         self._look()
 
     def _look(self) -> None:
@@ -174,7 +148,7 @@ class BatchVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
 
-    def __init__(self, num_envs: int, batch: EnvBatch, copy: bool, mode: str | AutoresetMode, most: int | None):
+    def __init__(self, num_envs: int, batch: Any, copy: bool, mode: str | AutoresetMode, most: int | None):
         self.num_envs, self._batch, self._copy = num_envs, batch, copy
         self.autoreset_mode = AutoresetMode(mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]

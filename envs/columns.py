@@ -31,9 +31,8 @@ WALK = integers(
     "valid_actions removals rerun_ns changed new_from new_to came_from out_free in_free head tail under_way"
 )
 NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
-# A batch: N nodes and F forms of the observation, its options (language: allowed additional forms, as bits), and the
-# maximum number of kernels and gaps of a task.
-OPTIONS = integers("shown_nodes forms causal ignore autoreset tasks iterations language most_kernels most_gaps")
+# A batch: N nodes and F forms of the observation, and its options (language: allowed additional forms, as bits).
+OPTIONS = integers("shown_nodes forms causal ignore autoreset tasks iterations language")
 
 # A gap. offload_node, remove_node: node of the action, or -1. by_after: index of the gap at this rank by opening
 # kernel, wrapping gaps last. by_before: index of the gap at this rank by closing kernel.

@@ -243,9 +243,9 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
         actions: (walks,) node + N * form; empty: resets only.
         chosen: (walks,) task of walks that are reset; -1: draw one.
         tables: options, where, gaps, ints, floats (columns.py).
-        arrays: walks: records of columns.py; int64 (walks, 2 (kernels + 1) + 3 gaps): the arrays of each WalkView,
-            concatenated; rows: int64 (walks, gaps, COLUMNS), the partial plans; touched: bool (walks, tensors), tensors
-            that the plan's recomputation writes or reads.
+        arrays: walks, need, ended, out_end, queue, taken: fields of each WalkView, along the first axis; rows: int64
+            (walks, gaps, COLUMNS), the partial plans; touched: bool (walks, tensors), tensors that the plan's
+            recomputation writes or reads.
         work: work arrays of one thread (batch.py).
         shown: outputs. rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes,
             current: of the walks, written only where they change.
@@ -253,7 +253,8 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
     Returns:
         The number of pending walks.
     """
-    (settings_of_all, where, gap_table, ints, floats), (walks, arrays_of_walks, rows, touched) = tables, arrays
+    settings_of_all, where, gap_table, ints, floats = tables
+    walks, needs, ended, out_end, queues, taken, rows, touched = arrays
     options = settings_of_all[0]
     work_ints, product, bits, shares, work_gaps, steps = work
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current = shown
@@ -292,13 +293,8 @@ def step_walks(begin, end, resume, resets, actions, chosen, tables, arrays, work
             states, to = _part(work_ints, at, shapes[4])
             results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
             result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
-        whole, at, to = arrays_of_walks[i], options.most_kernels + 1, 2 * (options.most_kernels + 1)
-        state = WalkView(
-            walk, whole[: n + 1], whole[at : at + n + 1], whole[to : to + n_gaps],
-            whole[to + options.most_gaps : to + options.most_gaps + n_gaps],
-            whole[to + 2 * options.most_gaps : to + 2 * options.most_gaps + n_gaps],
-        )  # fmt: skip
-        need = state.need
+        need = needs[i, : n + 1]
+        state = WalkView(walk, need, ended[i, : n + 1], out_end[i, :n_gaps], queues[i, :n_gaps], taken[i, :n_gaps])
 
         if starts:
             _begin(task, state)

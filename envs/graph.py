@@ -12,13 +12,11 @@ opens a gap, the tensor's malloc or free represents the removal; if those are ta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
-from simulator.compiled.encoding import columns_of
 from simulator.compiled.engine import rerun_ns
 from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
@@ -47,11 +45,6 @@ class OperationGraph:
 
     def __len__(self) -> int:
         return len(self.kernel)
-
-    @cached_property
-    def gap_columns(self) -> NDArray[np.int64]:
-        """Tensor, after and before of the gaps, int64 (3, G)."""
-        return columns_of(self.gaps).T
 
 
 def build_graph(

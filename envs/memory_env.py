@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from envs.batch import Batch, one_of
 from envs.batch_env import BatchEnv, BatchVectorEnv
-from envs.render import Scene
+from envs.render import picture, text
 from envs.task import Task
 from envs.tasks import program_and_machine
 from simulator import Kernel, Machine, Plan, Program, Tensor
@@ -81,7 +81,7 @@ def each_task(
         program, small_machine = small_task()
         machine = machine or small_machine
     for one in _several(program):
-        for on in [None] if machine is None else _several(machine):
+        for on in _several(machine):
             built, where = program_and_machine(one, on)
             for each in _several(limit):
                 yield built, where, limit_bytes(each, built)
@@ -117,21 +117,21 @@ class MemoryEnv(BatchEnv):
 
     def __init__(
         self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
-        invalid: str = "end", actions: str = "paper", copy: bool = True, render_mode: str | None = None,
+        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", copy: bool = True,
+        render_mode: str | None = None, **options: Any,
     ):  # fmt: skip
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode = render_mode
-        super().__init__(Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions), copy)
+        tasks = make_tasks(program, machine, limit, min_bytes, mode)
+        super().__init__(Batch(tasks, 1, autoreset=False, **options), copy)
 
     def render(self) -> Any:
         """Renders memory use against the limit, copies in flight and evicted tensors (render.py)."""
         if self.render_mode is None:
             gymnasium.logger.warn('render_mode is None: make the environment with render_mode="rgb_array" to render it')
             return None
-        scene = Scene.of(self._batch, 0)
-        return scene.text() if self.render_mode == "ansi" else scene.picture()
+        return text(self._batch, 0) if self.render_mode == "ansi" else picture(self._batch, 0)
 
     def plan(self, planner: str = "") -> Plan:
         """Returns the partial plan."""
@@ -161,13 +161,12 @@ class MemoryVectorEnv(BatchVectorEnv):
     def __init__(
         self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
         machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
-        mode: str = "joint", reward: str = "paper", invalid: str = "end", actions: str = "paper", copy: bool = True,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
+        mode: str = "joint", copy: bool = True, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None, **options: Any,
     ):  # fmt: skip
-        batch = Batch(
-            make_tasks(program, machine, limit, min_bytes, mode), num_envs, reward, invalid, actions,
-            AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP,
-        )  # fmt: skip
+        tasks = make_tasks(program, machine, limit, min_bytes, mode)
+        autoreset = AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP
+        batch = Batch(tasks, num_envs, autoreset=autoreset, **options)
         super().__init__(num_envs, batch, copy, autoreset_mode, max_episode_steps)
 
     best_plans, best_plan = MemoryEnv.best_plans, MemoryEnv.best_plan

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from envs.graph import OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Program
+from simulator.compiled.encoding import columns_of
 from simulator.files import no_collections
 
 DEAD_END_REWARD = -10.0  # costs as much as ten iterations, more than any useful plan
@@ -39,7 +40,7 @@ class Task:
         self.engine = Engine(program, machine, self.limit)
         self.forms = 2 if mode == "swap" else 3  # forms of an action
         self.ideal_ns = max(1, program.ideal_ns)
-        self.tensor, self.after, self.before = self.graph.gap_columns
+        self.tensor, self.after, self.before = columns_of(self.graph.gaps).T
         self.wraps = self.after >= self.before
         self.start_ns = np.array(program.start_ns, np.int64)
         self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)

@@ -47,8 +47,7 @@ class Walk:
         self._batch = Batch((task,), 1, reward, actions=actions, threads=1)
         self._action = np.zeros(1, np.int64)
         walks = self._batch.walks  # reading a field through the record is four times slower
-        self._position, self._iteration = walks["position"], walks["iteration"]
-        self._ended, self._dead_end = walks["ended"], walks["dead_end"]
+        self._position, self._ended, self._dead_end = (walks[name] for name in ("position", "ended", "dead_end"))
         self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
         self.reset()
 
@@ -72,19 +71,9 @@ class Walk:
         return bool(self._dead_end[0])
 
     @property
-    def iteration_ns(self) -> int:
-        """Simulated iteration time of the partial plan."""
-        return int(self._iteration[0])
-
-    @property
     def overhead(self) -> float:
         """Simulated time of the partial plan / ideal time - 1; NaN in a dead end."""
         return float(self._batch.overhead[0])
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Partial plan (simulator.compiled.engine.rows_of), valid until the next action."""
-        return self._batch.plan_rows(0)
 
     @property
     def features(self) -> NDArray[np.float32]:

@@ -5,14 +5,14 @@ from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.durations import with_roofline
 from executor.capture.reach import CaptureError
-from executor.fit import FitError, FittedStep, FittedSteps, fit
+from executor.fit import FitError, FittedStep, FittedSteps, fit, report
 from executor.replay import open_backend
 from executor.replay.backend import BackendError
 from executor.replay.replay import Measured, replay
 from executor.replay.streams import ReplayError
-from executor.report import Report, report
 from executor.training.planned_step import PlannedStep, StepError
 from executor.training.planned_steps import PlannedSteps
+from simulator.report import Report
 
 __all__ = [
     "BackendError", "CaptureError", "Captured", "FitError", "FittedStep", "FittedSteps", "Measured", "PlannedStep",

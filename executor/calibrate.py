@@ -105,10 +105,8 @@ class Calibration:
             lines.append(f"# {size(nbytes):11}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
         for key, value in self.machine.to_dict().items():
             comment = measured.get(key, "not measured")
-            text = yaml.safe_dump({key: value}, sort_keys=False).rstrip()
-            head, _, rest = text.partition("\n")
-            lines.append(f"{head}  # {comment}" if comment else head)
-            lines += [rest] if rest else []
+            head, *rest = yaml.safe_dump({key: value}, sort_keys=False).rstrip().split("\n")
+            lines += [f"{head}  # {comment}" if comment else head, *rest]
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,7 +162,8 @@ def calibrate(
     fits = {d: _fit(transfers[d]) for d in DIRECTIONS}
     shares = {str(d): [_shares(alone, times)[d] for times in both] for d in DIRECTIONS}
     share = {d: median(each) for d, each in shares.items()}
-    share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *map(_spread, single.values()))
+    spreads = (_range(times) / median(times) for times in single.values())
+    share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *spreads)
     engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
     figures: dict[str, Any] = {"copy_engines": engines}
     for d, (latency, bytes_per_s, _) in fits.items():
@@ -230,19 +229,9 @@ def planned_issue_ns(device: str) -> int:
 
 
 def _shares(alone: dict[Direction, int], both: dict[str, int]) -> dict[str, float]:
-    """Returns each direction's fraction of its bandwidth while both are busy (``Machine.h2d_share``).
-
-    Args:
-        alone: ns of each copy alone.
-        both: ns of copies that start together; after the first one ends, the other continues at full speed.
-    """
-    first = min(both.values())
+    """Returns each direction's fraction of its bandwidth while both are busy, from ns alone and started together."""
+    first = min(both.values())  # then the other copy continues at full speed
     return {str(d): max(0.0, alone[d] - (both[d] - first)) / first for d in DIRECTIONS}
-
-
-def _spread(times: Sequence[float]) -> float:
-    """Returns the interquartile range divided by the median."""
-    return _range(times) / median(times)
 
 
 def _range(values: Sequence[float]) -> float:
@@ -266,13 +255,7 @@ def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> d
 
 
 def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) -> float:
-    """Returns the pause between consecutive kernels in ns; a long kernel delays them until the host has issued all.
-
-    Args:
-        backend: device to measure.
-        kind: "stream"; "graph": as one graph; "event": a copy stream waits for each kernel; "wait": each kernel waits
-            for a pending event.
-    """
+    """Returns the pause between consecutive kernels in ns; a long kernel delays them until the host has issued all."""
     backend.task = f"kernels in a row, {kind}"
     backend.spin(20 * ISSUE_NS)
     backend.wait("h2d", backend.record("compute"))
@@ -281,10 +264,10 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
 
     def row() -> None:
         for slot in range(count):
-            if kind == "wait":
+            if kind == "wait":  # each kernel waits for a pending event
                 backend.wait("compute", pending)
             backend.spin(SPIN_NS, slot=slot)
-            if kind == "event":
+            if kind == "event":  # a copy stream waits for each kernel
                 backend.wait("d2h", backend.record("compute"))
 
     if kind == "graph":
@@ -314,18 +297,9 @@ def _depth(backend: Backend) -> int | None:
 
 
 def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
-    """Fits latency + bytes / bandwidth to the copies of one direction.
-
-    The bandwidth is a least-squares fit of relative errors over sizes from RATE_FROM on (or the two largest). The
-    latency is the median excess over that bandwidth of copies up to LATENCY_UPTO.
-
-    Args:
-        times: (bytes, ns) in ascending order of size, at least two.
-
-    Returns:
-        Latency in ns, bandwidth in bytes per second, and the largest relative error.
-    """
+    """Returns latency in ns, bytes per second and largest relative error of copies, (bytes, ns) in order of size."""
     sizes, ns = np.array(times, np.float64).T
+    # Latency: median excess of small copies. Rate: least-squares fit of relative errors of large ones.
     small, large = sizes <= max(LATENCY_UPTO, sizes[0]), sizes >= min(RATE_FROM, sizes[-2])
     per_byte = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2])
     for _ in range(3):  # latency and rate depend weakly on each other

@@ -11,6 +11,7 @@ step captured on a GPU has the GPU's operators; on the CPU capture with ``as_cud
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -67,28 +68,23 @@ class _Line:
     """Sequence of mallocs and frees."""
 
     def __init__(self) -> None:
-        self.lower: list[int] = []
-        self.upper: list[int] = []
-        self.nbytes: list[int] = []
-        self._time = 0
+        self.blocks: list[list[int]] = []  # lower, upper (-1: held) and bytes
+        self._time = itertools.count()
 
     def take(self, nbytes: int) -> int:
-        """Allocates a block and returns its index; a block of zero bytes is ignored."""
-        self.lower.append(self._time)
-        self.upper.append(-1)
-        self.nbytes.append(nbytes)
-        self._time += 1
-        return len(self.lower) - 1
+        """Allocates a block and returns its index."""
+        self.blocks.append([next(self._time), -1, nbytes])
+        return len(self.blocks) - 1
 
-    def give(self, block: int | None) -> None:
-        if block is not None:
-            self.upper[block] = self._time
-            self._time += 1
+    def give(self, *blocks: int) -> None:
+        for block in blocks:
+            self.blocks[block][1] = next(self._time)
 
     def intervals(self) -> Intervals:
         """Returns all blocks; those still held are freed at the end."""
-        upper = [self._time if u < 0 else u for u in self.upper]
-        return Intervals(*(np.array(x, np.int64) for x in (self.lower, upper, self.nbytes)))
+        lower, upper, nbytes = np.array(self.blocks, np.int64).reshape(-1, 3).T.copy()
+        upper[upper < 0] = next(self._time)
+        return Intervals(lower, upper, nbytes)
 
 
 def card_peak(
@@ -118,14 +114,9 @@ def card_peak(
         room = memory_bytes - machine.context_bytes
         fits = reserved <= room or caching.serve(blocks, room, expandable_segments)[1]
     return CardPeak(
-        tensors,
-        held - tensors,
-        blocks.peak_bytes - held,
-        reserved - blocks.peak_bytes,
-        machine.context_bytes,
-        memory_bytes,
-        fits,
-    )
+        tensors, held - tensors, blocks.peak_bytes - held, reserved - blocks.peak_bytes, machine.context_bytes,
+        memory_bytes, fits,
+    )  # fmt: skip
 
 
 def stream(
@@ -133,79 +124,76 @@ def stream(
     update: tuple[Updates | None, int, int] | None = None,
 ) -> Intervals:  # fmt: skip
     """Returns all mallocs and frees of the loop's iterations in order; ``update``: a known result of ``_update``."""
-    program = captured.program
-    line = _Line()
-    at = {
-        t: line.take(tensor.nbytes)
-        for t, tensor in enumerate(program.tensors)
-        if tensor.persistent and tensor.kind in ("parameter", "buffer", "gradient")
-    }
+    program, line = captured.program, _Line()
+    sizes = [tensor.nbytes for tensor in program.tensors]
+    persistent = {t: tensor.kind for t, tensor in enumerate(program.tensors) if tensor.persistent}
     taken, begin, end = update or _update(captured)
-    if taken is None:
-        at |= {t: line.take(x.nbytes) for t, x in enumerate(program.tensors) if x.kind == "optimizer_state"}
-    batch = [t for t, tensor in enumerate(program.tensors) if tensor.persistent and tensor.kind == "input"]
+    for t, kind in persistent.items():
+        if kind in ("parameter", "buffer", "gradient"):
+            line.take(sizes[t])
+    for nbytes in () if taken else (x.nbytes for x in program.tensors if x.kind == "optimizer_state"):
+        line.take(nbytes)
     backward = next((k for k, kernel in enumerate(program.kernels) if kernel.phase == "backward"), -1)
     holds, end_of_step = captured.holds, len(program.kernels)
     kept, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
     zero = {None: holds.zero_grad, "start": -2, "backward": backward, "end": end_of_step, "never": -1}[loop.zero_grad]
     born, dies = _lives(program)
-    held: dict[int, int] = {}  # last output of the model
+    batch: list[int] = []
+    held: list[tuple[int, int]] = []  # outputs of the model with their iteration
     summed: dict[int, int] = {}  # gradients of the last iteration
     state: dict[int, int] = {}  # optimizer state
-    handles: dict[str, int] = {}  # cuBLAS workspaces, one per thread
+    handles: set[str] = set()  # phases, whose threads each have a cuBLAS workspace
 
-    def drop(blocks: dict[int, int]) -> None:
-        for block in blocks.values():
-            line.give(block)
-        blocks.clear()
+    def zero_grad() -> None:
+        line.give(*summed.values())
+        summed.clear()
 
     for iteration in range(loop.iterations):
         if zero == -2:
-            drop(summed)
-        old = [at.pop(t) for t in batch if t in at]
+            zero_grad()
+        old = batch
         if not loop.batch_overlaps:
-            for block in old:
-                line.give(block)
-        at |= {t: line.take(program.tensors[t].nbytes) for t in batch}
+            line.give(*old)
+        batch = [line.take(sizes[t]) for t, kind in persistent.items() if kind == "input"]
         if loop.batch_overlaps:
-            for block in old:
-                line.give(block)
+            line.give(*old)
         here: dict[int, int] = {}
         for k, kernel in enumerate(program.kernels):
             if k == holds.until:
-                drop(held)
+                line.give(*(block for block, _ in held))
+                held = []
             if k == zero:
-                drop(summed)
+                zero_grad()
             if taken is not None and begin <= k < end:
-                if k == begin:
-                    for block, nbytes in taken.first if not iteration else taken.later:
-                        if nbytes:
-                            state[block] = line.take(nbytes)
-                        else:
-                            line.give(state.pop(block))
+                for block, nbytes in () if k > begin else taken.later if iteration else taken.first:
+                    if nbytes:
+                        state[block] = line.take(nbytes)
+                    else:
+                        line.give(state.pop(block))
             else:
                 if workspaces and kernel.kind == "matmul" and kernel.phase not in handles:
-                    handles[kernel.phase] = line.take(machine.cublas_workspace_bytes)
+                    handles.add(kernel.phase)
+                    line.take(machine.cublas_workspace_bytes)
                 spaces = list(_workspaces(captured, k)) if workspaces and machine.convolution_copies else []
-                for i, t in enumerate(born[k]):
-                    here[t] = line.take(program.tensors[t].nbytes)
-                    if i < len(spaces) and spaces[i]:
-                        line.give(line.take(spaces[i]))
+                for t, space in itertools.zip_longest(born[k], spaces[: len(born[k])], fillvalue=0):
+                    here[t] = line.take(sizes[t])
+                    if space:
+                        line.give(line.take(space))
             for t in dies[k]:
                 if t not in here:
                     continue  # part of the update
-                if t in gradients and t in summed:  # accumulated into the existing gradient
-                    line.give(here.pop(t))
-                elif t in gradients:
-                    summed[t] = here.pop(t)
-                elif t in kept:
-                    held[t | iteration << 32] = here.pop(t)
-                else:
-                    line.give(here.pop(t))
+                block = here.pop(t)
+                if t in gradients and t not in summed:
+                    summed[t] = block
+                elif t in kept and t not in gradients:
+                    held.append((block, iteration))
+                else:  # also a gradient that is accumulated into the existing one
+                    line.give(block)
         if zero == end_of_step:
-            drop(summed)
+            zero_grad()
         if holds.until == end_of_step:
-            drop({key: held.pop(key) for key in list(held) if key >> 32 < iteration})
+            line.give(*(block for block, since in held if since < iteration))
+            held = [(block, since) for block, since in held if since == iteration]
     return line.intervals()
 
 
@@ -223,11 +211,7 @@ def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _update(captured: Captured) -> tuple[Updates | None, int, int]:
-    """Returns the optimizer's mallocs and frees, and the range of kernels that they replace.
-
-    The range spans all accesses to parameters or state in the optimizer phase. None with several optimizers, or without
-    such a kernel.
-    """
+    """Returns mallocs and frees of the only optimizer (None if it updates nothing), and the kernels they replace."""
     program = captured.program
     touches = [
         k
@@ -332,11 +316,7 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
 
 
 def _workspaces(captured: Captured, k: int) -> Iterator[int]:
-    """Yields for each result of a convolution kernel the temporary bytes of cuDNN; nothing for other kernels.
-
-    If the cuDNN kernel needs channels last and the image has channels first, it copies image, result and filters. The
-    results of a backward pass are the gradients of image and filters.
-    """
+    """Yields for each result of a convolution kernel the temporary bytes of cuDNN; nothing for other kernels."""
     node = captured.nodes[k][0] if captured.nodes[k] else None
     if node is None or node.target not in _CONVOLUTIONS:
         return
@@ -344,8 +324,9 @@ def _workspaces(captured: Captured, k: int) -> Iterator[int]:
     y, x, w = node.args[:3] if backward else (node, *node.args[:2])
     groups = node.args[9 if backward else 8]
     first = x.meta["tensor_meta"].stride[1] != 1 or x.meta["tensor_meta"].shape[1] == 1
+    # cuDNN's kernel needs channels last and copies image, result and filters if they have channels first.
     copies = sum(map(_nbytes, (x, y, w))) if groups == 1 and first else 0
-    for wanted in node.args[10][:2] if backward else (True,):
+    for wanted in node.args[10][:2] if backward else (True,):  # gradients of image and filters
         if wanted:
             yield copies
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -28,10 +29,8 @@ from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.profile import Profile, measure, with_profile
 from executor.card import Loop, card_peak
 from executor.memory.pinned import available
-from executor.report import report
 from executor.training.bindings import device_of
-from executor.training.graph import NoGraph, OverLimit
-from executor.training.graph_rules import beside_bytes, not_by_default
+from executor.training.graph import NoGraph, OverLimit, beside_bytes, not_by_default
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
 from simulator.compiled.engine import simulate
@@ -39,9 +38,9 @@ from simulator.files import FormatError
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
-from simulator.pool.packed import DoesNotPack, first_that_packs
+from simulator.pool.packed import DoesNotPack, first_that_packs, packed_bytes
 from simulator.program import Program
-from simulator.report import KINDS, Report, size
+from simulator.report import KINDS, Report, report as reported, size
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
@@ -51,6 +50,32 @@ OTHERS = ("ti", "super", "laptop")  # suffixes of other GPUs: an RTX 3060 Ti is 
 
 class FitError(ValueError):
     """Raised if the step cannot be planned; the message is one sentence."""
+
+
+def report(
+    source: Captured | Program, machine: Machine, limit: int, plan: Plan | None = None, floor_ns: int | None = None,
+    issued: str = "",
+) -> Report:  # fmt: skip
+    """Returns the report of ``plan`` on a step, or of the unplanned step.
+
+    Args:
+        source: the step, captured or as a program.
+        machine: machine to simulate.
+        limit: memory limit in bytes.
+        plan: plan for the step; None: the step runs without a plan.
+        floor_ns: as in ``agents.floor.floor``.
+        issued: how the step runs; "" if it is not executed.
+
+    Raises:
+        PlanError: the plan is for another program.
+        OutOfMemory: the plan is infeasible at the limit.
+    """
+    program = source if isinstance(source, Program) else source.program
+    alone = simulate(program, Plan(), machine, program.peak_bytes)
+    under = simulate(program, plan, machine, limit) if plan and (plan.decisions or plan.variants) else None
+    origins = source.origins if isinstance(source, Captured) else None
+    packed = packed_bytes(under or alone, limit, machine.alignment)
+    return reported(program, machine, limit, packed, alone, under, plan, floor_ns, origins, issued)
 
 
 class FittedStep(PlannedStep):
@@ -129,14 +154,11 @@ class FittedSteps(PlannedSteps):
             plan = planned(nbytes)
             return plan, simulate(captured.program, plan, machine, nbytes)
 
-        packed = limit
-        if not in_graph:
-            plan = planned(limit)
-        else:
-            try:
+        plan, packed = None, limit
+        if in_graph:
+            with suppress(DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
-            except (DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
-                plan = planned(limit)
+        plan = plan or planned(limit)
         step = FittedStep(captured, plan, self.machine, limit, next((ns for ns in floors if ns is not None), None))
         step.packed_bytes = packed
         return step

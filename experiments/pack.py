@@ -33,8 +33,8 @@ from simulator.files import write_json
 from simulator.limits import size_bytes
 from simulator.machine import Machine
 from simulator.pool import ALLOCATORS, ITERATIONS, Intervals, Packing, files, run
+from simulator.pool.intervals import overlap
 from simulator.pool.times import allocation_ns
-from simulator.pool.validate import overlap
 
 VIRTUAL = ("cudamalloc",)  # physical footprint, but virtual addresses
 WARM_UP = 30  # blocks

@@ -78,26 +78,24 @@ def main(cfg: DictConfig) -> None:
         if edits:
             from experiments import pretrain_edits
 
-            with Lines(out / "edits.jsonl") as lines:
-                jobs = [(out, seed, i, j) for i in chosen for j in range(each)]
-                run(pretrain_edits.prepare, jobs[lines.count :], at, "preparing tasks", lines.add)
+            jobs = [(out, seed, i, j) for i in chosen for j in range(each)]
+            append(out / "edits.jsonl", pretrain_edits.prepare, jobs, at, "preparing tasks")
             print(pretrain_edits.train(out, args, net_seed, cli.path(cfg, "weights")))
             return
-        with Lines(out / "lessons-0.jsonl") as lines:
-            tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # a larger ``tasks`` appends
-            run(plan_one, tasks[lines.count :], at, "planning tasks", lines.add)
+        tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # a larger ``tasks`` appends
+        append(out / "lessons-0.jsonl", plan_one, tasks, at, "planning tasks")
 
         log, net = report.console(stderr=True), None
         for round_ in range(rounds + 1):
             if round_ and net is not None:
-                save_weights(net, folder / f"round-{round_ - 1}.pt")
-                with Lines(out / f"lessons-{round_}.jsonl") as lines:
-                    before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
-                    tasks = [(out, line, folder / f"round-{round_ - 1}.pt", i) for i, line in enumerate(before)]
-                    run(plan_again, tasks[lines.count :], at, "planning tasks with the network", lines.add)
+                guide = folder / f"round-{round_ - 1}.pt"
+                save_weights(net, guide)
+                before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
+                again = [(out, line, guide, i) for i, line in enumerate(before)]
+                append(out / f"lessons-{round_}.jsonl", plan_again, again, at, "planning tasks with the network")
             lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
-            kept = [lesson for lesson in lessons if family(lesson) in held_out][:VALIDATED]
-            examples = [learning.Example(lesson) for lesson in lessons if family(lesson) not in held_out]
+            kept = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATED]  # the network's family
+            examples = [learning.Example(lesson) for lesson in lessons if lesson.program.name not in held_out]
             if not examples or not kept:
                 raise cli.UsageError(
                     f"{out}: no tasks to train on, or none to validate on: increase the programs of sets"
@@ -172,28 +170,19 @@ def run(
             bar.advance(shown)
 
 
-class Lines:
-    """Append-only file of JSON lines; an incomplete last line is dropped on opening."""
+def append(path: Path, work: Callable[[Any], Any], jobs: Sequence[Any], at: tuple[str, int | None], what: str) -> None:
+    """Appends the results of all jobs, in order, to a file of JSON lines; jobs that have a line are skipped."""
+    lines = path.read_text().splitlines(True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    if len(whole) < len(lines):  # the last line is incomplete; otherwise untouched: another training may read it
+        path.write_text("".join(whole))
+    with path.open("a") as file:
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text().splitlines(True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        self.count = len(whole)
-        if len(whole) < len(lines):  # otherwise untouched: another training may read it
-            path.write_text("".join(whole))
+        def add(entry: Any) -> None:
+            file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+            file.flush()
 
-    def __enter__(self) -> Lines:
-        self.file = self.path.open("a")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def add(self, entry: Any) -> None:
-        """Appends an entry as one line of JSON and flushes it."""
-        self.file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-        self.file.flush()
+        run(work, jobs[len(whole) :], at, what, add)
 
 
 def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
@@ -244,11 +233,6 @@ def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
     program = on_task(out, entry["program"], entry["task"])
     plans = [(int(ns), np.array(rows, np.int64).reshape(-1, 6)) for ns, rows in entry["plans"]]
     return Lesson(program, machine, int(entry["limit"]), str(entry["mode"]), plans)
-
-
-def family(lesson: Lesson) -> str:
-    """Returns a lesson's network family, which is the name of its program."""
-    return lesson.program.name
 
 
 if __name__ == "__main__":

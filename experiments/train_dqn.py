@@ -132,7 +132,7 @@ def main(cfg: DictConfig) -> Path:
             shown = trainer.dqn.history, curve.points
             save_weights(trainer.dqn.net, out / "weights.pt")
         write_training(out, program, machine, result.best, agent, result.history, rows, shown)
-        report.write_summary(out / "summary.json", cfg, program, rows, episodes=result.episodes, train_s=spent)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
         (out / SETTINGS).unlink(missing_ok=True)  # the summary contains the settings
     screen.print(report.table(rows))
     print(out)

@@ -64,10 +64,9 @@ def main(cfg: DictConfig) -> Path:
     environment = {"program": program, "machine": machine, "limit": limit, "min_bytes": min_bytes, "mode": mode,
                    "reward": reward, "actions": actions}  # fmt: skip
     with directory as out:
-        record = sb3.Record(agent, causal=reward == "causal")
         with log.status("compiling the simulator"):
             try:
-                model = sb3.make(algorithm, environment, record, seed, own=own, **cli.plain(cfg.algo))
+                model = sb3.make(algorithm, environment, seed, own=own, **cli.plain(cfg.algo))
             except CustomNetworkError as error:
                 raise cli.UsageError(str(error)) from None
             except (TypeError, ValueError, AssertionError) as error:
@@ -85,16 +84,15 @@ def main(cfg: DictConfig) -> Path:
             def ended(e: Episode) -> None:
                 curve.episode(e.overhead)
                 text = f"training, best {e.best_overhead:.2%}"
-                bar.update(task, completed=min(record.steps, steps), description=text)
+                bar.update(task, completed=min(record.num_timesteps, steps), description=text)
 
-            def stepped(*_: object) -> bool:
-                curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, alone))
-                return True
-
-            record.on_episode = ended
+            record = sb3.Record(
+                agent, reward == "causal", ended,
+                lambda: curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, alone)),
+            )  # fmt: skip
             sb3.watch(model, record, scalars.scalars)
             start = time.perf_counter()
-            model.learn(steps, stepped)
+            model.learn(steps, record)
             spent = time.perf_counter() - start
             model.logger.dump(model.num_timesteps)
             curve.point(record.calls, sb3.greedy_overhead(model, alone))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
@@ -29,19 +29,12 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Base class of all decisions; the fields of a subclass are the keys of its JSON entries.
+    """Base class of all decisions; the fields of a subclass are the keys of its JSON entries."""
 
-    Attributes:
-        kind: Name in JSON.
-        codes: Values in the first column of rows.
-        excludes: Kinds that may not be in the same plan.
-        of_plan_1: Keys that ``plan/1`` has; empty if ``plan/1`` does not have the kind.
-    """
-
-    kind: ClassVar[Name]
-    codes: ClassVar[tuple[int, ...]] = ()
-    excludes: ClassVar[tuple[Name, ...]] = ()
-    of_plan_1: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[Name]  # in JSON
+    codes: ClassVar[tuple[int, ...]] = ()  # values in the first column of rows
+    excludes: ClassVar[tuple[Name, ...]] = ()  # kinds that may not be in the same plan
+    of_plan_1: ClassVar[tuple[str, ...]] = ()  # keys that ``plan/1`` has; empty if it does not have the kind
 
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError if the decision is impossible in ``program``."""
@@ -72,10 +65,9 @@ class Kind:
         Raises:
             FormatError: The entry is malformed.
         """
-        known = [f for f in fields(cls) if f.name in cls.of_plan_1 or not old]
-        types = {f.name: bool if f.type == "bool" else int for f in known}
-        optional = {f.name: (types.pop(f.name), f.default) for f in known if f.default is not MISSING}
-        found = files.fields(entry, where, {"kind": str, **types}, optional)
+        required, optional = files.keys_of(cls)
+        known = {name: key for name, key in optional.items() if name in cls.of_plan_1 or not old}
+        found = files.fields(entry, where, {"kind": str, **required}, known)
         del found["kind"]
         return cls(**found)
 
@@ -196,17 +188,13 @@ class OfGap(Kind):
 class Swap(OfGap):
     """Swaps ``tensor`` out when kernel ``after`` ends, and in before kernel ``before``.
 
-    Attributes:
-        prefetch: Kernel at whose end the swap-in is issued; None: chosen by rule 5.
-        sync: Whether no kernel starts between the end of ``after`` and the completion of the swap-out (vDNN's
-            layer-wise synchronization, PyTorch's save_on_cpu).
-        copy: Kernel at whose end the copy to the host is issued, from the last write of the current content up to
-            ``after``; None: ``after``. The memory is freed when the copy is complete and ``after`` has ended.
+    ``sync`` is vDNN's layer-wise synchronization, and PyTorch's save_on_cpu. The memory is freed when the copy is
+    complete and ``after`` has ended.
     """
 
-    prefetch: int | None = None
-    sync: bool = False
-    copy: int | None = None
+    prefetch: int | None = None  # kernel at whose end the swap-in is issued; None: chosen by rule 5
+    sync: bool = False  # no kernel starts between the end of ``after`` and the completion of the swap-out
+    copy: int | None = None  # kernel at whose end the copy is issued, after the last write; None: ``after``
 
     kind: ClassVar[Name] = "swap"
     codes: ClassVar[tuple[int, ...]] = (0, 2)  # 2: with sync

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING, fields as dataclass_fields
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -62,18 +63,31 @@ def fields(
     return out
 
 
+def keys_of(dataclass: Any) -> tuple[dict[str, type], dict[str, tuple[type, Any]]]:
+    """Returns the required and the optional keys (see ``fields``) of a dataclass with a JSON entry per field."""
+    required: dict[str, type] = {}
+    optional: dict[str, tuple[type, Any]] = {}
+    for field in dataclass_fields(dataclass):
+        kind = _TYPES.get(re.split(r"\W", str(field.type))[0], dict)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if default is MISSING:
+            required[field.name] = kind
+        else:
+            optional[field.name] = kind, default
+    return required, optional
+
+
 def _typed(value: Any, kind: type, where: str) -> Any:
     # bool is an int in Python but not in the format; an integer is an acceptable float.
-    ok = isinstance(value, kind) and not (kind is not bool and isinstance(value, bool))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not ok:
+    found = float(value) if kind is float and type(value) is int else value
+    if isinstance(found, bool) != (kind is bool) or not isinstance(found, kind):
         raise FormatError(f"{where}: expected {_NAMES[kind]}, got {_describe(value)}")
-    return value
+    return found
 
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list",
           dict: "an object"}  # fmt: skip
+_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "tuple": list}
 
 
 def _describe(value: object) -> str:
@@ -138,6 +152,31 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses aliases, duplicate keys and nesting beyond MOST_LEVELS."""
+
+    level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        line = f"line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise FormatError(f"{line}: aliases are not supported")
+        self.level += 1
+        if self.level > MOST_LEVELS and isinstance(event, yaml.CollectionStartEvent):
+            raise FormatError(f"{line}: nested too deeply")
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        known: set[str] = set()
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        for key in keys:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in known:
+                    raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
+                known.add(key.value)
+        return node
+
+
 def read_yaml(path: str | Path) -> str:
     """Returns the text of a YAML file without aliases, duplicate keys or nesting beyond MOST_LEVELS.
 
@@ -145,35 +184,11 @@ def read_yaml(path: str | Path) -> str:
         FormatError: As in ``read_bytes``, or the content violates these restrictions.
     """
     raw = read_bytes(path)
-    keys: list[set[str] | None] = []  # keys of each open mapping; None: a list
-    expects_key: list[bool] = []
-
-    def line(event: yaml.Event) -> str:
-        return f"{path}: line {event.start_mark.line + 1}" if event.start_mark else str(path)
-
     try:
         text = raw.decode()
-        for event in yaml.parse(text):
-            if isinstance(event, yaml.AliasEvent):
-                raise FormatError(f"{line(event)}: aliases are not supported")
-            if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-                keys.pop()
-                expects_key.pop()
-                continue
-            if not isinstance(event, yaml.NodeEvent):
-                continue
-            known = keys[-1] if keys else None
-            if known is not None:
-                if expects_key[-1] and isinstance(event, yaml.ScalarEvent):
-                    if event.value in known:
-                        raise FormatError(f"{line(event)}: duplicate key {event.value!r}")
-                    known.add(event.value)
-                expects_key[-1] = not expects_key[-1]
-            if isinstance(event, yaml.CollectionStartEvent):
-                keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
-                expects_key.append(True)
-                if len(keys) > MOST_LEVELS:
-                    raise FormatError(f"{line(event)}: nested too deeply")
+        _StrictLoader(text).get_single_node()
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
     return text

@@ -24,14 +24,6 @@ class JobsDeadlock(RuntimeError):
 class Job:
     """A program and its plans on a shared machine: arrives, runs iterations, and leaves.
 
-    Attributes:
-        arrives_ns: Earliest start; the job is admitted when its initial memory fits (RULES.md, J5).
-        iterations: Number of iterations after which the job leaves; None: unlimited.
-        leaves_ns: The job leaves at its first boundary from this time on.
-        switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
-        within: Whether swap-ins keep the job's own memory within the limit of its plan (J4).
-        durations: Kernel durations in ns; iteration i uses row i mod len (J11). Empty: those of the program and plan.
-
     Raises:
         ValueError: A time or a count is out of range, or a row does not fit the program.
     """
@@ -39,12 +31,12 @@ class Job:
     name: str
     program: Program
     plan: Plan
-    arrives_ns: int = 0
-    iterations: int | None = None
-    leaves_ns: int | None = None
-    switches: tuple[tuple[int, Plan], ...] = ()
-    within: bool = False
-    durations: tuple[tuple[int, ...], ...] = ()
+    arrives_ns: int = 0  # earliest start; the job is admitted when its initial memory fits (RULES.md, J5)
+    iterations: int | None = None  # after which the job leaves; None: unlimited
+    leaves_ns: int | None = None  # the job leaves at its first boundary from this time on
+    switches: tuple[tuple[int, Plan], ...] = ()  # (at_ns, plan), ascending: takes effect at the next boundary
+    within: bool = False  # whether swap-ins keep the job's own memory within the limit of its plan (J4)
+    durations: tuple[tuple[int, ...], ...] = ()  # in ns; iteration i uses row i mod len (J11); (): the program's
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
@@ -145,19 +137,10 @@ class JobsTimeline:
     order: tuple[int, ...]  # job of each block event, in order
     evictions: tuple[Eviction, ...]  # in order
 
-    @classmethod
-    def assemble(
-        cls, limit: int, sharing: Sharing, end_ns: int, jobs: Sequence[JobTimeline], order: Sequence[int],
-        evictions: Sequence[Eviction],
-    ) -> JobsTimeline:  # fmt: skip
-        """Builds a timeline; the peak is computed from the block events."""
-        peak = max(used for _, used in memory_curve(_merged(jobs, order), 0))
-        return cls(limit, sharing, end_ns, peak, tuple(jobs), tuple(order), tuple(evictions))
-
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes in use) after each change, in order; simultaneous allocations, or frees, are merged."""
-        return memory_curve(_merged(self.jobs, self.order), 0)
+        return merged_curve(self.jobs, self.order)
 
     def copies_ns(self, stream: Literal["d2h", "h2d"]) -> int:
         """Returns the total duration of the copies in one direction."""
@@ -193,7 +176,7 @@ class JobsTimeline:
         return {"traceEvents": events + trace_memory(everybody, self.memory), "displayTimeUnit": "ns"}
 
 
-def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:
-    """Merges the block events of all jobs in order."""
+def merged_curve(jobs: Sequence[JobTimeline], order: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the ``memory_curve`` of all jobs; ``order``: the job of each block event, in order."""
     events = [iter(job.events) for job in jobs]
-    return [next(events[j]) for j in order]
+    return memory_curve([next(events[j]) for j in order], 0)

@@ -99,23 +99,17 @@ class Work:
 
 
 class Host:
-    """Host thread that issues the steps of a single job (choice i).
-
-    Attributes:
-        ahead: Number of steps that are issued and have not started.
-        next_ns: Time of the next issue, assuming that the queue has room.
-        waited: Whether a step has waited for the host since the last boundary.
-        settles_after: Iterations after which a change of the host's lead counts as unchanged.
-    """
+    """Host thread that issues the steps of a single job (choice i)."""
 
     def __init__(self, schedule: Schedule, machine: Machine, settles_after: int):
-        self.settles_after = settles_after
+        self.settles_after = settles_after  # iterations after which a change of the lead counts as unchanged
         self._lasts_ns = [machine.issue_ns * count for count in schedule.issues]
         self._timed = [step.duration_ns > 0 for step in schedule.steps]
         self._depth = machine.queue_depth
         self._step = self._queued = 0  # next step to issue; timed steps that are issued and unfinished
-        self.ahead, self.waited = 0, False
-        self.next_ns = self._lasts_ns[0]
+        self.ahead = 0  # number of steps that are issued and have not started
+        self.waited = False  # whether a step has waited for the host since the last boundary
+        self.next_ns = self._lasts_ns[0]  # time of the next issue, assuming that the queue has room
         if sum(self._lasts_ns) <= sum(step.duration_ns for step in schedule.steps):
             self.next_ns = 0
             while self._queued + self._timed[self._step] <= self._depth:

@@ -8,8 +8,9 @@ lists the measurements and the error of each coefficient.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields as dataclass_fields
+from itertools import accumulate, pairwise
 
-from simulator.files import FormatError, fields
+from simulator.files import FormatError, fields, keys_of
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,9 @@ class KernelTimes:
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
-            value = getattr(self, entry.name)
-            if entry.name == "source":
-                continue
-            low, high = _RANGES.get(entry.name, (0.0, 1.0))
-            if value == 0 and entry.default == 0:
-                continue
-            if not low < value <= high:
+            value, (low, high) = getattr(self, entry.name), _RANGES.get(entry.name, (0.0, 1.0))
+            optional = value == 0 and entry.default == 0
+            if entry.name != "source" and not optional and not low < value <= high:
                 raise FormatError(
                     f"machine.kernel_times.{entry.name}: expected a number in ({low:g}, {high:g}], got {value!r}"
                 )
@@ -73,10 +70,7 @@ class KernelTimes:
         Raises:
             FormatError: An entry is malformed; the message names the first.
         """
-        kinds = {entry.name: _TYPES.get(entry.name, float) for entry in dataclass_fields(cls)}
-        optional = {entry.name: (float, 0.0) for entry in dataclass_fields(cls) if entry.default == 0}
-        required = {name: kind for name, kind in kinds.items() if name not in optional}
-        return cls(**fields(data, "machine.kernel_times", required, optional))
+        return cls(**fields(data, "machine.kernel_times", *keys_of(cls)))
 
 
 def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
@@ -94,14 +88,11 @@ def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
     total = sum(durations)
     if iteration_ns < 1 or total < 1:
         raise ValueError(f"iteration_ns: cannot scale {total} ns of kernels to {iteration_ns} ns")
-    ends, clock = [0], 0
-    for duration in durations:
-        clock += duration
-        ends.append(clock * iteration_ns // total)  # rounding ends, not durations, keeps the sum exact
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    # Rounding ends, not durations, keeps the sum exact.
+    ends = [clock * iteration_ns // total for clock in accumulate(durations, initial=0)]
+    return [b - a for a, b in pairwise(ends)]
 
 
-_TYPES: dict[str, type] = {"source": str, "launch_ns": int, "multiprocessors": int}
 _RANGES = {"launch_ns": (-1, 1_000_000), "multiprocessors": (0, 1024), "winograd": (0.0, 4.0),
            "conv_channels": (0.0, 1024.0), "norm_channels": (0.0, 64.0), "error": (0.0, 3.0),
            "row_ns": (0.0, 100_000.0), "element_flops": (0.0, 100_000.0)}  # fmt: skip

@@ -36,9 +36,7 @@ def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
     Raises:
         FormatError: The value is neither, or less than one byte.
     """
-    _ask(value, where, least)
-    found = _size(value)
-    if found is None:
+    if (found := _size(value, where, least)) is None:
         raise FormatError(f"{where}: expected an integer (bytes) or a size such as 24GiB or 500MB, got {value!r}")
     return found
 
@@ -54,9 +52,9 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
     Raises:
         FormatError: The value is not a limit.
     """
-    _ask(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # programs in tests may be smaller
-    part = _fraction(value)
-    found = int(program.peak_bytes * part) if part is not None else _size(value)
+    if (part := _fraction(value)) is not None:
+        return int(program.peak_bytes * part)
+    found = _size(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # programs in tests may be smaller
     if found is None:
         raise FormatError(
             f"{where}: expected a positive fraction of the peak (at most 1), an integer (bytes), or a size such "
@@ -68,13 +66,6 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
 def is_fraction(value: object) -> bool:
     """Returns whether a limit is a fraction of a program's peak."""
     return _fraction(value) is not None
-
-
-def _ask(value: object, where: str, least: int) -> None:
-    """Raises FormatError for a bare number between 1 and ``least``, which cannot be bytes."""
-    number, unit = _parts(value)
-    if not unit and number is not None and 1 < number < least:
-        raise FormatError(f"{where}: {value} would be {value} bytes; was {value}GiB meant?")
 
 
 def _parts(value: object) -> tuple[Decimal | None, str]:
@@ -95,8 +86,11 @@ def _fraction(value: object) -> float | None:
     return part if 0 < part <= 1 else None
 
 
-def _size(value: object) -> int | None:
+def _size(value: object, where: str, least: int) -> int | None:
+    """Returns a size in bytes, or None; raises FormatError for a bare number up to ``least``, which cannot be bytes."""
     number, unit = _parts(value)
+    if not unit and number is not None and 1 < number < least:
+        raise FormatError(f"{where}: {value} would be {value} bytes; was {value}GiB meant?")
     if number is None or unit not in ("", *UNITS) or (not unit and number != int(number)):
         return None
     found = int(number * UNITS[unit or "b"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from simulator.files import FormatError, fields, read_yaml
+from simulator.files import FormatError, fields, keys_of, read_yaml
 from simulator.kernel_times import KernelTimes
 from simulator.limits import size_bytes
 
@@ -64,9 +64,7 @@ class Machine:
     convolution_copies: bool = False  # cuDNN converts operands and results of convolutions to channels last
     malloc_ns: int = 0  # per cudaMalloc call
     free_ns: int = 0  # per cudaFree call
-    malloc_bytes_per_s: int = (
-        0  # rate of mapping and unmapping memory, in addition to the calls; 0: independent of size
-    )
+    malloc_bytes_per_s: int = 0  # rate of mapping memory, in addition to the calls; 0: independent of size
     # Several jobs only (simulator.simulate_jobs).
     switch_ns: int = 0  # between two kernels of different jobs that share compute by "fifo"
     concurrency: float = 1.0  # total speed of concurrent kernels relative to one kernel alone
@@ -196,32 +194,25 @@ class Machine:
         Raises:
             FormatError: An entry is malformed; the message names the first.
         """
-        required = {"name": str, "memory_bytes": int, "h2d_bytes_per_s": int, "d2h_bytes_per_s": int}
-        optional: dict[str, tuple[type, Any]] = {"kernel_times": (dict, None)}
-        blank = cls("", 1, 1, 1)
-        for entry in dataclass_fields(cls):
-            if entry.name not in required and entry.name not in optional:
-                default = getattr(blank, entry.name)
-                optional[entry.name] = (type(default), default)
-        if isinstance(data, dict) and data.get("kernel_times", ...) is None:  # as `to_dict` writes it
-            data = {key: value for key, value in data.items() if key != "kernel_times"}
         if isinstance(data, dict):
             data = {key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
-                    for key, value in data.items()}  # fmt: skip
+                    for key, value in data.items()
+                    if key != "kernel_times" or value is not None}  # fmt: skip  # `to_dict` writes null
             for both, each in ((TOGETHER, DUPLEX), (LATENCY, LATENCIES)):
                 beside = [key for key in each if key in data]
                 if both in data and beside:
                     raise FormatError(f"machine: `{both}` and `{beside[0]}` are mutually exclusive")
-        values = fields(data, "machine", required, {**optional, TOGETHER: (int, 0), LATENCY: (int, 0)})
+        required, optional = keys_of(cls)
+        values = fields(data, "machine", required, {**optional, TOGETHER: (int, None), LATENCY: (int, None)})
         together, latency = values.pop(TOGETHER), values.pop(LATENCY)
-        if latency < 0:
-            raise FormatError(f"machine.{LATENCY}: expected an integer of at least 0, got {latency}")
-        if isinstance(data, dict) and LATENCY in data:
+        if latency is not None:
+            if latency < 0:
+                raise FormatError(f"machine.{LATENCY}: expected an integer of at least 0, got {latency}")
             values |= dict.fromkeys(LATENCIES, latency)
         if values["kernel_times"] is not None:
             values["kernel_times"] = KernelTimes.from_dict(values["kernel_times"])
         machine = cls(**values)
-        return machine.with_shared_link(together) if isinstance(data, dict) and TOGETHER in data else machine
+        return machine if together is None else machine.with_shared_link(together)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:

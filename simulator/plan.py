@@ -57,10 +57,7 @@ class Plan:
             self.check(program)
             return self
         if not self.structure:
-            raise PlanError(
-                f"the plan is for another program (fingerprint {self.fingerprint[:12]}, {program.name!r} has "
-                f"{program.fingerprint[:12]}), and does not record whether only times differ"
-            )
+            raise PlanError(f"{self._is_for_another(program)}, and does not record whether only times differ")
         out = replace(self, fingerprint=program.fingerprint)
         if self.structure != program.structure:
             try:
@@ -77,15 +74,9 @@ class Plan:
     def check(self, program: Program) -> None:
         """Raises PlanError with the first reason why this plan does not fit ``program``."""
         if self.fingerprint and self.fingerprint != program.fingerprint:
-            raise PlanError(
-                f"the plan is for another program (fingerprint {self.fingerprint[:12]}, "
-                f"{program.name!r} has {program.fingerprint[:12]})"
-                + (
-                    "; only times differ: Plan.retimed, retime=true of experiments.evaluate"
-                    if self.structure and self.structure == program.structure
-                    else ""
-                )
-            )
+            only_times = self.structure and self.structure == program.structure
+            hint = "; only times differ: Plan.retimed, retime=true of experiments.evaluate" if only_times else ""
+            raise PlanError(self._is_for_another(program) + hint)
         try:
             program.chosen(self.variants)
         except ValueError as error:
@@ -106,6 +97,10 @@ class Plan:
                 raise PlanError(f"a plan has {kind.__name__} or {beside.__name__} decisions, not both")
         for i, d in enumerate(self.decisions):
             d.check_beside(program, i, back)
+
+    def _is_for_another(self, program: Program) -> str:
+        mine, other = self.fingerprint[:12], program.fingerprint[:12]
+        return f"the plan is for another program (fingerprint {mine}, {program.name!r} has {other})"
 
     def of_kind(self, kind: type[OneKind]) -> list[OneKind]:
         """Returns the decisions of one kind."""

@@ -9,12 +9,14 @@ its name, any other by its first writer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from simulator.plan import Decision, Plan, PlanError
-from simulator.program import Program
+from simulator.program import Kernel, Program
 from simulator.schedule import lower
 
 
@@ -66,26 +68,19 @@ def _match_others(
     program: Program, other: Program, mine: Sequence[Any], theirs: Sequence[Any], tensor: dict[int, int],
     kernel: dict[int, int],
 ) -> None:  # fmt: skip
-    """Matches kernels of other names, and their outputs.
+    """Adds kernels of other names, and their outputs, to the matched tensors and kernels; ``mine``: kernels' keys."""
 
-    Args:
-        program: Program that the plan is moved to.
-        other: Program that the plan was made for.
-        mine: Keys of the kernels of ``program``.
-        theirs: Keys of the kernels of ``other``.
-        tensor: Tensors matched so far; extended in place.
-        kernel: Kernels matched so far; extended in place.
-    """
-    found = set(kernel.values())
-    left: list[dict[Hashable, list[int]]] = [{}, {}]
-    for groups, keys, kernels, known in zip(left, (mine, theirs), (program.kernels, other.kernels), (kernel, found),
-                                            strict=True):  # fmt: skip
+    def unmatched(keys: Sequence[Any], kernels: Sequence[Kernel], known: Container[int]) -> dict[Hashable, list[int]]:
+        groups: dict[Hashable, list[int]] = defaultdict(list)
         for k, ((_, place), _) in enumerate(keys):
             if k not in known:
-                groups.setdefault((kernels[k].phase, place), []).append(k)
-    for key, group in left[0].items():
-        if len(group) == len(left[1].get(key, ())):
-            kernel |= zip(group, left[1][key], strict=True)
+                groups[kernels[k].phase, place].append(k)
+        return groups
+
+    others = unmatched(theirs, other.kernels, set(kernel.values()))
+    for key, group in unmatched(mine, program.kernels, kernel).items():
+        if len(group) == len(others[key]):
+            kernel |= zip(group, others[key], strict=True)
     for t, uses in enumerate(program.writes):
         if t in tensor or not uses or uses[0] not in kernel or program.tensors[t].persistent:
             continue
@@ -97,24 +92,14 @@ def _match_others(
 def _by_order(
     program: Program, other: Program, tensor: Mapping[int, int], kernel: Mapping[int, int]
 ) -> dict[int, dict[int, int]]:
-    """Returns, per tensor, replacements for unmatched kernels that end one of its gaps.
-
-    A replacement is the kernel with the same number of uses of the tensor into the phase. Optimizer updates by other
-    operators need it.
-    """
+    """Returns, per tensor, for unmatched kernels the one with the same number of uses of the tensor into the phase."""
     found: dict[int, dict[int, int]] = {}
     for t, u in tensor.items():
-        if all(k in kernel for k in program.accesses[t]):
-            continue
-        theirs: dict[str, list[int]] = {}
-        for k in other.accesses[u]:
-            theirs.setdefault(other.kernels[k].phase, []).append(k)
-        seen: dict[str, int] = {}
-        for k in program.accesses[t]:
-            phase = program.kernels[k].phase
-            i = seen[phase] = seen.get(phase, -1) + 1
-            if k not in kernel and i < len(theirs.get(phase, [])):
-                found.setdefault(t, {})[k] = theirs[phase][i]
+        mine = _numbered(program.kernels[k].phase for k in program.accesses[t])
+        theirs = _numbered(other.kernels[k].phase for k in other.accesses[u])
+        at = dict(zip(theirs, other.accesses[u], strict=True))
+        pairs = zip(program.accesses[t], mine, strict=True)
+        found[t] = {k: at[key] for k, key in pairs if k not in kernel and key in at}
     return found
 
 
@@ -138,12 +123,8 @@ def _known(program: Program) -> tuple[list[Hashable], list[Hashable]]:
 
 def _numbered(names: Iterable[Hashable]) -> list[Hashable]:
     """Pairs each name with the number of its previous occurrences."""
-    seen: dict[Hashable, int] = {}
-    out: list[Hashable] = []
-    for name in names:
-        out.append((name, seen.get(name, 0)))
-        seen[name] = seen.get(name, 0) + 1
-    return out
+    seen: defaultdict[Hashable, Iterator[int]] = defaultdict(count)
+    return [(name, next(seen[name])) for name in names]
 
 
 def _fit(plan: Plan, program: Program) -> bool:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -36,17 +37,7 @@ KERNEL_KINDS: frozenset[str] = frozenset(get_args(KernelKind))
 PHASES: frozenset[str] = frozenset(get_args(Phase))
 # A size or duration above LONGEST is a unit error. Sums of 2**20 such values still fit 64 bits.
 LONGEST = 2**43
-UNTIMED = (
-    "name",
-    "tensors",
-    "accesses",
-    "writes",
-    "available_until",
-    "again_until",
-    "live_bytes",
-    "peak_bytes",
-    "structure",
-)
+TIMED = ("kernels", "ideal_ns", "start_ns", "fingerprint")  # attributes of a program that depend on durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +123,17 @@ class Program:
     @cached_property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
         """Kernels that read or write each tensor, ascending."""
-        table: list[list[int]] = [[] for _ in self.tensors]
-        for k, kernel in enumerate(self.kernels):
-            for t in kernel.accesses:
-                table[t].append(k)
-        return tuple(map(tuple, table))
+        return self._kernels_by_tensor([kernel.accesses for kernel in self.kernels])
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
         """Kernels that write each tensor, ascending."""
+        return self._kernels_by_tensor([dict.fromkeys(kernel.outputs) for kernel in self.kernels])
+
+    def _kernels_by_tensor(self, tensors: Sequence[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         table: list[list[int]] = [[] for _ in self.tensors]
-        for k, kernel in enumerate(self.kernels):
-            for t in dict.fromkeys(kernel.outputs):
+        for k, named in enumerate(tensors):
+            for t in named:
                 table[t].append(k)
         return tuple(map(tuple, table))
 
@@ -196,11 +186,7 @@ class Program:
             elif self.accesses[t]:
                 change[self.accesses[t][0]] += tensor.nbytes
                 change[self.accesses[t][-1] + 1] -= tensor.nbytes
-        resident, out = 0, []
-        for k, kernel in enumerate(self.kernels):
-            resident += change[k]
-            out.append(resident + kernel.workspace)
-        return tuple(out)
+        return tuple(used + k.workspace for used, k in zip(accumulate(change), self.kernels, strict=False))
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -215,10 +201,7 @@ class Program:
     @cached_property
     def start_ns(self) -> tuple[int, ...]:
         """Start time of each kernel with unlimited memory, then the end of the last kernel; (kernels + 1,)."""
-        times = [0]
-        for kernel in self.kernels:
-            times.append(times[-1] + kernel.duration_ns)
-        return tuple(times)
+        return (0, *accumulate(kernel.duration_ns for kernel in self.kernels))
 
     @cached_property
     @no_collections()
@@ -297,9 +280,8 @@ class Program:
         if any(k.variants or not 0 <= k.duration_ns <= LONGEST for k in kernels):
             return Program(self.name, self.tensors, tuple(kernels))
         out = object.__new__(Program)  # skips the checks and keeps cached properties that do not depend on times
-        out.__dict__.update(
-            {key: self.__dict__[key] for key in UNTIMED if key in self.__dict__}, kernels=tuple(kernels)
-        )
+        out.__dict__.update({key: value for key, value in self.__getstate__().items() if key not in TIMED})
+        out.__dict__["kernels"] = tuple(kernels)
         return out
 
     def chosen(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
@@ -365,18 +347,15 @@ class Program:
         if top["format"] != FORMAT:
             raise FormatError(f"program.format: expected {FORMAT!r}, got {top['format']!r}")
         _printable(top["name"], "program.name")
-        tensors = [
-            Tensor(**fields(entry, f"tensors[{i}]", _TENSOR_REQUIRED, {})) for i, entry in enumerate(top["tensors"])
-        ]
+        tensors = [Tensor(**fields(entry, f"tensors[{i}]", _TENSOR, {})) for i, entry in enumerate(top["tensors"])]
         kernels = []
         for i, entry in enumerate(top["kernels"]):
             where = f"kernels[{i}]"
             got = fields(entry, where, _KERNEL_REQUIRED, _KERNEL_OPTIONAL)
             for side in ("inputs", "outputs"):
                 got[side] = integers(got[side], f"{where}.{side}")
-            got["variants"] = tuple(
-                integers(v, f"{where}.variants[{j}]", length=2) for j, v in enumerate(got["variants"])
-            )
+            pairs = enumerate(got["variants"])
+            got["variants"] = tuple(integers(pair, f"{where}.variants[{j}]", length=2) for j, pair in pairs)
             _printable(got["name"], f"{where}.name")
             kernels.append(Kernel(**got))
         for i, tensor in enumerate(tensors):
@@ -409,7 +388,7 @@ def _printable(name: str, where: str) -> None:
         raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
 
 
-_TENSOR_REQUIRED = {"name": str, "nbytes": int, "kind": str, "persistent": bool}
+_TENSOR = {"name": str, "nbytes": int, "kind": str, "persistent": bool}
 _KERNEL_REQUIRED = {"name": str, "kind": str, "inputs": list, "outputs": list}
 _KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
     "phase": (str, "forward"), "duration_ns": (int, 0), "workspace": (int, 0), "flops": (int, 0),

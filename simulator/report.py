@@ -7,7 +7,7 @@ timelines and adds the source locations of a capture's kernels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,22 +38,15 @@ class Origins(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """First moment of a step at which memory use is highest.
-
-    Attributes:
-        kernel: index of the kernel that runs (or waits) at the peak.
-        place: its source location; None for a program that was not captured here.
-        kinds: bytes by kind of tensor, and "workspace"; they sum to ``nbytes``.
-        modules: bytes by module path, with the same sum; {} if source locations are unknown.
-    """
+    """First moment of a step at which memory use is highest."""
 
     nbytes: int
-    kernel: int
+    kernel: int  # index of the kernel that runs (or waits) at the peak
     name: str
     phase: Phase
-    place: Place | None
-    kinds: dict[str, int]
-    modules: dict[str, int]
+    place: Place | None  # source location of the kernel; None for a program that was not captured here
+    kinds: dict[str, int]  # bytes by kind of tensor, and "workspace"; they sum to ``nbytes``
+    modules: dict[str, int]  # bytes by module path, with the same sum; {} if source locations are unknown
 
     def __str__(self) -> str:
         return f"{size(self.nbytes)} in {self.moment}"
@@ -83,36 +76,24 @@ class Rerun(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Effect of a plan on a step.
-
-    Attributes:
-        limit: memory limit in bytes.
-        planner: name of the planner; "" without decisions.
-        least_bytes: smallest limit at which the plan is feasible.
-        swapped: swapped tensors and bytes per step, by kind of tensor.
-        rerun: recomputed kernels and their duration, by kind of kernel.
-        iteration_ns: predicted iteration time; ``breakdown`` splits it into parts.
-        floor_ns: certified lower bound of the iteration time at this limit; None: unknown.
-        packed_bytes: memory with a fixed address for every block, under the plan if any.
-        issued: how the step runs ("as one CUDA graph"); "" if it is not executed.
-    """
+    """Effect of a plan on a step."""
 
     program: str
     machine: str
-    limit: int
-    planner: str
+    limit: int  # in bytes
+    planner: str  # "" without decisions
     persistent_bytes: int
-    least_bytes: int
+    least_bytes: int  # smallest limit at which the plan is feasible
     without: Peak
     under: Peak
-    swapped: dict[str, Moved]
-    rerun: dict[str, Rerun]
-    iteration_ns: int
+    swapped: dict[str, Moved]  # swapped tensors and bytes per step, by kind of tensor
+    rerun: dict[str, Rerun]  # recomputed kernels and their duration, by kind of kernel
+    iteration_ns: int  # predicted
     ideal_ns: int
-    breakdown: Breakdown
-    floor_ns: int | None
-    packed_bytes: int
-    issued: str = ""
+    breakdown: Breakdown  # of ``iteration_ns``
+    floor_ns: int | None  # certified lower bound of the iteration time at this limit; None: unknown
+    packed_bytes: int  # memory with a fixed address for every block, under the plan if any
+    issued: str = ""  # how the step runs ("as one CUDA graph"); "" if it is not executed
 
     @property
     def overhead(self) -> float:
@@ -246,14 +227,17 @@ def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[
         At most ``rows`` names, sorted by bytes in the first peak, the smallest merged into one; a column per peak.
     """
     columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
-    return _largest(columns, rows), columns
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
+    if len(keys) > rows:
+        for column in columns:
+            column["(others)"] = sum(column.get(key, 0) for key in keys[rows - 1 :])
+        keys = [*keys[: rows - 1], "(others)"]
+    return keys, columns
 
 
 def _depth(peaks: Sequence[Peak], rows: int) -> int:
-    """Returns the path length at which there are at most ``rows`` modules.
-
-    It is increased while one module has over half of the peak and can be split.
-    """
+    """Returns the path length with at most ``rows`` modules, or more while one has over half of the peak."""
     paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
     depths = range(1, max(map(len, paths)) + 1)
     depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
@@ -267,32 +251,19 @@ def _depth(peaks: Sequence[Peak], rows: int) -> int:
 
 
 def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: defaultdict[str, int] = defaultdict(int)
     for path, nbytes in modules.items():
-        head = ".".join(path.split(".")[:depth])
-        found[head] = found.get(head, 0) + nbytes
-    return found
-
-
-def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
-    """Returns the keys of all columns, sorted by bytes in the first; merges those beyond ``rows`` into one."""
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
-    if len(keys) > rows:
-        for column in columns:
-            column["(others)"] = sum(column.get(key, 0) for key in keys[rows - 1 :])
-        keys = [*keys[: rows - 1], "(others)"]
-    return keys
+        found[".".join(path.split(".")[:depth])] += nbytes
+    return dict(found)
 
 
 def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
     """Yields the lines of a table with one row per key: its name, then its bytes in each column."""
-    name: Callable[[str], str] = lambda key: names.get(key, key)  # noqa: E731
-    width = max(24, *(len(name(key)) for key in keys))
+    width = max(24, *(len(names.get(key, key)) for key in keys))
     heads = ("without a plan", "under the plan")[: len(columns)]
     yield f"{'peak by ' + title:{width}}" + "".join(f"{head:>16}" for head in heads)
     for key in keys:
-        yield f"{name(key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
+        yield f"{names.get(key, key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
 
 
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -300,16 +271,11 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit for all sizes on a page. Sums and differences use the rounded figures.
+    """Unit for all sizes on a page. Sums and differences use the rounded figures."""
 
-    Attributes:
-        nbytes: bytes per unit.
-        digits: decimal places.
-    """
-
-    nbytes: int
+    nbytes: int  # bytes per unit
     name: str
-    digits: int = 2
+    digits: int = 2  # decimal places
 
     @classmethod
     def of(cls, *told: int, apart: Iterable[tuple[int, int]] = ()) -> Unit:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Sharing
+from simulator.job import Cause, Eviction, Job, JobsDeadlock, JobsTimeline, Sharing, merged_curve
 from simulator.job_state import Direction, Gap, Host, JobState, Work, check_jobs, reserved_bytes
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, Swap
@@ -410,8 +410,9 @@ class World:
     def timeline(self) -> JobsTimeline:
         """Returns the timeline of all jobs."""
         end = max((job.left_ns for job in self.states if job.left_ns is not None), default=self.now)
-        ran = [job.timeline() for job in self.states]
-        return JobsTimeline.assemble(self.limit, self.sharing, end, ran, self.order, self.evictions)
+        ran, order = tuple(job.timeline() for job in self.states), tuple(self.order)
+        peak = max(used for _, used in merged_curve(ran, order))
+        return JobsTimeline(self.limit, self.sharing, end, peak, ran, order, tuple(self.evictions))
 
 
 def simulate_jobs(

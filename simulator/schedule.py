@@ -84,31 +84,21 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan lowered for a program.
-
-    Attributes:
-        first: (kernels + 1,) first step of each kernel's pass, or its own step; then the number of steps.
-        returns: Per Swap or Recompute, the kernel that ends its gap; an earlier one than planned if the pass of that
-            kernel swaps the tensor in, or recovers it and keeps it.
-        moved: Per Swap, the block that is swapped out and in.
-        away_at_start: Tensors on the host at the iteration boundary.
-        blocks: Blocks of persistent tensors first, by tensor.
-        resident: (kernels,) bytes in memory before a kernel's pass, with the tensors that the pass waits for.
-        residency: (kernels,) planned residency: bytes that a kernel and its pass need at least.
-        on_host: (kernels,) bytes that the host holds for the plan at a kernel.
-    """
+    """A plan lowered for a program."""
 
     program: Program  # with the plan's variants applied
     plan: Plan
     steps: tuple[Step, ...]
-    first: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    first: tuple[int, ...]  # (kernels + 1,) first step of each kernel's pass, or its own step; then number of steps
+    blocks: tuple[Block, ...]  # those of persistent tensors first, by tensor
+    # Kernel that ends each gap; an earlier one than planned if the pass of that kernel swaps the tensor in, or recovers
+    # it and keeps it.
     returns: dict[Swap | Recompute, int]
-    moved: dict[Swap, int]
-    away_at_start: frozenset[int]
-    resident: tuple[int, ...]
-    residency: tuple[int, ...]
-    on_host: tuple[int, ...]
+    moved: dict[Swap, int]  # the block that is swapped out and in
+    away_at_start: frozenset[int]  # tensors on the host at the iteration boundary
+    resident: tuple[int, ...]  # (kernels,) bytes before a kernel's pass, with the tensors that the pass waits for
+    residency: tuple[int, ...]  # (kernels,) planned residency: bytes that a kernel and its pass need at least
+    on_host: tuple[int, ...]  # (kernels,) bytes that the host holds for the plan at a kernel
 
     def step_of(self, k: int) -> int:
         """Returns the index of kernel k's own step."""
@@ -459,10 +449,7 @@ class _Walk:
 
 
 def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:
-    """Returns the bytes that the host holds at each kernel.
-
-    A copy is held from its issue until the tensor is swapped in, or until the next gap that reuses the copy.
-    """
+    """Returns the bytes that the host holds at each kernel (choice h)."""
     n = len(program.kernels)
     change = [0] * (2 * n + 1)  # kernels of this iteration, then of the next
     of: dict[int, list[Swap]] = {}

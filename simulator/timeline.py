@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from simulator.files import FormatError, fields, integers, load_json, write_json
+from simulator.files import FormatError, fields, integers, keys_of, load_json, write_json
 from simulator.program import Program
 
 FORMAT = "timeline/2"
@@ -121,18 +122,17 @@ class Timeline:
             used += event.nbytes
             if used > most:
                 most, last = used, i
-        held: dict[int, int] = {}
+        held: Counter[int] = Counter()
         for event in self.events[: last + 1]:
-            held[event.owner] = held.get(event.owner, 0) + event.nbytes
+            held[event.owner] += event.nbytes
         return self.events[last].time_ns if self.events else 0, {owner: n for owner, n in held.items() if n}
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Returns the bytes in use at the first peak, summed by the kind that ``kind_of`` returns for each owner."""
-        at_peak: dict[str, int] = {}
+        at_peak: Counter[str] = Counter()
         for owner, nbytes in self.peak[1].items():
-            kind = kind_of(owner)
-            at_peak[kind] = at_peak.get(kind, 0) + nbytes
-        return at_peak
+            at_peak[kind_of(owner)] += nbytes
+        return dict(at_peak)
 
     def running(self, time_ns: int) -> Span:
         """Returns the span that the compute stream executes at ``time_ns``, else the last before, else the first."""
@@ -188,27 +188,11 @@ class Timeline:
 
         busy = {kind: inside((s.start_ns, s.end_ns) for s in spans if s.kind == kind) for kind in SPAN_KINDS}
         memory, data, issue = (inside((s, e) for s, e, why in stalls if why == cause) for cause in CAUSES)
-        return cls(
-            program=program.name,
-            limit=limit,
-            iteration_ns=end - begin,
-            ideal_ns=program.ideal_ns,
-            peak_bytes=max(used for _, used in memory_curve(events, events_until[0])),
-            required_bytes=required,
-            breakdown=Breakdown(
-                compute_ns=busy["kernel"],
-                recompute_ns=busy["recompute"],
-                stall_memory_ns=memory,
-                stall_data_ns=data,
-                overlapped_transfer_ns=busy["swap_out"] + busy["swap_in"] - memory - data,
-                stall_issue_ns=issue,
-            ),
-            boundaries=tuple(boundaries),
-            spans=tuple(spans),
-            events=tuple(events),
-            events_until=tuple(events_until),
-            period=period,
-        )
+        overlapped = busy["swap_out"] + busy["swap_in"] - memory - data
+        parts = Breakdown(busy["kernel"], busy["recompute"], memory, data, overlapped, issue)
+        peak = max(used for _, used in memory_curve(events, events_until[0]))
+        records = tuple(boundaries), tuple(spans), tuple(events), tuple(events_until)
+        return cls(program.name, limit, end - begin, program.ideal_ns, peak, required, parts, *records, period)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the ``timeline/2`` dictionary; ``period`` is left out if 1, ``stall_issue_ns`` if 0."""
@@ -229,16 +213,11 @@ class Timeline:
         Raises:
             FormatError: An entry is malformed; the message names the first.
         """
-        integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
-        rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "events": list}
-        rest["events_until"] = list
-        top = fields(data, "timeline", {**integer, **rest}, {"period": (int, 1)})
+        required, optional = keys_of(cls)
+        top = fields(data, "timeline", {"format": str, **required}, optional)
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
-        wanted = dict.fromkeys(Breakdown.__dataclass_fields__, int)
-        del wanted["stall_issue_ns"]
-        parts = fields(top["breakdown"], "breakdown", wanted, {"stall_issue_ns": (int, 0)})
-        top["breakdown"] = Breakdown(**parts)
+        top["breakdown"] = Breakdown(**fields(top["breakdown"], "breakdown", *keys_of(Breakdown)))
         for name in ("boundaries", "events_until"):
             top[name] = integers(top[name], name)
         top["events"] = tuple(BlockEvent(*integers(e, f"events[{i}]", length=4)) for i, e in enumerate(top["events"]))

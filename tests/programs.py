@@ -33,8 +33,3 @@ def work(timeline: Timeline, *kinds: str) -> list[tuple[int, int, int]]:
 def compute(timeline: Timeline) -> list[tuple[int, int, int]]:
     """Returns (kernel, start, end) of kernels and recomputations."""
     return work(timeline, "kernel", "recompute")
-
-
-def lasts(timeline: Timeline) -> list[int]:
-    """Returns the durations of the kernels in ns, in order."""
-    return [end - start for _, start, end in work(timeline, "kernel")]

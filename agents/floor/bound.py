@@ -9,17 +9,15 @@ optimistic, so no plan beats its optimum. The bound is computed from the dual so
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.floor.groups import Groups
 from agents.floor.lp import Linear, Row, Solver, Terms
 from agents.floor.reruns import Past, Reruns
-from agents.floor.transfers import Transfers
+from agents.floor.transfers import Groups, Transfers
 from simulator.machine import Machine
 from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program
@@ -94,13 +92,12 @@ def floor(
     if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
         raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
-    live_bytes = np.array(program.live_bytes, dtype=np.int64)
-    nbytes = [t.nbytes for t in program.tensors]
+    live_bytes, nbytes = np.array(program.live_bytes, np.int64), [t.nbytes for t in program.tensors]
     past, n = Past(program), len(program.kernels)
     possible = [g for g in program.gaps(1) if mode != "recompute" or past.away(g)]
+    ends = [g.before if mode != "recompute" else past.away(g).stop for g in possible]
     size = np.array([nbytes[g.tensor] for g in possible], np.int64)
-    where = np.array([(g.after, g.before if mode != "recompute" else past.away(g).stop) for g in possible], np.int64)
-    where = where.reshape(-1, 2)
+    where = np.array([(g.after, end) for g, end in zip(possible, ends, strict=True)], np.int64).reshape(-1, 2)
     lowest = residency(live_bytes, where, size)
     least = _least(sorted(size.tolist(), reverse=True), max_gaps)
     gaps, rest = [g for g in possible if nbytes[g.tensor] >= least], size < least
@@ -130,7 +127,7 @@ def floor(
             solution = solver.cut(problem.knapsacks, round(ROUNDS * part * ("cuts" in families)), WORK)
             if solution is not None:
                 nodes = round(NODES * part * ("branching" in families))
-                solution = solver.branch(solution, problem.whole(), nodes, WORK)
+                solution = solver.branch(solution, problem.whole, nodes, WORK)
                 if solution.bound * problem.tick < 1:  # recomputation cannot reduce it further
                     break
     except TimeoutError:
@@ -152,11 +149,12 @@ def _least(sizes: list[int], most: int) -> int:
     """
     if len(sizes) <= most:
         return 1
-    some = [b for b in sizes[:most] if b > sizes[most]]
-    more = [b for b in sizes if b >= sizes[most]]
-    if not some or (len(some) < most / 2 and len(more) <= 1.5 * most):
-        return sizes[most] if some else sizes[0]
-    return some[-1]
+    next_size = sizes[most]
+    larger = [b for b in sizes if b > next_size]
+    if not larger:
+        return next_size
+    keeps_next = len(larger) < most / 2 and len(larger) + sizes.count(next_size) <= 1.5 * most
+    return next_size if keeps_next else larger[-1]
 
 
 class _Problem:
@@ -174,62 +172,37 @@ class _Problem:
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Scales bytes and times so that coefficients are near 1.
         byte, self.tick = most / 8, max(program.ideal_ns, machine.d2h_ns(most)) / 1000
-        self.program, self.lp, self.gaps = program, Linear(), gaps
-        self.transfers: Transfers | None = None
+        self.lp, self.gaps, self.swap = Linear(), gaps, list[int]()
         self.reruns: Reruns | None = None
+        # Of mode recompute: memory rows in 0/1 columns, and sums of columns that are integers in every plan, with their
+        # weights in branching.
+        self.knapsacks: list[Row] = []
+        self.whole: list[tuple[Terms, float]] = []
         if mode != "swap":
             self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte, families)
-        self.knapsacks: list[Row] = []
         if mode == "recompute" and self.reruns is not None:
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))
             for terms, constant in loads.values():
                 self.lp.row(terms, limit / byte - constant)
-                self.knapsacks.append(self._expanded(terms, limit / byte - constant))
+                self.knapsacks.append((self.reruns.expanded(terms), limit / byte - constant))
             for (_, w), column in self.reruns.again.items():
                 self.lp.cost[column] = program.kernels[w].duration_ns / self.tick
+            self.whole = self.reruns.whole(self.tick)
             return
         groups = Groups(program, most_groups, [a for a, _ in self.reruns.windows] if self.reruns is not None else [])
         rows = groups.heaviest(live_bytes, lowest, limit)
-        if self.reruns is None:
-            loads = {k: ([], float(live_bytes[k]) / byte) for k in rows}
-        else:
-            loads = self.reruns.load(set(rows))
-        self.transfers = Transfers(
+        loads = {k: ([], float(live_bytes[k]) / byte) for k in rows} if self.reruns is None else self.reruns.load(rows)
+        self.swap = Transfers(
             self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick, families
-        )
-
-    def _expanded(self, terms: Terms, right: float) -> Row:
-        """Rewrites the memory row of a kernel in 0/1 columns of held versions."""
-        sums: dict[int, float] = defaultdict(float)
-        totals = self.reruns.totals if self.reruns is not None else {}
-        for c, f in terms:
-            for d, g in totals.get(c, [(c, 1.0)]):
-                sums[d] += f * g
-        return [(c, f) for c, f in sums.items() if abs(f) > 1e-12], right
-
-    def whole(self) -> list[tuple[Terms, float]]:
-        """Returns sums of columns that are integers in every plan, with their branching weights.
-
-        The sums are the number of recomputations of each kernel, and whether each version is held.
-        """
-        found: list[tuple[Terms, float]] = []
-        runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        if self.reruns is not None:
-            for (_, w), column in self.reruns.again.items():
-                runs[w].append((column, 1.0))
-            found += [(terms, 1e3 * self.program.kernels[w].duration_ns / self.tick) for w, terms in runs.items()]
-            for columns in (self.reruns.kept, self.reruns.back):
-                found += [([(c, 1.0)], self.reruns.size(i)) for (_, i), c in columns.items()]
-        return found
+        ).swap
 
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns float64[m] twice: the fraction of each gap's tensor that is swapped, and that is recomputed."""
-        m = len(self.gaps)
-        swapped = np.clip(x[self.transfers.swap], 0, 1) if self.transfers is not None else np.zeros(m)
-        away = np.zeros(m)
-        reruns = self.reruns
-        for i, gap in enumerate(self.gaps if reruns is not None else []):
-            if reruns is not None and (v := reruns.version_in(gap)) >= 0 and reruns.droppable[v]:
-                found = reruns.absent(v, gap)
+        swapped, away, reruns = np.zeros(len(self.gaps)), np.zeros(len(self.gaps)), self.reruns
+        if self.swap:
+            swapped = np.clip(x[self.swap], 0, 1)
+        if reruns is not None:
+            for i, gap in enumerate(self.gaps):
+                found = reruns.absent(gap)
                 away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in found)])
         return swapped, np.minimum(away, 1 - swapped)

@@ -23,10 +23,9 @@ ENOUGH = 1e-4  # fraction of the bound: cutting stops below this gain per round
 BROKEN = 1e-7  # violation tolerance of rows
 WHOLE = 1e-5  # integrality tolerance
 FINE = 20.0  # penalty of a violated sum, in units of the root bound
-OPTIONS: dict[str, bool | int | float | str] = {
-    "output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": 1,  # devex
-    "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9,
-}  # fmt: skip
+DEVEX = 1  # simplex_dual_edge_weight_strategy
+TOLERANCES = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
+OPTIONS = {"output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": DEVEX, **TOLERANCES}
 
 Terms = Sequence[tuple[int, float]]  # (column, coefficient)
 Row = tuple[Terms, float]  # sum of coefficient x column <= right side
@@ -55,11 +54,9 @@ class Linear:
         self.upper.append(upper)
         return len(self.cost) - 1
 
-    def many(self, count: int, upper: float = 1.0, cost: float = 0.0) -> NDArray[np.int64]:
+    def many(self, count: int, upper: float = 1.0) -> list[int]:
         """Adds ``count`` columns."""
-        self.cost += [cost] * count
-        self.upper += [upper] * count
-        return np.arange(len(self.cost) - count, len(self.cost))
+        return [self.new(upper) for _ in range(count)]
 
     def row(self, terms: Iterable[tuple[int, float]], right: float) -> None:
         """Adds sum(coefficient * column) <= right."""
@@ -81,12 +78,9 @@ class Solver:
     def __init__(self, linear: Linear, until: float = np.inf) -> None:
         import highspy
 
-        self.cost, self.upper = np.array(linear.cost), np.array(linear.upper)
-        equations, right = matrix_of(linear.equations, len(self.cost))
-        rows, most = matrix_of(linear.rows, len(self.cost))
-        self._matrices = [equations, rows]
-        self.low = np.concatenate([right, np.full(len(most), -np.inf)])
-        self.high = np.concatenate([right, most])
+        self.cost, self.upper, count = np.array(linear.cost), np.array(linear.upper), len(linear.equations)
+        self.matrix, self.high = matrix_of([*linear.equations, *linear.rows], len(self.cost))
+        self.low = np.concatenate([self.high[:count], np.full(len(linear.rows), -np.inf)])
         self._until = until
         self.work = 0.0  # steps of the simplex times rows, so far
         self._highs = highspy.Highs()
@@ -96,47 +90,27 @@ class Solver:
         lp.num_col_, lp.num_row_ = len(self.cost), len(self.low)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = self.cost, np.zeros_like(self.upper), self.upper
         lp.row_lower_, lp.row_upper_ = self.low, self.high
-        matrix = self._stacked()
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+        part, matrix = lp.a_matrix_, self.matrix
+        part.format_ = highspy.MatrixFormat.kRowwise
+        part.start_, part.index_, part.value_ = matrix.indptr, matrix.indices, matrix.data
         self._highs.passModel(lp)
-        self._rarely, self._most = matrix_of(linear.rarely, len(self.cost))
-        self._asleep = np.arange(len(self._most))  # rarely binding rows not in the program yet
+        self._rarely, self._most = matrix_of(linear.rarely, len(self.cost))  # rarely binding rows not added yet
 
-    def _stacked(self) -> csr_matrix:
-        from scipy.sparse import vstack
-
-        if len(self._matrices) > 1:
-            self._matrices = [vstack(self._matrices, format="csr")]
-        return self._matrices[0]
-
-    def column(self, upper: float, cost: float) -> int:
+    def _column(self, upper: float, cost: float) -> int:
         """Adds a column with bounds 0 and ``upper``, in no row yet."""
-        from scipy.sparse import csr_matrix
-
-        matrix = self._stacked()
         self._highs.addCol(cost, 0.0, upper, 0, np.empty(0, np.int32), np.empty(0))
         self.cost, self.upper = np.append(self.cost, cost), np.append(self.upper, upper)
-        shape = (matrix.shape[0], len(self.cost))
-        self._matrices = [csr_matrix((matrix.data, matrix.indices, matrix.indptr), shape=shape)]
+        self.matrix.resize(len(self.low), len(self.cost))
         return len(self.cost) - 1
 
-    def rows(self, rows: Sequence[Row]) -> int:
-        """Adds rows and returns the index of the first."""
-        self._append(*matrix_of(rows, len(self.cost)))
-        return len(self.low) - len(rows)
+    def _rows(self, matrix: csr_matrix, right: NDArray[np.float64]) -> None:
+        """Adds the rows matrix @ x <= right."""
+        from scipy.sparse import vstack
 
-    def _append(self, matrix: csr_matrix, right: NDArray[np.float64]) -> None:
-        low = np.full(len(right), -np.inf)
-        start = matrix.indptr[:-1].astype(np.int32)
+        low, start = np.full(len(right), -np.inf), matrix.indptr[:-1].astype(np.int32)
         self._highs.addRows(len(right), low, right, matrix.nnz, start, matrix.indices, matrix.data)
-        self._matrices.append(matrix)
+        self.matrix = vstack([self.matrix, matrix], format="csr")
         self.low, self.high = np.concatenate([self.low, low]), np.concatenate([self.high, right])
-
-    def right(self, row: int, right: float) -> None:
-        """Replaces the right side of a row."""
-        self.high[row] = right
-        self._highs.changeRowBounds(row, -np.inf, right)
 
     def optimum(self) -> Solution | None:
         """Returns the optimum, or None if the program is infeasible.
@@ -147,14 +121,12 @@ class Solver:
             RuntimeError: the solver failed.
         """
         found = self._optimum()
-        while found is not None and len(self._asleep):
-            off = self._rarely[self._asleep] @ found.x[: self._rarely.shape[1]] - self._most[self._asleep]
-            broken = off > BROKEN
+        while found is not None:
+            broken = self._rarely @ found.x[: self._rarely.shape[1]] - self._most > BROKEN
             if not broken.any():
                 break
-            new = self._asleep[broken]
-            self._asleep = self._asleep[~broken]
-            self._append(self._rarely[new], self._most[new])
+            self._rows(self._rarely[broken], self._most[broken])
+            self._rarely, self._most = self._rarely[~broken], self._most[~broken]
             before, found = found.bound, self._optimum()
             if found is not None and found.bound < before + ENOUGH * abs(before):
                 break
@@ -175,8 +147,7 @@ class Solver:
             raise TimeoutError
         found = self._highs.getSolution()
         if not found.dual_valid:
-            said = self._highs.modelStatusToString(status)
-            raise RuntimeError(f"HiGHS failed to solve the floor's linear program: {said}")
+            raise RuntimeError(f"HiGHS failed on the floor's linear program: {self._highs.modelStatusToString(status)}")
         return Solution(self.bound(np.array(found.row_dual)), np.array(found.col_value))
 
     def bound(self, multipliers: NDArray[np.float64]) -> float:
@@ -186,7 +157,7 @@ class Solver:
         """
         side = np.where(multipliers > 0, self.low, self.high)
         y = np.where(np.isfinite(side), multipliers, 0.0)
-        reduced = self.cost - self._stacked().T @ y
+        reduced = self.cost - self.matrix.T @ y
         return float((y * np.where(np.isfinite(side), side, 0.0)).sum() + (np.minimum(reduced, 0.0) * self.upper).sum())
 
     def cut(self, knapsacks: Sequence[Row], rounds: int, work: float = np.inf) -> Solution | None:
@@ -201,12 +172,11 @@ class Solver:
         for _ in range(rounds):
             if found is None or self.work > work:
                 break
-            new = [row for row in (rounded(row, found.x) for row in knapsacks) if row is not None]
+            new = [cut for row in knapsacks if (cut := rounded(row, found.x)) is not None]
             if not new:
                 break
-            before = found.bound
-            self.rows(new)
-            found = self.optimum()
+            self._rows(*matrix_of(new, len(self.cost)))
+            before, found = found.bound, self.optimum()
             if found is None or found.bound < before + ENOUGH * max(1.0, abs(before)):
                 break
         return found
@@ -227,10 +197,9 @@ class Solver:
 
         if nodes <= 0 or not whole:
             return root
-        slack = self.column(1.0, FINE * max(1.0, root.bound))
+        slack = self._column(1.0, FINE * max(1.0, root.bound))
         root = Solution(root.bound, np.append(root.x, 0.0))
-        matrix, _ = matrix_of([(terms, 0.0) for terms, _ in whole], len(self.cost))
-        weight = np.array([w for _, w in whole])
+        matrix, weight = matrix_of(whole, len(self.cost))
         count = itertools.count()
         pairs: dict[int, int] = {}  # sum: index of its upper-bound row; the next row is its lower bound
         limits: dict[int, float] = {}  # right sides of the currently active branching rows
@@ -245,14 +214,16 @@ class Solver:
             terms, low = whole[i][0], float(np.floor(sums[i]))
             if i not in pairs:
                 off_by = (slack, -float(len(terms)) - 1)
-                pairs[i] = self.rows([([*((c, s * f) for c, f in terms), off_by], np.inf) for s in (1.0, -1.0)])
+                pairs[i] = len(self.low)
+                both: list[Row] = [([*((c, s * f) for c, f in terms), off_by], np.inf) for s in (1.0, -1.0)]
+                self._rows(*matrix_of(both, len(self.cost)))
             heapq.heappop(leaves)
-            for side, right in ((0, low), (1, -low - 1)):
-                row = pairs[i] + side
+            for row, right in ((pairs[i], low), (pairs[i] + 1, -low - 1)):
                 child = {**rights, row: min(right, rights.get(row, np.inf))}
                 for k in limits.keys() | child.keys():
                     if limits.get(k) != child.get(k):
-                        self.right(k, child.get(k, np.inf))
+                        self.high[k] = child.get(k, np.inf)
+                        self._highs.changeRowBounds(k, -np.inf, self.high[k])
                 limits = child
                 # Warm start from the parent's optimum; rows added since are non-binding in it.
                 basis.row_status += [HighsBasisStatus.kBasic] * (len(self.low) - len(basis.row_status))

@@ -12,11 +12,11 @@ Source: "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerializati
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,21 +29,33 @@ MANY = 1900  # versions above which the number of cells is reduced
 FINE = 2000  # kernels x versions up to which each kernel has its own window
 
 
-class Version:
-    """Data that kernel ``writer`` wrote to tensor ``tensor``.
+class Version(NamedTuple):
+    """Data that kernel ``writer`` wrote to tensor ``tensor``."""
 
-    Attributes:
-        uses: kernels of the program that need it, ascending: readers and the next writer.
-        overwritten: the next writer; the number of kernels if none.
-    """
+    tensor: int
+    writer: int
+    overwritten: int  # the next writer; the number of kernels if none
+    uses: list[int]  # kernels of the program that need it, ascending: readers and the next writer
 
-    def __init__(self, program: Program, tensor: int, writer: int) -> None:
-        self.tensor, self.writer = tensor, writer
-        writes, n = program.writes[tensor], len(program.kernels)
-        i = bisect_left(writes, writer) + 1
-        self.overwritten = writes[i] if i < len(writes) else n
-        self.uses = [k for k in program.accesses[tensor] if writer < k <= self.overwritten]
-        self.ends = self.uses[-1] if self.uses else writer  # last kernel that needs it
+    @property
+    def ends(self) -> int:
+        """Last kernel that needs it."""
+        return self.uses[-1] if self.uses else self.writer
+
+    @property
+    def spans(self) -> Iterable[tuple[int, int]]:
+        """Pairs of consecutive kernels that write or need it."""
+        return pairwise([self.writer, *self.uses])
+
+
+def versions_of(program: Program, least: int) -> list[Version]:
+    """Returns the versions of non-persistent tensors of at least ``least`` bytes."""
+    found = []
+    for x, tensor in enumerate(program.tensors):
+        if not tensor.persistent and tensor.nbytes >= least:
+            for w, after in pairwise([*program.writes[x], len(program.kernels)]):
+                found.append(Version(x, w, after, [k for k in program.accesses[x] if w < k <= after]))
+    return found
 
 
 class Past:
@@ -63,15 +75,9 @@ class Past:
             for x in kernel.inputs:
                 changed = [w for w in program.writes[x] if w >= k] if program.tensors[x].persistent else []
                 if changed:
-                    writer = self.version(x, k)
+                    writer = program.version(x, k)
                     end = min(end, max(changed[0], self.until[writer] if writer >= 0 else k))
             self.until.append(max(k, min([end, *(self.until[w] for w in self.earlier(k))])))
-
-    def version(self, tensor: int, kernel: int) -> int:
-        """Returns the writer of the version of ``tensor`` that ``kernel`` finds; -1: the previous iteration."""
-        writes = self.program.writes[tensor]
-        i = bisect_left(writes, kernel)
-        return writes[i - 1] if i else -1
 
     def earlier(self, kernel: int) -> list[int]:
         """Returns the earlier writer of the same tensor that must be recomputed with ``kernel``, if any.
@@ -80,14 +86,14 @@ class Past:
         program does not model which outputs are needed.
         """
         outputs = {x for x in self.program.kernels[kernel].outputs if not self.program.tensors[x].persistent}
-        writers = {self.version(x, kernel) for x in outputs}
+        writers = {self.program.version(x, kernel) for x in outputs}
         return sorted(writers) if len(writers) == 1 and -1 not in writers else []
 
     def away(self, gap: Gap) -> range:
         """Returns the kernels at which recomputation can have a gap's tensor evicted."""
         if self.program.tensors[gap.tensor].persistent or gap.after >= gap.before:
             return range(0)
-        return range(gap.after + 1, min(gap.before, self.until[self.version(gap.tensor, gap.after + 1)]))
+        return range(gap.after + 1, min(gap.before, self.until[self.program.version(gap.tensor, gap.after + 1)]))
 
 
 class Reruns:
@@ -118,19 +124,15 @@ class Reruns:
         cells: int, byte: float, families: Collection[str],
     ) -> None:  # fmt: skip
         self.lp, self.program, self.limit = lp, program, limit
-        self.byte, self.past = byte, Past(program)
-        self.n = len(program.kernels)
-        self.live_bytes = live_bytes
-        self.versions = [
-            Version(program, x, w) for x, tensor in enumerate(program.tensors)
-            if not tensor.persistent and tensor.nbytes >= least for w in program.writes[x]
-        ]  # fmt: skip
+        self.byte, self.past, self.n, self.live_bytes = byte, Past(program), len(program.kernels), live_bytes
+        self.versions = versions_of(program, least)
+        self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.at = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
         for count in range(parts, 0, -1):
             self.windows = self._windows(count)
-            self.window_of: NDArray[np.int64] = np.full(self.n, -1)
+            self.window_of = [-1] * self.windows[0][0]
             for j, (begin, end) in enumerate(self.windows):
-                self.window_of[begin:end] = j
+                self.window_of += [j] * (end - begin)
             if self._cells() <= cells * min(1.0, MANY / max(len(self.versions), 1)):
                 break
         self.again: dict[tuple[int, int], int] = {}
@@ -170,8 +172,8 @@ class Reruns:
 
     def _cells(self) -> int:
         """Returns the number of pairs of a window and a version that the program needs in it."""
-        spans = [(int(self.window_of[v.writer]), int(self.window_of[v.ends])) for v in self.versions]
-        return sum(end - max(begin, 0) for begin, end in spans if end > begin)
+        spans = [(max(self.window_of[v.writer], 0), self.window_of[v.ends]) for v in self.versions]
+        return sum(end - begin for begin, end in spans if end > begin)
 
     def can(self, j: int, w: int) -> bool:
         """Returns whether kernel w can be recomputed before a kernel of window j."""
@@ -198,12 +200,10 @@ class Reruns:
     def _version(self, i: int) -> None:
         """Adds the columns kept[j, v] and back[j, v] of version i."""
         v, lp = self.versions[i], self.lp
-        begin = int(self.window_of[v.writer])
-        last = int(self.window_of[self._until(i, self.wanted)])
+        begin, ends = max(self.window_of[v.writer], 0), self.window_of[v.ends]
         fixed = not self.droppable[i]
-        ends = int(self.window_of[v.ends])
-        over = int(self.window_of[v.overwritten]) if v.overwritten < self.n else -1
-        for j in range(max(begin, 0), last):
+        over = self.window_of[v.overwritten] if v.overwritten < self.n else -1
+        for j in range(begin, self.window_of[self._until(i, self.wanted)]):
             if fixed and j < ends:
                 continue
             if j != over:  # an overwritten version cannot be held
@@ -213,15 +213,15 @@ class Reruns:
                 lp.row([(self.back[j, i], 1), (self.runs(j, v.writer), -1)], 0)
                 if j != over:
                     lp.row([(self.back[j, i], 1), (self.kept[j, i], 1)], 1)
-            if j > max(begin, 0) and j != over:
+            if j > begin and j != over:
                 terms, constant = self.held(j, i)
                 lp.row([(self.kept[j, i], 1), *((c, -x) for c, x in terms)], constant)
         if not fixed:
-            for j in sorted({int(self.window_of[k]) for k in v.uses}):
-                if j > max(begin, 0):
+            for j in sorted({self.window_of[k] for k in v.uses}):
+                if j > begin:
                     self._need(j, i, [], -1.0, partial(self._again, j))
-            for a, b in pairwise([v.writer, *v.uses]):
-                j = int(self.window_of[b])
+            for a, b in v.spans:
+                j = self.window_of[b]
                 if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can(j, v.writer):
                     self.between[i, b] = lp.new()
                     lp.row([(self.between[i, b], 1), (self.runs(j, v.writer), -1)], 0)
@@ -230,10 +230,9 @@ class Reruns:
     def droppable(self) -> list[bool]:
         """Whether each version can be evicted between two of its uses and recomputed in a window."""
         return [
-            any(b - a > 1 and self.past.until[v.writer] > a + 1 and self.window_of[b] >= 0
-                for a, b in pairwise([v.writer, *v.uses]))
+            any(b - a > 1 and self.past.until[v.writer] > a + 1 and self.window_of[b] >= 0 for a, b in v.spans)
             for v in self.versions
-        ]  # fmt: skip
+        ]
 
     def held(self, j: int, i: int) -> tuple[Terms, float]:
         """Returns whether version i is held at the start of window j, as terms and a constant."""
@@ -266,7 +265,7 @@ class Reruns:
         """Requires inputs of a recomputed kernel w (``one``) to be held at the start of window j or recomputed."""
         program = self.program
         for x in dict.fromkeys(program.kernels[w].inputs):
-            writer = self.past.version(x, w)
+            writer = program.version(x, w)
             if program.tensors[x].persistent:
                 if any(w <= k < self.windows[j][0] for k in program.writes[x]):
                     self.lp.row([(one, 1), *again(writer)], 0)
@@ -301,14 +300,6 @@ class Reruns:
             w = pending.pop()
             self._inputs(j, w, later[w], again)
 
-    @cached_property
-    def _of_window(self) -> list[list[int]]:
-        """Versions that are kept or recomputed in each window."""
-        found: list[set[int]] = [set() for _ in self.windows]
-        for j, i in (*self.kept, *self.back):
-            found[j].add(i)
-        return [sorted(versions) for versions in found]
-
     def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
         """Returns the minimum memory at each kernel, as terms and a constant in the program's units.
 
@@ -317,15 +308,16 @@ class Reruns:
         too.
         """
         found: dict[int, tuple[Terms, float]] = {}
-        size = [t.nbytes / self.byte for t in self.program.tensors]
-        free = self._droppable_bytes()
+        size, free = self.size, self._droppable_bytes()
+        of_window: list[list[int]] = [[] for _ in self.windows]  # versions that are kept or recomputed in each window
+        for j, i in sorted({*self.kept, *self.back}):
+            of_window[j].append(i)
         for j, (begin, end) in enumerate(self.windows):
             over = [k for k in range(begin, end) if k in kernels]
             if not over:
                 continue
-            total = self.lp.new(sum(size[v.tensor] for v in self.versions))
-            held = [i for i in self._of_window[j] if (j, i) in self.kept]
-            whole = [(self.kept[j, i], size[self.versions[i].tensor]) for i in held]
+            total = self.lp.new(sum(size))
+            whole = [(self.kept[j, i], size[i]) for i in of_window[j] if (j, i) in self.kept]
             self.lp.row([*whole, (total, -1.0)], 0)
             self.totals[total] = whole
             inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
@@ -338,43 +330,55 @@ class Reruns:
                     later = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
                     in_life = used or later >= 0 or k < v.writer or (not droppable and k <= v.ends)
                     if (j, i) in self.kept and in_life:
-                        terms[self.kept[j, i]] = -size[v.tensor]
+                        terms[self.kept[j, i]] = -size[i]
                     if later >= 0 and droppable:
-                        constant += size[v.tensor]
+                        constant += size[i]
                         if (i, later) in self.between:
-                            terms[self.between[i, later]] = -size[v.tensor]
-                    if k == end - 1 and not used and (j, i) in self.back:
-                        terms[self.back[j, i]] = size[v.tensor]
-                if k == end - 1:
-                    for i in self._of_window[j]:
-                        if (j, i) in self.back and i not in inside:
-                            terms[self.back[j, i]] = size[self.versions[i].tensor]
-                found[k] = ([(c, f) for c, f in terms.items()], constant)
+                            terms[self.between[i, later]] = -size[i]
+                for i in of_window[j] if k == end - 1 else ():
+                    if (j, i) in self.back and k != self.versions[i].writer and k not in self.versions[i].uses:
+                        terms[self.back[j, i]] = size[i]
+                found[k] = (list(terms.items()), constant)
         return found
 
-    def size(self, i: int) -> float:
-        """Returns the size of version i in the program's unit."""
-        return self.program.tensors[self.versions[i].tensor].nbytes / self.byte
+    def expanded(self, terms: Terms) -> Terms:
+        """Rewrites the memory at a kernel in 0/1 columns of held versions."""
+        sums: dict[int, float] = defaultdict(float)
+        for c, f in terms:
+            for d, g in self.totals.get(c, [(c, 1.0)]):
+                sums[d] += f * g
+        return [(c, f) for c, f in sums.items() if abs(f) > 1e-12]
 
-    def version_in(self, gap: Gap) -> int:
-        """Returns the version that a gap's tensor holds during the gap; -1 if it has no columns."""
-        return self.at.get((gap.tensor, self.past.version(gap.tensor, gap.after + 1)), -1)
+    def whole(self, tick: float) -> list[tuple[Terms, float]]:
+        """Returns sums that are integers in every plan, weighted: recomputations per kernel, and each held version."""
+        runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for (_, w), column in self.again.items():
+            runs[w].append((column, 1.0))
+        found: list[tuple[Terms, float]] = []
+        found += [(terms, 1e3 * self.program.kernels[w].duration_ns / tick) for w, terms in runs.items()]
+        for (_, i), c in (*self.kept.items(), *self.back.items()):
+            found.append(([(c, 1.0)], self.size[i]))
+        return found
 
-    def absent(self, i: int, gap: Gap) -> list[tuple[int, int, int]]:
-        """Returns the columns that describe whether version i is evicted in ``gap``, per window.
+    def absent(self, gap: Gap) -> list[tuple[int, int, int]]:
+        """Returns the columns that describe whether recomputation has a gap's tensor evicted, per window.
 
         Returns:
             (window, column, sign): sign 1 if the column means "evicted", -1 if it means "held".
         """
-        last = int(self.window_of[gap.before])
-        first = max(int(self.window_of[gap.after + 1]), 0)
-        found = [(j, self.kept[j, i], -1) for j in range(first, last) if (j, i) in self.kept]
-        return [*found, *((last, self.between[i, k], 1) for k in (gap.before,) if (i, k) in self.between)]
+        i = self.at.get((gap.tensor, self.program.version(gap.tensor, gap.after + 1)), -1)
+        if i < 0 or not self.droppable[i]:
+            return []
+        first, last, between = self.window_of[gap.after + 1], self.window_of[gap.before], (i, gap.before)
+        found = [(j, self.kept[j, i], -1) for j in range(max(first, 0), last) if (j, i) in self.kept]
+        if between in self.between:
+            found.append((last, self.between[between], 1))
+        return found
 
     def _droppable_bytes(self) -> NDArray[np.int64]:
         """Returns int64[n]: bytes of droppable versions that a kernel does not use, within their lifetimes."""
         some = [v for v, droppable in zip(self.versions, self.droppable, strict=True) if droppable]
-        idle = [(v, pair) for v in some for pair in pairwise([v.writer, *v.uses])]
+        idle = [(v, pair) for v in some for pair in v.spans]
         nbytes = np.array([self.program.tensors[v.tensor].nbytes for v, _ in idle], np.int64)
         where = np.array([pair for _, pair in idle], np.int64).reshape(-1, 2)
         return -residency(np.zeros(self.n, np.int64), where, nbytes)

@@ -15,13 +15,12 @@ use, A those that left before their gap opened, at the start (1) and the end (2)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.floor.groups import Groups
-from agents.floor.lp import Linear, Terms
+from agents.floor.lp import Linear, Row, Terms
 from agents.floor.reruns import Reruns
 from simulator.machine import ALONE, Machine
 from simulator.program import Gap, Program
@@ -29,7 +28,68 @@ from simulator.program import Gap, Program
 CLASSES = 3
 ALIKE = 0.001  # fraction of the total transfer time: tolerated loss by too few classes
 SLOW = 2.0  # cap on time per byte, relative to the largest tensor's
+MIXTURES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of all resident and all evicted, at which the heaviest kernels are found
 WHOLE = 0.02  # fraction of the ideal time: faster transfers get no rows in ``_whole_tensors``
+
+
+class Groups:
+    """Consecutive kernels merged into about ``most`` groups, so that the floor of large programs is solved in seconds.
+
+    A group of one kernel is exact: the compute stream waits, then the kernel runs. In a larger group, waits and kernels
+    form one step in which everything happens in the best order. Short kernels are merged, so that transfers are
+    misplaced by little time. Kernels in ``alone`` are groups of their own.
+
+    Attributes:
+        first, last: first and last kernel of each group.
+        of: the group of each kernel.
+    """
+
+    def __init__(self, program: Program, most: int, alone: Collection[int] = ()) -> None:
+        duration, fixed = [k.duration_ns for k in program.kernels], set(alone)
+        self.first = _begins(duration, -1.0, fixed)
+        if len(self.first) > most:
+            low, high = 0.0, float(sum(duration))  # maximum ns of a merged group
+            for _ in range(20):
+                middle = (low + high) / 2
+                low, high = (low, middle) if len(_begins(duration, middle, fixed)) <= most else (middle, high)
+            self.first = _begins(duration, high, fixed)
+        ends = [*self.first[1:], len(duration)]
+        self.last = [end - 1 for end in ends]
+        self.of = [g for g, (begin, end) in enumerate(zip(self.first, ends, strict=True)) for _ in range(begin, end)]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def single(self, group: int) -> bool:
+        """Returns whether the group has exactly one kernel."""
+        return self.first[group] == self.last[group]
+
+    def touched(self, kernels: Iterable[int]) -> list[int]:
+        """Returns the distinct groups of the given kernels."""
+        return list(dict.fromkeys(self.of[k] for k in kernels))
+
+    def heaviest(self, load: NDArray[np.int64], least: NDArray[np.int64], limit: int) -> list[int]:
+        """Returns the kernels that get a memory constraint: the heaviest of each group, if above ``limit``.
+
+        "Heaviest" is evaluated with everything evictable resident (``load``, int64[n] bytes), with everything evicted
+        (``least``), and for mixtures of the two.
+        """
+        found: set[int] = set()
+        for part in MIXTURES:
+            of = part * load + (1 - part) * least
+            found |= {a + int(of[a : b + 1].argmax()) for a, b in zip(self.first, self.last, strict=True)}
+        return sorted(k for k in found if load[k] > limit)
+
+
+def _begins(duration: list[int], most: float, alone: set[int]) -> list[int]:
+    """Returns the first kernel of each group, with at most ``most`` ns per merged group; -1: none is merged."""
+    found, total, fixed = [0], float(duration[0]), 0 in alone
+    for k in range(1, len(duration)):
+        if fixed or k in alone or total + duration[k] > most:
+            found.append(k)
+            total, fixed = 0.0, k in alone
+        total += duration[k]
+    return found
 
 
 def _beside(machine: Machine) -> set[tuple[float, float]]:
@@ -109,25 +169,21 @@ class Transfers:
         of_tensor: dict[int, list[int]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
             of_tensor[g.tensor].append(i)
-            self.lp.row([(int(self.free[i]), 1), (int(self.early[i]), 1), (int(self.swap[i]), -1)], 0)
-        for t, mine in of_tensor.items():
-            for i in mine:
-                g, last = self.gaps[i], self.written[i]
-                if last is not None and last < g.after:
-                    self.lp.upper[self.early[i]] = 1.0
-                # Gaps that ended after the last write before this one opened; cyclic for persistent tensors.
-                earlier = []
-                for j in mine:
-                    end = self.gaps[j].before
-                    ended = end if end <= g.after else end - self.n
-                    if last is None or (ended > last and j != i):
-                        earlier.append(j)
-                if not self.program.tensors[t].persistent:
-                    earlier = [j for j in earlier if self.gaps[j].before <= g.after]
-                if earlier:
-                    self.lp.upper[self.free[i]] = 1.0
-                    if i not in earlier:
-                        self.lp.row([(int(self.free[i]), 1), *((int(self.swap[j]), -1) for j in earlier)], 0)
+            self.lp.row([(self.free[i], 1), (self.early[i], 1), (self.swap[i], -1)], 0)
+        for i, (t, after, _) in enumerate(self.gaps):
+            last, earlier = self.written[i], []
+            if last is not None and last < after:
+                self.lp.upper[self.early[i]] = 1.0
+            # Gaps that ended after the last write before this one opened; cyclic for persistent tensors.
+            for j in of_tensor[t]:
+                end = self.gaps[j].before
+                ended = end if end <= after else end - self.n
+                if (end <= after or self.program.tensors[t].persistent) and (last is None or (ended > last and j != i)):
+                    earlier.append(j)
+            if earlier:
+                self.lp.upper[self.free[i]] = 1.0
+                if i not in earlier:
+                    self.lp.row([(self.free[i], 1), *((self.swap[j], -1) for j in earlier)], 0)
 
     def _flows(self) -> None:
         lp, size, groups = self.lp, self.size, self.groups
@@ -141,42 +197,41 @@ class Transfers:
         ]
         fastest = float((self.out_time / size).min())
         self.begun: list[list[int]] = [[] for _ in range(self.n)]  # gaps whose early copy may start at the kernel's end
-        for i in np.flatnonzero(np.array(lp.upper)[self.early]).tolist():
-            self.begun[self.written[i] % self.n].append(i)  # type: ignore[operator]
+        for i, last in enumerate(self.written):
+            if last is not None and lp.upper[self.early[i]]:
+                self.begun[last % self.n].append(i)
         # Q and E of each class, of each step of each group; a group of several kernels is one step.
-        self.queued: list[list[list[int]]] = []
-        self.returned: list[list[list[int]]] = []
+        self.queued: list[list[list[int]]] = [[] for _ in range(count)]
+        self.returned: list[list[list[int]]] = [[] for _ in range(count)]
         width = 1 + 2 * len(rates)  # A, and Q and E of each class
-        first = before = lp.many(width, total).tolist()
+        first = before = lp.many(width, total)
         for g in range(count):
             a, b = groups.first[g], groups.last[g]
             opened, closed = self._ids(self.opens, a - 1, b), self._ids(self.closes, a, b + 1)
             swapped = self._bytes(self.swap, opened, -1.0) + self._bytes(self.swap, closed, 1.0)
-            lp.equation([(int(self.away[g]), 1.0), (int(self.away[g - 1]), -1.0), *swapped], 0)
+            lp.equation([(self.away[g], 1.0), (self.away[g - 1], -1.0), *swapped], 0)
             gone = self._bytes(self.early, opened, 1.0)
             begun = self._bytes(self.early, self._ids(self.begun, a - 1, b), -1.0)
-            lp.equation([(int(may[g]), 1.0), (int(may[g - 1]), -1.0), *gone, *begun], 0)
-            self.queued.append([])
-            self.returned.append([])
+            lp.equation([(may[g], 1.0), (may[g - 1], -1.0), *gone, *begun], 0)
             for wait, run in ((1, 0), (0, 1)) if groups.single(g) else ((1, 1),):
-                now = first if g == count - 1 and run else lp.many(width, total).tolist()
-                moved = lp.many(width, total).tolist()
+                now = first if g == count - 1 and run else lp.many(width, total)
+                moved = lp.many(width, total)
                 lp.equation([(now[0], 1), (before[0], -1), (moved[0], -1), *(gone if wait else [])], 0)
                 if run:
-                    lp.row([(now[0], 1), (int(may[g]), -1)], 0)
+                    lp.row([(now[0], 1), (may[g], -1)], 0)
                 for c in range(len(rates)):
                     q, e = 1 + 2 * c, 2 + 2 * c
-                    left = self._left([i for i in opened if klass[i] == c], -1.0) if wait else []
+                    left = self._left([i for i in opened if klass[i] == c]) if wait else []
                     used = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
                     lp.equation([(now[q], 1), (before[q], -1), (moved[q], 1), *left], 0)
                     lp.equation([(now[e], 1), (before[e], -1), (moved[e], -1), *used], 0)
-                out = [(moved[0], fastest), *((moved[1 + 2 * c], r[0]) for c, r in enumerate(rates))]
-                back = [(moved[2 + 2 * c], r[1]) for c, r in enumerate(rates)]
+                out = [(moved[0], fastest), *((moved[1 + 2 * c], rate) for c, (rate, _) in enumerate(rates))]
+                back = [(moved[2 + 2 * c], rate) for c, (_, rate) in enumerate(rates)]
                 waits = [(self.wait[g], -1.0)] if wait else []
                 time = float(self.duration[a : b + 1].sum()) if run else 0.0
                 for f, h in self.beside:
                     lp.row([*((c, f * x) for c, x in out if f), *((c, h * x) for c, x in back if h), *waits], time)
-                lp.row([*((c, 1.0) for c in now[1:]), (int(self.away[g]), -1)], 0)
+                lp.row([*((c, 1.0) for c in now[1:]), (self.away[g], -1)], 0)
                 self.queued[g].append(now[1::2])
                 self.returned[g].append(now[2::2])
                 before = now
@@ -185,25 +240,23 @@ class Transfers:
         b = groups.last[0]
         opened, closed = self._ids(self.opens, 0, b), self._ids(self.closes, 1, b + 1)
         terms = self._bytes(self.swap, [*wraps, *opened], -1.0) + self._bytes(self.swap, closed, 1.0)
-        lp.equation([(int(self.away[0]), 1.0), *terms], 0)
-        over = [i for ids in self.begun for i in ids if self.written[i] < 0 <= self.gaps[i].after]  # type: ignore[operator]
+        lp.equation([(self.away[0], 1.0), *terms], 0)
+        over = [i for ids in self.begun for i in ids if (self.written[i] or 0) < 0 <= self.gaps[i].after]
         terms = self._bytes(self.early, [*over, *self._ids(self.begun, 0, b)], -1.0)
-        lp.equation([(int(may[0]), 1.0), *terms, *self._bytes(self.early, opened, 1.0)], 0)
+        lp.equation([(may[0], 1.0), *terms, *self._bytes(self.early, opened, 1.0)], 0)
 
     @staticmethod
     def _ids(of: list[list[int]], begin: int, end: int) -> list[int]:
         """Returns the entries of kernels begin to end - 1; -1 is the last kernel of the previous iteration."""
         return [i for k in range(begin, end) for i in of[k]]
 
-    def _bytes(self, columns: NDArray[np.int64], gaps: list[int], sign: float) -> list[tuple[int, float]]:
-        return [(int(columns[i]), sign * float(self.size[i])) for i in gaps]
+    def _bytes(self, columns: list[int], gaps: list[int], sign: float) -> list[tuple[int, float]]:
+        return [(columns[i], sign * float(self.size[i])) for i in gaps]
 
-    def _left(self, gaps: list[int], sign: float) -> list[tuple[int, float]]:
-        """Returns the terms that join the swap-out queue as the gaps open."""
-        return [
-            (int(c[i]), f * sign * float(self.size[i]))
-            for i in gaps for c, f in ((self.swap, 1.0), (self.free, -1.0), (self.early, -1.0))
-        ]  # fmt: skip
+    def _left(self, gaps: list[int]) -> list[tuple[int, float]]:
+        """Returns the bytes that join the swap-out queue as the gaps open, as terms to subtract."""
+        kinds = (self.swap, -1.0), (self.free, 1.0), (self.early, 1.0)
+        return [(columns[i], f * float(self.size[i])) for i in gaps for columns, f in kinds]
 
     def _memory(self, loads: dict[int, tuple[Terms, float]]) -> None:
         """Limits memory at the start and the end of a single-kernel group, else at some time in the group.
@@ -214,21 +267,18 @@ class Transfers:
         lp, groups, total = self.lp, self.groups, float(self.size.sum())
         self.whole: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes that have not left, or that
         for k, (load, constant) in loads.items():  # returned early, at the start (0) and the end (1) of a kernel
-            g = int(groups.of[k])
+            g = groups.of[k]
             alone, a, b = groups.single(g), groups.first[g], groups.last[g]
             opened, closed = self._ids(self.opens, k, b), self._ids(self.closes, k + 1, b + 1)
             away = self._bytes(self.swap, opened, 1.0) + self._bytes(self.swap, closed, -1.0)
             for end in (0, 1) if alone else (0,):
-                queued, returned = lp.many(2, total).tolist()
+                queued, returned = lp.many(2, total)
                 self.whole[k, end] = queued, returned
-                later = self._left(opened, -1.0)
-                lp.row([*((c, 1.0) for c in self.queued[g][end]), *later, (queued, -1.0)], 0)
-                if alone:
-                    lp.row([*((c, 1.0) for c in self.returned[g][end]), (returned, -1.0)], 0)
-                else:
-                    used = self._bytes(self.swap, self._ids(self.closes, a, k + 1), -1.0)
-                    lp.row([*((c, 1.0) for c in self.returned[g - 1][-1]), *used, (returned, -1.0)], 0)
-                moved = [(queued, 1.0), (returned, 1.0), (int(self.away[g]), -1.0), *away]
+                lp.row([*((c, 1.0) for c in self.queued[g][end]), *self._left(opened), (queued, -1.0)], 0)
+                used = [] if alone else self._bytes(self.swap, self._ids(self.closes, a, k + 1), -1.0)
+                before = self.returned[g][end] if alone else self.returned[g - 1][-1]
+                lp.row([*((c, 1.0) for c in before), *used, (returned, -1.0)], 0)
+                moved = [(queued, 1.0), (returned, 1.0), (self.away[g], -1.0), *away]
                 lp.row([*load, *moved], self.room - constant)
 
     def _early_copies(self) -> None:
@@ -241,21 +291,19 @@ class Transfers:
         first = np.array([self.written[i] for i in some])
         last = np.array([self.gaps[i].after for i in some])
         past = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
-        most: dict[tuple[int, int], tuple[float, int, int, NDArray[np.bool_]]] = {}
+        most: dict[tuple[int, int], tuple[float, Row]] = {}
         for a, b in sorted(set(zip(first.tolist(), last.tolist(), strict=True))):
             within = np.zeros(len(some), dtype=bool)
             for shift in (-self.n, 0, self.n):
                 within |= (first + shift >= a) & (last + shift <= b)
-            over = float(self.out_time[some][within].sum() - (past[b + 1 + self.n] - past[a + 1 + self.n]))
-            where = (int(self.groups.of[(a + 1) % self.n]), int(self.groups.of[b]))
-            if over > max(0.0, most[where][0] if where in most else 0.0):
-                most[where] = (over, a, b, within)
-        for _, a, b, within in most.values():
-            time = past[b + 1 + self.n] - past[a + 1 + self.n]
-            waits = [(self.wait[g], -1.0) for g in self.groups.touched(k % self.n for k in range(a + 1, b + 1))]
-            mine = [some[i] for i in np.flatnonzero(within)]
-            copies = [(int(self.early[i]), float(self.out_time[i])) for i in mine]
-            self.lp.rarely.append(([*copies, *waits], float(time)))
+            time = float(past[b + 1 + self.n] - past[a + 1 + self.n])
+            over = float(self.out_time[some][within].sum()) - time
+            where = self.groups.of[(a + 1) % self.n], self.groups.of[b]
+            if over > (most[where][0] if where in most else 0.0):
+                waits = [(self.wait[g], -1.0) for g in self.groups.touched(k % self.n for k in range(a + 1, b + 1))]
+                copies = [(self.early[some[i]], float(self.out_time[some[i]])) for i in np.flatnonzero(within)]
+                most[where] = over, ([*copies, *waits], time)
+        self.lp.rarely += [row for _, row in most.values()]
 
     def _host_bytes(self) -> None:
         """Limits host memory at the end of each group to ``host_bytes``.
@@ -270,16 +318,16 @@ class Transfers:
         always = {self.gaps[i].tensor: lp.new() for i, w in enumerate(self.written) if w is None}
         for i, g in enumerate(self.gaps):
             if g.tensor in always:
-                lp.row([(int(self.swap[i]), 1), (always[g.tensor], -1)], 0)
+                lp.row([(self.swap[i], 1), (always[g.tensor], -1)], 0)
         kept = [(c, self.program.tensors[t].nbytes / self.byte) for t, c in always.items()]
         lp.row(kept, host)
         mine = np.array([g.tensor in always for g in self.gaps])
-        after, before = (np.array([g[1 + end] for g in self.gaps]) for end in (0, 1))
+        _, after, before = np.array(self.gaps).T
         for group, k in enumerate(self.groups.last):
             is_open = (k - after - 1) % self.n < (before - after - 1) % self.n
             beside = self._bytes(self.swap, np.flatnonzero(mine & is_open).tolist(), -1.0)
             back = [(c, -1.0) for c in (*self.queued[group][0], *self.returned[group][0])]
-            lp.row([(int(self.away[group]), 1.0), *beside, *back, *kept], host)
+            lp.row([(self.away[group], 1.0), *beside, *back, *kept], host)
 
     def _beside(self, reruns: Reruns) -> None:
         """Charges recomputation time to waits, and keeps tensors from being both on the host and dropped.
@@ -295,18 +343,15 @@ class Transfers:
             lp.row([*terms, *((self.wait[g], -1.0) for g in self.groups.touched(range(*reruns.windows[j])))], 0)
         waiting: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
-            v = reruns.version_in(g)
-            if v < 0 or not reruns.droppable[v]:
-                continue
-            for j, column, sign in reruns.absent(v, g):
+            for j, column, sign in reruns.absent(g):
                 k = max(g.after + 1, reruns.windows[j][0])
-                if not self.groups.single(int(self.groups.of[k])):
+                if not self.groups.single(self.groups.of[k]):
                     continue
                 first = lp.new()
-                lp.row([(int(self.swap[i]), 1.0), (column, float(sign)), (first, -1.0)], (1 + sign) / 2)
+                lp.row([(self.swap[i], 1.0), (column, float(sign)), (first, -1.0)], (1 + sign) / 2)
                 waiting[k].append((first, float(self.size[i])))
         for k, terms in waiting.items():
-            lp.row([*terms, *((c, -1.0) for c in self.queued[int(self.groups.of[k])][0])], 0)
+            lp.row([*terms, *((c, -1.0) for c in self.queued[self.groups.of[k]][0])], 0)
 
     def _whole_tensors(self) -> None:
         """Requires a swapped tensor's full memory just after its gap opens and just before it closes.
@@ -336,10 +381,10 @@ class Transfers:
                         if (at, end) not in self.whole:
                             continue
                         least = transfer - time
-                        terms = [(int(self.swap[j]), size[j]) for j in with_it]
+                        terms = [(self.swap[j], size[j]) for j in with_it]
                         if side == 0:
-                            terms += [(int(self.free[j]), -size[j]) for j in with_it]
-                            terms += [(int(self.early[j]), -size[j] * transfer / least) for j in with_it]
+                            terms += [(self.free[j], -size[j]) for j in with_it]
+                            terms += [(self.early[j], -size[j] * transfer / least) for j in with_it]
                         total = float(size[with_it].sum())
                         terms += [(w, -total / least) for w in waits]
                         self.lp.rarely.append(([*terms, (self.whole[at, end][side], -1)], 0.0))

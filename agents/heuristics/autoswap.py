@@ -1,19 +1,20 @@
 """AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section IV.
 
-Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. This
-file has the four scores; autoswap_bo.py combines them by Bayesian optimization (section IV-C), smartpool_autoswap.py
-adds addresses (section V). Entry point: ``AutoSwap.choose``. Numbered choices and deviations: README.md.
+Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit: by one
+of four scores (``AutoSwap``), or by their weighted sum (``AutoSwapBO``, section IV-C). smartpool_autoswap.py adds
+addresses (section V). Numbered choices and deviations: README.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, RowsPlanner, is_open, one_of
+from agents.planner import MIB, Candidates, Family, PlannerInfo, Rows, RowsPlanner, at_least, is_open, one_of
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
@@ -21,8 +22,13 @@ from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.program import Gap, Program
 
-PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV'
+PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section'
+FAMILY: Family = "swap: AutoSwap"
 NAMES = ("doa", "aoa", "wdoa", "swdoa")
+BASIC = ("aoa", "doa", "wdoa", "swdoa")  # as in equation 3
+PROPOSALS = 2048  # random weight vectors over which expected improvement is maximized
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -35,11 +41,10 @@ class AutoSwap(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"autoswap_{score}", f"AutoSwap {score.upper()}", PAPER, family="swap: AutoSwap", slot=i, place=20 + 10 * i,
-            moves="swap", options={"score": score},
+            f"autoswap_{one}", f"AutoSwap {one.upper()}", f"{PAPER} IV", FAMILY, i, 20 + 10 * i, "swap", {"score": one}
         )
-        for i, score in enumerate(NAMES)
-    )  # fmt: skip
+        for i, one in enumerate(NAMES)
+    )
 
     score: str = one_of(NAMES, "swdoa")
 
@@ -47,11 +52,11 @@ class AutoSwap(RowsPlanner):
     def choose(self, engine: Engine) -> Rows:
         """Selects swaps until the planned residency fits; raises Infeasible if no selection suffices."""
         candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
-        return candidates.rows[self.select(candidates, engine.program, engine.machine, engine.limit)]
+        return candidates.rows[self.select(candidates, engine)]
 
-    def select(self, candidates: Candidates, program: Program, machine: Machine, limit: int) -> NDArray[np.int64]:
+    def select(self, candidates: Candidates, engine: Engine) -> NDArray[np.int64]:
         """Returns the selected candidates in order of selection by this score (section IV-D)."""
-        return candidates.first(SCORES[self.score](candidates, program, machine), limit)
+        return candidates.first(SCORES[self.score](candidates, engine.program, engine.machine), engine.limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
@@ -67,34 +72,35 @@ def duration_of_absence(candidates: Candidates, program: Program, machine: Machi
     return np.array(free, dtype=np.int64) - np.array(transfers, dtype=np.int64)
 
 
-def area_of_absence(candidates: Candidates, program: Program, machine: Machine) -> NDArray[np.float64]:
+def area_of_absence(candidates: Candidates, program: Program, machine: Machine) -> Floats:
     """Returns AOA, float64[m]: DOA times the size; if DOA is negative, DOA over the size."""
     doa, nbytes = duration_of_absence(candidates, program, machine), candidates.nbytes.astype(np.float64)
     return np.where(doa >= 0, doa * nbytes, doa / nbytes)
 
 
-def weighted_duration(
-    candidates: Candidates, live_bytes: NDArray[np.int64], durations: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Returns WDOA, float64[m] byte-nanoseconds: area under ``live_bytes`` between the two accesses of each gap."""
-    area = np.concatenate(([0.0], np.cumsum(live_bytes.astype(np.float64) * durations)))  # exceeds 64-bit integers
-    after, before = candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
+def weighted_duration(candidates: Candidates, program: Program) -> Floats:
+    """Returns WDOA, float64[m] byte-nanoseconds: area under the load between the two accesses of each gap."""
+    area, after, before = load_area(candidates, program), candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
 
-def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
-    """Yields SWDOA as (candidate, byte-nanoseconds) in order of selection.
+def load_area(candidates: Candidates, program: Program) -> Floats:
+    """Returns float64[n + 1], the byte-nanoseconds before each kernel and in all, which exceed 64-bit integers."""
+    return np.concatenate(([0.0], np.cumsum(candidates.live_bytes.astype(np.float64) * np.diff(program.start_ns))))
+
+
+def submodular_weighted_duration(candidates: Candidates, program: Program) -> tuple[NDArray[np.int64], Floats]:
+    """Returns the candidates in order of selection by SWDOA, and its value in byte-nanoseconds at each selection.
 
     Each candidate maximizes WDOA under the load that the previous selections leave (Fig. 6). Loads only decrease, and
     so does the score.
     """
-    start, load, m = np.array(program.start_ns, np.float64), candidates.live_bytes, len(candidates)
-    scores = weighted_duration(candidates, load, np.diff(program.start_ns))
-    area, rows = np.concatenate(([0.0], np.cumsum(load * np.diff(start)))), candidates.rows
-    heap, order, found = np.argsort(-scores, kind="stable"), np.empty(m, np.int64), np.empty(m)
-    gone = np.zeros((2, len(start) + 1))
-    greedy(area, start, rows, candidates.nbytes, scores, heap, np.zeros(m, np.int64), gone, order, found)
-    yield from zip(order.tolist(), found.tolist(), strict=True)
+    area, start = load_area(candidates, program), np.array(program.start_ns, np.float64)
+    scores = weighted_duration(candidates, program)
+    heap, gone = np.argsort(-scores, kind="stable"), np.zeros((2, len(start) + 1))
+    order, scored, found = np.empty_like(heap), np.zeros_like(heap), np.empty_like(scores)
+    greedy(area, start, candidates.rows, candidates.nbytes, scores, heap, scored, gone, order, found)
+    return order, found
 
 
 @stage
@@ -173,15 +179,114 @@ def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):
         _sink(heap, size, scores)
 
 
-def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]:
-    """Yields candidates by descending score."""
-    return iter(np.argsort(-scores, kind="stable").tolist())
+def descending(scores: NDArray[np.int64] | Floats) -> NDArray[np.int64]:
+    """Returns the candidates by descending score."""
+    return np.argsort(-scores, kind="stable")
 
 
-# Per score: yields every candidate by descending score.
-SCORES: dict[str, Callable[[Candidates, Program, Machine], Iterator[int]]] = {
+# Per score: every candidate by descending score.
+SCORES: dict[str, Callable[[Candidates, Program, Machine], NDArray[np.int64]]] = {
     "doa": lambda candidates, *task: descending(duration_of_absence(candidates, *task)),
     "aoa": lambda candidates, *task: descending(area_of_absence(candidates, *task)),
-    "wdoa": lambda c, program, _: descending(weighted_duration(c, c.live_bytes, np.diff(program.start_ns))),
-    "swdoa": lambda candidates, program, _: (i for i, _ in submodular_weighted_duration(candidates, program)),
+    "wdoa": lambda candidates, program, _: descending(weighted_duration(candidates, program)),
+    "swdoa": lambda candidates, program, _: submodular_weighted_duration(candidates, program)[0],
 }
+
+
+@dataclass(eq=False)
+class AutoSwapBO(RowsPlanner):
+    """AutoSwap with optimized weights of its four scores (section IV-C).
+
+        BO = a * AOA + b * DOA + c * WDOA + d * SWDOA        (equation 3)
+
+    The scores are standardized and summed with weights in [-1, 1]. Bayesian optimization with a Gaussian process prior
+    finds the weights whose selection (section IV-D) has the smallest simulated overhead.
+
+    Args:
+        evaluations: number of weight vectors tried, including the four unit vectors.
+        random: number of random weight vectors before the first update.
+    """
+
+    facts = PlannerInfo("autoswap_bo", "AutoSwap BO", f"{PAPER} IV-C", FAMILY, 4, 60, "swap")
+
+    evaluations: int = at_least(4, 30)
+    random: int = at_least(0, 4)
+
+    def choose(self, engine: Engine) -> Rows:
+        """Returns the swaps of the best weights; raises Infeasible if all candidates leave the peak above the limit."""
+        candidates = self.reachable(engine, peak_gaps(engine.program, self.min_bytes))
+        return candidates.rows[self.select(candidates, engine)]
+
+    def select(
+        self, candidates: Candidates, engine: Engine, schedule: Callable[[Rows], Rows] = lambda rows: rows
+    ) -> NDArray[np.int64]:
+        """Returns the selection of the best weights, as indices of ``candidates``; all of them if none runs.
+
+        Args:
+            schedule: sets the prefetch times of the swaps, whose overhead is minimized.
+        """
+        program, machine, limit = engine.program, engine.machine, engine.limit
+        rng = np.random.default_rng(self.seed)
+        scores = standardised_scores(candidates, program, machine)
+        tried: list[Floats] = []
+        overheads: list[float] = []
+        best, best_overhead = np.arange(len(candidates)), np.inf
+        for i in range(self.evaluations):
+            if i < 4:
+                weights = np.eye(4)[i]
+                order = SCORES[BASIC[i]](candidates, program, machine)  # exact, without rounding
+            else:
+                drawn = i < 4 + self.random or not tried
+                weights = rng.uniform(-1, 1, 4) if drawn else propose(np.array(tried), np.array(overheads), rng)
+                order = descending(scores @ weights)
+            chosen = candidates.first(order, limit)
+            score = engine.score(schedule(candidates.rows[chosen]))
+            if not score.feasible:
+                continue
+            tried.append(weights)
+            overheads.append(score.iteration_ns / max(program.ideal_ns, 1) - 1)
+            if overheads[-1] < best_overhead:
+                best, best_overhead = chosen, overheads[-1]
+            if best_overhead <= 0:
+                break
+        return best
+
+
+def standardised_scores(candidates: Candidates, program: Program, machine: Machine) -> Floats:
+    """Returns float64[m, 4], the scores of ``BASIC`` per candidate, each with mean 0 and standard deviation 1."""
+    scores = np.empty((len(candidates), 4))
+    scores[:, 0] = area_of_absence(candidates, program, machine)
+    scores[:, 1] = duration_of_absence(candidates, program, machine)
+    scores[:, 2] = weighted_duration(candidates, program)
+    order, values = submodular_weighted_duration(candidates, program)
+    scores[order, 3] = values
+    if not len(scores):
+        return scores
+    scores -= scores.mean(axis=0)
+    deviation = scores.std(axis=0)
+    return scores / np.where(deviation > 0, deviation, 1)
+
+
+def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Floats:
+    """Returns the weights (float64[4]) with the largest expected improvement.
+
+    Args:
+        tried: float64[k, 4], weights evaluated so far.
+        overheads: float64[k], their overheads.
+    """
+    from scipy.stats import norm
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern
+
+    kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern(np.ones(4), (1e-1, 1e2), nu=2.5)
+    process = GaussianProcessRegressor(kernel, alpha=1e-6, normalize_y=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound means an irrelevant weight
+        process.fit(tried, overheads)
+    proposals = rng.uniform(-1, 1, (PROPOSALS, 4))
+    mean, deviation = process.predict(proposals, return_std=True)
+    gain = overheads.min() - mean
+    z = gain / np.maximum(deviation, 1e-12)
+    best: Floats = proposals[np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z))]
+    return best

@@ -15,23 +15,24 @@ second. Implemented without access to the paper's text. Entry points: ``Capuchin
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.heuristics.capuchin_layers import by_layer
+from agents.heuristics.home import Cost, Evaluator, Placements, lowest, placements
+from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
 from simulator.modes import MODES, RECOMPUTED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.residency import present, reruns
 from simulator.timeline import Timeline
 
+PAPER = '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020'
 POLICIES = ("tensors", "layers")
 STEP = 0.05  # fraction of the swap-in time by which a late trigger moves earlier
 
@@ -43,13 +44,10 @@ class Capuchin(RowsPlanner):
     Args:
         mode: swap, recompute or joint (the hybrid policy).
         rounds: simulated iterations of feedback, at least 1.
-        policy: "tensors": ASPLOS 2020; "layers": as HOME's authors describe it (capuchin_layers.py), without feedback.
+        policy: "tensors": ASPLOS 2020; "layers": as HOME's authors describe it (``by_layer``), without feedback.
     """
 
-    facts = PlannerInfo(
-        "capuchin", "Capuchin", '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020',
-        family="swap and recompute", slot=1, place=120, moves="joint",
-    )  # fmt: skip
+    facts = PlannerInfo("capuchin", "Capuchin", PAPER, family="swap and recompute", slot=1, place=120)
 
     mode: str = one_of(MODES, "joint")
     rounds: int = at_least(1, 50)
@@ -62,7 +60,7 @@ class Capuchin(RowsPlanner):
             if over:
                 raise self.beyond_reach(engine, None)
             return rows
-        policy = Policy(engine.program, engine.machine, engine, self.mode, self.min_bytes)
+        policy = Policy(engine, self.mode, self.min_bytes)
         if not policy.decide():
             raise self.beyond_reach(engine, policy.candidates.least if self.mode != "recompute" else None)
         rows = policy.rows()
@@ -101,7 +99,8 @@ class Policy:
         swaps, recomputed: candidates in the order of selection.
     """
 
-    def __init__(self, program: Program, machine: Machine, engine: Engine, mode: str, min_bytes: int):
+    def __init__(self, engine: Engine, mode: str, min_bytes: int):
+        program, machine = engine.program, engine.machine
         above = np.array(program.live_bytes, dtype=np.int64) > engine.limit
         everywhere = Candidates(program, program.gaps(min_bytes))
         self.candidates = Candidates(
@@ -296,3 +295,65 @@ def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
                 wait_ends.add(span.start_ns)
             free = span.end_ns
     return [i for i, t in enumerate(swaps[:, TENSOR].tolist()) if came.get(t, set()) & wait_ends]
+
+
+def by_layer(engine: Engine, mode: str, min_bytes: int) -> tuple[Rows, Cost]:
+    """Plans as HOME's authors reimplemented Capuchin (IEEE TC 2022, sections 2.3 and 4.1): layer by layer, greedily.
+
+    "It iteratively searches the candidate policy to achieve the best performance only for the tensor(s) from the first
+    layer to the current layer while ignoring the tensors in the latter layers." If the step up to the current layer,
+    with the backward pass from there on, exceeds the limit, the cheapest change of one placement (retain, swap,
+    recompute) is made until it fits; earlier placements are otherwise kept.
+
+    Returns:
+        The rows of the policy and its cost: bytes above the limit, and iteration time in ns.
+    """
+    program, maps = engine.program, feature_maps(engine.program, min_bytes)
+    gaps, allowed = [m.gap for m in maps], [placements(program, m.gap, mode) for m in maps]
+    whole = Evaluator(engine, gaps, 1)
+    x = np.zeros(len(maps), np.int8)
+    for i, current in enumerate(maps):
+        load = engine.residency(whole.rows(x))
+        if np.delete(load, later(current)).max() > engine.limit:
+            known = Evaluator(Engine(up_to(program, current), engine.machine, engine.limit), gaps, 1)
+            x, _ = evict(known, allowed[: i + 1], x)
+            engine.calls += known.calls
+    x, cost = evict(whole, allowed, x)
+    return whole.rows(x), cost
+
+
+def evict(evaluator: Evaluator, allowed: Sequence[Sequence[int]], x: Placements) -> tuple[Placements, Cost]:
+    """Changes one placement at a time, each time the cheapest, until the policy fits or no change saves bytes.
+
+    Args:
+        allowed: Placements of the feature maps from the first to the current layer.
+        x: Placements of all feature maps, (feature maps,).
+    """
+    cost = evaluator.evaluate(x[None])[0]
+    while cost[0]:
+        changes = [(j, way) for j, ways in enumerate(allowed) for way in ways if way != x[j]]
+        if not changes:
+            break
+        tried = np.repeat(x[None], len(changes), axis=0)
+        tried[range(len(changes)), [j for j, _ in changes]] = [way for _, way in changes]
+        costs = evaluator.evaluate(tried)
+        best = lowest(costs)
+        if costs[best, 0] >= cost[0]:
+            break
+        x, cost = tried[best], costs[best]
+    return x, (int(cost[0]), int(cost[1]))
+
+
+def later(current: FeatureMap) -> range:
+    """Returns the kernels after the layer of a feature map and before its backward use."""
+    return range(current.layer + 1, current.gap.before)
+
+
+def up_to(program: Program, current: FeatureMap) -> Program:
+    """Returns the step as known at a feature map's layer: tensors of later layers take no memory."""
+    kernels = later(current)
+    tensors = list(program.tensors)
+    for t, uses in enumerate(program.accesses):
+        if uses and uses[0] in kernels and not tensors[t].persistent:
+            tensors[t] = replace(tensors[t], nbytes=0)
+    return replace(program, tensors=tuple(tensors))

@@ -17,15 +17,13 @@ from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
 
+PAPER = '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016'
+
 
 class GeePS(RowsPlanner):
     """GeePS memory management as a swap plan; tensors smaller than ``min_bytes`` are pinned."""
 
-    facts = PlannerInfo(
-        "geeps", "GeePS",
-        '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016',
-        family="swap: other heuristics", slot=3, place=150, moves="swap",
-    )  # fmt: skip
+    facts = PlannerInfo("geeps", "GeePS", PAPER, family="swap: other heuristics", slot=3, place=150, moves="swap")
 
     def choose(self, engine: Engine) -> Rows:
         """Swaps all unpinned tensors; raises Infeasible if the limit is less than one kernel needs."""
@@ -68,9 +66,7 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
 
     while swapped:
         largest = set(program.kernels[int(access.argmax())].accesses)
-        if any(pins(t) for t in list(swapped) if t in largest):
-            continue
-        if not [t for t in list(swapped) if pins(t)]:
+        if not any(pins(t) for t in list(swapped) if t in largest) and not [t for t in list(swapped) if pins(t)]:
             break
     return set(swapped), min(2 * int(access.max()), limit - int(pinned_load.max()))
 
@@ -81,7 +77,6 @@ def trigger(program: Program, gap: Gap, swapped: set[int], pool: int) -> int:
     while True:
         held |= swapped.intersection(program.kernels[k].accesses)
         k = (k - 1) % n
-        if sum(program.tensors[t].nbytes for t in held | swapped.intersection(program.kernels[k].accesses)) > pool:
-            return k
-        if k == gap.after:
+        together = held | swapped.intersection(program.kernels[k].accesses)
+        if k == gap.after or sum(program.tensors[t].nbytes for t in together) > pool:
             return k

@@ -11,20 +11,23 @@ deviations: README.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.heuristics.home_stages import StageModel
 from agents.heuristics.layers import feature_maps
 from agents.planner import NO_ROWS, Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import NEVER, Engine
+from simulator.machine import Machine
 from simulator.modes import KEPT, MODES, RECOMPUTED, STAYS, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
+from simulator.residency import reruns
 
+PAPER = '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022'
 RETAINED = STAYS
 UPDATES = ("tensors", "whole")
 EVALUATORS = ("simulator", "stages")
@@ -61,10 +64,7 @@ class HOME(RowsPlanner):
         history: one ``Iteration`` per iteration of the last ``plan``.
     """
 
-    facts = PlannerInfo(
-        "home", "HOME", '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
-        family="search", slot=3, place=160, moves="joint", slow=3,
-    )  # fmt: skip
+    facts = PlannerInfo("home", "HOME", PAPER, family="search", slot=3, place=160, slow=3)
 
     particles: int = at_least(1, 500)
     iterations: int = at_least(1, 500)
@@ -181,25 +181,107 @@ class Evaluator:
         x, cost = x.copy(), cost.copy()
         known = np.ones(len(x), np.bool_)  # whether ``cost`` belongs to the particle's current state
         for j in range(x.shape[1]):
-            now, tried = x[:, j].copy(), []
-            differ = leader[:, j] != own[:, j]
-            for placement in (leader[:, j], own[:, j]):
-                asked = np.flatnonzero(differ & ~(known & (placement == now)))
-                particles, costs = x[asked], cost.copy()
-                particles[:, j] = placement[asked]
-                tried.append((asked, particles, costs))
-            (asked1, x1, o1), (asked2, x2, o2) = tried
-            if len(asked1) + len(asked2):
-                found = self.evaluate(np.concatenate([x1, x2]))
-                o1[asked1], o2[asked2] = found[: len(asked1)], found[len(asked1) :]
-            first = less(o1, o2)
-            cost = np.where(differ[:, None], np.where(first[:, None], o1, o2), cost)
-            x[:, j] = np.where(differ & ~first, own[:, j], leader[:, j])
+            now, p1, p2 = x[:, j].copy(), leader[:, j], own[:, j]
+            differ = p1 != p2
+            which, asked = np.nonzero(differ & ~(known & (np.stack([p1, p2]) == now)))  # 0: P_1's placement, 1: P_2's
+            costs = np.stack([cost, cost])
+            if len(asked):
+                particles = x[asked]
+                particles[:, j] = np.where(which == 0, p1[asked], p2[asked])
+                costs[which, asked] = self.evaluate(particles)
+            first = less(*costs)
+            cost = np.where(differ[:, None], np.where(first[:, None], *costs), cost)
+            x[:, j] = np.where(differ & ~first, p2, p1)
             known = differ | (known & (x[:, j] == now))
         rest = np.flatnonzero(~known)
         if len(rest):
             cost[rest] = self.evaluate(x[rest])
         return x, cost
+
+
+class StageModel:
+    """HOME's policy evaluator (section 3.4, Algorithm 2) for one program, machine and limit, vectorized over particles.
+
+    The stages of a forward and a backward pass are the program's kernels. A swapped feature map is offloaded
+    asynchronously after its last forward use. A stage that lacks memory waits for the head of the swap-out list (lines
+    3 to 10). The feature map is prefetched one stage before its use; a stage waits for the rest of its transfer (Fig.
+    4). Choices that the paper leaves open:
+
+    1. A recomputation runs the kernels that produce the feature map. Inputs that are not resident and can be recomputed
+       are recomputed first. Intermediate tensors are not kept.
+    2. A particle that lacks memory while the swap-out list is empty is infeasible (line 5). Its cost is the largest
+       deficit in bytes.
+
+    Args:
+        gaps: the feature maps' gaps, from last forward use to first backward use.
+    """
+
+    def __init__(self, program: Program, machine: Machine, limit: int, gaps: Sequence[Gap]) -> None:
+        self.program, self.limit, self.gaps = program, limit, gaps
+        self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], np.int64)
+        self.out_ns = np.array([machine.d2h_ns(int(n)) for n in self.nbytes], np.int64)
+        self.in_ns = np.array([machine.h2d_ns(int(n)) for n in self.nbytes], np.int64)
+        n = len(program.kernels)
+        self.opens: list[list[int]] = [[] for _ in range(n)]
+        self.closes: list[list[int]] = [[] for _ in range(n)]
+        for f, gap in enumerate(gaps):
+            self.opens[gap.after].append(f)
+            self.closes[gap.before].append(f)
+        index = {gap.tensor: f for f, gap in enumerate(gaps)}
+        self.chain_ns = np.zeros(len(gaps), np.int64)
+        self.chain_reads: list[list[int]] = []  # feature maps that a chain reads and that are absent if recomputed
+        for gap in gaps:
+            kernels = [program.kernels[k] for k in reruns(program, {gap.tensor}, gap.before)]
+            read = {index[t] for kernel in kernels for t in kernel.inputs if t in index and t != gap.tensor}
+            self.chain_ns[len(self.chain_reads)] = sum(kernel.duration_ns for kernel in kernels)
+            self.chain_reads.append([g for g in sorted(read) if gaps[g].before > gap.before])
+
+    def evaluate(self, x: Placements) -> NDArray[np.int64]:
+        """Returns (particles, 2): maximum deficit in bytes, and iteration time in ns."""
+        swapped, recomputed = x == SWAPPED, x == RECOMPUTED
+        chains = self._chains(recomputed)
+        particles = len(x)
+        now, d2h_free, h2d_free, previous = (np.zeros(particles, np.int64) for _ in range(4))
+        absent = np.zeros(particles, np.int64)  # bytes
+        lacks = np.zeros(particles, np.int64)
+        ends = np.full(x.shape, np.iinfo(np.int64).max)  # of swap-outs in flight
+        for k, (kernel, load) in enumerate(zip(self.program.kernels, self.program.live_bytes, strict=True)):
+            for f in self.closes[k]:
+                arrives = np.maximum(h2d_free, previous) + self.in_ns[f]
+                h2d_free = np.where(swapped[:, f], arrives, h2d_free)
+                pending = swapped[:, f] & (ends[:, f] < np.iinfo(np.int64).max)  # its swap-out is still pending
+                absent += np.where(pending, self.nbytes[f], 0)
+                ends[pending, f] = np.iinfo(np.int64).max
+                absent -= np.where(swapped[:, f] | recomputed[:, f], self.nbytes[f], 0)
+                now = np.where(swapped[:, f], np.maximum(now, h2d_free), now + chains[:, f])
+            if load > self.limit:
+                lacking = np.flatnonzero(load - absent > self.limit)
+                while len(lacking):  # lines 3 to 10
+                    front = ends[lacking].argmin(axis=1)
+                    first = ends[lacking, front]
+                    empty = first == np.iinfo(np.int64).max
+                    lost = lacking[empty]
+                    lacks[lost] = np.maximum(lacks[lost], load - absent[lost] - self.limit)
+                    lacking, front, first = lacking[~empty], front[~empty], first[~empty]
+                    now[lacking] = np.maximum(now[lacking], first)
+                    absent[lacking] += self.nbytes[front]
+                    ends[lacking, front] = np.iinfo(np.int64).max
+                    lacking = lacking[load - absent[lacking] > self.limit]
+            previous = now
+            now = now + kernel.duration_ns
+            for f in self.opens[k]:
+                d2h_free = np.where(swapped[:, f], np.maximum(d2h_free, now) + self.out_ns[f], d2h_free)
+                ends[swapped[:, f], f] = d2h_free[swapped[:, f]]
+                absent += np.where(recomputed[:, f], self.nbytes[f], 0)
+        return np.stack([lacks, now], axis=1)
+
+    def _chains(self, recomputed: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Returns the recomputation time in ns of each feature map, (particles, feature maps)."""
+        chains = np.where(recomputed, self.chain_ns, 0)
+        for f in sorted(range(len(self.gaps)), key=lambda f: -self.gaps[f].before):
+            if self.chain_reads[f]:
+                chains[:, f] += recomputed[:, f] * chains[:, self.chain_reads[f]].sum(axis=1)
+        return chains
 
 
 def moved(rng: np.random.Generator, x: Placements, leader: Placements, own: Placements) -> Placements:
@@ -234,6 +316,5 @@ def lowest(cost: Costs) -> int:
 def statistics(cost: Costs) -> Iteration:
     """Returns the history entry of a swarm with these costs."""
     times = cost[cost[:, 1] < NEVER, 1]
-    if not len(times):
-        return Iteration(math.nan, math.nan, math.nan, 0)
-    return Iteration(float(times.max()), float(times.mean()), float(times.min()), len(times))
+    found = (float(times.max()), float(times.mean()), float(times.min())) if len(times) else (math.nan,) * 3
+    return Iteration(*found, len(times))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from simulator.compiled.engine import Engine
 from simulator.program import Program
 from simulator.residency import reruns
 
+MODULE, BUDGET = "torch.utils.checkpoint", "torch.compile, activation_memory_budget"
+SEGMENTS = {"sqrt": "checkpoints, √n segments", "all": "checkpoints, every block"}
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
 UNITS = 10_000  # capacity steps of the knapsack
@@ -40,14 +43,11 @@ class Checkpoint(RowsPlanner):
     """
 
     facts = tuple(
-        PlannerInfo(
-            f"checkpoint_{segments}", f"checkpoints, {label}", "torch.utils.checkpoint", family="recompute", slot=i,
-            place=180 + 10 * i, moves="recompute", options={"segments": segments},
-        )
-        for i, (segments, label) in enumerate((("sqrt", "√n segments"), ("all", "every block")))
-    )  # fmt: skip
+        PlannerInfo(f"checkpoint_{one}", label, MODULE, "recompute", i, 180 + 10 * i, "recompute", {"segments": one})
+        for i, (one, label) in enumerate(SEGMENTS.items())
+    )
 
-    segments: str = one_of(("sqrt", "all"), "sqrt")
+    segments: str = one_of([*SEGMENTS], "sqrt")
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the planner's only plan, without checking the limit."""
@@ -84,9 +84,8 @@ class OffloadAll(RowsPlanner):
     """Offloading of all saved tensors by torch.autograd.graph.save_on_cpu."""
 
     facts = PlannerInfo(
-        "offload_all", "save_on_cpu", "torch.autograd.graph.save_on_cpu", family="swap: other heuristics", slot=5,
-        place=200, moves="swap",
-    )  # fmt: skip
+        "offload_all", "save_on_cpu", "torch.autograd.graph.save_on_cpu", "swap: other heuristics", 5, 200, "swap"
+    )
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the planner's only plan, without checking the limit or host memory."""
@@ -111,10 +110,7 @@ class ActivationBudget(RowsPlanner):
         steps: number of budgets tried, minus one.
     """
 
-    facts = PlannerInfo(
-        "activation_budget", "activation budget", "torch.compile, activation_memory_budget", family="recompute", slot=3,
-        place=210, moves="recompute",
-    )  # fmt: skip
+    facts = PlannerInfo("activation_budget", "activation budget", BUDGET, "recompute", 3, 210, "recompute")
 
     runtime: str = one_of(("flops", "profile"), "flops")
     steps: int = at_least(1, 100)
@@ -126,17 +122,13 @@ class ActivationBudget(RowsPlanner):
             Infeasible: No budget fits.
         """
         partitioner = Partitioner(engine.program, self.runtime, self.min_bytes)
-        needs = set()
-        last = None
-        for i in range(self.steps, -1, -1):
-            dropped = partitioner.dropped(i / self.steps)
-            if dropped == last:
-                continue
-            last, rows = dropped, recomputations(dropped)
+        needs = []
+        for dropped, _ in groupby(partitioner.dropped(i / self.steps) for i in range(self.steps, -1, -1)):
+            rows = recomputations(dropped)
             score = engine.score(rows)
             if score.feasible:
                 return rows
-            needs.add(score.required_bytes)
+            needs.append(score.required_bytes)
         raise self.beyond_reach(engine, min(needs))
 
 
@@ -151,17 +143,15 @@ class Partitioner:
         self._maps = recomputable(program, maps)
         self._needs = [set(reruns(program, {m.tensor}, m.gap.before)) for m in self._maps]
         used = sorted(set().union(*self._needs))
-        reductions = {k for k in used if 4 * sum(size[t] for t in set(program.kernels[k].outputs))
-                      < sum(size[t] for t in set(program.kernels[k].inputs))}  # fmt: skip
-        kinds = {k: program.kernels[k].kind for k in used}
-        hard = {k for k in used if kinds[k] in COMPUTE_INTENSIVE or kinds[k] == "dropout"} | reductions
-        self._bans = ({k for k in used if kinds[k] not in ALLOWLIST} | reductions, hard)
-        outputs = {k: sum(size[t] for t in set(program.kernels[k].outputs)) for k in hard}
+        kernels = program.kernels
+        outputs = {k: sum(size[t] for t in set(kernels[k].outputs)) for k in used}
+        reductions = {k for k in used if 4 * outputs[k] < sum(size[t] for t in set(kernels[k].inputs))}
+        hard = {k for k in used if kernels[k].kind in (*COMPUTE_INTENSIVE, "dropout")} | reductions
+        self._bans = ({k for k in used if kernels[k].kind not in ALLOWLIST} | reductions, hard)
         self._items = sorted(hard, key=lambda k: (-outputs[k], k))
         self._weights = [round(UNITS * outputs[k] / max(self._total, 1)) for k in self._items]
-        kernels = [program.kernels[k] for k in self._items]
-        values = [max(k.flops if runtime == "flops" else k.duration_ns, 1) for k in kernels]
-        self._taken = knapsack(self._weights, values)
+        costs = [kernels[k].flops if runtime == "flops" else kernels[k].duration_ns for k in self._items]
+        self._taken = knapsack(self._weights, [max(cost, 1) for cost in costs])
 
     def dropped(self, budget: float) -> list[FeatureMap]:
         """Returns the feature maps recomputed under ``budget``, a fraction of their bytes from 0 to 1."""

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
-from agents.heuristics.autoswap_bo import AutoSwapBO
+from agents.heuristics.autoswap import FAMILY, PAPER, SCORES, AutoSwap, AutoSwapBO, peak_gaps
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, infeasible
 from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
 from simulator.compiled.engine import Engine, decisions_of
@@ -47,7 +46,7 @@ class SmartPoolAutoSwap(RowsPlanner):
 
     Args:
         score: doa, aoa, wdoa or swdoa (autoswap.py); all of them; bo, which adds the weights that Bayesian optimization
-            finds for each load limit (autoswap_bo.py); or random, its control, with as many random weights.
+            finds for each load limit (section IV-C); or random, its control, with as many random weights.
         evaluations: number of weights tried for each load limit by bo and random, including the four scores.
         pool: an offline packer (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
         seconds: time budget per packing, if ``pool`` is a search.
@@ -57,10 +56,8 @@ class SmartPoolAutoSwap(RowsPlanner):
     """
 
     facts = PlannerInfo(
-        "smartpool+autoswap", "SmartPool + AutoSwap",
-        '"Efficient Memory Management for GPU-based Deep Learning Systems", section V', family="swap: AutoSwap", slot=5,
-        place=70, moves="swap", addressed=True,
-    )  # fmt: skip
+        "smartpool+autoswap", "SmartPool + AutoSwap", f"{PAPER} V", FAMILY, 5, 70, "swap", addressed=True
+    )
 
     score: str = "all"
     pool: str = "smartpool"
@@ -89,7 +86,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         lowest = min(limit, max(candidates.least, limit // 2))
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
         for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
-            if self._footprint(run, program, machine) <= limit:
+            if self._footprint(run) <= limit:
                 return self._finish(run)
         raise infeasible(self, program, limit, None, self.simulator_calls)
 
@@ -110,7 +107,7 @@ class SmartPoolAutoSwap(RowsPlanner):
                     break
                 if run.iteration_ns <= program.ideal_ns * (1 + overhead):
                     if i not in footprints:
-                        footprints[i] = self._footprint(run, program, machine)
+                        footprints[i] = self._footprint(run)
                     if footprints[i] < footprint:
                         best, footprint = i, footprints[i]
             plans.append(self._finish(runs[best]))
@@ -126,14 +123,12 @@ class SmartPoolAutoSwap(RowsPlanner):
         schedule = partial(just_in_time, program, machine)
         for autoswap, engine in product(self.autoswaps, engines):
             if candidates.least <= engine.limit:
-                if isinstance(autoswap, AutoSwapBO):
-                    chosen = autoswap.select(candidates, engine, schedule)
-                else:
-                    chosen = autoswap.select(candidates, program, machine, engine.limit)
+                options = [schedule] if isinstance(autoswap, AutoSwapBO) else []
+                chosen = autoswap.select(candidates, engine, *options)
                 selections.setdefault(frozenset(chosen.tolist()), chosen)
         found: dict[tuple[int, int, int], _Run] = {}
         for i, chosen in enumerate(selections.values()):
-            rows = just_in_time(program, machine, candidates.rows[chosen])
+            rows = schedule(candidates.rows[chosen])
             for engine in engines:
                 score = engine.score(rows)
                 if score.feasible:  # same time and peak as under a higher load limit: identical run
@@ -142,11 +137,12 @@ class SmartPoolAutoSwap(RowsPlanner):
         self.simulator_calls = sum(engine.calls for engine in engines)
         return list(found.values())
 
-    def _footprint(self, run: _Run, program: Program, machine: Machine) -> int:
+    def _footprint(self, run: _Run) -> int:
         """Returns the memory a run consumes: the footprint of its repeated iteration, or its peak if higher."""
         plan = Plan(decisions_of(run.rows))
         lives = timeline_lifetimes(run.engine.timeline(plan))
-        packing = pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1]
+        alignment = run.engine.machine.alignment if self.align else 1
+        packing = pack(self.pool, lives.intervals, alignment, self.seconds)[1]
         return max(packing.footprint, run.peak_bytes)  # the first iteration may have more
 
     def _finish(self, run: _Run) -> Plan:

@@ -27,6 +27,7 @@ from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
+PAPER = '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018'
 CONV = frozenset({"conv"})
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
@@ -50,11 +51,7 @@ class SuperNeurons(RowsPlanner):
         workspace: plan with minimal workspaces, then give kernels the fastest algorithms that fit (section 3.5).
     """
 
-    facts = PlannerInfo(
-        "superneurons", "SuperNeurons",
-        '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018',
-        family="swap and recompute", slot=0, place=80, moves="joint",
-    )  # fmt: skip
+    facts = PlannerInfo("superneurons", "SuperNeurons", PAPER, family="swap and recompute", slot=0, place=80)
 
     mode: str = one_of(MODES, "joint")
     recompute: str = one_of((BEST, *STRATEGIES), BEST)
@@ -101,16 +98,14 @@ class SuperNeurons(RowsPlanner):
         regardless = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
         first = [g for g, way in ways.items() if way in regardless]
         for target in (limit, 0):
-            rows, score = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
+            rows, score = self._segments(engine, tensor_cache(program, ways, target, first), ways)
             if score.required_bytes <= limit:
                 break
         return rows, score
 
-    def _segments(
-        self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
-    ) -> tuple[Rows, Score]:
+    def _segments(self, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int]) -> tuple[Rows, Score]:
         """Chooses the strategy of every segment (section 3.4); returns rows and their score."""
-        segment = segments(program)
+        program, segment = engine.program, segments(engine.program)
         rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
@@ -124,7 +119,7 @@ class SuperNeurons(RowsPlanner):
             rows[members, EXTRA] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
         score = engine.score(rows)
         for s in sorted(dropped, key=lambda s: -cost[s]):
-            if score.required_bytes <= limit or self.recompute != "cost":
+            if score.required_bytes <= engine.limit or self.recompute != "cost":
                 break
             if cost[s] <= l_peak:
                 rows[dropped[s], EXTRA] = False
@@ -148,13 +143,10 @@ def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: 
 
 def layer_outputs(program: Program, kinds: Collection[str], min_bytes: int = 0) -> frozenset[int]:
     """Returns the non-persistent tensors of at least ``min_bytes`` that a forward layer of ``kinds`` writes first."""
-    layers = [program.kernels[writers[0]] if writers else None for writers in program.writes]
-    return frozenset(
-        t
-        for t, (tensor, layer) in enumerate(zip(program.tensors, layers, strict=True))
-        if not tensor.persistent and tensor.nbytes >= min_bytes
-        and layer is not None and layer.phase == "forward" and layer.kind in kinds
-    )  # fmt: skip
+    first = {t: program.kernels[writers[0]] for t, writers in enumerate(program.writes) if writers}
+    found = (t for t, layer in first.items() if layer.phase == "forward" and layer.kind in kinds)
+    tensors = program.tensors
+    return frozenset(t for t in found if not tensors[t].persistent and tensors[t].nbytes >= min_bytes)
 
 
 def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
@@ -164,19 +156,19 @@ def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: S
         limit: memory limit in bytes.
         first: gaps of ``ways`` that are emptied in any case.
     """
-    emptied = list(first)
+    emptied, nbytes = list(first), [tensor.nbytes for tensor in program.tensors]
     away, back = 0, [0] * (len(program.kernels) + 1)  # bytes allocated and freed per kernel
     for gap in first:
-        back[gap.after + 1] -= program.tensors[gap.tensor].nbytes
-        back[gap.before] += program.tensors[gap.tensor].nbytes
+        back[gap.after + 1] -= nbytes[gap.tensor]
+        back[gap.before] += nbytes[gap.tensor]
     todo = deque(sorted(set(ways) - set(first), key=lambda g: (g.after, g.tensor)))  # least recently used first
     for k, load in enumerate(program.live_bytes):
         away -= back[k]
         while load - away > limit and todo and todo[0].after < k:
             gap = todo.popleft()
             if k < gap.before:
-                away += program.tensors[gap.tensor].nbytes
-                back[gap.before] += program.tensors[gap.tensor].nbytes
+                away += nbytes[gap.tensor]
+                back[gap.before] += nbytes[gap.tensor]
                 emptied.append(gap)
     return emptied
 

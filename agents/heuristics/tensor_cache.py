@@ -11,8 +11,8 @@ executes a program with it: tensors are evicted when memory is short, and fetche
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import pairwise
 
 from agents.heuristics.superneurons import CONV, layer_outputs
@@ -21,43 +21,31 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 
-@dataclass
-class TensorCache:
-    """LRU list of the tensors in device memory; locked tensors cannot be evicted.
+class TensorCache(OrderedDict[int, None]):
+    """LRU list of the tensors in device memory, least recently used first; ``locked`` tensors cannot be evicted."""
 
-    Attributes:
-        lru: tensors in order of their last use, least recent first.
-        locked: tensors that the running layer uses.
-    """
-
-    lru: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    locked: set[int] = field(default_factory=set)
-    hits: int = 0
-    misses: int = 0
+    locked: Collection[int] = ()
 
     def insert(self, tensor: int) -> None:
         """Adds a tensor as the most recently used (LRU.in)."""
-        self.lru[tensor] = None
-        self.lru.move_to_end(tensor)
+        self[tensor] = None
+        self.move_to_end(tensor)
 
     def evict(self) -> int | None:
         """Removes and returns the least recently used unlocked tensor (LRU.out), or None if all are locked."""
-        tensor = next((t for t in self.lru if t not in self.locked), None)
+        tensor = next((t for t in self if t not in self.locked), None)
         if tensor is not None:
-            del self.lru[tensor]
+            del self[tensor]
         return tensor
 
     def check(self, tensor: int) -> bool:
         """Returns whether the tensor is in memory (a hit), and then makes it the most recently used."""
-        hit = tensor in self.lru
-        if hit:
-            self.lru.move_to_end(tensor)
-        self.hits += hit
-        self.misses += not hit
-        return hit
+        if tensor in self:
+            self.move_to_end(tensor)
+        return tensor in self
 
 
-@dataclass(frozen=True)
+@dataclass
 class CacheRun:
     """Result of one iteration with a Tensor Cache.
 
@@ -68,12 +56,12 @@ class CacheRun:
         peak_bytes: peak memory in use.
     """
 
-    iteration_ns: int
-    hits: int
-    misses: int
-    offloaded_bytes: int
-    fetched_bytes: int
-    peak_bytes: int
+    iteration_ns: int = 0
+    hits: int = 0
+    misses: int = 0
+    offloaded_bytes: int = 0
+    fetched_bytes: int = 0
+    peak_bytes: int = 0
 
 
 def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) -> CacheRun:
@@ -85,7 +73,10 @@ def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) ->
     Raises:
         Infeasible: a kernel does not fit with everything offloadable evicted.
     """
-    return _Run(program, machine, limit, layer_outputs(program, CONV, min_bytes)).iterate()
+    state = _Run(program, machine, limit, layer_outputs(program, CONV, min_bytes))
+    for k in range(len(program.kernels)):
+        state.step(k)
+    return state.result
 
 
 class _Run:
@@ -93,38 +84,40 @@ class _Run:
 
     def __init__(self, program: Program, machine: Machine, limit: int, cached: frozenset[int]) -> None:
         self.program, self.machine, self.limit, self.cached = program, machine, limit, cached
-        self.cache = TensorCache()
+        self.cache, self.result = TensorCache(), CacheRun()
         self.nbytes = [tensor.nbytes for tensor in program.tensors]
-        self.used = self.peak = sum(tensor.nbytes for tensor in program.tensors if tensor.persistent)
         self.resident = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
+        self.used = self.result.peak_bytes = sum(self.nbytes[t] for t in self.resident)
         self.valid: set[int] = set()  # tensors with a valid host copy
         self.arrives: dict[int, int] = {}  # time at which a prefetched tensor arrives
-        self.now = self.d2h_free = self.h2d_free = self.offloaded = self.fetched = 0
-        self.last_use = [uses[-1] if uses else -1 for uses in program.accesses]
-        convolutions = [
-            k for k, kernel in enumerate(program.kernels) if (kernel.kind, kernel.phase) == ("conv", "backward")
-        ]
-        self.next_conv = dict(pairwise(convolutions))
+        self.d2h_free = self.h2d_free = 0
+        kinds = [(kernel.kind, kernel.phase) for kernel in program.kernels]
+        self.next_conv = dict(pairwise(k for k, kind in enumerate(kinds) if kind == ("conv", "backward")))
 
-    def iterate(self) -> CacheRun:
-        for k, kernel in enumerate(self.program.kernels):
-            touched = kernel.accesses
-            self.cache.locked = set(self.cached.intersection(touched))
-            missing = [t for t in touched if t not in self.resident]
-            self._make_room(kernel.workspace + sum(self.nbytes[t] for t in missing), k)
-            for t in touched:
-                if t in self.cached and self.program.writes[t][0] < k and not self.cache.check(t):
+    def step(self, k: int) -> None:
+        """Executes kernel ``k``."""
+        program, result, kernel = self.program, self.result, self.program.kernels[k]
+        touched = kernel.accesses
+        self.cache.locked = self.cached.intersection(touched)
+        missing = [t for t in touched if t not in self.resident]
+        self._make_room(kernel.workspace + sum(self.nbytes[t] for t in missing), k)
+        for t in touched:
+            if t in self.cached and program.writes[t][0] < k:
+                hit = self.cache.check(t)
+                result.hits, result.misses = result.hits + hit, result.misses + (not hit)
+                if not hit:
                     self._fetch(t)
-            for t in missing:
-                self._allocate(t)
-            self.now = max([self.now, *(self.arrives.pop(t) for t in touched if t in self.arrives)])
-            self._prefetch(k)
-            self.peak = max(self.peak, self.used + kernel.workspace)
-            self.now += kernel.duration_ns
-            self.valid.difference_update(kernel.outputs)
-            self._free(t for t in touched if self.last_use[t] == k and not self.program.tensors[t].persistent)
-        cache = self.cache
-        return CacheRun(self.now, cache.hits, cache.misses, self.offloaded, self.fetched, self.peak)
+        for t in missing:
+            self._allocate(t)
+        result.iteration_ns = max([result.iteration_ns, *(self.arrives.pop(t) for t in touched if t in self.arrives)])
+        self._prefetch(k)
+        result.peak_bytes = max(result.peak_bytes, self.used + kernel.workspace)
+        result.iteration_ns += kernel.duration_ns
+        self.valid.difference_update(kernel.outputs)
+        for t in touched:
+            if program.accesses[t][-1] == k and not program.tensors[t].persistent:
+                self.cache.pop(t, None)
+                self._release(t)
 
     def _make_room(self, nbytes: int, k: int) -> None:
         """Evicts tensors until ``nbytes`` are free; the clock waits for the transfers."""
@@ -136,24 +129,27 @@ class _Run:
                     f"the limit is {self.limit:,}"
                 )
             if victim not in self.valid:
-                self.d2h_free = max(self.now, self.d2h_free) + self.machine.d2h_ns(self.nbytes[victim])
-                self.now = self.d2h_free
-                self.offloaded += self.nbytes[victim]
+                begin = max(self.result.iteration_ns, self.d2h_free)
+                self.result.iteration_ns = self.d2h_free = begin + self.machine.d2h_ns(self.nbytes[victim])
+                self.result.offloaded_bytes += self.nbytes[victim]
                 self.valid.add(victim)
             self.arrives.pop(victim, None)
-            self.resident.remove(victim)
-            self.used -= self.nbytes[victim]
+            self._release(victim)
 
     def _fetch(self, tensor: int) -> None:
-        self.h2d_free = max(self.now, self.h2d_free) + self.machine.h2d_ns(self.nbytes[tensor])
-        self.arrives[tensor] = self.h2d_free
-        self.fetched += self.nbytes[tensor]
+        begin = max(self.result.iteration_ns, self.h2d_free)
+        self.arrives[tensor] = self.h2d_free = begin + self.machine.h2d_ns(self.nbytes[tensor])
+        self.result.fetched_bytes += self.nbytes[tensor]
 
     def _allocate(self, tensor: int) -> None:
         self.resident.add(tensor)
         self.used += self.nbytes[tensor]
         if tensor in self.cached:
             self.cache.insert(tensor)
+
+    def _release(self, tensor: int) -> None:
+        self.resident.remove(tensor)
+        self.used -= self.nbytes[tensor]
 
     def _prefetch(self, k: int) -> None:
         """Fetches the inputs of the next backward CONV layer if they fit next to the running kernel."""
@@ -162,9 +158,3 @@ class _Run:
             if absent and self.used + self.program.kernels[k].workspace + self.nbytes[t] <= self.limit:
                 self._fetch(t)
                 self._allocate(t)
-
-    def _free(self, tensors: Iterable[int]) -> None:
-        for t in tensors:
-            self.resident.remove(t)
-            self.cache.lru.pop(t, None)
-            self.used -= self.nbytes[t]

@@ -22,6 +22,8 @@ from simulator.files import no_collections
 from simulator.modes import SWAPPED
 from simulator.program import Gap, Program
 
+PAPER = '"TFLMS: Large Model Support in TensorFlow by Graph Rewriting", 2018'
+
 
 @dataclass(eq=False)
 class TFLMS(RowsPlanner):
@@ -32,10 +34,7 @@ class TFLMS(RowsPlanner):
         lower_bound: kernels between the trigger of a swap-in and its consumer; None: the fastest.
     """
 
-    facts = PlannerInfo(
-        "tflms", "TFLMS", '"TFLMS: Large Model Support in TensorFlow by Graph Rewriting", 2018',
-        family="swap: other heuristics", slot=4, place=140, moves="swap",
-    )  # fmt: skip
+    facts = PlannerInfo("tflms", "TFLMS", PAPER, family="swap: other heuristics", slot=4, place=140, moves="swap")
 
     n_tensors: int | None = at_least(0, None)
     lower_bound: int | None = at_least(1, None)
@@ -46,7 +45,7 @@ class TFLMS(RowsPlanner):
         program, limit = engine.program, engine.limit
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         if self.n_tensors is None:
-            n = len(self.reachable(engine, gaps).first(iter(range(len(gaps))), limit))
+            n = len(self.reachable(engine, gaps).first(np.arange(len(gaps)), limit))
         else:
             n = min(self.n_tensors, len(gaps))
         farthest = max((g.before - g.after for g in gaps[:n]), default=1)

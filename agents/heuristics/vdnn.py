@@ -35,23 +35,24 @@ class VDNN(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"vdnn_{policy}", f"vDNN {policy}", PAPER, family="swap: other heuristics", slot=i, place=90 + 10 * i,
-            moves="swap", options={"policy": policy},
+            f"vdnn_{one}", f"vDNN {one}", PAPER, "swap: other heuristics", i, 90 + 10 * i, "swap", {"policy": one}
         )
-        for i, policy in enumerate(("all", "conv", "dyn"))
-    )  # fmt: skip
+        for i, one in enumerate(CONFIGURATIONS)
+    )
 
-    policy: str = one_of(tuple(CONFIGURATIONS), "dyn")
+    policy: str = one_of([*CONFIGURATIONS], "dyn")
     sync: bool = True
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the swaps of the policy, whether or not they fit the limit."""
-        tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
-        scores = [engine.score(rows) for rows in tried] if len(tried) > 1 else []
+
+        def cost(rows: Rows) -> tuple[int, int]:
+            score = engine.score(rows)
+            return score.iteration_ns, 0 if score.feasible else score.required_bytes
+
         # Ties go to the plan that moves least; if none fits, to the smallest required memory.
-        best = min(range(len(scores)), key=lambda i: (
-            scores[i].iteration_ns, not scores[i].feasible and scores[i].required_bytes), default=0)  # fmt: skip
-        return tried[best]
+        tried = [self.rows(engine.program, configuration) for configuration in CONFIGURATIONS[self.policy]]
+        return min(tried, key=cost) if len(tried) > 1 else tried[0]
 
     def rows(self, program: Program, configuration: str) -> Rows:
         """Returns int64[m, 6], the swaps of ``configuration`` (none, conv or all)."""

@@ -25,28 +25,26 @@ from simulator.program import Kernel, Program
 from simulator.timeline import Timeline
 
 Variants = tuple[tuple[int, int], ...]  # as Plan.variants
+Algorithm = tuple[int, int, int]  # duration_ns, workspace, index (-1: the kernel's own)
 
 
-def algorithms(kernel: Kernel) -> list[tuple[int, int, int]]:
-    """Returns (duration_ns, workspace, index) of every algorithm of a kernel, its default (index -1) first."""
+def algorithms(kernel: Kernel) -> list[Algorithm]:
+    """Returns every algorithm of a kernel, its own first."""
     return [(kernel.duration_ns, kernel.workspace, -1), *((d, w, i) for i, (d, w) in enumerate(kernel.variants))]
 
 
 def least_workspaces(program: Program) -> Variants:
     """Returns the variants with the smallest workspace of every kernel."""
-    least = {
-        k: min(algorithms(kernel), key=lambda a: (a[1], a[0], a[2]))[2] for k, kernel in enumerate(program.kernels)
-    }
-    return _variants(least)
+    kernels = enumerate(program.kernels)
+    return _variants({k: min(algorithms(kernel), key=lambda a: (a[1], a[0], a[2])) for k, kernel in kernels})
 
 
 def relaxed(program: Program) -> Program:
     """Returns the program with each kernel's shortest duration and smallest workspace, which no variants beat."""
-    every = [algorithms(kernel) for kernel in program.kernels]
-    kernels = (
-        replace(kernel, duration_ns=min(d for d, _, _ in a), workspace=min(w for _, w, _ in a))
-        for kernel, a in zip(program.kernels, every, strict=True)
-    )
+    kernels = []
+    for kernel in program.kernels:
+        durations, workspaces, _ = zip(*algorithms(kernel), strict=True)
+        kernels.append(replace(kernel, duration_ns=min(durations), workspace=min(workspaces)))
     return Program(program.name, program.tensors, tuple(kernels))
 
 
@@ -88,7 +86,7 @@ def plan_with_variants(
 
 
 def with_fastest_variants(
-    program: Program, plan: Plan, machine: Machine, limit: int, engine: Engine | None = None, refine: bool = True
+    program: Program, plan: Plan, machine: Machine, limit: int, engine: Engine | None = None
 ) -> Plan:
     """Returns the plan with algorithms that fit into the bytes it leaves under ``limit``.
 
@@ -98,7 +96,6 @@ def with_fastest_variants(
     Args:
         plan: a plan that fits the program; its decisions are not changed.
         engine: engine of the program, machine and limit; simulator calls are counted on it.
-        refine: enables choice 5.
 
     Raises:
         PlanError: the plan does not fit the program or the host.
@@ -128,10 +125,7 @@ def with_fastest_variants(
             if faster == chosen:
                 break
             chosen = faster
-    best = min(found, key=iteration_ns)
-    if refine:
-        best = _refine(program, best, iteration_ns)
-    return replace(plan, variants=best)
+    return replace(plan, variants=_refine(program, min(found, key=iteration_ns), iteration_ns))
 
 
 def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
@@ -140,11 +134,10 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
     Recomputations are included, and the kernel's own workspace counts as in use. Kernels of zero duration get 0, since
     no variant is faster.
     """
-    begin = timeline.last_start_ns
     times = [time for time, _ in timeline.memory]
     free: dict[int, int] = {}
     for span in timeline.spans:
-        if span.stream == "compute" and span.start_ns >= begin:
+        if span.stream == "compute" and span.start_ns >= timeline.last_start_ns:
             # At one instant (rule 9) a kernel's start comes last; copies end before it ends, and these events
             # only free memory.
             first = bisect_right(times, span.start_ns) - 1
@@ -155,36 +148,34 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
     return free
 
 
+def _current(program: Program, chosen: Variants) -> dict[int, Algorithm]:
+    """Returns the algorithm that each kernel with several uses."""
+    index = dict(chosen)
+    several = ((k, kernel) for k, kernel in enumerate(program.kernels) if kernel.variants)
+    return {k: algorithms(kernel)[1 + index.get(k, -1)] for k, kernel in several}
+
+
 def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Variants:
     """Returns, per kernel, the fastest algorithm that fits into the free bytes plus its current workspace."""
-    now = dict(chosen)
-    out = {}
-    for k in _several(program):
-        every = algorithms(program.kernels[k])
-        room = free[k] + every[1 + now.get(k, -1)][1]
-        out[k] = min((a for a in every if a[1] <= room), key=lambda a: (a[0], a[1], a[2]))[2]
-    return _variants(out)
+    now = _current(program, chosen)
+    fits = {k: [a for a in algorithms(program.kernels[k]) if a[1] <= free[k] + now[k][1]] for k in now}
+    return _variants({k: min(some) for k, some in fits.items()})
 
 
 def _refine(program: Program, chosen: Variants, iteration_ns: Callable[[Variants], int]) -> Variants:
     """Makes one pass over the kernels that could be faster, largest time gain first (choice 5)."""
-    best = {k: algorithms(program.kernels[k])[1 + dict(chosen).get(k, -1)] for k in _several(program)}
+    best = _current(program, chosen)
     gain = {k: now[0] - min(algorithms(program.kernels[k]))[0] for k, now in best.items()}
     for k in sorted(gain, key=lambda k: (-gain[k], k)):
         for faster in sorted(algorithms(program.kernels[k])):
             if faster[0] >= best[k][0]:
                 break
-            trial = _variants({j: a[2] for j, a in best.items()} | {k: faster[2]})
+            trial = _variants(best | {k: faster})
             if iteration_ns(trial) < iteration_ns(chosen):
                 best[k], chosen = faster, trial
                 break
     return chosen
 
 
-def _several(program: Program) -> list[int]:
-    return [k for k, kernel in enumerate(program.kernels) if kernel.variants]
-
-
-def _variants(index: dict[int, int]) -> Variants:
-    """Converts algorithm indices (-1: the default) to variants."""
-    return tuple((k, i) for k, i in sorted(index.items()) if i >= 0)
+def _variants(used: dict[int, Algorithm]) -> Variants:
+    return tuple((k, i) for k, (_, _, i) in sorted(used.items()) if i >= 0)

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agents.deadline import TimeUp, within
 from agents.floor import Floor
 from agents.learned.policy import PolicySearch
-from agents.planner import LEAST, Infeasible, PlannerInfo, check_budget, finish, small
+from agents.planner import LEAST, NO_ROWS, Infeasible, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive, small
 from agents.search.annealing import Annealing
 from agents.search.in_time import SLACK
 from agents.search.lp_round import LPRound
 from agents.search.rerun_search import RerunSearch
 from simulator.compiled.encoding import NEVER, rows_of
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
-from simulator.modes import check_mode
-from simulator.plan import Plan
+from simulator.modes import MODES
 from simulator.program import Program
 
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
@@ -58,7 +57,8 @@ def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> lis
     return [*searches, Share("lp_round", 0.5)] if solver else searches
 
 
-class Best:
+@dataclass(eq=False)
+class Best(RowsPlanner):
     """Portfolio of the methods of ``shares``, run one after the other.
 
     Args:
@@ -67,7 +67,6 @@ class Best:
             and the plan is the same on any computer.
         mode: "swap", "recompute" or "joint".
         min_bytes: size in bytes below which tensors stay resident; None: ``planner.small``.
-        seed: random seed.
         jobs: parallel runs, one per core; None: all cores.
 
     Attributes:
@@ -76,25 +75,22 @@ class Best:
     """
 
     facts = PlannerInfo("best", "best", family="search", slot=7, place=300, moves="joint", slow=2)
-    name = facts.key
 
-    def __init__(
-        self, seconds: float | None = None, calls: int | None = None, mode: str = "joint", min_bytes: int | None = None,
-        seed: int = 0, jobs: int | None = None,
-    ) -> None:  # fmt: skip
-        check_budget(calls, seconds, jobs)
-        self.seconds, self.calls, self.mode, self.seed, self.jobs = seconds, calls, check_mode(mode), seed, jobs
-        self.min_bytes, self.simulator_calls = min_bytes, 0
-        self.floor: Floor | None = None
-        self.found: dict[str, int | None] = {}
+    seconds: float | None = positive(None)
+    calls: int | None = at_least(LEAST, None)
+    mode: str = one_of(MODES, "joint")
+    min_bytes: int | None = None  # type: ignore[assignment]
+    jobs: int | None = at_least(1, None)
+    floor: Floor | None = field(init=False, default=None)
+    found: dict[str, int | None] = field(init=False, default_factory=dict)
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+    def choose(self, engine: Engine) -> Rows:
         """Returns the best plan found; raises Infeasible if the floor excludes every plan or no method finds one."""
         began, share_end = time.monotonic(), 0.0
-        engine = Engine(program, machine, limit)
+        program, machine, limit = engine.program, engine.machine, engine.limit
         self.floor, self.found = None, {}
         if program.peak_bytes <= limit:
-            return finish(self, program, machine, limit, engine, rows_of(()))
+            return NO_ROWS
         best, best_ns, why = None, NEVER, ""
         network = "torch" in sys.modules or self.seconds is None or self.seconds >= LOADING
         for turn, share in enumerate(shares(self.mode, len(program.kernels), self.seconds, network)):
@@ -123,7 +119,7 @@ class Best:
         if best is None:
             self.simulator_calls = engine.calls
             raise Infeasible(f"{self.name}: {why}")
-        return finish(self, program, machine, limit, engine, best)
+        return best
 
     def _made(
         self, share: Share, turn: int, program: Program, left: float | None

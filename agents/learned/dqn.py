@@ -66,7 +66,7 @@ class Walk:
         self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
         self.batch = EditBatch(
             [task], args.walkers, args.neighbours, budget=(args.least_calls, args.most_calls), reward="log",
-            shaping=args.shaping, reference=[reference],
+            shaping=args.shaping, below=[reference],
         )  # fmt: skip
         for i in range(args.walkers):
             self.batch.seed(i, int(rng.integers(2**31)))
@@ -358,7 +358,7 @@ class FineTuning(Trainer):
     @property
     def done(self) -> bool:
         """Whether all iterations are done or the best plan has no overhead."""
-        return self.episodes >= self.config.iterations or self.best_overhead <= 0
+        return super().done or self.best_overhead <= 0
 
     def step(self) -> list[Episode]:
         """Runs one iteration."""

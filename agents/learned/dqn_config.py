@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from agents.planner import LEAST
 from simulator.modes import MODES
@@ -12,7 +12,6 @@ POOLS = ("sum", "mean")  # pooling of node states into the graph state
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
 }  # fmt: skip
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -55,66 +54,40 @@ class PaperConfig:
 
 @dataclass(frozen=True)
 class Args:
-    """Hyperparameters of dqn.py; names match the keys of configs/agent/dqn.yaml, whose values are for one task.
+    """Hyperparameters of dqn.py; names match the keys of configs/agent/dqn.yaml, whose values are for one task."""
 
-    Attributes:
-        iterations: training iterations; each runs ``passes`` forward passes on one task, then the updates.
-        init: "pretrained" (on other programs) or "scratch".
-        mode: "swap", "recompute" or "joint".
-        min_bytes: size in bytes below which tensors stay resident.
-        message_passing: whether the network has rounds of structure2vec.
-        walkers: walkers per task.
-        passes: forward passes per iteration.
-        tries: maximum edits tried per forward pass.
-        neighbours: number of candidate edits per forward pass (M).
-        least_calls, most_calls: range of the simulator budget of an episode, drawn log-uniformly.
-        gamma: discount per tried edit.
-        n_step: number of forward passes in an n-step return.
-        buffer_size: number of iterations that the replay buffer holds.
-        learning_starts: iterations before the first update.
-        learning_rate: initial value; it decays linearly to a twentieth of that.
-        target_every: updates between copies to the target network.
-        auxiliary: weight of the auxiliary losses.
-        shaping: reward weight of the current plan relative to the best plan.
-        coldest, hottest: range of the temperatures of Boltzmann exploration, in units of Q.
-        least_epsilon, most_epsilon: range of ε over the walkers.
-        uniform: fraction of the walkers that act randomly.
-        greedy_calls: simulator calls of the greedy policy's plan.
-        checkpoint_every: iterations between checkpoints.
-    """
-
-    iterations: int = 3000
-    init: str = "scratch"
-    mode: str = "joint"
-    min_bytes: int = 2**20
-    message_passing: bool = True
-    width: int = 32
-    walkers: int = 12
-    passes: int = 16
-    tries: int = 6
-    neighbours: int = 32
-    least_calls: int = 100
+    iterations: int = 3000  # each runs ``passes`` forward passes on one task, then the updates
+    init: str = "scratch"  # or "pretrained" (on other programs)
+    mode: str = "joint"  # "swap", "recompute" or "joint"
+    min_bytes: int = 2**20  # size in bytes below which tensors stay resident
+    message_passing: bool = True  # whether the network has rounds of structure2vec
+    width: int = 32  # of the network's layers
+    walkers: int = 12  # per task
+    passes: int = 16  # forward passes per iteration
+    tries: int = 6  # maximum edits tried per forward pass
+    neighbours: int = 32  # candidate edits per forward pass (M)
+    least_calls: int = 100  # range of the simulator budget of an episode, drawn log-uniformly
     most_calls: int = 2000
-    gamma: float = 0.97
-    n_step: int = 2
-    buffer_size: int = 240
-    learning_starts: int = 20
-    updates: int = 6
-    batch_size: int = 24
-    learning_rate: float = 1e-3
+    gamma: float = 0.97  # discount per tried edit
+    n_step: int = 2  # forward passes in an n-step return
+    buffer_size: int = 240  # iterations that the replay buffer holds
+    learning_starts: int = 20  # iterations before the first update
+    updates: int = 6  # per iteration
+    batch_size: int = 24  # states
+    learning_rate: float = 1e-3  # initial value; it decays linearly to a twentieth of that
     weight_decay: float = 1e-4
-    target_every: int = 150
-    auxiliary: float = 0.1
-    shaping: float = 0.3
-    coldest: float = 1e-3
+    target_every: int = 150  # updates between copies to the target network
+    auxiliary: float = 0.1  # weight of the auxiliary losses
+    shaping: float = 0.3  # reward weight of the current plan relative to the best plan
+    coldest: float = 1e-3  # range of the temperatures of Boltzmann exploration, in units of Q
     hottest: float = 3e-2
-    least_epsilon: float = 0.02
+    least_epsilon: float = 0.02  # range of ε over the walkers
     most_epsilon: float = 0.3
-    uniform: float = 0.25
+    uniform: float = 0.25  # fraction of the walkers that act randomly
     priority_exponent: float = 0.6
     importance_exponent: float = 0.7
-    greedy_calls: int = 1000
-    checkpoint_every: int = 20
+    greedy_calls: int = 1000  # simulator calls of the greedy policy's plan
+    checkpoint_every: int = 20  # iterations
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the first value out of range."""
@@ -141,36 +114,6 @@ def positive(config: object, *names: str) -> None:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
 
 
-def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
-    """Returns a configuration of class ``kind`` from a dictionary.
-
-    Raises:
-        ValueError: naming an unknown key or a value of the wrong type.
-    """
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if why := moved(key):
-            raise ValueError(f"agent.{key}: {why}")
-        if key not in known:
-            raise ValueError(f"agent.{key}: unknown key")
-        wanted = type(known[key].default)
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not wanted:
-            raise ValueError(f"agent.{key}: expected {wanted.__name__}, got {value!r}")
-        out[key] = value
-    try:
-        return kind(**out)
-    except ValueError as error:
-        raise ValueError(f"agent.{error}") from None
-
-
 def moved(key: str) -> str:
     """Returns a message with the new name of a renamed key, or '' for any other key."""
     return f"this key was renamed to agent.{RENAMED[key]}" if key in RENAMED else ""
-
-
-def by_todays_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns hyperparameters of a training state under their current names."""
-    return {RENAMED.get(key, key): value for key, value in values.items()}

@@ -12,6 +12,7 @@ Source: "GPU memory management for neural networks using deep Q-network" (2020),
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,20 +42,6 @@ class State(NamedTuple):
     mask: NDArray[np.bool_]  # (A,)
 
 
-class Batch(NamedTuple):
-    """Sample of B transitions; ``next_*`` is the state after n steps and is meaningless where ``more`` is False."""
-
-    place: NDArray[np.int64]  # positions in the ring
-    dynamic: NDArray[np.float16]
-    current: NDArray[np.int64]
-    action: NDArray[np.int64]
-    reward: NDArray[np.float32]  # discounted sum over n steps
-    more: NDArray[np.bool_]  # whether the episode continued after n steps
-    next_dynamic: NDArray[np.float16]
-    next_current: NDArray[np.int64]
-    next_mask: NDArray[np.bool_]
-
-
 class ExperienceBuffer:
     """Experience replay (D of Algorithm 1): ring buffer of transitions that stores the dynamic part of each state once.
 
@@ -70,50 +57,43 @@ class ExperienceBuffer:
     def __init__(self, capacity: int, nodes: int, actions: int):
         self.capacity = capacity
         self.size = self.head = 0
-        self.arrays: dict[str, NDArray[Any]] = {
-            "dynamic": np.zeros((capacity, nodes, FEATURES - STATIC), np.float16),
-            "current": np.zeros(capacity, np.int64),
-            "mask": np.zeros((capacity, actions), np.bool_),
-            "action": np.zeros(capacity, np.int64),
-            "reward": np.zeros(capacity, np.float32),
-            "ahead": np.zeros(capacity, np.int64),  # places to the state after n steps; 0: the episode ended
-        }
+        dynamic = ("dynamic", np.float16, (nodes, FEATURES - STATIC))
+        self.ring = np.zeros(capacity, np.dtype([
+            dynamic, ("current", np.int64), ("mask", np.bool_, (actions,)),  # a State
+            ("action", np.int64),
+            ("reward", np.float32),  # discounted sum over n steps
+            ("ahead", np.int64),  # places to the state after n steps; 0: the episode ended
+        ], align=True))  # fmt: skip
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
         """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start."""
         rewards = np.array([reward for _, _, reward in trail])
         discounts = gamma ** np.arange(len(trail))
-        a = self.arrays
         for i in range(max(0, len(trail) - self.capacity), len(trail)):
-            (dynamic, current, mask), action, _ = trail[i]
+            state, action, _ = trail[i]
             end = min(i + n_step, len(trail))
-            at = self.head
-            a["dynamic"][at], a["current"][at], a["mask"][at], a["action"][at] = dynamic, current, mask, action
-            a["reward"][at] = rewards[i:end] @ discounts[: end - i]
-            a["ahead"][at] = end - i if end < len(trail) else 0
+            ahead = end - i if end < len(trail) else 0
+            self.ring[self.head] = (*state, action, rewards[i:end] @ discounts[: end - i], ahead)
             self.head = (self.head + 1) % self.capacity
             self.size = min(self.size + 1, self.capacity)
 
-    def sample(self, batch: int, rng: np.random.Generator) -> Batch:
-        """Draws transitions uniformly with replacement."""
-        a = self.arrays
+    def sample(self, batch: int, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Draws transitions uniformly with replacement; returns them, and those n steps later (if ``ahead`` > 0)."""
         index = rng.integers(self.size, size=batch)
-        later = (index + a["ahead"][index]) % self.capacity
-        return Batch(
-            index, a["dynamic"][index], a["current"][index], a["action"][index], a["reward"][index],
-            a["ahead"][index] > 0, a["dynamic"][later], a["current"][later], a["mask"][later],
-        )  # fmt: skip
+        now = self.ring[index]
+        return now, self.ring[(index + now["ahead"]) % self.capacity]
 
     def state(self) -> dict[str, Any]:
         """Returns the filled part for a checkpoint."""
-        out: dict[str, Any] = {k: torch.from_numpy(v[: self.size].copy()) for k, v in self.arrays.items()}
+        filled = self.ring[: self.size]
+        out: dict[str, Any] = {key: torch.from_numpy(filled[key].copy()) for key in self.ring.dtype.names or ()}
         return {**out, "size": self.size, "head": self.head}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the transitions of a ``state``."""
         self.size, self.head = int(state["size"]), int(state["head"])
-        for key, array in self.arrays.items():
-            array[: self.size] = state[key].numpy()
+        for key in self.ring.dtype.names or ():
+            self.ring[key][: self.size] = state[key].numpy()
 
 
 class Variant(NamedTuple):
@@ -131,11 +111,8 @@ class Variant(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Entries that identify the variant in a checkpoint."""
-        return [
-            self.reward,
-            self.actions,
-            f"{self.network.__module__}:{self.network.__qualname__}" if self.network else "",
-        ]
+        network = f"{self.network.__module__}:{self.network.__qualname__}" if self.network else ""
+        return [self.reward, self.actions, network]
 
 
 class Trainer(OneTask):
@@ -199,11 +176,6 @@ class Trainer(OneTask):
         return self.task.engine.calls
 
     @property
-    def done(self) -> bool:
-        """Whether all episodes are finished."""
-        return self.episodes >= self.config.episodes
-
-    @property
     def epsilon(self) -> float:
         """Current probability of a random action."""
         c = self.config
@@ -220,7 +192,7 @@ class Trainer(OneTask):
         """Returns Q-values (B, A) of states given by dynamic features (B, N, 3) and current nodes (B,)."""
         moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
         static = self.static[:, None].expand(-1, len(current), -1)
-        q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
+        q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))[0]
         return q
 
     @torch.no_grad()
@@ -262,39 +234,31 @@ class Trainer(OneTask):
         feasible = not walk.dead_end
         if feasible and not walk.overhead >= self.best_overhead:  # best_overhead is NaN at first
             self.best, self.best_overhead = walk.plan("dqn_paper"), walk.overhead
-        loss = float(np.mean(self.losses)) if self.losses else float("nan")
+        loss = float(np.mean(self.losses)) if self.losses else math.nan
         self.losses = []
-        episode = Episode(
-            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.best_overhead,
-            self.epsilon, loss, steps, self.task.engine.calls,
-        )  # fmt: skip
-        self.history.append(episode)
-        return episode
+        self.history.append(Episode(
+            len(self.history) + 1, walk.overhead, feasible, self.best_overhead, self.epsilon, loss, steps,
+            self.task.engine.calls,
+        ))  # fmt: skip
+        return self.history[-1]
 
     def update(self) -> float:
         """Performs one minibatch update of fitted Q-iteration (lines 12 and 13); returns the loss."""
         c = self.config
-        batch = self.buffer.sample(c.batch_size, self.rng)
+        now, later = self.buffer.sample(c.batch_size, self.rng)
+        more = now["ahead"] > 0  # whether the episode continued after n steps
         with torch.no_grad():  # equation 5: y is a constant
-            y = torch.from_numpy(batch.reward)
-            if batch.more.any():
-                network = self.target if c.target_every else self.q
-                mask = torch.from_numpy(batch.next_mask)
-                after = self._q(network, batch.next_dynamic, batch.next_current)
-                if c.double:
-                    own = self._q(self.q, batch.next_dynamic, batch.next_current)
-                    best = own.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
-                    value = after.gather(1, best)[:, 0]
-                else:
-                    value = after.masked_fill(~mask, MASKED).max(1).values
-                y = y + c.gamma**c.n_step * torch.where(torch.from_numpy(batch.more), value, 0.0)
-        q = self._q(self.q, batch.dynamic, batch.current).gather(1, torch.from_numpy(batch.action)[:, None])[:, 0]
-        if c.optimizer == "adam":
-            loss_each = nn.functional.huber_loss(q, y, reduction="none")
-        else:
-            loss_each = (y - q) ** 2  # equation 4
-        loss = loss_each.mean()
-        found = descend(loss, self.q, self.optimizer, 10.0 if c.optimizer == "adam" else None)
+            y = torch.from_numpy(now["reward"])
+            if more.any():
+                mask = torch.from_numpy(later["mask"])
+                after = self._q(self.target if c.target_every else self.q, later["dynamic"], later["current"])
+                chooser = self._q(self.q, later["dynamic"], later["current"]) if c.double else after
+                best = chooser.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
+                y = y + c.gamma**c.n_step * torch.where(torch.from_numpy(more), after.gather(1, best)[:, 0], 0.0)
+        q = self._q(self.q, now["dynamic"], now["current"]).gather(1, torch.from_numpy(now["action"])[:, None])[:, 0]
+        adam = c.optimizer == "adam"
+        each = nn.functional.huber_loss(q, y, reduction="none") if adam else (y - q) ** 2  # equation 4
+        found = descend(each.mean(), self.q, self.optimizer, 10.0 if adam else None)
         self.updates += 1
         if c.target_every and self.updates % c.target_every == 0:
             self.target.load_state_dict(self.q.state_dict())
@@ -310,7 +274,7 @@ class Trainer(OneTask):
         drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
         walk = self._greedy()
         self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
-        return float("nan") if walk.dead_end else walk.overhead
+        return walk.overhead
 
     @torch.no_grad()
     def first_value(self) -> float:

@@ -12,6 +12,7 @@ rank without Q-values: ``ranks="policy"`` draws by the policy's probabilities, `
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,13 @@ import numpy as np
 
 from agents.learned.dqn_config import PaperConfig
 from agents.learned.policy import Guided, halving
-from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.planner import LEAST, NO_ROWS, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
 from agents.search.local_search import check_heat
-from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import check_mode
+from simulator.modes import MODES
 from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
@@ -52,7 +52,8 @@ LOOK = 32  # calls between updates of clock and temperature
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
 
 
-class DQN:
+@dataclass(eq=False)
+class DQN(RowsPlanner):
     """Planner ``agents.make("dqn")``.
 
     Args:
@@ -60,8 +61,6 @@ class DQN:
             fit into ``seconds``.
         mode: "swap", "recompute" or "joint".
         hot, cold: first and last temperature, as fractions of the ideal time.
-        min_bytes: size in bytes below which tensors stay resident.
-        seed: random seed.
         seconds: wall-clock budget on one core. The plan then depends on the computer.
         ranks: ranking of the neighbors: "q", or a control (see the module).
         message_passing: if False, uses the network without structure2vec, which is faster.
@@ -69,22 +68,20 @@ class DQN:
     """
 
     facts = PlannerInfo("dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", slow=1)
-    name = facts.key
 
-    def __init__(
-        self, calls: int | None = None, mode: str = "joint", hot: float = 3e-3, cold: float = 3e-5,
-        min_bytes: int = MIB, seed: int = 0, seconds: float | None = None, ranks: str = "q",
-        message_passing: bool = True, weights: str | Path | None = None,
-    ) -> None:  # fmt: skip
-        check_budget(calls, seconds)
-        check_heat(hot, cold)
-        if ranks not in RANKS:
-            raise ValueError(f"ranks: expected one of {', '.join(RANKS)}, got {ranks!r}")
-        self.calls, self.seconds, self.mode, self.hot, self.cold = calls, seconds, check_mode(mode), hot, cold
-        self.min_bytes, self.seed, self.ranks = min_bytes, seed, ranks
-        self.weights = WEIGHTS[message_passing] if weights is None else Path(weights)
-        self.simulator_calls = 0
-        self._heuristic: Rows | None = None
+    calls: int | None = at_least(LEAST, None)
+    mode: str = one_of(MODES, "joint")
+    hot: float = 3e-3
+    cold: float = 3e-5
+    seconds: float | None = positive(None)
+    ranks: str = one_of(RANKS, "q")
+    message_passing: bool = True
+    weights: str | Path | None = None
+    _heuristic: Rows | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heat(self.hot, self.cold)
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -92,22 +89,21 @@ class DQN:
         until = None if self.seconds is None else time.monotonic() + self.seconds
         calls = CALLS if self.calls is None and until is None else self.calls
         if program.peak_bytes <= limit:
-            return finish(self, program, machine, limit, Engine(program, machine, limit), rows_of(()))
+            return self.finish(Engine(program, machine, limit), NO_ROWS)
         if not Moves(program, limit, self.mode, self.min_bytes, 0).gaps:
-            raise infeasible(self, program, limit, None, 0)
+            raise infeasible(self, program, limit, None)
+        from agents.learned.edit_net import trained
         from agents.learned.optimisation import on_one_thread
         from envs.edit.task import EditTask
 
         with on_one_thread():
-            net = self._net()
-            try:
-                task = EditTask(
-                    program, machine, limit, self.mode, self.min_bytes, lambda it: self._starts(it, calls, until)
-                )
-            except NoStart as error:
-                raise infeasible(self, program, limit, error.required, error.calls) from None
+            network = self.ranks in ("q", "improves")
+            net = trained(Path(self.weights or WEIGHTS[self.message_passing])) if network else None
+            task = EditTask(
+                program, machine, limit, self.mode, self.min_bytes, lambda task: self._starts(task, calls, until)
+            )
             best = self.search(task, net, None if calls is None else max(calls - 1 - task.engine.calls, 0), until)
-        return finish(self, program, machine, limit, task.engine, best)
+        return self.finish(task.engine, best)
 
     def search(self, task: EditTask, net: EditNet | None, calls: int | None, until: float | None = None) -> Rows:
         """Returns the best rows that walkers find from the task's start plans within ``calls`` or ``until``."""
@@ -183,46 +179,28 @@ class DQN:
                 task.program, task.machine, task.limit, task.engine, self.mode, self.min_bytes, half_way(until)
             )
             if rows is None and not plans:
-                raise NoStart(required if self.mode == "swap" else None, task.engine.calls)
+                raise self.beyond_reach(task.engine, required if self.mode == "swap" else None)
             plans, self._heuristic = plans if rows is None else [*plans, rows], rows
         return plans
 
-    def _net(self) -> EditNet | None:
-        """Returns the ranking network, or None if the ranking does not use one."""
-        from agents.learned.edit_net import trained
 
-        return trained(self.weights) if self.ranks in ("q", "improves") else None
-
-
-class NoStart(Exception):
-    """Raised if no start plan fits.
-
-    Attributes:
-        required: smallest memory for a start plan in bytes (mode "swap" only).
-        calls: simulator calls made.
-    """
-
-    def __init__(self, required: int | None, calls: int) -> None:
-        super().__init__()
-        self.required, self.calls = required, calls
-
-
-class DQNPaper:
+@dataclass(eq=False)
+class DQNPaper(RowsPlanner):
     """Planner ``agents.make("dqn_paper")``: the paper's DQN. ``config`` replaces all options except ``seed``."""
 
     facts = PlannerInfo(
         "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
     )
-    name = facts.key
 
-    def __init__(
-        self, seed: int = 0, min_bytes: int = MIB, mode: str | None = None, episodes: int | None = None,
-        config: PaperConfig | None = None,
-    ):  # fmt: skip
-        given: dict[str, Any] = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
-        self.seed = seed
-        self.config = config or PaperConfig(**{key: value for key, value in given.items() if value is not None})
-        self.simulator_calls = 0
+    mode: str | None = None
+    episodes: int | None = None
+    config: PaperConfig = None  # type: ignore[assignment]  # set in __post_init__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"mode": self.mode, "episodes": self.episodes, "min_bytes": self.min_bytes}
+        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        self.config = self.config or PaperConfig(**chosen)
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Trains on the program and returns the best plan found; raises Infeasible if it found none."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from agents.learned.checkpoint import read_weights
 from agents.learned.optimisation import MASKED
-from agents.learned.structure2vec import NeighbourSum, sparse
+from agents.learned.structure2vec import neighbour_sum, sparse
 from envs.edit.batch import GAP_COLUMNS
 from envs.edit.task import EditTask
 from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
@@ -79,7 +79,6 @@ class EditNet(nn.Module):
         self.register_buffer("scale", torch.ones(static))
         self.gap_static, self.gap_state = nn.Linear(static, w), nn.Linear(GAP_COLUMNS, w, bias=False)
         self.bin_static, self.bin_state = nn.Linear(bins, w), nn.Linear(BIN_COLUMNS, w, bias=False)
-        self.neighbours = NeighbourSum()
         if rounds:
             self.along = nn.Linear(EDGES * w, w, bias=False)
             self.to_bin, self.to_gap, self.among = (nn.Linear(w, w, bias=False) for _ in range(3))
@@ -114,7 +113,7 @@ class EditNet(nn.Module):
         for _ in range(self.rounds):
             of_gaps = (graph.bin_of_gap @ s.flatten(1)).view(-1, batch, w)
             b = (bin_own + self.to_bin(of_gaps) + self.among(b.mean(0, keepdim=True))).relu()
-            near = torch.cat([self.neighbours(s, edges) for edges in graph.edges], -1)
+            near = torch.cat([neighbour_sum(s, edges) for edges in graph.edges], -1)
             s = (own + self.to_gap((graph.gap_of_bin @ b.flatten(1)).view(size, batch, w)) + self.along(near)).relu()
         whole = self.whole(torch.cat([s.mean(0), b.mean(0), plan], -1)).relu()
         z = (self.change_of_gap(s) + self.change_of_state(x) + change_part[:, None] + whole[None]).relu()

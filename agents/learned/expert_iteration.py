@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,10 +123,10 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
         if plans[-1][0] <= program.ideal_ns:
             break
     for seed in range(AGAIN):
-        best_ns, best = min(plans, key=_speed)
+        best_ns, best = min(plans, key=itemgetter(0))
         if best_ns > program.ideal_ns:
             plans.append(_turned(anneal(moves, engine, best, best_ns, calls // 2, WARM, COLD, len(RUNS) + seed)))
-    return sorted(plans, key=_speed)
+    return sorted(plans, key=itemgetter(0))
 
 
 def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
@@ -145,7 +146,7 @@ def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
         _turned(anneal(found.moves, found.engine, rows, ns, calls, hot, COLD, seed + i))
         for i, (rows, ns, hot) in enumerate(starts)
     ]
-    return sorted([*new, *lesson.plans], key=_speed)[:KEEP]
+    return sorted([*new, *lesson.plans], key=itemgetter(0))[:KEEP]
 
 
 def teacher_calls(program: Program) -> int:
@@ -155,10 +156,6 @@ def teacher_calls(program: Program) -> int:
 
 def _turned(found: tuple[Rows, int]) -> tuple[int, Rows]:
     return found[1], found[0]
-
-
-def _speed(plan: tuple[int, Rows]) -> int:
-    return plan[0]
 
 
 # ------------------------------------------------------------------------------------------- training data

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.planner import LEAST as LEAST_CALLS, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive
 from agents.search.annealing import everything, half_way, start
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
-from simulator.modes import check_mode
+from simulator.modes import MODES
 from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
@@ -158,55 +158,48 @@ def _too_large(moves: Moves, until: float | None) -> bool:
     return until is not None and 2 * takes > until - time.monotonic()
 
 
-class Policy:
+@dataclass(eq=False)
+class Policy(RowsPlanner):
     """Decodes plans from the network; falls back to the best heuristic's plan if none of them fits.
 
     Args:
         mode: "swap", "recompute" or "joint".
-        min_bytes: size in bytes below which tensors stay resident.
-        seed: random seed.
         samples: sampled plans in addition to the most likely one.
         rounds: forward passes for the most likely plan.
         weights: file of experiments.pretrain; None: the shipped weights.
     """
 
     facts = PlannerInfo("policy", "policy", family="learned", slot=4, place=270, slow=1)
-    name = facts.key
-    guide = True
 
-    def __init__(
-        self, mode: str = "joint", min_bytes: int = MIB, seed: int = 0, samples: int = SAMPLES, rounds: int = 1,
-        weights: str | Path | None = None,
-    ) -> None:  # fmt: skip
-        if samples < 0 or rounds < 1:
-            raise ValueError(f"samples, rounds: expected at least 0 and 1, got {samples} and {rounds}")
-        self.mode, self.min_bytes, self.seed = check_mode(mode), min_bytes, seed
-        self.samples, self.rounds = samples, rounds
-        self.weights = WEIGHTS if weights is None else Path(weights)
-        self.simulator_calls = 0
+    mode: str = one_of(MODES, "joint")
+    samples: int = at_least(0, SAMPLES)
+    rounds: int = at_least(1, 1)
+    weights: str | Path | None = None
 
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+    def choose(self, engine: Engine) -> Rows:
         """Returns the fastest decoded plan; raises Infeasible if no plan fits, FormatError for ``weights``."""
-        found = self._begin(program, machine, limit)
-        return finish(self, program, machine, limit, found.engine, found.plans[0][1])
+        return self._begin(engine, self.samples).plans[0][1]
 
-    def _begin(self, program: Program, machine: Machine, limit: int, until: float | None = None) -> Guided:
+    def _begin(self, engine: Engine, samples: int, guide: bool = True, until: float | None = None) -> Guided:
         """Returns the start of the search with at least one feasible plan; raises Infeasible."""
-        found = Guided(Engine(program, machine, limit), Moves(program, limit, self.mode, self.min_bytes, self.seed))
-        if not self.guide:
-            found.offer(everything(program, self.mode, self.min_bytes))
+        task = engine.program, engine.machine, engine.limit
+        found = Guided(engine, Moves(engine.program, engine.limit, self.mode, self.min_bytes, self.seed))
+        if not guide:
+            found.offer(everything(engine.program, self.mode, self.min_bytes))
         elif found.moves.gaps and not _too_large(found.moves, until):
             from agents.learned.policy_net import trained
 
-            decoded(trained(self.weights), found, self.mode, self.samples, self.rounds, self.seed, half_way(until))
+            net = trained(Path(self.weights or WEIGHTS))
+            decoded(net, found, self.mode, samples, self.rounds, self.seed, half_way(until))
         if not found.plans:
-            rows, _, required = start(program, machine, limit, found.engine, self.mode, self.min_bytes, until)
+            rows, _, required = start(*task, engine, self.mode, self.min_bytes, until)
             if rows is None:
-                raise infeasible(self, program, limit, required if self.mode == "swap" else None, found.engine.calls)
+                raise self.beyond_reach(engine, required if self.mode == "swap" else None)
             found.offer(rows)
         return found
 
 
+@dataclass(eq=False)
 class PolicySearch(Policy):
     """Local search from the decoded plans, guided by the network's probabilities.
 
@@ -217,42 +210,31 @@ class PolicySearch(Policy):
         seconds: wall-clock budget. The plan then depends on the computer.
         jobs: parallel runs, one per core; None: all cores.
         guide: if False, runs the no-network ablation.
-        mode, min_bytes, seed, samples, rounds, weights: see ``Policy``.
+        mode, samples, rounds, weights: see ``Policy``.
     """
 
     facts = PlannerInfo("policy_search", "policy and search", family="learned", slot=5, place=280, slow=1)
-    name = facts.key
 
-    def __init__(
-        self,
-        calls: int | None = None,
-        mode: str = "joint",
-        hot: float = 3e-3,
-        cold: float = 3e-5,
-        min_bytes: int = MIB,
-        seed: int = 0,
-        seconds: float | None = None,
-        jobs: int | None = None,
-        guide: bool = True,
-        samples: int = SAMPLES,
-        rounds: int = 1,
-        weights: str | Path | None = None,
-    ) -> None:
-        super().__init__(mode, min_bytes, seed, samples, rounds, weights)
-        check_budget(calls, seconds, jobs)
-        check_heat(hot, cold)
-        self.calls, self.seconds, self.jobs, self.guide = calls, seconds, jobs, guide
-        if calls is not None:
-            self.samples = min(samples, max(calls - 2, 0))  # minus the most likely plan and the final check
-        self.hot, self.cold = hot, cold
+    calls: int | None = at_least(LEAST_CALLS, None)
+    hot: float = 3e-3
+    cold: float = 3e-5
+    seconds: float | None = positive(None)
+    jobs: int | None = at_least(1, None)
+    guide: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heat(self.hot, self.cold)
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Returns the best plan found; raises as in ``Policy.plan``."""
+        """Returns the best plan found; raises as in ``Policy.choose``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
-        found = self._begin(program, machine, limit, until)
         most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls
-        left = max(most - 1 - found.engine.calls, 0)
-        calls = None if until is not None and self.calls is None else left
+        # The most likely plan and the final check take a call each.
+        samples = self.samples if self.calls is None else min(self.samples, max(self.calls - 2, 0))
+        engine = Engine(program, machine, limit)
+        found = self._begin(engine, samples, self.guide, until)
+        calls = None if until is not None and self.calls is None else max(most - 1 - engine.calls, 0)
         _, best = halving(found, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
-        return finish(self, program, machine, limit, found.engine, best)
+        return self.finish(engine, best)

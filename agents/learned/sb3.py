@@ -11,18 +11,21 @@ extras `sb3` and `dev` install both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.wrappers import TransformReward
 from numpy.typing import NDArray
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3 import DQN
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.policies import BasePolicy
@@ -80,15 +83,18 @@ class GraphFeatures(BaseFeaturesExtractor):
     ):  # fmt: skip
         if pool not in POOLS:
             raise ValueError(f"pool: expected one of {POOLS}, got {pool!r}")
-        found = None if own is None else CustomNetwork(own, graph, OBSERVED, forms)
+        network: Structure2Vec | CustomNetwork
+        if own is not None:
+            network = CustomNetwork(own, graph, OBSERVED, forms)
+        else:
+            network = Structure2Vec(graph, OBSERVED, embedding_size, message_passing_steps, pool, mixing, forms)
         self.nodes = forms * len(graph)
-        super().__init__(observation_space, self.nodes + (2 * embedding_size if found is None else found.state_size))
-        sizes = embedding_size, message_passing_steps
-        self.network = found or Structure2Vec(graph, OBSERVED, *sizes, pool, mixing, forms)
+        super().__init__(observation_space, self.nodes + network.state_size)
+        self.network = network
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         x = observations["nodes"].transpose(0, 1)
-        q, state = self.network.with_graph_state(x, observations["current"].flatten(1).argmax(1))
+        q, state = self.network(x, observations["current"].flatten(1).argmax(1))
         scores = q.new_full((len(q), self.nodes), MASKED).index_copy(1, self.network.codes, q)
         return torch.cat([scores, state], 1)
 
@@ -184,50 +190,43 @@ class MaskedDQN(DQN):
 # ------------------------------------------------------------------------------------------- training
 
 
-@dataclass
-class Record:
-    """Finished episodes of all environments, and the best plan."""
+class Record(BaseCallback):
+    """Callback that records the finished episodes of all environments, and the best plan.
 
-    planner: str
-    on_episode: Callable[[Episode], None] | None = None
-    history: list[Episode] = field(default_factory=list)
-    best: Plan | None = None
-    steps: int = 0
-    calls: int = 0  # simulator calls: one per step, or one per episode with the causal reward
-    causal: bool = False
-
-
-class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
-    """Wrapper that records finished episodes and multiplies rewards by ``scale``.
-
-    A vector environment resets an ended episode at once, so its plan must be read here.
+    Args:
+        planner: name of the agent in plans.
+        causal: whether the reward is causal, which takes one simulator call per episode instead of one per step.
+        on_episode: called after every episode.
+        after_step: called after every step of all environments.
     """
 
-    def __init__(self, env: gymnasium.Env[Observation, np.int64], record: Record, scale: float):
-        super().__init__(env)
-        self.record, self.scale, self.steps = record, scale, 0
+    def __init__(
+        self, planner: str, causal: bool = False, on_episode: Callable[[Episode], None] = lambda _: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.planner, self.causal, self.on_episode, self.after_step = planner, causal, on_episode, after_step
+        self.history: list[Episode] = []
+        self.best: Plan | None = None
+        self.calls = 0  # of the simulator
+        self.lengths = Counter[int]()  # steps of the unfinished episode of each environment
 
-    def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Steps the environment; updates the record's best plan if a finished plan is better."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        record = self.record
-        record.steps += 1
-        self.steps += 1
-        record.calls += terminated or not record.causal
-        if terminated:
-            best = record.history[-1].best_overhead if record.history else float("nan")
-            overhead = info["overhead"] if info["feasible"] else float("nan")
-            if info["feasible"] and not overhead >= best:  # best is NaN at first
-                best = overhead
-                record.best = self.get_wrapper_attr("plan")(record.planner)
-            episode = Episode(
-                len(record.history) + 1, overhead, info["feasible"], best, np.nan, np.nan, self.steps, record.calls
-            )
-            self.steps = 0
-            record.history.append(episode)
-            if record.on_episode:
-                record.on_episode(episode)
-        return observation, float(reward) * self.scale, terminated, truncated, info
+    def _on_step(self) -> bool:
+        for i, (done, info) in enumerate(zip(self.locals["dones"], self.locals["infos"], strict=True)):
+            self.lengths[i] += 1
+            self.calls += bool(done or not self.causal)
+            if done:
+                best = self.history[-1].best_overhead if self.history else np.nan
+                overhead = info["overhead"] if info["feasible"] else np.nan
+                if info["feasible"] and not overhead >= best:  # best is NaN at first
+                    best, self.best = overhead, replace(info["plan"], planner=self.planner)
+                self.history.append(Episode(
+                    len(self.history) + 1, overhead, info["feasible"], best, np.nan, np.nan, self.lengths.pop(i),
+                    self.calls,
+                ))  # fmt: skip
+                self.on_episode(self.history[-1])
+        self.after_step()
+        return True
 
 
 class Scalars(KVWriter):
@@ -259,7 +258,7 @@ ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {
 
 
 def make(
-    algorithm: str, environment: Mapping[str, Any], record: Record, seed: int, num_envs: int, reward_scale: float,
+    algorithm: str, environment: Mapping[str, Any], seed: int, num_envs: int, reward_scale: float,
     network: Mapping[str, Any], own: type[nn.Module] | None = None, **options: Any,
 ) -> BaseAlgorithm:  # fmt: skip
     """Returns a model of the library, ready to learn.
@@ -267,7 +266,6 @@ def make(
     Args:
         algorithm: a key of ALGORITHMS.
         environment: arguments of GpuMemory-v0.
-        record: record of the episodes.
         seed: random seed.
         num_envs: number of environments.
         reward_scale: factor of the rewards.
@@ -281,7 +279,7 @@ def make(
     one_thread()
     env = make_vec_env(
         lambda: gymnasium.make("GpuMemory-v0", **environment), num_envs, seed,
-        wrapper_class=lambda one: Recorded(one, record, reward_scale),
+        wrapper_class=lambda one: TransformReward(one, lambda reward: float(reward) * reward_scale),
     )  # fmt: skip
     kind, policy = ALGORITHMS[algorithm]
     task = env.get_attr("tasks")[0][0]
@@ -290,7 +288,9 @@ def make(
     policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
     if algorithm == "maskable_ppo":
         policy_options["ortho_init"] = False  # it would scale an extractor layer close to zero
-    return kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
+    model = kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
+    model.set_logger(Logger(None, []))  # the library's default would create a folder in the temporary directory
+    return model
 
 
 def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int64]) -> float:

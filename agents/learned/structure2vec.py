@@ -16,27 +16,15 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import spmm
 
 from envs.graph import OperationGraph
 
 
-class NeighbourSum(MessagePassing):  # type: ignore[misc]  # untyped library
-    """Sum of s_u over u in N(v), which contains v (the graph has self-loops)."""
-
-    def __init__(self) -> None:
-        super().__init__(aggr="sum")
-
-    def forward(self, s: Tensor, adjacency: Tensor) -> Tensor:
-        """Returns the neighbor sums of s, (N, B, p) -> (N, B, p)."""
-        total: Tensor = self.propagate(adjacency, s=s.flatten(1))
-        return total.view_as(s)
-
-    def message_and_aggregate(self, edge_index: Tensor, s: Tensor) -> Tensor:
-        """Computes the sum over neighbors as one sparse product, (N, N) by (N, B p)."""
-        total: Tensor = spmm(edge_index, s, self.aggr)
-        return total
+def neighbour_sum(s: Tensor, adjacency: Tensor) -> Tensor:
+    """Returns the sum of s_u over u in N(v), which contains v (self-loops), as one product: (N, B, p) -> (N, B, p)."""
+    total: Tensor = spmm(adjacency, s.flatten(1), "sum")
+    return total.view_as(s)
 
 
 def sparse(edges: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -66,19 +54,12 @@ class Structure2Vec(nn.Module):
     codes: Tensor
 
     def __init__(
-        self,
-        graph: OperationGraph,
-        features: int,
-        embedding_size: int,
-        message_passing_steps: int,
-        pool: str,
-        mixing: bool,
-        forms: int = 1,
-    ):
+        self, graph: OperationGraph, features: int, embedding_size: int, message_passing_steps: int, pool: str,
+        mixing: bool, forms: int = 1,
+    ):  # fmt: skip
         super().__init__()
-        p = embedding_size
-        self.message_passing_steps, self.pool, self.features = message_passing_steps, pool, features
-        self.neighbours = NeighbourSum()
+        p, self.state_size = embedding_size, 2 * embedding_size
+        self.message_passing_steps, self.pool = message_passing_steps, pool
         self.w1 = nn.Linear(features, p, bias=False)
         self.w2 = nn.Linear(p, p, bias=False)
         self.w3 = nn.Linear(p, p, bias=False)
@@ -96,23 +77,18 @@ class Structure2Vec(nn.Module):
         self.register_buffer("target", edges[1], persistent=False)
         self.register_buffer("weights", weights[:, None], persistent=False)
         self.register_buffer("codes", codes(graph, forms), persistent=False)
-        self.register_buffer("actions", torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0], persistent=False)
+        self.register_buffer("actions", codes(graph, 1), persistent=False)
 
-    def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """Returns Q-values (B, A * forms) of x (N, B, F) and current nodes (B,)."""
-        return self.with_graph_state(x, current)[0]
-
-    def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns Q-values (B, A * forms) and the graph state (B, 2p)."""
+    def forward(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns Q-values (B, A * forms) and the graph state (B, 2p) of x (N, B, F) and current nodes (B,)."""
         n, batch, _ = x.shape
-        # Equation 1. S^0 is zero, so the first round has no neighbor term.
-        edge = self.w3(
-            torch.zeros(n, self.w3.in_features).index_add_(0, self.target, self.w4(self.weights).relu())
-        )  # W3 Σ_u ReLU(W4 w(u, v)), the same for all states
+        # Equation 1. S^0 is zero, so the first round has no neighbor term; the edge term is equal in all states.
+        weighted = self.w4(self.weights).relu()
+        edge = self.w3(torch.zeros(n, self.w3.in_features).index_add_(0, self.target, weighted))
         own = self.w1(x) + edge[:, None]
         s = own.relu()
         for _ in range(self.message_passing_steps - 1):
-            s = (own + self.w2(self.neighbours(s, self.adjacency))).relu()
+            s = (own + self.w2(neighbour_sum(s, self.adjacency))).relu()
         # Equation 2: g = [W5 Σ_u s_u, W6 s_c].
         together = s.sum(0) if self.pool == "sum" else s.mean(0)
         g = torch.cat([self.w5(together), self.w6(s[current, torch.arange(batch)])], -1)  # (B, 2p)
@@ -168,12 +144,8 @@ class CustomNetwork(nn.Module):
             raise CustomNetworkError(f"network: {name} has no parameters to train")
         self.state_size = state.shape[1]
 
-    def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """Returns the scores of the actions, (B, A), of x (N, B, F) and current nodes (B,)."""
-        return self.with_graph_state(x, current)[0]
-
-    def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores (B, A) and the state (B, S)."""
+    def forward(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scores of the actions (B, A) and the state (B, S) of x (N, B, F) and current nodes (B,)."""
         scores, state = self.network(x.transpose(0, 1), current)
         return scores[:, self.codes], state
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agents.learned.checkpoint import must_match, read_training_state, restoring, write_training_state
-from agents.learned.dqn_config import by_todays_names
+from agents.learned.dqn_config import RENAMED
 from agents.planner import Infeasible, held_back
 from simulator import Plan
 from simulator.machine import Machine
@@ -39,7 +39,6 @@ class DQNResult:
     best: Plan
     greedy: Plan | None
     history: list[Episode]
-    episodes: int
     simulator_calls: int
 
 
@@ -50,7 +49,6 @@ class Trainer(ABC):
         program, machine, limit: the task; the limit is in bytes.
         config: hyperparameters.
         history: log entries.
-        checkpoint_every: entries between checkpoints.
         best, best_overhead: best plan so far and its overhead.
 
     Args:
@@ -62,7 +60,6 @@ class Trainer(ABC):
         self, program: Program, machine: Machine, limit: int, config: Any, seed: int, length: str, entries: str
     ) -> None:
         self.program, self.machine, self.limit, self.config, self.seed = program, machine, limit, config, seed
-        self.checkpoint_every: int = config.checkpoint_every
         self.history: list[Episode] = []
         self.best: Plan | None = None
         self.best_overhead = math.nan
@@ -79,9 +76,9 @@ class Trainer(ABC):
         """Number of simulator calls made so far."""
 
     @property
-    @abstractmethod
     def done(self) -> bool:
         """Whether training is complete."""
+        return bool(self.episodes >= getattr(self.config, self._length))
 
     @abstractmethod
     def step(self) -> list[Episode]:
@@ -119,7 +116,8 @@ class Trainer(ABC):
         """Restores a checkpoint; raises TrainingStateError if the file belongs to another run."""
         state = read_training_state(path)
         if isinstance(state.get("config"), dict):  # an older file lacks newer keys
-            state["config"] = asdict(type(self.config)()) | by_todays_names(state["config"]) | {self._length: 1}
+            config = {RENAMED.get(key, key): value for key, value in state["config"].items()}
+            state["config"] = asdict(type(self.config)()) | config | {self._length: 1}
         must_match(path, state, self._identity())
         with restoring(path):
             self.restore(state)
@@ -130,7 +128,7 @@ class Trainer(ABC):
 
 def train(
     trainer: Trainer, checkpoint: Path | None = None, resume: Path | None = None,
-    on_episode: Callable[[Episode], None] | None = None, on_step: Callable[[Trainer], None] | None = None,
+    on_episode: Callable[[Episode], None] = lambda _: None, on_step: Callable[[Trainer], None] = lambda _: None,
 ) -> DQNResult:  # fmt: skip
     """Trains an agent to plan one program under one limit.
 
@@ -152,25 +150,22 @@ def train(
     if resume is not None:
         trainer.load(resume)
     for episode in trainer.history:
-        if on_episode:
-            on_episode(episode)
-    if on_step:
-        on_step(trainer)
-    saved = trainer.episodes // trainer.checkpoint_every
+        on_episode(episode)
+    on_step(trainer)
+    every = trainer.config.checkpoint_every
+    saved = trainer.episodes // every
     while not trainer.done and not fits:
         finished = trainer.step()
         try:
             for episode in finished:
-                if on_episode:
-                    on_episode(episode)
+                on_episode(episode)
         except KeyboardInterrupt:  # between two steps the state is consistent
             if checkpoint is not None:
                 trainer.save(checkpoint)
             raise
-        if on_step:
-            on_step(trainer)
-        if checkpoint is not None and trainer.episodes // trainer.checkpoint_every > saved:
-            saved = trainer.episodes // trainer.checkpoint_every
+        on_step(trainer)
+        if checkpoint is not None and trainer.episodes // every > saved:
+            saved = trainer.episodes // every
             trainer.save(checkpoint)
     if checkpoint is not None:
         trainer.save(checkpoint)
@@ -178,7 +173,7 @@ def train(
     best = greedy if fits else trainer.best
     if best is None:
         raise Infeasible(f"no feasible plan for {trainer.limit:,} bytes in {trainer.episodes} episodes")
-    return DQNResult(best, greedy, trainer.history, trainer.episodes, trainer.simulator_calls)
+    return DQNResult(best, greedy, trainer.history, trainer.simulator_calls)
 
 
 def check_reachable(program: Program, limit: int, min_bytes: int, mode: str) -> None:

@@ -1,4 +1,4 @@
-"""Simulated annealing over plans.
+"""Simulated annealing over plans, and random search.
 
 State: which candidate gaps are emptied, and how (swap or recompute). Candidates are all gaps of tensors of at least
 ``min_bytes``, including those that do not span the peak and those that cross the iteration boundary. Energy:
@@ -64,9 +64,7 @@ class Annealing(RowsPlanner):
         jobs: parallel chains (one per core) if ``seconds`` is set; None: all cores.
     """
 
-    facts = PlannerInfo(
-        "annealing", "simulated annealing", "", family="search", slot=2, place=220, moves="joint", slow=1,
-    )  # fmt: skip
+    facts = PlannerInfo("annealing", "simulated annealing", family="search", slot=2, place=220, slow=1)
 
     calls: int | None = at_least(LEAST, None)
     mode: str = one_of(MODES, "joint")
@@ -118,6 +116,25 @@ class Annealing(RowsPlanner):
             best, _ = min((one.result() for one in found), key=lambda result: result[1])
         engine.calls = sum(on.calls for _, on in several)
         return best
+
+
+@dataclass(eq=False)
+class RandomSearch(RowsPlanner):
+    """The baseline: each of ``calls - 1`` samples empties gaps in random order until the planned residency fits."""
+
+    facts = PlannerInfo("random_search", "random search", "", "search", 1, 10, "swap")
+
+    calls: int = at_least(LEAST, 2_000)
+
+    def choose(self, engine: Engine) -> Rows:
+        """Returns the best sample; raises Infeasible if emptying all gaps leaves the peak above the limit."""
+        program, limit = engine.program, engine.limit
+        candidates = self.reachable(engine, program.gaps(self.min_bytes))
+        rng = np.random.default_rng(self.seed)
+        samples = self.calls - 1 if program.peak_bytes > limit else 1
+        orders = (rng.permutation(len(candidates)) for _ in range(samples))
+        plans = (candidates.rows[np.sort(candidates.first(order, limit))] for order in orders)
+        return min(plans, key=lambda rows: engine.score(rows).iteration_ns)
 
 
 def half_way(until: float | None) -> float | None:

@@ -64,18 +64,16 @@ def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple
     Returns:
         The plan (None if the heuristics find none) and the simulator calls.
     """
-    calls, plan = 0, None
     if getattr(planner, "first", None) is not None:  # an existing plan
         return Plan.of(program, decisions_of(planner.first), planner.name, limit, machine.name), 0
-    mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
+    mode, calls = planner.mode if hasattr(planner, "mode") else planner.facts.moves, 0
     heuristics: list[Planner] = [AutoSwap("doa", min_bytes=planner.min_bytes)] if mode != "recompute" else []
     heuristics += [Memonger(min_bytes=planner.min_bytes)] if mode != "swap" else []
     for heuristic in heuristics:
         try:
-            plan = replace(heuristic.plan(program, machine, limit), planner=planner.name)
+            plan = heuristic.plan(program, machine, limit)
         except Infeasible:
-            pass
-        calls += heuristic.simulator_calls
-        if plan is not None:
-            break
-    return plan, calls
+            calls += heuristic.simulator_calls
+            continue
+        return replace(plan, planner=planner.name), calls + heuristic.simulator_calls
+    return None, calls

@@ -63,7 +63,7 @@ class LPRound(RowsPlanner):
         first: rows of a feasible plan that joins the search after its own exploration; or None.
     """
 
-    facts = PlannerInfo("lp_round", "LP rounding", "", family="search", slot=4, place=230, moves="joint", slow=2)
+    facts = PlannerInfo("lp_round", "LP rounding", family="search", slot=4, place=230, slow=2)
 
     calls: int | None = at_least(LEAST, None)
     mode: str = one_of(MODES, "joint")

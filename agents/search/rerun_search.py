@@ -44,9 +44,7 @@ class RerunSearch(RowsPlanner):
         kicks: maximum number of kicks.
     """
 
-    facts = PlannerInfo(
-        "rerun_search", "rerun search", "", family="search", slot=5, place=250, moves="recompute", slow=3,
-    )  # fmt: skip
+    facts = PlannerInfo("rerun_search", "rerun search", "", "search", 5, 250, "recompute", slow=3)
 
     seconds: float = positive(60.0)
     kicks: int = at_least(0, 300)
@@ -144,15 +142,10 @@ class _Search:
     def first(self, explore: float) -> None:
         """Starts from the program without reruns."""
         self.split = self.table.worth * (explore + self.fraction)
-        runs, ns, last, price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
-        self.price = price
-        self._start(runs if ns >= 0 else last, ns)
-
-    def _start(self, runs: Ints, ns: int) -> None:
-        """Sets the runs to perturb next; before the first restart these are the best runs so far."""
-        self.now, self.since_ns, self.dull = runs, ns, 0
+        runs, ns, last, self.price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
+        self.now, self.since_ns, self.dull = runs if ns >= 0 else last, ns, 0
         self._take(runs, ns)
-        if not self.starts and self.best_ns >= 0:
+        if not self.starts and self.best_ns >= 0:  # before the first restart, the best runs so far are perturbed next
             self.now, self.since_ns = self.best, self.best_ns
 
     def kick(self) -> None:

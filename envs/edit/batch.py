@@ -47,7 +47,7 @@ class EditBatch(EnvBatch):
         edits: "neighbours" (an action selects a candidate edit) or "gap" (an action selects a gap and a mode).
         budget: simulator calls per episode; a pair is a range, sampled log-uniformly; None means twice the gaps.
         accept, hot, cold, reward, shaping: see env.py.
-        reference: points of overhead per task that reward="log" subtracts before the logarithm; None means 0.
+        below: points of overhead per task that reward="log" subtracts before the logarithm; None means 0.
     """
 
     INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
@@ -55,7 +55,7 @@ class EditBatch(EnvBatch):
     def __init__(
         self, tasks: Sequence[EditTask], count: int, neighbours: int = 64, edits: str = "neighbours",
         budget: int | tuple[int, int] | None = None, accept: str = "metropolis", hot: float = 1e-3,
-        cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
+        cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, below: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         for name, value, known in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
             one_of(name, value, known)
@@ -68,7 +68,7 @@ class EditBatch(EnvBatch):
         self.by_gap, self.budget = edits == "gap", budget
         self.accept, self.hot, self.cold = ACCEPT.index(accept), hot, cold
         self.logarithmic, self.shaping = reward == "log", shaping
-        self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
+        self.reference = [0.0] * len(self.tasks) if below is None else list(below)
         most = max(len(task.graph) for task in self.tasks)
         slots = 1 if self.by_gap else neighbours
         self.actions = MODES * most if self.by_gap else neighbours
@@ -122,19 +122,16 @@ class EditBatch(EnvBatch):
         walkers.rows[i], walkers.on[i], walkers.load[i] = moves.rows, moves.on, moves.load
         walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
         walkers.best[i, : len(start.rows)] = start.rows
-        ns = start.iteration_ns
-        walkers.state[i] = ns, ns, 0, 0, 0, len(start.rows), self._calls(i, chosen), ns, 0
+        budget, ns = self.budget, start.iteration_ns
+        if isinstance(budget, tuple):
+            budget = round(float(np.exp(self._random[i].uniform(*np.log(budget)))))
+        budget = 2 * len(chosen.graph) if budget is None else budget
+        walkers.state[i] = ns, ns, 0, 0, 0, len(start.rows), budget, ns, 0
         walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1
         self.static[i], self.gaps[i] = 0, 0
         self.static[i, : len(chosen.graph)] = chosen.static
         self.bins[i, :, : chosen.static_bins.shape[1]] = chosen.static_bins
         self._show_plan(i)
-
-    def _calls(self, i: int, task: EditTask) -> int:
-        """Returns the simulator budget of an episode of walker i."""
-        if isinstance(self.budget, tuple):
-            return round(float(np.exp(self._random[i].uniform(*np.log(self.budget)))))
-        return 2 * len(task.graph) if self.budget is None else self.budget
 
     def redraw(self, which: NDArray[np.bool_]) -> None:
         """Redraws all neighbors of the walkers in the mask ``which``."""
@@ -253,16 +250,10 @@ class EditBatch(EnvBatch):
         self.effect_ns[which] = np.where(tried < NEVER, tried - before[:, 0], np.inf)[which]
         self.accepted[which] = state["accept"][which] > 0
         self.terminated[which] = (state["best_ns"] <= self._ideal[self.task])[which]
-        stuck = ~self._has_moves()
+        stuck = (self.edits[:, :, 0] < 0).all(1) & (not self.by_gap)
         spent = state["steps"] >= state["budget"]
         self.truncated[which] = ((spent | stuck) & ~self.terminated)[which]
         self.over[which] = (self.terminated | self.truncated)[which]
-
-    def _has_moves(self) -> NDArray[np.bool_]:
-        """Returns whether each walker has a neighbor to choose, (W,)."""
-        if self.by_gap:
-            return np.ones(self.count, np.bool_)
-        return np.asarray((self.edits[:, :, 0] >= 0).any(1), np.bool_)
 
     def best_plan(self, i: int, planner: str = "") -> Plan:
         """Returns the best plan of walker i's episode."""
@@ -270,8 +261,6 @@ class EditBatch(EnvBatch):
         rows = self._walkers[t].best[i, : self._walkers[t].state["best_rows"][i]]
         task = self.tasks[t]
         return Plan.of(task.program, decisions_of(rows), planner, task.limit, task.machine.name)
-
-    # Interface of EnvBatch (batch_env.py).
 
     def ended(self) -> NDArray[np.bool_]:
         """Returns whether each episode has ended, (W,), as a view."""
@@ -301,6 +290,4 @@ class EditBatch(EnvBatch):
         if over.any():
             self.reset(over)
 
-    def final_plan(self, i: int) -> Plan:
-        """Returns the best plan of walker i's finished episode."""
-        return self.best_plan(i)
+    final_plan = best_plan

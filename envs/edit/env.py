@@ -19,28 +19,19 @@ from envs.edit.task import EditTask
 from envs.memory_env import Limit, MachineLike, OneOrMore, ProgramLike, each_task
 from simulator.plan import Plan
 
-__all__ = ["MemoryEditEnv", "MemoryEditVectorEnv", "make_edit_tasks"]
 
-
-def make_edit_tasks(
-    program: OneOrMore[ProgramLike] | None, machine: OneOrMore[MachineLike] | None, limit: OneOrMore[Limit],
-    min_bytes: int, mode: str, start: str | Plan,
-) -> list[EditTask]:  # fmt: skip
-    """Returns one task per program, machine and limit.
-
-    Raises:
-        ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
-    """
+def make_batch(
+    count: int, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
+    limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", start: str | Plan = "heuristic",
+    reward: str = "best", reference: str = "floor", **options: Any,
+) -> EditBatch:  # fmt: skip
+    """Returns walkers over one task per program, machine and limit; arguments as in ``MemoryEditEnv``."""
     maker = start if isinstance(start, Plan) else STARTS[one_of("start", start, STARTS)]
-    return [EditTask(*one, mode, min_bytes, maker) for one in each_task(program, machine, limit)]
-
-
-def _batch(tasks: list[EditTask], count: int, reward: str, reference: str, **options: Any) -> EditBatch:
-    """Returns a batch of walkers whose reward is relative to each task's reference."""
+    tasks = [EditTask(*one, mode, min_bytes, maker) for one in each_task(program, machine, limit)]
     below = None
     if reward == "log" and one_of("reference", reference, ("floor", "ideal")) == "floor":
         below = [floor_of(task) for task in tasks]
-    return EditBatch(tasks, count, reward=reward, reference=below, **options)
+    return EditBatch(tasks, count, reward=reward, below=below, **options)
 
 
 class MemoryEditEnv(BatchEnv):
@@ -84,6 +75,8 @@ class MemoryEditEnv(BatchEnv):
         reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
         copy: if False, observations and masks are views of buffers that the next call overwrites.
 
+    Defaults are those of ``make_batch`` and ``EditBatch``.
+
     Raises:
         ValueError: if an argument is invalid.
     """
@@ -92,18 +85,8 @@ class MemoryEditEnv(BatchEnv):
     _options: ClassVar[tuple[str, ...]] = ("task", "start")
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
-    def __init__(
-        self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", start: str | Plan = "heuristic",
-        edits: str = "neighbours", neighbours: int = 64, budget: int | None = None, accept: str = "metropolis",
-        hot: float = 1e-3, cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: str = "floor",
-        copy: bool = True,
-    ) -> None:  # fmt: skip
-        tasks = make_edit_tasks(program, machine, limit, min_bytes, mode, start)
-        super().__init__(
-            _batch(tasks, 1, reward, reference, neighbours=neighbours, edits=edits, budget=budget, accept=accept,
-                   hot=hot, cold=cold, shaping=shaping), copy,
-        )  # fmt: skip
+    def __init__(self, *task: Any, copy: bool = True, **options: Any) -> None:
+        super().__init__(make_batch(1, *task, **options), copy)
 
     @property
     def best_plan(self) -> Plan:
@@ -121,19 +104,10 @@ class MemoryEditVectorEnv(BatchVectorEnv):
     _batch: EditBatch
 
     def __init__(
-        self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
-        mode: str = "joint", start: str | Plan = "heuristic", edits: str = "neighbours", neighbours: int = 64,
-        budget: int | None = None, accept: str = "metropolis", hot: float = 1e-3, cold: float = 3e-5,
-        reward: str = "best", shaping: float = 0.0, reference: str = "floor", copy: bool = True,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
+        self, num_envs: int, *task: Any, copy: bool = True, max_episode_steps: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **options: Any,
     ) -> None:  # fmt: skip
-        tasks = make_edit_tasks(program, machine, limit, min_bytes, mode, start)
-        super().__init__(
-            num_envs,
-            _batch(tasks, num_envs, reward, reference, neighbours=neighbours, edits=edits, budget=budget, accept=accept,
-                   hot=hot, cold=cold, shaping=shaping), copy, autoreset_mode, max_episode_steps,
-        )  # fmt: skip
+        super().__init__(num_envs, make_batch(num_envs, *task, **options), copy, autoreset_mode, max_episode_steps)
 
     def best_plan(self, i: int) -> Plan:
         """Returns the best plan of environment i's episode."""

@@ -26,6 +26,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_map_only
 
+from executor.capture.operators import named
+from executor.capture.optimizers import patched
 from executor.capture.reach import CaptureError
 
 aten = torch.ops.aten
@@ -114,13 +116,7 @@ def _composite(op: OpOverload, *args: Any) -> Any:
 
 @contextmanager
 def _autocast_of_cuda(library: Library) -> Iterator[None]:
-    """Gives autocast on the CPU the policies of CUDA, for the operators of this PyTorch version.
-
-    ``torch.autocast("cuda")``, which PyTorch disables without a GPU, becomes autocast on the CPU.
-
-    Args:
-        library: Library that registers the policies and removes them when it is destroyed.
-    """
+    """Gives autocast on the CPU, which replaces the disabled ``torch.autocast("cuda")``, CUDA's policies."""
     cpu, cuda = (
         {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
          if name.startswith("aten::")}
@@ -142,11 +138,8 @@ def _autocast_of_cuda(library: Library) -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
-    torch.autocast.__init__ = init
-    try:
+    with patched((torch.autocast, "__init__", init)):
         yield
-    finally:
-        torch.autocast.__init__ = original
 
 
 def _in_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +149,7 @@ def _in_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
+    given = named(op, args, kwargs)
     if given.get("dtype") is None and _is_narrow(args[0]):
         given["dtype"] = torch.float32
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
@@ -196,14 +189,7 @@ def _attention(
     capability: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Runs ``scaled_dot_product_attention`` with the kernel that PyTorch selects on a GPU.
-
-    Args:
-        capability: CUDA compute capability of the GPU, such as "9.0".
-
-    Raises:
-        CaptureError: If the capability is missing.
-    """
+    """Runs ``scaled_dot_product_attention`` with the kernel that PyTorch selects on a GPU."""
     if not capability:
         raise CaptureError(
             'machine.capability: missing, and the kernel of attention depends on it: give it, such as "9.0"'
@@ -245,8 +231,9 @@ def backend(given: Attention) -> SDPBackend:
     if order[:3] == DEFAULT_ORDER or order[:4] == CUDNN_FIRST:  # not set by torch.nn.attention.sdpa_kernel
         hopper = given.capability[0] in (9, 10)
         order = CUDNN_FIRST if hopper else [*DEFAULT_ORDER, SDPBackend.CUDNN_ATTENTION]
-    for kernel in order:
-        if kernel in _SUPPORTED and _ENABLED[kernel]() and _SUPPORTED[kernel](given):
+    for kernel in filter(_KERNELS.__contains__, order):
+        enabled, supports = _KERNELS[kernel]
+        if enabled() and supports(given):
             return kernel
     raise RuntimeError("No available kernel. Aborting execution.")
 
@@ -261,44 +248,37 @@ def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
         cudnn = kernel == SDPBackend.CUDNN_ATTENTION
         mask = torch.where(mask.logical_not(), LOWEST_HALF, zero) if cudnn else torch.where(mask, 0.0, least)
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
-        aligned = mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1])
-        if not aligned:
-            length = mask.shape[-1]
+        length = mask.shape[-1]
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
         mask = mask.expand(*given.query.shape[:3], given.key.shape[2])
     return mask
 
 
-def _is_fused(given: Attention, grouped: bool) -> bool:
-    """Returns whether the arguments meet all requirements of fused kernels; ``grouped`` allows grouped-query heads."""
+def _is_fused(given: Attention, least: tuple[int, int], grouped: bool = True) -> bool:
+    """Returns whether a fused kernel supports the GPU's capability (at least ``least``), the shapes and the strides."""
     tensors = given.query, given.key, given.value
     if any(t.dim() != 4 or t.dtype != given.query.dtype or len(t) != len(given.query) for t in tensors):
         return False
     (heads, length), own, others = given.query.shape[1:3], given.key.shape[1], given.value.shape[1]
     if own != others or (heads % own if grouped and given.grouped else heads != own):
         return False
-    return bool(length and given.key.shape[2])
-
-
-def _is_dense(given: Attention, singleton: bool) -> bool:
-    """Returns whether the last dimension is contiguous; ``singleton`` also accepts a width of 1."""
-    dense = all(t.stride(-1) == 1 for t in (given.query, given.key, given.value))
-    dense = dense or (singleton and given.query.shape[-1] == 1)
-    return dense and (given.mask is None or given.mask.stride(-1) == 1)
+    if not length or not given.key.shape[2] or (given.mask is not None and given.mask.stride(-1) != 1):
+        return False
+    dense = all(t.stride(-1) == 1 for t in tensors) or (grouped and given.query.shape[-1] == 1)
+    return dense and least <= given.capability <= NEWEST
 
 
 def _supports_cudnn(given: Attention) -> bool:
     mask, (keys, width), own = given.mask, given.value.shape[-2:], given.query.shape[-1]
-    if not _is_fused(given, True) or not _is_dense(given, True) or not (8, 0) <= given.capability <= NEWEST:
-        return False
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if strict or given.query.dtype not in HALF or given.dropout * 16 % 1 or (mask is not None and mask.requires_grad):
+    if not _is_fused(given, (8, 0)) or strict or given.query.dtype not in HALF or given.dropout * 16 % 1:
         return False
     if mask is not None:
         whole = *given.query.shape[:3], given.key.shape[2]
-        if mask.dim() not in (2, 4) or any(
-            a not in (1, b) for a, b in zip(mask.shape, whole[-mask.dim() :], strict=True)
-        ):
+        if mask.requires_grad or mask.dim() not in (2, 4):
+            return False
+        if any(a not in (1, b) for a, b in zip(mask.shape, whole[-mask.dim() :], strict=True)):
             return False
     most = 256 if given.capability == (9, 0) else 128
     if (own, width) == (192, 128) and given.capability[0] == 10:
@@ -310,9 +290,7 @@ def _supports_cudnn(given: Attention) -> bool:
 
 def _supports_flash(given: Attention) -> bool:
     width = given.query.shape[-1]
-    if given.mask is not None or not _is_fused(given, True) or not _is_dense(given, True):
-        return False
-    if not (8, 0) <= given.capability <= NEWEST or given.query.dtype not in HALF or width > 256:
+    if given.mask is not None or not _is_fused(given, (8, 0)) or given.query.dtype not in HALF or width > 256:
         return False
     if any(t.shape[-1] != width for t in (given.key, given.value)):
         return False
@@ -323,28 +301,20 @@ def _supports_flash(given: Attention) -> bool:
 
 
 def _supports_efficient(given: Attention) -> bool:
-    width, dtype = given.query.shape[-1], given.query.dtype
-    if not _is_fused(given, False) or not _is_dense(given, False) or not (5, 0) <= given.capability <= NEWEST:
+    width, dtype, ampere = given.query.shape[-1], given.query.dtype, given.capability >= (8, 0)
+    if not _is_fused(given, (5, 0), grouped=False) or given.key.shape[-1] != width:
         return False
-    if given.key.shape[-1] != width or dtype not in (torch.float32, *HALF):
-        return False
-    ampere = given.capability >= (8, 0)
-    if dtype == torch.bfloat16 and not ampere:
+    if dtype not in (torch.float32, *HALF) or (dtype == torch.bfloat16 and not ampere):
         return False
     tensor_cores = ampere or (given.capability >= (7, 0) and dtype in HALF)
     alignment = 16 // dtype.itemsize if tensor_cores else 1
     return not any(w % alignment or not w for w in (width, given.value.shape[-1]))
 
 
-_SUPPORTED: dict[SDPBackend, Callable[[Attention], bool]] = {
-    SDPBackend.CUDNN_ATTENTION: _supports_cudnn,
-    SDPBackend.FLASH_ATTENTION: _supports_flash,
-    SDPBackend.EFFICIENT_ATTENTION: _supports_efficient,
-    SDPBackend.MATH: lambda given: True,
-}
-_ENABLED: dict[SDPBackend, Callable[[], bool]] = {
-    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+# Kernel -> whether the user has enabled it, whether it supports the arguments.
+_KERNELS: dict[SDPBackend, tuple[Callable[[], bool], Callable[[Attention], bool]]] = {
+    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _supports_cudnn),
+    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _supports_flash),
+    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _supports_efficient),
+    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, lambda given: True),
 }

@@ -7,6 +7,7 @@ model's keyword arguments, any other pytree or dataclass as its single argument.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -25,7 +26,7 @@ class BatchError(ValueError):
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Flattens like ``tree_flatten``, and also opens all dataclasses and mappings; ``tree_unflatten`` inverts it."""
     leaves, spec = tree_flatten(tree)
-    return tree_flatten(tree_map(_opened, tree)) if any(map(_opens, leaves)) else (leaves, spec)
+    return tree_flatten(tree_map(_opened, tree)) if any(map(_opens, map(type, leaves))) else (leaves, spec)
 
 
 def structure(tree: Any) -> TreeSpec:
@@ -116,16 +117,13 @@ class _Shell:
         return made
 
 
-def _opens(leaf: Any) -> bool:
-    kind = type(leaf)
-    if kind not in _known:
-        wanted = issubclass(kind, Mapping) or is_dataclass(kind)
-        _known[kind] = wanted and not issubclass(kind, (Tensor, nn.Module))
-    return _known[kind]
+@functools.cache
+def _opens(kind: type) -> bool:
+    return (issubclass(kind, Mapping) or is_dataclass(kind)) and not issubclass(kind, (Tensor, nn.Module))
 
 
 def _opened(leaf: Any) -> Any:
-    if not _opens(leaf):
+    if not _opens(type(leaf)):
         return leaf
     empty = copy.copy(leaf)
     if isinstance(leaf, Mapping):
@@ -140,7 +138,6 @@ def _opened(leaf: Any) -> Any:
     return _Record(values, _Shell(type(leaf), tuple(table), empty))
 
 
-_known: dict[type, bool] = {}
 register_pytree_node(
     _Record, lambda record: (record.values, record.shell), lambda values, shell: shell.with_entries(values)
 )

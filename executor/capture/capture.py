@@ -30,16 +30,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
-from executor.capture import hooks
 from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.effects import Effects, rebind
+from executor.capture.operators import Places, users
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, fixed, options
 from executor.capture.python_values import PythonValues, changed, untouched
-from executor.capture.reach import CaptureError
-from executor.capture.recorder import Recorder, noted
-from executor.capture.source_locations import Places, users
+from executor.capture.reach import CaptureError, hooks_of
+from executor.capture.recorder import Recorder, noted, traced_calls
 from executor.capture.state import StepState, copied
 from simulator.machine import Machine
 
@@ -236,7 +235,6 @@ def _capture(
         norms: List whose last element is the gradient norm at the end of the step.
     """
     given = dict(locals())
-    again = partial(_capture, **{**given, "as_capturable": True})
 
     def with_args(other: Any) -> Captured:
         return _capture(**{**given, "args": other, "roots": [(other if v is args else v, label) for v, label in roots]})
@@ -275,11 +273,11 @@ def _capture(
                     what = _article(type(leaf).__name__)
                     raise CaptureError(f"the step returns {what}, which the graph cannot recompute: return tensors")
             outputs = [leaf for leaf in leaves if leaf is not None]
-            parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
-            kept = {i: p.grad for i, p in parameters if p.grad is not None}
-            tensors = tuple(leaf is not None for leaf in leaves)
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
+            parameters = [e.fake for e in state.entries if keep_grads and e.kind == "parameter"]
+            kept = {place[id(p)]: p.grad for p in parameters if p.grad is not None}
             rebound = tuple(place[id(was)] for _, was, _ in effects.rebound)
+            tensors = tuple(leaf is not None for leaf in leaves)
             returned = Returned(spec, tensors, tuple(kept), bool(norms), tuple(effects.found), rebound)
             outputs += [*kept.values(), *(norms or ())[-1:], *effects.tensors]
             found.append((returned, effects))
@@ -288,7 +286,7 @@ def _capture(
 
         state.ran = lambda: len(recorder.ops)
         state.begin()
-        with hooks.traced(recorder, groups, bucket_bytes, state.undone), mode:
+        with traced_calls(recorder, groups, bucket_bytes, state.undone), mode:
             graph = make_fx(traced, tracing_mode="real")(*(e.fake for e in state.entries))
         return _Trace(graph, recorder, numbers, *found[0])
 
@@ -297,18 +295,15 @@ def _capture(
             warnings.simplefilter("ignore")
             for value, label in roots:
                 state.add(value, label)
-            leaves, spec = flatten(args)
-            inputs = [
-                state.fake(v, f"input{i}" if len(leaves) > 1 else "input", "input") if isinstance(v, Tensor) else v
-                for i, v in enumerate(leaves)
-            ]
-            batch = tree_unflatten(inputs, spec)
+            given_leaves, spec = flatten(args)
+            leaves = [
+                state.fake(v, f"input{i}" if len(given_leaves) > 1 else "input", "input") if isinstance(v, Tensor)
+                else v for i, v in enumerate(given_leaves)
+            ]  # fmt: skip
+            batch = tree_unflatten(leaves, spec)
             groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
-            hooked = hooks.count(state.modules)
-            place = {id(e.fake): i for i, e in enumerate(state.entries)}
-            flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
-            del leaves, inputs
+            hooks = sum(map(len, hooks_of(state.modules)))
             with state.installed():
                 made = trace(batch)
                 changes = changed(state.watched)
@@ -326,7 +321,7 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return again()
+            return _capture(**{**given, "as_capturable": True})
         raise CaptureError(_sentence(error, state)) from error
     recorder, graph = made.recorder, made.graph
     made.effects.forget()
@@ -336,17 +331,16 @@ def _capture(
         raise CaptureError("the step runs no tensor operation")
     undone = undone or next(iter(made.effects.refused), "") or recorder.leaked()
     made.numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
-    captured = recorder.build(graph, state.entries, name, (spec, flat))
-    settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
-    holds = recorder.user_holds(captured.values, captured.program)
-    python = PythonValues(state.watched, undone, state.once)
-    captured = replace(
-        captured,
-        settings=settings,
+    captured = recorder.build(
+        graph,
+        state.entries,
+        name,
+        leaves,
+        spec=spec,
+        settings=tuple((o, tuple(map(fixed, was))) for o, was in groups.items()),
         modules=modules,
-        holds=holds,
-        python=python,
-        hooks=hooked,
+        python=PythonValues(state.watched, undone, state.once),
+        hooks=hooks,
         returned=made.returned,
         source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),
     )

@@ -55,10 +55,10 @@ class UserHolds(NamedTuple):
             is not called and gradients accumulate.
     """
 
-    outputs: tuple[int, ...] = ()
-    until: int = 0
-    gradients: tuple[int, ...] = ()
-    zero_grad: int = -1
+    outputs: tuple[int, ...]
+    until: int
+    gradients: tuple[int, ...]
+    zero_grad: int
 
 
 class Returned(NamedTuple):
@@ -72,17 +72,15 @@ class Returned(NamedTuple):
         rebound: Placeholders that the step rebinds to a new tensor, which is copied into them.
     """
 
-    spec: TreeSpec | None = None
-    tensors: tuple[bool, ...] = (True,)
-    gradients: tuple[int, ...] = ()
-    norm: bool = False
-    effects: tuple[Effect, ...] = ()
-    rebound: tuple[int, ...] = ()
+    spec: TreeSpec
+    tensors: tuple[bool, ...]
+    gradients: tuple[int, ...]
+    norm: bool
+    effects: tuple[Effect, ...]
+    rebound: tuple[int, ...]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Returns the step's result, rebuilt from the graph's outputs."""
-        if self.spec is None or self.spec.is_leaf():
-            return outputs[0] if self.tensors[0] else None
         flat = iter(outputs)
         return tree_unflatten([next(flat) if tensor else None for tensor in self.tensors], self.spec)
 
@@ -147,9 +145,6 @@ def number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
     return last.item()
 
 
-NOTHING, NOT_WATCHED, ONE_TENSOR = UserHolds(), PythonValues(), Returned()
-
-
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A program and the graph from which it was built.
@@ -172,7 +167,7 @@ class Captured:
     leaves: tuple[Any, ...]  # the arguments, flat; placeholders replace tensors
     settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # constant options per optimizer and group
     numbers: Numbers  # optimizer options that may change between steps
-    asked: frozenset[fx.Node]  # numbers that skip the kernels in ``left_out`` if nonzero (hooks.py)
+    asked: frozenset[fx.Node]  # numbers that skip the kernels in ``left_out`` if nonzero (GradScaler)
     left_out: frozenset[int]  # kernels that a GradScaler may skip
     # Kernel (or number of kernels: step end) -> kernel after whose draws its random state begins, if not the last.
     draws: dict[int, int]
@@ -182,13 +177,13 @@ class Captured:
     # arguments; otherwise the module of the first kernel that uses it.
     owners: tuple[str, ...]
     precision: Precision  # PyTorch's flags at the capture
-    micro: tuple[MicroBatch, ...] = ()  # with gradient accumulation
-    holds: UserHolds = NOTHING
-    python: PythonValues = NOT_WATCHED
-    hooks: int = 0  # number of hooks of modules and their parameters
-    returned: Returned = ONE_TENSOR
-    source: Source | None = None
-    reads: tuple[HostRead, ...] = ()  # numbers of the batch on which the step branches
+    micro: tuple[MicroBatch, ...]  # with gradient accumulation
+    holds: UserHolds
+    python: PythonValues
+    hooks: int  # number of hooks of modules and their parameters
+    returned: Returned
+    source: Source
+    reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches
 
     @property
     def origins(self) -> Origins:

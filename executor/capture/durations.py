@@ -85,47 +85,45 @@ def kernel_ns(
     dtype = computed_in(kernel, nodes, machine, precision)
     if not dtype:
         return 0  # an allocation or a marker launches nothing
-    times = machine.kernel_times
+    node, times, bandwidth = nodes[0], machine.kernel_times, machine.memory_bytes_per_s
     if times is None:
         return machine.kernel_ns(kernel.kind, kernel.flops, kernel.bytes, dtype)
-    bandwidth = machine.memory_bytes_per_s
-    name = nodes[0].target._overloadpacket.__name__
+    name = node.target._overloadpacket.__name__
     if multi_tensor:
         launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
         return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
-    backward = "backward" in name
+    backward, tensor_cores = "backward" in name, dtype in TENSOR_CORES
     rate = _rate(machine, dtype) if kernel.flops else 0
+    matmul = times.matmul if tensor_cores else times.matmul_float32
     if kernel.kind == "conv":
-        seconds = _convolution(kernel, nodes[0], times, rate, bandwidth, dtype)
+        seconds = _convolution(kernel, node, times, rate, bandwidth, tensor_cores)
     elif kernel.kind == "matmul":
-        share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
-        if "attention" in name:
-            fused = times.attention_backward or times.attention if backward else times.attention
-            share = fused if dtype in TENSOR_CORES else times.matmul_float32
+        share = matmul
+        if "attention" in name and tensor_cores:
+            share = times.attention_backward or times.attention if backward else times.attention
         elif name in PRODUCTS:
-            share *= _occupied(nodes[0], times, TILE if dtype in TENSOR_CORES else TILE_FLOAT32)
-            if times.unaligned and dtype in TENSOR_CORES and not _rows_aligned(nodes[0]):
+            share *= _occupied(node, times, TILE if tensor_cores else TILE_FLOAT32)
+            if times.unaligned and tensor_cores and not _rows_aligned(node):
                 share *= times.unaligned
         seconds = max(kernel.flops / (rate * share), kernel.bytes / (bandwidth * times.elementwise))
     elif kernel.kind == "norm":
-        seconds = _norm(kernel, nodes[0], times, bandwidth, backward)
-    elif times.row_ns and "softmax" in name and (length := _softmax_length(nodes[0])) > PERSISTENT:
-        seconds = _row_passes(kernel, nodes[0], times, bandwidth, 4 if backward else 3, length)
-    elif times.columns and kernel.kind == "reduce" and _keeps_contiguous(nodes[0]):
+        seconds = _norm(kernel, node, times, bandwidth, backward)
+    elif times.row_ns and "softmax" in name and (length := _softmax_length(node)) > PERSISTENT:
+        seconds = _row_passes(kernel, node, times, bandwidth, 4 if backward else 3, length)
+    elif times.columns and kernel.kind == "reduce" and _keeps_contiguous(node):
         seconds = kernel.bytes / (bandwidth * times.columns)
     elif kernel.kind == "pool" and "adaptive" not in name:
         share = times.pool_backward if backward else times.pool
-        window = prod(_given(nodes[0]).get("kernel_size", (3, 3)))
+        window = prod(_given(node).get("kernel_size", (3, 3)))
         seconds = kernel.bytes / bandwidth * max(window / (WINDOW * share), 1 / times.elementwise)
     else:
-        moved = 2 * _nbytes(nodes[0]) if name in LOOKUPS else kernel.bytes
+        moved = 2 * _nbytes(node) if name in LOOKUPS else kernel.bytes
         seconds = moved / (bandwidth * times.elementwise)
-        if times.element_flops and kernel.kind in POINTWISE and not _vectorised(nodes[0]):
-            elements = prod(_largest(nodes[0]).shape)
+        if times.element_flops and kernel.kind in POINTWISE and not _vectorised(node):
+            elements = prod(_largest(node).shape)
             seconds = max(seconds, elements * times.element_flops / _rate(machine, "float32"))
         if kernel.flops:
-            share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
-            seconds = max(seconds, kernel.flops / (rate * share))
+            seconds = max(seconds, kernel.flops / (rate * matmul))
     return times.launch_ns + round(seconds * 1e9)
 
 
@@ -156,7 +154,8 @@ def computed_in(kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, prec
     """Returns a kernel's compute dtype (``Precision.arithmetic``); "" if it launches nothing."""
     if not nodes or not (kernel.flops or kernel.bytes):
         return ""
-    return precision.arithmetic(kernel.kind, _dtype(nodes[0]), machine)
+    operands = (meta.dtype for meta in _metas(nodes[0]) if meta.dtype.is_floating_point)
+    return precision.arithmetic(kernel.kind, next(operands, torch.float32), machine)
 
 
 def _rate(machine: Machine, dtype: str) -> int:
@@ -165,7 +164,9 @@ def _rate(machine: Machine, dtype: str) -> int:
     return machine.flops_per_s[dtype]
 
 
-def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:
+def _convolution(
+    kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, tensor_cores: bool
+) -> float:
     """Returns the duration of all passes of a convolution in seconds."""
     found = convolution_of(node)
     if found is None:  # grouped, transposed, 1-D or 3-D: one pass over the operands, no tensor cores
@@ -174,7 +175,7 @@ def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, b
     nhwc = _channels_last(node)
     seconds = 0.0
     for what in passes:
-        arithmetic, traffic, converted = _pass(convolution, what, times, dtype in TENSOR_CORES, nhwc)
+        arithmetic, traffic, converted = _pass(convolution, what, times, tensor_cores, nhwc)
         seconds += max(arithmetic / rate, traffic / (bandwidth * times.conv_bandwidth))
         if not nhwc:
             seconds += converted / (bandwidth * times.conv_bandwidth)
@@ -255,7 +256,7 @@ def _vectorised(node: fx.Node) -> bool:
 
     PyTorch does so for dense tensors of one layout and one type, and for the conversion from float32 to half precision.
     """
-    metas = [meta for meta in _metas(node) + _results(node) if prod(meta.shape) > 1]
+    metas = [meta for meta in _metas(node) if prod(meta.shape) > 1]
     name = node.target._overloadpacket.__name__
     if name in JOINS:
         return all(map(_contiguous, metas))
@@ -263,8 +264,10 @@ def _vectorised(node: fx.Node) -> bool:
         return False
     layouts = {tuple((n, s) for n, s in zip(m.shape, m.stride, strict=True) if n > 1) for m in metas}
     floats = {meta.dtype for meta in metas if meta.dtype.is_floating_point}
-    narrowed = name in COPIES and _metas(node)[-1].dtype == torch.float32 and torch.float64 not in floats
-    return len(layouts) <= 1 and (len(floats) <= 1 or narrowed)
+    if len(layouts) > 1 or len(floats) <= 1:
+        return len(layouts) <= 1
+    is_narrowed = name in COPIES and torch.float64 not in floats
+    return is_narrowed and node.all_input_nodes[-1].meta["tensor_meta"].dtype == torch.float32
 
 
 def _dense(meta: Any) -> bool:
@@ -280,7 +283,7 @@ def _contiguous(meta: Any) -> bool:
 
 def _rows_aligned(node: fx.Node) -> bool:
     """Returns whether the rows of a product's operands and result begin at multiples of ALIGNMENT."""
-    strides = ((stride, meta.dtype.itemsize) for meta in _metas(node) + _results(node) for stride in meta.stride)
+    strides = ((stride, meta.dtype.itemsize) for meta in _metas(node) for stride in meta.stride)
     return all(stride * itemsize % ALIGNMENT == 0 for stride, itemsize in strides if stride > 1)
 
 
@@ -295,25 +298,13 @@ def _given(node: fx.Node) -> dict[str, Any]:
 
 
 def _metas(node: fx.Node) -> list[Any]:
-    """Returns metadata of the tensors among a node's arguments, including those in lists."""
-    found = (n.meta.get("tensor_meta") for n in node.all_input_nodes)
+    """Returns metadata of the tensors among a node's arguments, including those in lists, and of a single result."""
+    found = (n.meta.get("tensor_meta") for n in (*node.all_input_nodes, node))
     return [meta for meta in found if hasattr(meta, "dtype")]
 
 
-def _results(node: fx.Node) -> list[Any]:
-    """Returns metadata of a node's result, if it is one tensor."""
-    return [meta] if hasattr(meta := node.meta.get("tensor_meta"), "dtype") else []
-
-
 def _largest(node: fx.Node) -> Any:
-    """Returns metadata of the largest tensor among a node's arguments and result."""
-    return max(_metas(node) + _results(node), key=lambda meta: prod(meta.shape))
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    """Returns the dtype of a node's first floating-point argument."""
-    metas = _metas(node) + _results(node)
-    return next((meta.dtype for meta in metas if meta.dtype.is_floating_point), torch.float32)
+    return max(_metas(node), key=lambda meta: prod(meta.shape))
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -324,5 +315,4 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _channels_last(node: fx.Node) -> bool:
-    meta = _given(node)["input"].meta["tensor_meta"]
-    return bool(meta.memory_format == torch.channels_last)
+    return bool(_given(node)["input"].meta["tensor_meta"].memory_format == torch.channels_last)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
-from executor.capture.python_values import Owner, Watched, identical, is_scalar, put, watch
+from executor.capture.python_values import Owner, Watched, identical, is_scalar, watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Effect:
         value = tree_unflatten([outputs[x] if isinstance(x, int) else x for x in self.leaves], self.spec)
         container = self.owner.container
         if self.how == "set":
-            put(container, self.key, value)
+            container[self.key] = value
             return
         if self.how == "replace":
             container.clear()
@@ -98,7 +98,7 @@ class Effects:
     def put_back(self) -> None:
         """Restores rebound tensors to their slots before another trace."""
         for owner, key, was in self._slots:
-            put(owner.container, key, was)
+            owner.container[key] = was
 
     def forget(self) -> None:
         """Drops the traced tensors."""

@@ -1,22 +1,27 @@
-"""Reads, writes and costs of ATen operators, derived from their schemas and names."""
+"""Reads, writes and costs of ATen operators, derived from their schemas and names, and the places that call them."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.autograd import graph
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from simulator.program import KernelKind, Phase
+from simulator.report import Place
 
 aten = torch.ops.aten
 
@@ -49,10 +54,7 @@ def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
     name = func._overloadpacket.__name__
     if func._overloadpacket in ALLOCATIONS:
         return "other"
-    for kind, parts in _KINDS[:-4]:
-        if any(part in name for part in parts):
-            return kind
-    for kind, parts in _KINDS[-4:]:
+    for kind, parts in _KINDS:
         if kind == "reduce" and torch.Tag.pointwise in func.tags:
             return "elementwise"
         if any(part in name for part in parts):
@@ -126,7 +128,7 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
     recomputed if the statistics are set aside.
     """
     name = func._overloadpacket.__name__
-    if "batch_norm" not in name or "backward" in name or "no_stats" in name or "stats" in name:
+    if "batch_norm" not in name or "backward" in name or "stats" in name:
         return []
     given = named(func, args, kwargs)
     if not given.get("training", given.get("train", "with_update" in name)):
@@ -178,3 +180,106 @@ def caller() -> str:
 
 
 _MACHINERY = (str(Path(__file__).parents[1]), torch._compile.__file__, eval_frame.__file__, _python_dispatch.__file__)
+
+
+class Places:
+    """Determines each operator's place when it is dispatched: the module of the model and the line of the user's code.
+
+    Both are read from Python's stack: the innermost named module, and the innermost frame outside PyTorch, Python's
+    library and this package. The autograd engine has no such frames. In a backward pass the sequence number of the
+    executing autograd node identifies the forward operator, whose place is used. Checkpoints execute forward code in a
+    backward pass, where the frames give the place.
+
+    Args:
+        modules: Module paths by module id.
+        parameters: Paths of the owning modules by parameter id.
+        outside: Name used for operators outside any module.
+    """
+
+    def __init__(self, modules: Mapping[int, str], parameters: Mapping[int, str], outside: str) -> None:
+        self.modules, self.parameters, self.outside = modules, parameters, outside
+        self._task = -1  # backward pass of the last operator; -1 if none
+        self._parent: dict[int, int] = {}  # backward pass -> backward pass in which its nodes were created
+        self._made: dict[int, dict[int, Place]] = {-1: {}}  # per backward pass: sequence number -> place of creation
+        self._next = 0  # sequence number of the next node
+        self._last = Place(outside, "")
+
+    def of(self, phase: Phase) -> Place:
+        """Returns the source location of the operator being dispatched; must be called once per operator, in order."""
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        task = self._task
+        if task != -1:
+            self._parent.setdefault(task, before)
+        module, line = self._stack(task != -1)
+        if phase == "optimizer":
+            place = Place("optimizer", line)
+        elif task == -1:
+            place = Place(self.outside if module is None else module, line)
+        else:
+            place = self._of_node(task)
+            if module is not None:  # of a checkpoint
+                place = Place(module, line or place.line)
+        # The engine's GPU threads have their own counters, so existing entries are kept.
+        made, now = self._made.setdefault(task, {}), torch.autograd._get_sequence_nr()
+        for number in range(self._next if self._next <= now else now - 1, now):
+            made.setdefault(number, place)
+        self._next, self._last = now, place
+        return place
+
+    def _stack(self, backward: bool) -> tuple[str | None, str]:
+        """Returns the innermost module's path (or None) and the user's line (or ""), within the current engine."""
+        module, line = None, ""
+        frame = sys._getframe(3)
+        while frame is not None and (module is None or not line):
+            code = frame.f_code
+            owner = _owner(code.co_filename)
+            if owner == "user":
+                line = line or f"{_named(frame)}:{frame.f_lineno}"
+            elif owner == "capture":
+                break  # outer frames belong to the caller of the capture
+            elif code is _CALL and module is None:
+                module = self.modules.get(id(frame.f_locals["self"]))
+            elif code is _ENGINE and backward:
+                break
+            frame = frame.f_back
+        return module, line
+
+    def _of_node(self, task: int) -> Place:
+        """Returns the source location of the executing autograd node, or of the last one if none is executing."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._last
+        if (variable := getattr(node, "variable", None)) is not None:  # it accumulates a leaf's gradient
+            return Place(self.parameters.get(id(variable), self.outside), "")
+        number = node._sequence_nr()
+        for made in (self._made.get(self._parent[task], {}), *self._made.values()):
+            if number in made:
+                return made[number]
+        return self._last
+
+
+def _named(frame: FrameType) -> str:
+    """Returns a frame's file relative to its package's parent ("transformers/models/…"), or a script's name."""
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    packages = str(frame.f_globals.get("__package__") or "").split(".")
+    return "/".join([*filter(None, packages), file])
+
+
+def users(file: str) -> bool:
+    """Returns whether this file is the user's own code."""
+    return _owner(file) == "user"
+
+
+@functools.cache
+def _owner(file: str) -> str:
+    if file == _CAPTURE:
+        return "capture"
+    library = file.startswith(_LIBRARY) and not any(part in file for part in ("site-packages", "dist-packages"))
+    return "known" if library or file.startswith((_TORCH, _HERE)) or "<" in file else "user"
+
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_HERE = str(Path(__file__).parents[1]) + "/"
+_CAPTURE = str(Path(__file__).with_name("capture.py"))
+_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+_CALL, _ENGINE = nn.Module._call_impl.__code__, graph._engine_run_backward.__code__

@@ -98,29 +98,32 @@ def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, .
     return None
 
 
-def takes_capturable(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer should use its ``capturable`` form, in which the step count stays a tensor."""
-    return any(group.get("capturable") for group in optimizer.param_groups)
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Runs an optimizer's step in the form that is captured, without the user's hooks."""
+    with captured_form(optimizer), patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS)):
+        type(optimizer).step(optimizer)
 
 
-def without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Disables the user's hooks during an internal optimizer step."""
-    return patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS))
+@contextmanager
+def captured_form(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps an optimizer's step count and numbers read from tensors as tensors.
 
-
-def capturable(allowed: bool = True) -> AbstractContextManager[None]:
-    """Lets optimizers use their ``capturable`` form on any device, as under torch.compile."""
-    return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
-
-
-def symbolic_extremes() -> AbstractContextManager[None]:
-    """Makes ``max`` of two numbers read from tensors (in Adafactor) a graph operation instead of a branch."""
+    Optimizers with ``capturable=True`` may use that form on any device. ``max`` of two numbers read from tensors (in
+    Adafactor) is a graph operation instead of a branch.
+    """
 
     def choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (symbolic if any(isinstance(a, SymFloat) for a in args) else plain)(*args)
 
     extremes = ("max", choose(max, torch.sym_max)), ("min", choose(min, torch.sym_min))
-    return patched(*((_adafactor, name, function) for name, function in extremes))
+    allowed = any(group.get("capturable") for group in optimizer.param_groups)
+    with capturable(allowed), patched(*((_adafactor, name, function) for name, function in extremes)):
+        yield
+
+
+def capturable(allowed: bool = True) -> AbstractContextManager[None]:
+    """Lets optimizers use their ``capturable`` form on any device, as under torch.compile."""
+    return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -240,13 +243,12 @@ class Numbers:
             read: Targets of the graph's nodes.
         """
         by_symbol = {symbol: option for option, symbol, *_ in self._known.values()}
-        for expression in [*(guard.expr for guard in self._shapes.guards), *self._zeros]:
-            asked = [by_symbol[s] for s in expression.free_symbols if s in by_symbol]
-            if asked:
-                self._conditions.append((expression, asked))
+        conditions = [*(guard.expr for guard in self._shapes.guards), *self._zeros]
+        pairs = [(c, [by_symbol[s] for s in c.free_symbols if s in by_symbol]) for c in conditions]
+        self._conditions = [(condition, asked) for condition, asked in pairs if asked]
         named = {option for _, asked in self._conditions for option in asked} | read
-        self.options = tuple(option for option in by_symbol.values() if option in named)
         self._symbols = {option: symbol for symbol, option in by_symbol.items() if option in named}
+        self.options = tuple(self._symbols)
         self._known.clear()
         self._fused.clear()
 

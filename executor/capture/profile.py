@@ -5,8 +5,9 @@
     program = with_profile(captured.program, profile)
 
 With ``cache="cold"`` or ``"hot"`` each kernel runs alone on temporary inputs, so a model larger than the GPU can be
-profiled. With ``cache="step"`` all kernels run in order in a real step, which has to fit. Equal kernels (operator,
-shapes, strides, dtypes, constants) are measured once. executor/capture/README.md describes the method.
+profiled, and equal kernels (operator, shapes, strides, dtypes, constants) are measured once. With ``cache="step"`` all
+kernels run in order in a real step on copies of the user's tensors, which has to fit. executor/capture/README.md
+describes the method.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -27,21 +30,24 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.operators import arguments
-from executor.capture.step_profiler import CYCLES_PER_NS, StepRunner, timed, workspace
+from executor.capture.operators import arguments, for_profiler
+from executor.capture.state import over
 from executor.memory import cuda_index
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
 FORMAT = "profile/1"
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
-WARMUP = 3
-SHORT_NS, ROW = 1_000_000, 8
+WARMUP, WARMUP_STEPS = 3, 2  # unmeasured runs of a kernel and of a step
+SHORT_NS, ROW = 1_000_000, 8  # shorter kernels are timed in rows
 EMPTY = 50  # empty kernels that are timed with and without events around each
 AWAKE = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
 CORE_BYTES = 2**22  # upper bound of a CPU core's private cache
 COMPUTE_BOUND = ("conv", "matmul")  # kinds of kernels whose time depends on the clock of the multiprocessors
-SLOW_NS = 50_000_000  # longer runs are repeated only three times
+SLOW_NS, FEW = 50_000_000, 3  # repeats of longer runs
+SEGMENT = 250  # kernels; with two events each they fit a stream's queue of about a thousand entries
+SUSTAINED_S = 0.6  # seconds of steps in a row, until clocks have settled
+CYCLES_PER_NS = 2.0  # upper bound of a GPU's clock rate, to convert ns into cycles of ``_sleep``
 
 Cache = Literal["cold", "hot", "step"]
 
@@ -217,11 +223,7 @@ def measure(
 
 
 class _Runner:
-    """Runs and times kernels.
-
-    Attributes:
-        event_ns, step_ns: See ``Profile``.
-    """
+    """Runs and times kernels; ``event_ns`` and ``step_ns`` are those of ``Profile``."""
 
     def __init__(
         self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf, cache: Cache = "hot"
@@ -250,22 +252,20 @@ class _Runner:
                 raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
             try:
                 args, kwargs = self._inputs(node)
-                self.known[key] = self._measure(lambda: node.target(*args, **kwargs))
-            except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {reason}") from error
+                self.known[key] = self._measure(partial(node.target, *args, **kwargs))
+            except _ERRORS as error:
+                raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {_reason(error)}") from error
         return self.known[key]
 
     def in_step(self) -> list[tuple[int, int]]:
         """Returns (ns, workspace in bytes) of all kernels, timed within a step."""
         try:
-            runner = StepRunner(self.captured, self.device, self.devices, _fresh, self.moved)
+            runner = StepRunner(self.captured, self.device, self.devices, self.moved)
             durations, workspaces, segments = runner.measure(self.repeats, self.until)
-        except TimeoutError:
-            raise ProfileError("the time for profiling was over before a step was measured") from None
-        except (RuntimeError, TypeError, IndexError, ZeroDivisionError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ProfileError(f"the step cannot be run to profile it: {reason}") from error
+        except ProfileError:
+            raise
+        except _ERRORS as error:
+            raise ProfileError(f"the step cannot be run to profile it: {_reason(error)}") from error
         least = [int(bool(nodes)) for nodes in self.captured.nodes]
         times = [max(ns - self.event_ns, some) for ns, some in zip(durations, least, strict=True)]
         for kernels, whole in segments:
@@ -289,37 +289,37 @@ class _Runner:
             for _ in range(WARMUP):
                 out, ns = timed(call)
             times = []
-            for _ in range(self.repeats if ns < SLOW_NS else min(3, self.repeats)):
+            for _ in range(self._runs(ns)):
                 self._flush()
                 times.append(timed(call)[1])
             del out
             return round(median(times)), 0
         with torch.cuda.device(self.device):
             for _ in range(WARMUP):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
+                begin = _event()
                 _, issue_ns = timed(call)
-                end.record()
+                end = _event()
                 torch.cuda.synchronize()
-            ns = begin.elapsed_time(end) * 1e6
-            runs, row = min(3, self.repeats) if ns >= SLOW_NS else self.repeats, ROW if ns < SHORT_NS else 1
-            row = 1 if self.other is not None else row  # the second run of a row would find a warm cache
+            # The second run of a row would find a warm cache.
+            row = ROW if _ns(begin, end) < SHORT_NS and self.other is None else 1
+            runs = self._runs(_ns(begin, end))
             out, nbytes = workspace(call, self.device)
             torch.cuda.synchronize()
             del out
-            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
-            torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns * runs * (row + 1))))
-            for begin, end in pairs:
+            _occupy(issue_ns * runs * (row + 1))
+            spans = []
+            for _ in range(runs):
                 self._flush()
-                begin.record()
+                begin = _event()
                 for _ in range(row):
                     call()
-                end.record()
+                spans.append((begin, _event()))
             torch.cuda.synchronize()
-            ns = median(a.elapsed_time(b) for a, b in pairs) * 1e6 - self.event_ns
+            ns = median(starmap(_ns, spans)) - self.event_ns
             return max(1, round(ns / row)), nbytes
 
-    # ------------------------------------------------------------------------------------ inputs
+    def _runs(self, ns: float) -> int:
+        return self.repeats if ns < SLOW_NS else min(FEW, self.repeats)
 
     def _devices(self) -> dict[fx.Node, torch.device]:
         """Returns each node's device: the one its operator names, else that of its inputs (a GPU before the host)."""
@@ -382,6 +382,192 @@ class _Runner:
         return f"{node.target} {map_arg(node.args, describe)} {map_arg(node.kwargs, describe)}"
 
 
+class StepRunner:
+    """Executes the step of a capture on a device.
+
+    On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that host time is not measured. Each
+    segment is also timed as a whole, because events between kernels take time, and steps in a row, because their power
+    lowers clocks.
+
+    Args:
+        devices: Device of each node's value.
+        moved: Whether the device differs from the one of the capture.
+    """
+
+    def __init__(
+        self, captured: Captured, device: torch.device, devices: dict[fx.Node, torch.device], moved: bool
+    ) -> None:
+        self.device, self.moved, self.count = device, moved, len(captured.nodes)
+        self.work = _work(captured)
+        self.start: dict[fx.Node, Any] = {}
+        memory: dict[int, torch.UntypedStorage] = {}  # preserves memory sharing among the tensors
+        for node, source in zip(captured.placeholders, captured.sources, strict=True):
+            where = torch.device("cpu") if moved and not node.meta["tensor_meta"].shape else devices[node]
+            if source is None or source.device.type == "meta":
+                self.start[node] = _fresh(node.meta["tensor_meta"], where)
+                continue
+            storage = source.untyped_storage()
+            if storage.data_ptr() not in memory:
+                copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)
+                memory[storage.data_ptr()] = copy.to(where, copy=True).untyped_storage()
+            self.start[node] = over(memory[storage.data_ptr()], source, where)
+        for node, *_ in self.work:  # once: a host copy in mid-step would wait for the stream
+            if node.op == "get_attr":
+                value = getattr(captured.graph, str(node.target))
+                self.start[node] = value.to(device) if moved and isinstance(value, Tensor) else value
+
+    def measure(self, repeats: int, until: float) -> tuple[list[int], list[int], list[tuple[list[int], int]]]:
+        """Measures ``repeats`` steps, or fewer (at least one) if they take longer than ``until`` (``time.monotonic``).
+
+        Returns:
+            Median ns of each kernel including event overhead, workspace bytes of each kernel, and on CUDA for each
+            segment its kernels and their median ns in a row.
+
+        Raises:
+            ProfileError: If no step was measured before ``until``.
+        """
+        cuda, kernels = self.device.type == "cuda", [k for _, k, _ in self.work if k >= 0]
+        workspaces, issue_ns = [0] * self.count, 0
+        for _ in range(WARMUP_STEPS):  # the last one measures workspaces and the host's issue times
+            begin = time.perf_counter_ns()
+            workspaces = self._each(lambda call: workspace(call, self.device))
+            if cuda:
+                torch.cuda.synchronize(self.device)
+            issue_ns = (time.perf_counter_ns() - begin) * SEGMENT // max(self.count, 1)
+        if time.monotonic() >= until:
+            raise ProfileError("the time for profiling was over before a step was measured")
+        times: list[list[int]] = []
+        rows: list[list[int]] = []
+        while len(times) < repeats and (time.monotonic() <= until or not times):
+            if cuda:
+                rows.append([ns for _, ns in self._between(issue_ns, SEGMENT)])
+            times.append([0] * self.count if cuda else self._each(timed))
+            for k, ns in self._between(issue_ns, 1) if cuda else ():
+                times[-1][k] = ns
+        segments = [(kernels[i * SEGMENT : (i + 1) * SEGMENT], round(median(each)))
+                    for i, each in enumerate(zip(*rows, strict=True))]  # fmt: skip
+        return [round(median(each)) for each in zip(*times, strict=True)], workspaces, segments
+
+    def _run(self, around: Callable[[int, Callable[[], Any]], Any]) -> None:
+        """Executes one step and passes each kernel with its call to ``around``."""
+        values = dict(self.start)
+        for node, kernel, dead in self.work:
+            if node.op != "get_attr":
+                args, kwargs = (map_arg(a, values.__getitem__) for a in (node.args, node.kwargs))
+                if self.moved and isinstance(kwargs.get("device"), torch.device):
+                    kwargs = {**kwargs, "device": self.device}
+                call = partial(node.target, *args, **kwargs)
+                values[node] = around(kernel, call) if kernel >= 0 else call()
+                del args, kwargs, call
+            for value in dead:
+                del values[value]
+
+    def _each(self, measured: Callable[[Callable[[], Any]], tuple[Any, int]]) -> list[int]:
+        """Executes one step and returns the number that ``measured`` reports for each kernel."""
+        found = [0] * self.count
+
+        def around(k: int, call: Callable[[], Any]) -> Any:
+            out, found[k] = measured(call)
+            return out
+
+        self._run(around)
+        return found
+
+    def _between(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
+        """Executes one step on CUDA and returns the last kernel and the ns of each row of ``kernels`` kernels."""
+        spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        begin, count, last = None, 0, sum(k >= 0 for _, k, _ in self.work)
+
+        def around(k: int, call: Callable[[], Any]) -> Any:
+            nonlocal begin, count
+            if count % SEGMENT == 0:
+                torch.cuda.synchronize(self.device)
+                _occupy(issue_ns)
+            if count % kernels == 0:
+                begin = _event()
+            out, count = call(), count + 1
+            if count % kernels == 0 or count == last:
+                spans.append((k, begin, _event()))
+            return out
+
+        with torch.cuda.device(self.device):
+            self._run(around)
+            torch.cuda.synchronize()
+        return [(k, round(_ns(*span))) for k, *span in spans]
+
+    def sustained_ns(self) -> int | None:
+        """Returns the median ns of steps in a row on CUDA, or None if the host does not keep the device busy."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            begin, marks = time.perf_counter(), [_event()]
+            while len(marks) < 5 or time.perf_counter() - begin < SUSTAINED_S:
+                self._run(lambda _, call: call())
+                marks.append(_event())
+            issued = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            ahead = time.perf_counter() - begin - issued
+        times = list(map(_ns, marks, marks[1:]))
+        whole = median(times[len(times) // 2 :])
+        return round(whole) if 1e9 * ahead > whole / 4 else None
+
+
+def _event() -> torch.cuda.Event:
+    """Records and returns a CUDA event."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return 1e6 * begin.elapsed_time(end)
+
+
+def _occupy(issue_ns: float) -> None:
+    """Keeps the stream busy while the host takes ``issue_ns`` to issue kernels."""
+    torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns)))
+
+
+_ERRORS = RuntimeError, TypeError, IndexError, ZeroDivisionError
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Returns the result of a call and its host time in ns."""
+    begin = time.perf_counter_ns()
+    out = call()
+    return out, time.perf_counter_ns() - begin
+
+
+def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """Returns the result of a call and its workspace in bytes (0 on devices other than CUDA).
+
+    The workspace is the peak of CUDA's caching allocator minus the bytes in use before or after the call.
+    """
+    if device.type != "cuda":
+        return call(), 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    return out, max(0, torch.cuda.max_memory_allocated(device) - max(before, torch.cuda.memory_allocated(device)))
+
+
+def _work(captured: Captured) -> list[tuple[fx.Node, int, list[fx.Node]]]:
+    """Returns each node, its kernel (-1 if it is not a kernel's operator), and the values that die after it."""
+    operators = {nodes[0]: k for k, nodes in enumerate(captured.nodes) if nodes}
+    nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not for_profiler(n)]
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last |= dict.fromkeys((node, *node.all_input_nodes), node)
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value.op != "placeholder":
+            dead.setdefault(node, []).append(value)
+    return [(node, operators.get(node, -1), dead.get(node, [])) for node in nodes]
+
+
 def cache_bytes(device: torch.device) -> int:
     """Returns the bytes of a GPU's L2 cache, or ``CORE_BYTES`` for a CPU."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else CORE_BYTES
@@ -399,15 +585,15 @@ def _awake(device: torch.device) -> None:
 def _events_ns(device: torch.device) -> int:
     """Returns the event overhead per kernel in ns: empty kernels timed one by one minus the same in a row."""
     with torch.cuda.device(device):
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(EMPTY + 1)]
-        torch.cuda._sleep(round(CYCLES_PER_NS * 5_000_000))
-        for i, (begin, end) in enumerate(pairs):
-            begin.record()
-            for _ in range(1 if i < EMPTY else EMPTY):
+        spans = []
+        _occupy(3_000_000)
+        for kernels in (*[1] * EMPTY, EMPTY):
+            begin = _event()
+            for _ in range(kernels):
                 torch.cuda._sleep(0)
-            end.record()
+            spans.append((begin, _event()))
         torch.cuda.synchronize()
-        *single, row = (1e6 * a.elapsed_time(b) for a, b in pairs)
+        *single, row = starmap(_ns, spans)
         return max(0, round(median(single) - row / EMPTY))
 
 

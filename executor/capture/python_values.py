@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from executor.capture.source_locations import users
+from executor.capture.operators import users
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOST = 64  # longest list whose entries are watched
@@ -44,18 +44,18 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Slots(MutableMapping[str, Any]):
-    """Mapping view of the attributes in an object's ``__slots__``, or of the attributes ``names``."""
+    """Mapping view of the attributes in an object's ``__slots__``, or of the one attribute ``name``."""
 
-    def __init__(self, owner: Any, names: Iterable[str] = ()) -> None:
+    def __init__(self, owner: Any, name: str = "") -> None:
         self.owner = owner
         slots = (vars(cls).get("__slots__", ()) for cls in type(owner).__mro__)
         own = (name for of_class in slots for name in ((of_class,) if isinstance(of_class, str) else of_class))
-        self.names = [*names] or [name for name in own if name[:2] != "__"]
+        self.names = [name] if name else [name for name in own if name[:2] != "__"]
 
     def __getitem__(self, name: str) -> Any:
         try:
             return object.__getattribute__(self.owner, name)
-        except AttributeError:
+        except (AttributeError, ValueError):  # ValueError: an empty closure cell
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -65,18 +65,13 @@ class Slots(MutableMapping[str, Any]):
         object.__delattr__(self.owner, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if hasattr(self.owner, name))
+        return filter(self.__contains__, self.names)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def put(container: Any, key: Any, value: Any) -> None:
-    """Writes an entry of a dictionary or list, or a closure cell (key None)."""
-    if isinstance(container, types.CellType):
-        container.cell_contents = value
-    else:
-        container[key] = value
+CELL = "cell_contents"  # the only attribute of a closure cell
 
 
 def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
@@ -85,7 +80,7 @@ def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
 
 
 class Owner(NamedTuple):
-    """A mutable object: a dictionary, list, deque, set or closure cell.
+    """A mutable object: a dictionary, list, deque, set, or view of slots or of a closure cell.
 
     Attributes:
         keys: Relevant entries; None for all.
@@ -98,13 +93,8 @@ class Owner(NamedTuple):
     constant: bool = False
 
     def content(self) -> dict[Any, Any]:
-        """Returns the current content by key or position; a cell's content has the key None."""
+        """Returns the current content by key or position."""
         container = self.container
-        if isinstance(container, types.CellType):
-            try:
-                return {None: container.cell_contents}
-            except ValueError:
-                return {}
         if isinstance(container, (list, deque)):
             return dict(enumerate(container))
         if isinstance(container, set):
@@ -113,7 +103,7 @@ class Owner(NamedTuple):
 
     def name(self, key: Any) -> str:
         """Returns the path of an entry."""
-        if key is None:
+        if key is None or key == CELL:
             return self.path
         return f"{self.path}.{key if isinstance(key, (str, int)) else type(key).__name__}".lstrip(".")
 
@@ -122,14 +112,7 @@ class Owner(NamedTuple):
         now, container = self.content(), self.container
         if identical(now, before):
             return
-        if isinstance(container, types.CellType):
-            if before:
-                container.cell_contents = before[None]
-            else:
-                del container.cell_contents
-        elif isinstance(container, list):
-            container[:] = before.values()
-        elif isinstance(container, deque):
+        if isinstance(container, (list, deque)):
             container.clear()
             container.extend(before.values())
         elif isinstance(container, set):
@@ -154,12 +137,13 @@ class Watched(NamedTuple):
 
     Attributes:
         before: Values at capture time, by key.
-        get, values: Function that reads all values at once, and its result at capture time.
+        get, target, values: Function that reads all values at once, its argument, and its result at capture time.
     """
 
     owner: Owner
     before: dict[Any, Any]
     get: Callable[[Any], Any]
+    target: Any
     values: Any
 
     def restore(self) -> None:
@@ -187,19 +171,16 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
     content = owner.content()
     if isinstance(owner.container, list):
         few = len(content) <= MOST and all(map(is_scalar, content.values()))
-        return [Watched(owner, content, tuple, tuple(content.values()))] if few else []
+        return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if few else []
     every = names is None or owner.keys is not None
     found = {key: value for key, value in content.items()
              if (every or not isinstance(key, str) or key in names) and is_scalar(value)}  # fmt: skip
     if not found:
         return []
-    if isinstance(owner.container, types.CellType):
-        return [Watched(owner, found, attrgetter("cell_contents"), found[None])]
+    # ``get`` runs in C, because it is called at each step.
     of_slots = isinstance(owner.container, Slots)
-    get = (
-        attrgetter(*(f"owner.{name}" for name in found)) if of_slots else itemgetter(*found)
-    )  # in C: called at each step
-    return [Watched(owner._replace(keys=tuple(found)), found, get, get(owner.container))]
+    get, target = (attrgetter, owner.container.owner) if of_slots else (itemgetter, owner.container)
+    return [Watched(owner._replace(keys=tuple(found)), found, get(*found), target, get(*found)(target))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,15 +193,15 @@ class PythonValues:
         once: Values that only the step's first run sets (``config.problem_type`` of transformers).
     """
 
-    watched: tuple[Watched, ...] = ()
-    undone: str = ""
-    once: tuple[Watched, ...] = ()
+    watched: tuple[Watched, ...]
+    undone: str
+    once: tuple[Watched, ...]
 
     def change(self) -> Change | None:
         """Returns the first value that has changed, or None."""
         for one in self.watched:
             try:  # inlined, since it is executed at each step
-                if one.get(one.owner.container) == one.values:
+                if one.get(one.target) == one.values:
                     continue
             except Exception:  # a key is gone, a cell is empty, or values cannot be compared
                 pass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -22,11 +23,13 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from executor.capture.python_values import Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, put, watch
-from executor.capture.source_locations import users
+from executor.capture.operators import users
+from executor.capture.python_values import CELL, Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, watch
 from simulator.program import TensorKind
 
 MOST_DEEP = 40  # deepest nesting of objects that is followed
+MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
            logging.Logger, torch.UntypedStorage, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)  # fmt: skip
@@ -51,7 +54,7 @@ REFUSED = {
 class Taken(NamedTuple):
     """A Python iterator from which the step may take values."""
 
-    owner: Owner
+    container: Any
     key: Any
     iterator: Iterator[Any]
     path: str
@@ -68,7 +71,7 @@ class Taken(NamedTuple):
         if isinstance(self.iterator, types.GeneratorType) or not hasattr(self.iterator, "__setstate__"):
             return self
         other = copy.copy(self.iterator)
-        put(self.owner.container, self.key, other)
+        self.container[self.key] = other
         return self._replace(iterator=other)
 
 
@@ -118,21 +121,18 @@ class Reach:
         self._visited: set[int] = set()
         self._keep: list[Any] = []  # an id stays unique while its object lives
 
-    def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """Handles a tensor at ``container[key]``; subclasses override it."""
+    def found(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
+        """Handles a tensor or a tuple of some (an LSTM's state) at ``container[key]``; subclasses override it."""
 
-    def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """Handles a tuple of tensors (such as an LSTM's state) at ``container[key]``; subclasses override it."""
-
-    def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
-        """Walks ``value``; its tensors that are not parameters get the kind ``kind``."""
-        self._walk(value, name, kind, 0)
+    def add(self, value: Any, name: str) -> None:
+        """Walks ``value``."""
+        self._walk(value, name, "buffer", 0)
         while functions := self.code.new_functions():  # methods that the step may call by name
             for function in functions:
-                self._walk(function, "", kind, 1)
+                self._walk(function, "", "buffer", 1)
 
-    def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> None:
-        """Records a mutable object."""
+    def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> Any:
+        """Records a mutable object and returns its container, which is the same for all views of one object."""
         at = id(container.owner) if isinstance(container, Slots) else id(container)
         known = self.owners.get(at)
         if known is not None:
@@ -141,6 +141,7 @@ class Reach:
         else:
             self.owners[at] = Owner(container, path, keys, constant)
             self._keep.append(container)
+        return self.owners[at].container
 
     def constants(self) -> tuple[Watched, ...]:
         """Returns the Python constants that the step may read, with their current values."""
@@ -214,9 +215,7 @@ class Reach:
                     if (isinstance(value, (list, deque)) or is_table(value)) and not key.startswith("__"):
                         self._walk(value, f"{base.__name__}.{key}", kind, depth + 1)
 
-    def _items(
-        self, container: Any, keys: Iterable[Any], name: str, kind: TensorKind, depth: int,
-    ) -> None:  # fmt: skip
+    def _items(self, container: Any, keys: Iterable[Any], name: str, kind: TensorKind, depth: int) -> None:
         for key in keys:
             value = container[key]
             label = key if isinstance(key, (str, int)) else repr(key) if not isinstance(key, Tensor) else "tensor"
@@ -224,12 +223,10 @@ class Reach:
             self._entry(value, path, kind, container, key, depth)
 
     def _entry(self, value: Any, path: str, kind: TensorKind, container: Any, key: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
+        if any(isinstance(part, Tensor) for part in (value if isinstance(value, tuple) else (value,))):
             self.found(value, path, kind, container, key)
         elif isinstance(value, Iterator):
-            self.iterators.append(Taken(Owner(container, path), key, value, path))
-        elif isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value):
-            self.found_tuple(value, path, kind, container, key)
+            self.iterators.append(Taken(container, key, value, path))
         else:
             self._walk(value, path, kind, depth + 1)
 
@@ -310,14 +307,11 @@ class Reach:
         if function.__kwdefaults__:
             self._defaults.append(Owner(function.__kwdefaults__, name, tuple(function.__kwdefaults__)))
         if function.__defaults__:
-            self._defaults.append(Owner(Slots(function, ["__defaults__"]), name, ("__defaults__",)))
+            self._defaults.append(Owner(Slots(function, "__defaults__"), name, ("__defaults__",)))
         for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.own(cell, label, constant=True)
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            self._entry(value, label, kind, cell, None, depth)
+            slot = self.own(Slots(cell, CELL), label, (CELL,), constant=True)
+            for value in slot.values():  # none if it is not assigned yet
+                self._entry(value, label, kind, slot, CELL, depth)
         self._walk(function.__defaults__, name, kind, depth + 1)
         self._walk(function.__kwdefaults__, name, kind, depth + 1)
         named = globals_of(function.__code__)
@@ -330,6 +324,14 @@ class Reach:
     def _globals(self, table: dict[str, Any], named: set[str], kind: TensorKind, depth: int) -> None:
         self.own(table, "", tuple(sorted(named)), constant=True)
         self._items(table, [n for n in sorted(named) if n in table], "", kind, depth)
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
+    of_module = [getattr(m, which) for m in modules for which in MODULE_HOOKS]
+    of_tensor = [getattr(p, which, None) for m in modules for p in m._parameters.values() if p is not None
+                 for which in TENSOR_HOOKS]  # fmt: skip
+    return [table for table in (*of_module, *of_tensor) if table is not None]
 
 
 def is_table(value: Any) -> bool:
@@ -357,6 +359,4 @@ def uses_cudnn(module: nn.RNNBase) -> bool:
 
 @functools.cache
 def _file(cls: type) -> str:
-    import sys
-
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or "<built-in>"

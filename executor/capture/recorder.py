@@ -1,23 +1,28 @@
 """Records the operators of a trace and the lifetimes of storages, and builds the program from them.
 
 The recorder is a dispatch mode above the tracer. Lifetimes are those of eager PyTorch, not those of the graph
-(executor/capture/README.md).
+(executor/capture/README.md). Calls that are not operators but concern it (optimizer steps, ``zero_grad``, GradScaler,
+random states) are intercepted by ``traced_calls``.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-from torch import Tag, Tensor, fx
+import torch.utils.checkpoint
+from torch import Tag, Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+from torch.amp.grad_scaler import GradScaler
 from torch.fx.experimental.proxy_tensor import (
     autograd_would_have_decomposed,
     disable_proxy_modes_tracing,
@@ -25,9 +30,11 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from executor.capture.batches import tensors_in
 from executor.capture.captured import Captured, HostRead, MicroBatch, UserHolds, number
@@ -35,6 +42,7 @@ from executor.capture.durations import Precision
 from executor.capture.effects import remove_fakes
 from executor.capture.operators import (
     ALLOCATIONS,
+    Places,
     adds_gradients,
     caller,
     flops_of,
@@ -44,9 +52,8 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
-from executor.capture.optimizers import Numbers
+from executor.capture.optimizers import Numbers, bucketed, captured_form, moved, numbers_of, patched
 from executor.capture.reach import CaptureError
-from executor.capture.source_locations import Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
@@ -203,16 +210,16 @@ class Recorder(TorchDispatchMode):
         reads = [s for s in reads if s not in statistics]
         writes = [self._storage(x) for x in mutated(func, args, kwargs) + outs] + statistics
         nodes = []
-        for node in self._new_nodes(before):
+        for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - before))[::-1]:
             node.meta.pop("val", None)  # an alias, which would keep the storage alive
             if node.op == "call_function":
                 nodes.append(node)
-                value = out[node.args[1]] if node.target is operator.getitem else out
+                is_item = node.target is operator.getitem
+                value = out[node.args[1]] if is_item else out
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
-        for node in nodes:
-            if node.target is operator.getitem and node.args[1] in wide:
-                node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
+                if is_item and node.args[1] in wide:
+                    node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
         if isinstance(out, (list, tuple)) and nodes:
             nodes[0].meta["items"] = len(out)
         if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
@@ -254,11 +261,7 @@ class Recorder(TorchDispatchMode):
         return remove_fakes(kept) if kept else ""
 
     def _read_number(self, tensor: Tensor) -> Any:
-        """Returns the number that the step's Python code reads, computed from the example batch.
-
-        Raises:
-            DataDependentOutputException: If the number depends on anything but the batch and constants.
-        """
+        """Returns the number that the step's Python code reads, which may depend only on the batch and constants."""
         mode = get_proxy_mode()
         assert mode is not None
         needed, made = {self._storage(tensor)}, list[_Op]()
@@ -298,25 +301,6 @@ class Recorder(TorchDispatchMode):
         """Records the tensors of the model's result."""
         self.outputs = len(self.ops), [self._storage(x) for x in outputs]
 
-    def user_holds(self, values: dict[fx.Node, int], program: Program) -> UserHolds:
-        """Returns the tensors that a training loop keeps alive from one step to the next."""
-        index = {s: values[node] for node, s in self.values.items() if node in values}
-        kernels = [k for k, kernel in enumerate(program.kernels) if kernel.name != "marker"]
-
-        def kernel(done: int) -> int:
-            """Returns the first kernel after ``done`` operators."""
-            launched = sum(op.launches for op in self.ops[:done])
-            return kernels[launched] if launched < len(kernels) else len(program.kernels)
-
-        def own(storages: Iterable[int]) -> tuple[int, ...]:
-            found = {index[s] for s in storages if s in index}
-            return tuple(sorted(t for t in found if not program.tensors[t].persistent))
-
-        done, outputs = self.outputs
-        return UserHolds(
-            own(outputs), kernel(done), own(self.gradients), -1 if self.zeroed < 0 else kernel(self.zeroed)
-        )
-
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:
         """Marks operators in this context as skipped if ``skipped`` is nonzero when the graph executes.
@@ -343,14 +327,13 @@ class Recorder(TorchDispatchMode):
         node = next(node for node, found in reversed(self.values.items()) if found == s)
         self.micro.append((len(self.ops), node, self.drawing, self.drawing != self.drawn))
 
-    def _new_nodes(self, before: int) -> list[fx.Node]:
-        count = len(self.graph.nodes) - before
-        return list(islice(reversed(self.graph.nodes), count))[::-1]
+    def build(self, graph: fx.GraphModule, entries: list[Entry], name: str, leaves: list[Any], **rest: Any) -> Captured:
+        """Builds the program and the rest of the capture from the recorded operators.
 
-    def build(
-        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
-    ) -> Captured:
-        """Builds the program and the rest of the capture from the recorded operators."""
+        Args:
+            leaves: The step's arguments, flat; fake tensors of placeholders for tensors.
+            rest: Fields of the capture that the operators do not determine.
+        """
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]
         last: dict[int, int] = {}  # storage -> its last kernel, markers not counted
@@ -371,7 +354,7 @@ class Recorder(TorchDispatchMode):
         kernels: list[Kernel] = []
         places: list[Place] = []
         nodes: list[tuple[fx.Node, ...]] = []
-        numbers: list[int] = []  # of the operators' kernels
+        launched: list[int] = []  # kernels of ``ops``
         left_out: set[int] = set()
         for k in range(len(ops) + 1):
             # Storages that no kernel has written are empty.
@@ -387,30 +370,53 @@ class Recorder(TorchDispatchMode):
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
                                       flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
                 places.append(op.place)
-                numbers.append(len(nodes))
+                launched.append(len(nodes))
                 if op.optional:
                     left_out.add(len(nodes))
                 nodes.append(tuple(op.nodes))
-        kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), numbers, strict=True))
+        kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), launched, strict=True))
         draws = {kernel_of[i]: kernel_of.get(j, -1) for i, j in self.draws.items()}
         if self.drawing != self.drawn:
             draws[len(kernels)] = kernel_of.get(self.drawing, -1)
-        micro = tuple(
-            MicroBatch(
-                next((k for i, k in kernel_of.items() if i >= end), len(kernels)), loss, kernel_of.get(i, -1), back
-            )
-            for end, loss, i, back in self.micro
-        )
-        placeholders = tuple(n for n in graph.graph.nodes if n.op == "placeholder")
-        (returned,) = next(n for n in graph.graph.nodes if n.op == "output").args
+
+        launched.append(len(kernels))
+
+        def after(count: int) -> int:
+            """Returns the first kernel after ``count`` operators."""
+            return launched[done[count]]
+
+        def within(storages: Iterable[int]) -> tuple[int, ...]:
+            """Returns the tensors of these storages that live within a step."""
+            return tuple(sorted({index[s] for s in storages if s in index and not tensors[index[s]].persistent}))
+
+        (outputs,) = graph.graph.output_node().args
+        placeholders = dict(zip((id(e.fake) for e in entries), graph.graph.find_nodes(op="placeholder"), strict=True))
         return Captured(
-            Program(name, tuple(tensors), tuple(kernels)), graph, tuple(nodes),
-            {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
-            tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
-            tuple(e.fake.device for e in entries), tuple(returned), batch[0],
-            tuple(v if i is None else placeholders[i] for i, v in batch[1]),
-            (), self.numbers, frozenset(self.asked), frozenset(left_out),
-            draws, (), tuple(places), owners, Precision.now(), micro, reads=tuple(self.reads),
+            program=Program(name, tuple(tensors), tuple(kernels)),
+            graph=graph,
+            nodes=tuple(nodes),
+            values={node: index[s] for node, s in self.values.items() if s in index},
+            placeholders=tuple(placeholders.values()),
+            names=tuple(e.name for e in entries),
+            sources=tuple(e.real for e in entries),
+            homes=tuple(e.home for e in entries),
+            devices=tuple(e.fake.device for e in entries),
+            outputs=tuple(outputs),
+            leaves=tuple(placeholders.get(id(leaf), leaf) for leaf in leaves),
+            numbers=self.numbers,
+            asked=frozenset(self.asked),
+            left_out=frozenset(left_out),
+            draws=draws,
+            places=tuple(places),
+            owners=owners,
+            precision=Precision.now(),
+            micro=tuple(MicroBatch(after(n), loss, kernel_of.get(i, -1), back) for n, loss, i, back in self.micro),
+            holds=UserHolds(
+                within(self.outputs[1]), after(self.outputs[0]), within(self.gradients),
+                -1 if self.zeroed < 0 else after(self.zeroed),
+            ),
+            reads=tuple(self.reads),
+            **rest,
         )  # fmt: skip
 
     def _add_in_place(self) -> None:
@@ -478,3 +484,129 @@ class Recorder(TorchDispatchMode):
             for s in op.reads + op.writes:
                 found.setdefault(s, op.place.module)
         return tuple(found[s] for s in index)
+
+
+Change = tuple[Any, str, Any]  # of ``patched``
+
+
+@contextmanager
+def traced_calls(
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
+) -> Iterator[None]:
+    """Intercepts PyTorch calls that are not operators while a step is traced, and reports them to the recorder.
+
+    These are optimizer steps, which get the captured form, ``zero_grad``, GradScaler, and reads and writes of random
+    states.
+
+    Args:
+        groups: Options of each optimizer at capture time.
+        bucket_bytes: As in ``capture``.
+        undone: Receives a sentence for each Python number that an optimizer's step changes.
+    """
+    stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
+
+    def enter(optimizer: Optimizer, *_: Any) -> None:
+        with ExitStack() as context:  # unwinds on an exception
+            context.enter_context(captured_form(optimizer))
+            if optimizer in groups:
+                context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
+            if bucket_bytes:
+                context.enter_context(bucketed(optimizer, bucket_bytes))
+            numbers = numbers_of(optimizer)
+            stack.append((context.pop_all(), numbers))
+        recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
+        recorder.stepping = True
+
+    def leave(optimizer: Optimizer, *_: Any) -> None:
+        _, was = stack[-1]  # stays until nothing here can raise: what remains is unwound below
+        if (key := moved(was, optimizer)) is not None:
+            undone.append(
+                f"{type(optimizer).__name__} has {key[-1]} as a Python number, which each step changes and the graph "
+                "cannot: use an optimizer that keeps it in a tensor, as those of torch.optim do"
+            )
+        stack.pop()[0].close()
+        recorder.stepping = False
+
+    hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
+    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_answers_of_eager())
+    try:
+        with patched(*changes):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        while stack:  # the step raised
+            stack.pop()[0].close()
+
+
+def _answers_of_eager() -> Iterator[Change]:
+    """Makes libraries that check for tracing behave as in eager mode.
+
+    Checkpoints call ``_is_compiling``. transformers calls ``is_tracing`` and keeps masks that eager mode drops. The
+    function's code object is replaced, because modules have already imported the function.
+    """
+    yield torch.utils.checkpoint._is_compiling, "__code__", (lambda func, args, kwargs: False).__code__
+    if (transformers := sys.modules.get("transformers.utils.import_utils")) and hasattr(transformers, "is_tracing"):
+        yield transformers.is_tracing, "__code__", (lambda tensor=None: False).__code__
+
+
+def _zero_grads(recorder: Recorder) -> Iterator[Change]:
+    """Reports ``zero_grad`` calls to the recorder."""
+
+    def recording(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            recorder.zeroed = len(recorder.ops)
+            original(self, *args, **kwargs)
+
+        return zero_grad
+
+    for owner in (Optimizer, nn.Module):
+        yield owner, "zero_grad", recording(owner.zero_grad)
+
+
+def _scalers(recorder: Recorder) -> Iterator[Change]:
+    """Captures a GradScaler's step as taken; the number that would skip it is read when the graph executes.
+
+    Eager PyTorch reads on the host whether a gradient is not finite, and then skips ``optimizer.step()``. Fused updates
+    check on the device and need no interception. The program is that of a step that is not skipped.
+    """
+    update = GradScaler.update
+
+    def taken(self: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found = list(state["found_inf_per_device"].values())
+        if len(found) != 1:
+            raise NotImplementedError("a GradScaler of gradients on several devices")
+        with recorder.optional(found[0]):
+            return optimizer.step(*args, **kwargs)
+
+    yield GradScaler, "_maybe_opt_step", taken
+    yield GradScaler, "update", torch.no_grad()(update)  # no_grad, as in optimizers
+
+
+def _random_states(recorder: Recorder) -> Iterator[Change]:
+    """Tracks random states that a step saves and restores, as ``torch.utils.checkpoint`` does for recomputation.
+
+    The recorder associates each state with the operator after which it was saved. States of several generators are
+    assumed to be saved and restored together, as in checkpoints.
+    """
+    known: list[tuple[Tensor, int]] = []
+
+    def getting(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            state = get(*args, **kwargs)
+            known.append((state, recorder.drawing))
+            return state
+
+        return call
+
+    def setting(put: Callable[..., None]) -> Callable[..., None]:
+        def call(state: Tensor, *args: Any, **kwargs: Any) -> None:
+            put(state, *args, **kwargs)
+            recorder.drawing = next((at for kept, at in known if kept is state), recorder.drawing)
+
+        return call
+
+    for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+        yield module, "get_rng_state", getting(module.get_rng_state)
+        yield module, "set_rng_state", setting(module.set_rng_state)

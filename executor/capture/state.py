@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import getitem
 from typing import Any, NamedTuple
@@ -24,23 +23,14 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map_with
 
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.effects import Effects
-from executor.capture.optimizers import (
-    STEP_HOOKS,
-    capturable,
-    chooses_foreach,
-    moved,
-    numbers_of,
-    symbolic_extremes,
-    takes_capturable,
-    without_hooks,
-)
-from executor.capture.python_values import Change, Owner, Watched, changed, put
-from executor.capture.reach import CaptureError, Reach, Snapshot, check_dense
+from executor.capture.optimizers import STEP_HOOKS, chooses_foreach, moved, numbers_of, step_without_hooks
+from executor.capture.python_values import Change, Owner, Watched, changed
+from executor.capture.reach import TENSOR_HOOKS, CaptureError, Reach, Snapshot, check_dense
 from simulator.program import TensorKind
 
 
 class Home(NamedTuple):
-    """Slot that binds a tensor: an entry of a dictionary or list, or a closure cell.
+    """Slot that binds a tensor: an entry of a dictionary, of a list, or of a view of slots or of a closure cell.
 
     For an optimizer, ``key`` is (index of a parameter group, option), or (parameter, name of its state, …) followed by
     the path inside a list or dictionary.
@@ -55,8 +45,6 @@ class Home(NamedTuple):
         if self.part is not None:
             whole = self._replace(part=None).get()
             return whole[self.part] if isinstance(whole, tuple) and len(whole) > self.part else None
-        if isinstance(self.container, types.CellType):
-            return self.container.cell_contents
         try:
             if isinstance(self.container, Optimizer):
                 first, *path = self.key
@@ -70,13 +58,17 @@ class Home(NamedTuple):
         """Binds a tensor to this slot."""
         if self.part is not None:
             whole = self._replace(part=None).get()
-            parts = [value if i == self.part else x for i, x in enumerate(whole)]
-            value = type(whole)(*parts) if hasattr(whole, "_fields") else tuple(parts)
+            value = _rebuilt(whole, (value if i == self.part else x for i, x in enumerate(whole)))
         if isinstance(self.container, Optimizer):
             first, *path, last = self.key
             functools.reduce(getitem, path, self.container.state[first])[last] = value
         else:
-            put(self.container, self.key, value)
+            self.container[self.key] = value
+
+
+def _rebuilt(whole: tuple[Any, ...], parts: Iterable[Any]) -> Any:
+    """Returns a tuple of the same type, which may be named, with other parts."""
+    return type(whole)(*parts) if hasattr(whole, "_fields") else tuple(parts)
 
 
 class Entry(NamedTuple):
@@ -129,21 +121,20 @@ class StepState(Reach):
         self._before: list[tuple[Owner, dict[Any, Any]]] = []  # with fakes in place
         self._storages: list[StorageWeakRef] = []
 
-    def found(self, tensor: Tensor, name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """Adds an entry for the tensor at ``container[key]``."""
-        tables = [t for m in self.modules[-1:] for t in (m._parameters, m._buffers)]
-        registered = kind != "buffer" or isinstance(tensor, nn.Parameter) or any(container is t for t in tables)
-        fake = self.fake(tensor, name, kind, Home(container, key), registered)
+    def found(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
+        """Adds an entry for the tensor, or for each tensor of the tuple, at ``container[key]``."""
+        if isinstance(value, Tensor):
+            tables = [t for m in self.modules[-1:] for t in (m._parameters, m._buffers)]
+            registered = kind != "buffer" or isinstance(value, nn.Parameter) or any(container is t for t in tables)
+            fake = self.fake(value, name, kind, Home(container, key), registered)
+        else:
+            homes = (Home(container, key, i) for i in range(len(value)))
+            fake = _rebuilt(value, [self.fake(x, f"{name}.{home.part}", kind, home, False) if isinstance(x, Tensor)
+                                    else x for x, home in zip(value, homes, strict=True)])  # fmt: skip
         place = id(container), id(key) if isinstance(key, Tensor) else key
         if place not in self._placed:  # two closures may share a cell
             self._placed.add(place)
             self._slots.append((container, key, fake))
-
-    def found_tuple(self, value: tuple[Any, ...], name: str, kind: TensorKind, container: Any, key: Any) -> None:
-        """Adds entries for the tensors in a tuple at ``container[key]``."""
-        parts = [self.fake(x, f"{name}.{i}", kind, Home(container, key, i), False) if isinstance(x, Tensor) else x
-                 for i, x in enumerate(value)]  # fmt: skip
-        self._slots.append((container, key, type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)))
 
     def fake(self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None,
              registered: bool = True) -> Tensor:  # fmt: skip
@@ -175,10 +166,8 @@ class StepState(Reach):
         """Registers a leaf tensor's hooks on its fake, so that their operators are captured."""
         if not (tensor.is_leaf and tensor.requires_grad):
             return
-        for which, register in zip(
-            ("_backward_hooks", "_post_accumulate_grad_hooks"),
-            (fake.register_hook, fake.register_post_accumulate_grad_hook), strict=True,
-        ):  # fmt: skip
+        registers = fake.register_hook, fake.register_post_accumulate_grad_hook
+        for which, register in zip(TENSOR_HOOKS, registers, strict=True):
             for hook in (getattr(tensor, which, None) or {}).values():
                 self._walk(hook, f"{name}.hook", "buffer", 1)
                 register(self.heard(hook, f"a hook of {name}"))
@@ -209,17 +198,23 @@ class StepState(Reach):
                     owner.container.clear()
                     owner.container.update(items)
             for container, key, fake in self._slots:
-                put(container, self._fakes.get(id(key), key), fake)
+                container[self._fakes.get(id(key), key)] = fake
             iterators = [(taken := one.put_copy(), taken.position()) for one in self.iterators]
             for scaler in self.scalers:
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
-            names = ["optimizer" if i == 0 else f"optimizer{i}" for i in range(len(self.optimizers))]
-            self._swap_optimizers(names)
-            for optimizer, name in zip(self.optimizers, names, strict=True):
+            named = [(optimizer, f"optimizer{i or ''}") for i, optimizer in enumerate(self.optimizers)]
+            replaced: dict[int, Any] = {}  # shared groups and state stay shared
+            for optimizer, name in named:
+                for which, make in (("param_groups", self._fake_groups), ("state", self._fake_state)):
+                    own = getattr(optimizer, which)
+                    if id(own) not in replaced:
+                        replaced[id(own)] = make(optimizer, name)
+                    setattr(optimizer, which, replaced[id(own)])
+            for optimizer, name in named:
                 self._make_state(optimizer, name)
             scalers = {id(vars(scaler)) for scaler in self.scalers}
             self._owners = [owner for owner in self.owners.values() if id(owner.container) not in scalers]
-            self._fake_owners = self._fake_tables(names)
+            self._fake_owners = self._fake_tables(named)
             before = [numbers_of(optimizer) for optimizer in self.optimizers]
             yield
             for optimizer, was in zip(self.optimizers, before, strict=True):
@@ -279,17 +274,7 @@ class StepState(Reach):
                 )
         return found
 
-    def _swap_optimizers(self, names: list[str]) -> None:
-        """Installs fake parameters and state in all optimizers; shared groups and state stay shared."""
-        replaced: dict[int, Any] = {}
-        for optimizer, prefix in zip(self.optimizers, names, strict=True):
-            for which, make in (("param_groups", self._fake_groups), ("state", self._fake_state)):
-                own = getattr(optimizer, which)
-                if id(own) not in replaced:
-                    replaced[id(own)] = make(optimizer, prefix)
-                setattr(optimizer, which, replaced[id(own)])
-
-    def _fake_tables(self, names: list[str]) -> list[Owner]:
+    def _fake_tables(self, named: list[tuple[Optimizer, str]]) -> list[Owner]:
         """Returns the fake copies of optimizers' state."""
         label = {id(e.fake): e.name for e in self.entries}
         found: dict[int, Owner] = {}
@@ -300,23 +285,23 @@ class StepState(Reach):
                 for key in value if isinstance(value, dict) else range(len(value)):
                     add(value[key], f"{name}.{label.get(id(key), key)}")
 
-        for optimizer, prefix in zip(self.optimizers, names, strict=True):
+        for optimizer, prefix in named:
             add(optimizer.state, prefix)
         return list(found.values())
 
     def _fake_groups(self, optimizer: Optimizer, prefix: str) -> list[dict[str, Any]]:
         """Returns fake parameter groups whose ``foreach`` option is the one chosen for the real parameters."""
         groups = []
-        options = {"capturable": True} if self.as_capturable else {}
         for g, group in enumerate(optimizer.param_groups):
             swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
-            swapped.update({k: v for k, v in options.items() if k in swapped})
+            if self.as_capturable and "capturable" in swapped:
+                swapped["capturable"] = True
             if swapped.get("foreach", 0) is None and not swapped.get("fused"):  # PyTorch decides otherwise for fakes
                 swapped["foreach"] = chooses_foreach(group, self.as_cuda)
             for option, value in group.items():  # a learning rate that is a tensor
                 if isinstance(value, Tensor):
-                    swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state",
-                                                Home(optimizer, (g, option)))  # fmt: skip
+                    home = Home(optimizer, (g, option))
+                    swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state", home)
             groups.append(swapped)
         return groups
 
@@ -328,8 +313,8 @@ class StepState(Reach):
             def fake(keys: tuple[Any, ...], value: Any) -> Any:
                 if not isinstance(value, Tensor):
                     return value
-                home = Home(optimizer, (first, *_path(keys)))
-                return self.fake(value, _joined(label, *_path(keys)), "optimizer_state", home)
+                name, home = _located(optimizer, label, first, keys)
+                return self.fake(value, name, "optimizer_state", home)
 
             return tree_map_with_path(fake, table)
 
@@ -364,8 +349,7 @@ class StepState(Reach):
                 for param in chosen:
                     param.grad = torch.empty_like(param)
                 try:
-                    with capturable(takes_capturable(optimizer)), without_hooks(optimizer), symbolic_extremes():
-                        type(optimizer).step(optimizer)
+                    step_without_hooks(optimizer)
                 except Exception:  # a wrapper may have no plain step (SAM) or need all gradients
                     if not wraps and none_yet and chosen:
                         raise
@@ -381,8 +365,8 @@ class StepState(Reach):
             for keys, value in tree_leaves_with_path(table):
                 if isinstance(value, Tensor) and id(value) not in known:
                     known.add(id(value))
-                    home = Home(optimizer, (first, *_path(keys)))
-                    self.entries.append(Entry(_joined(label, *_path(keys)), "optimizer_state", value, None, home))
+                    name, home = _located(optimizer, label, first, keys)
+                    self.entries.append(Entry(name, "optimizer_state", value, None, home))
 
         for param in fresh:
             param.grad = None
@@ -394,13 +378,10 @@ class StepState(Reach):
                 enter(table, f"{prefix}.{key}", key)
 
 
-def _path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the keys and positions of a pytree path."""
-    return tuple(key.key if isinstance(key, MappingKey) else key.idx for key in keys)
-
-
-def _joined(*names: Any) -> str:
-    return ".".join(map(str, names))
+def _located(optimizer: Optimizer, label: str, first: Any, keys: tuple[Any, ...]) -> tuple[str, Home]:
+    """Returns the name and the slot of an optimizer's tensor from its path in the pytree of ``state[first]``."""
+    path = tuple(key.key if isinstance(key, MappingKey) else key.idx for key in keys)
+    return ".".join(map(str, (label, *path))), Home(optimizer, (first, *path))
 
 
 def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
 """Memory plans for ``torch.compile``: which forward kernels the backward recomputes, and where."""
 
-from executor.compiled.backend import CompiledReport, CompileError, Partitioner, compile, report
-from executor.compiled.measure import allocated_peak
+from executor.compiled.backend import CompiledReport, CompileError, Partitioner, allocated_peak, compile, report
 from executor.compiled.solver import ChainSolver
 
 __all__ = ["ChainSolver", "CompileError", "CompiledReport", "Partitioner", "allocated_peak", "compile", "report"]

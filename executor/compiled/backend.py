@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.compiled.host_copies import on_the_cpu
-from executor.compiled.joint import Joint, nobody_elses
+from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
 from executor.fit import FitError, machine_of, planned_in_mode
@@ -102,12 +102,12 @@ class Graph:
         took = sum(self.program.kernels[k].duration_ns for k in again)
         away = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
         swapped = f"; {len(away)} swaps, {size(sum(away))} each way" if away else ""
+        plan = f"plan of {self.plan.planner}: {len(again)} kernels recomputed, {took / 1e6:.2f} ms on {self.machine}"
+        ms, over = self.iteration_ns / 1e6, self.iteration_ns / self.ideal_ns - 1
         lines = [
             f"{line} ({size(self.without_bytes)} without a plan)",
-            f"  plan of {self.plan.planner}: {len(again)} kernels recomputed, {took / 1e6:.2f} ms on {self.machine}"
-            f"{swapped}",
-            f"  predicted: {self.iteration_ns / 1e6:.2f} ms, "
-            f"{self.iteration_ns / self.ideal_ns - 1:.2%} over the ideal",
+            f"  {plan}{swapped}",
+            f"  predicted: {ms:.2f} ms, {over:.2%} over the ideal",
         ]
         if self.floor_ns is not None:
             lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
@@ -323,8 +323,8 @@ class Partitioner(CustomPartitionerFn):
         first = launches_of(forward, False)
         names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]
         strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
-        donated = nobody_elses(forward, backward, outputs)
-        joint = Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)
+        second = launches_of(backward, True, donatable(forward, backward, outputs), strides)
+        joint = Joint(forward, backward, first, second, outputs)
         self._looking_s += time.process_time() - begin
         return joint
 
@@ -438,10 +438,36 @@ def report(compiled: Any) -> CompiledReport:
     return CompiledReport(tuple(_PARTITIONERS[compiled].graphs))
 
 
+def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
+    """Returns the peak of bytes that ``step()`` allocates in addition to those in use before it.
+
+    On the CPU the profiler records every tensor allocation and release, including those of Inductor's kernels, but not
+    a library's own scratch memory. On a GPU the peak is ``max_memory_allocated``.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    results = profiler.profiler.kineto_results
+    changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        now += nbytes
+        peak = max(peak, now)
+    return peak
+
+
 def needs_operators(mode: str) -> None:
     """Raises CompileError if PyTorch cannot copy within a graph or cannot restore a tensor's layout."""
     try:
-        there = "original_stride" in reload_schema()
+        from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
+
+        there = "original_stride" in str(torch.ops.ao.reload.default._schema)
     except ImportError:
         there = False
     if not there:
@@ -451,19 +477,10 @@ def needs_operators(mode: str) -> None:
         )
 
 
-def reload_schema() -> str:
-    """Returns the schema of PyTorch's ``ao::reload``; raises ImportError if this PyTorch lacks it."""
-    from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
-
-    return str(torch.ops.ao.reload.default._schema)
-
-
 def needs_compiler() -> None:
     """Raises CompileError if Inductor would find no C++ compiler."""
-    from torch._inductor import config
-
-    names = [name for name in config.cpp.cxx if name]
-    if not any(shutil.which(name) for name in names):
+    names = [name for name in torch._inductor.config.cpp.cxx if name]
+    if not any(map(shutil.which, names)):
         raise CompileError(
             f"torch.compile needs a C++ compiler on the CPU, and none of {', '.join(names)} was found: install g++"
         )

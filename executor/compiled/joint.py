@@ -12,10 +12,10 @@ the second writes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -24,10 +24,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from executor.compiled.launches import Launch, Launches, is_view, repeatable, roofline_ns
 from executor.training.issue_order import Item, Move
 from simulator.machine import Machine
-from simulator.program import Kernel, Program, Tensor, TensorKind
+from simulator.program import Kernel, Program, Tensor
 from simulator.schedule import Schedule
 
 FORWARD, BACKWARD = "forward:", "backward:"
+
+
+class Call(NamedTuple):
+    """A launch with its storages by their names in ``Joint.storages``; no launch: between the graphs, or at the end."""
+
+    launch: Launch | None
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    takes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,63 +57,46 @@ class Joint:
     def tangents(self) -> tuple[str, ...]:
         """Storages of the backward that hold the gradients of the model's outputs."""
         saved = {node.name for node in _returned(self.forward)}
-        inputs = [node.name for node in self.backward.graph.find_nodes(op="placeholder")]
-        return tuple(name for name in inputs if name not in saved and self.second.nbytes.get(name, 0))
+        return tuple(s for s in _inputs(self.backward) if s not in saved and self.second.nbytes.get(s, 0))
+
+    @cached_property
+    def names(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Names in ``storages`` of the forward's and of the backward's storages that the caller does not hold.
+
+        Saved tensors are storages of the forward.
+        """
+        given, saved_or_given = _inputs(self.forward), _inputs(self.backward)
+        first = {s: FORWARD + s for s in _written(self.first) if s not in given}
+        second = {s: BACKWARD + s for s in self.tangents}
+        second |= {s: BACKWARD + s for s in _written(self.second) if s not in saved_or_given}
+        saved = zip(_returned(self.forward), self.first.outputs, strict=True)
+        return first, second | {node.name: first[s] for node, s in saved if s in first}
 
     @cached_property
     def storages(self) -> dict[str, int]:
         """Sizes in bytes of the planned storages by name: of the forward, tangents, of the backward."""
-        found = {**self._of_forward}
-        found |= {BACKWARD + s: self.second.nbytes[s] for s in self.tangents}
-        written = (s for launch in self.second.launches for s in launch.writes)
-        found |= {name: self.second.nbytes[s] for s in written if (name := self.of_backward(s)) and name not in found}
-        return found
-
-    @cached_property
-    def _of_forward(self) -> dict[str, int]:
-        outside = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
-        written = (s for launch in self.first.launches for s in launch.writes)
-        return {FORWARD + s: self.first.nbytes[s] for s in written if s not in outside}
-
-    @cached_property
-    def _saved(self) -> dict[str, str | None]:
-        """Storage of the forward by placeholder of the backward."""
-        names = [node.name for node in _returned(self.forward)]
-        return dict(zip(names, self.first.outputs, strict=True))
-
-    def of_forward(self, storage: str) -> str | None:
-        """Returns the name in ``storages`` of a storage of the forward; None if the caller holds it."""
-        name = FORWARD + storage
-        return name if name in self.storages else None
-
-    def of_backward(self, storage: str) -> str | None:
-        """Returns the name in ``storages`` of a storage of the backward; saved tensors are storages of the forward."""
-        if storage in self._saved:
-            saved = self._saved[storage]
-            return None if saved is None or FORWARD + saved not in self._of_forward else FORWARD + saved
-        is_input = storage in self._inputs and storage not in self.tangents
-        return None if is_input else BACKWARD + storage
-
-    @cached_property
-    def _inputs(self) -> frozenset[str]:
-        return frozenset(node.name for node in self.backward.graph.find_nodes(op="placeholder"))
+        first, second = self.names
+        found = {name: self.first.nbytes[s] for s, name in first.items()}
+        return found | {name: self.second.nbytes[s] for s, name in second.items() if name not in found}
 
     @cached_property
     def returned(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Storages of the model's outputs and of the gradients that the backward returns."""
-        outs = [self.of_forward(s) for s in self.first.outputs[: self.outputs] if s is not None]
-        grads = [self.of_backward(s) for s in self.second.outputs if s is not None]
-        return tuple(dict.fromkeys(s for s in outs if s)), tuple(dict.fromkeys(s for s in grads if s))
+        first, second = self.names
+        return _renamed(self.first.outputs[: self.outputs], first), _renamed(self.second.outputs, second)
 
-    def calls(self) -> Iterator[tuple[Launch | None, tuple[str, ...], tuple[str, ...]]]:
-        """Yields each launch (None: the gap between the graphs, or the end) with the storages it reads and writes."""
-        outs, grads = self.returned
-        for launch in self.first.launches:
-            yield launch, _named(map(self.of_forward, launch.reads)), _named(map(self.of_forward, launch.writes))
-        yield None, outs, tuple(BACKWARD + s for s in self.tangents)
-        for launch in self.second.launches:
-            yield launch, _named(map(self.of_backward, launch.reads)), _named(map(self.of_backward, launch.writes))
-        yield None, tuple(dict.fromkeys((*outs, *(BACKWARD + s for s in self.tangents), *grads))), ()
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """Launches of the forward, the gap between the graphs, launches of the backward, and the end."""
+        (outs, grads), tangents = self.returned, tuple(BACKWARD + s for s in self.tangents)
+        first, second = (
+            [Call(launch, _renamed(launch.reads, names), _renamed(launch.writes, names),
+                  tuple((names[to], names[of]) for to, of in launch.takes if to in names and of in names))
+             for launch in graph.launches]
+            for graph, names in zip((self.first, self.second), self.names, strict=True)
+        )  # fmt: skip
+        end = Call(None, tuple(dict.fromkeys((*outs, *tangents, *grads))), ())
+        return (*first, Call(None, outs, tangents), *second, end)
 
     @property
     def convolves(self) -> bool:
@@ -121,29 +113,21 @@ class Joint:
         """Per kernel of the Program: index in ``calls``, whether it only reads inputs, inputs that it overwrites."""
         found: list[tuple[int, bool, frozenset[str]]] = []
         held: set[str] = set()
-        for k, (launch, _, writes) in enumerate(self.calls()):
-            given = frozenset(self._over(k, launch, held).values() if k > self.between else ())
+        for k, call in enumerate(self.calls):
+            given = frozenset(self._over(k, held).values() if k > self.between else ())
             found += [(k, True, given)] if given else []
             found.append((k, False, given))
-            held |= set(writes)
+            held |= set(call.writes)
         return tuple(found)
 
     @cached_property
     def _last(self) -> dict[str, int]:
         """Index of the last of ``calls`` that uses each storage."""
-        return {s: k for k, (_, reads, writes) in enumerate(self.calls()) for s in (*reads, *writes)}
+        return {s: k for k, call in enumerate(self.calls) for s in (*call.reads, *call.writes)}
 
-    def _takes(self, k: int, launch: Launch | None) -> Iterator[tuple[str, str]]:
-        """Yields the pairs (written storage, input whose memory it may reuse if that dies) of a launch."""
-        name = self.of_forward if k < self.between else self.of_backward
-        for written, read in launch.takes if launch else ():
-            target, source = name(written), name(read)
-            if target is not None and source is not None:
-                yield target, source
-
-    def _over(self, k: int, launch: Launch | None, held: Container[str]) -> dict[str, str]:
-        """Returns the pairs of ``_takes`` whose input dies here and whose result does not exist yet."""
-        return {to: of for to, of in self._takes(k, launch) if self._last[of] == k and to not in held}
+    def _over(self, k: int, held: Container[str]) -> dict[str, str]:
+        """Returns written storage -> input that dies here and whose memory it reuses, for results not yet held."""
+        return {to: of for to, of in self.calls[k].takes if self._last[of] == k and to not in held}
 
     @cached_property
     def movable(self) -> frozenset[str]:
@@ -169,43 +153,37 @@ class Joint:
                 them out.
         """
         index = {storage: i for i, storage in enumerate(self.storages)}
-        grads = {*self.returned[1], *(BACKWARD + s for s in self.tangents)}
-        tensors = [Tensor(s, n, _kind(s in grads)) for s, n in self.storages.items()]
-        callers = dict.fromkeys((*self.returned[0], *(BACKWARD + s for s in self.tangents), *self.returned[1]))
+        callers, grads = self.calls[-1].reads, {*self.returned[1], *self.calls[self.between].writes}
+        tensors = [Tensor(s, n, "gradient" if s in grads else "activation") for s, n in self.storages.items()]
         kernels = []
         born: set[str] = set()
-        calls = list(self.calls())
         for k, finds, given in self.kernels:
-            launch, reads, writes = calls[k]
+            launch, reads, writes, _ = self.calls[k]
+            graph, phase = (self.first, "forward") if k < self.between else (self.second, "backward")
             # A launch that writes part of a shared storage may be its first writer and then reads nothing from it.
-            inputs = tuple(index[s] for s in reads if s in born or s not in writes)
-            born |= set() if finds else set(writes)
-            phase = "forward" if k < self.between else "backward"
-            if launch is None:
-                kernels.append(Kernel("marker", "other", phase, inputs, tuple(index[s] for s in writes), 0,
+            inputs = dict.fromkeys(s for s in reads if s in born or s not in writes)
+            if swaps and launch and phase == "backward":
+                inputs |= dict.fromkeys(s for s in callers if s in born and s not in writes)
+            if finds:
+                writes = ()
+            born.update(writes)
+            outputs = tuple(index[s] for s in writes)
+            if launch is None or finds:
+                needed = tuple(index[s] for s in inputs)
+                kernels.append(Kernel("inputs" if finds else "marker", "other", phase, needed, outputs, 0,
                                       recomputable=False))  # fmt: skip
                 continue
-            if swaps and k > self.between:
-                inputs = tuple(dict.fromkeys((*inputs, *(index[s] for s in callers if s in born and s not in writes))))
-            if finds:
-                kernels.append(Kernel("inputs", "other", phase, inputs, (), 0, recomputable=False))
-                continue
-            inputs = tuple(i for i in inputs if tensors[i].name not in given)
-            graph = self.first if k < self.between else self.second
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
-            again = k < self.between and self._again(launch)
-            ns = roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype)
-            kernels.append(
-                Kernel(
-                    launch.name, launch.kind, phase, inputs, tuple(index[s] for s in writes),
-                    ns, launch.workspace, launch.flops, nbytes, again,
-                )
-            )  # fmt: skip
+            kernels.append(Kernel(
+                launch.name, launch.kind, phase, tuple(index[s] for s in inputs if s not in given), outputs,
+                roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype), launch.workspace, launch.flops,
+                nbytes, phase == "forward" and self._again(launch),
+            ))  # fmt: skip
         return Program(name, tuple(tensors), tuple(kernels))
 
     def _again(self, launch: Launch) -> bool:
         """Returns whether a forward launch can be recomputed: no random draw, no side effect, unmodified inputs."""
-        planned = {s for s in launch.writes if FORWARD + s in self.storages}
+        planned = self.names[0].keys() & set(launch.writes)
         nodes = {node.name: node for node in self.forward.graph.nodes}
         roots = [nodes[v] for v in launch.values if self.first.stored[v] in planned and v in nodes]
         if {self.first.stored[root.name] for root in roots} != planned:
@@ -227,14 +205,12 @@ class Joint:
     @cached_property
     def _in_memory(self) -> frozenset[str]:
         """Storages that the forward receives or writes; other values are inlined into their readers."""
-        given = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
-        return frozenset(given.union(*(launch.writes for launch in self.first.launches)))
+        return frozenset((*_inputs(self.forward), *_written(self.first)))
 
     @cached_property
     def _mutated(self) -> frozenset[str]:
         """Storages of the caller that the forward writes, such as batch-norm statistics."""
-        written = {s for launch in self.first.launches for s in launch.writes}
-        return frozenset(s for s in written if FORWARD + s not in self.storages)
+        return frozenset(s for s in _written(self.first) if s not in self.names[0])
 
     def peak_bytes(self) -> int:
         """Returns the peak in bytes of Inductor's code, which is the Program's peak without in-place results.
@@ -244,8 +220,8 @@ class Joint:
         """
         held: dict[str, int] = {}
         ledger = _Ledger()
-        for k, (launch, _, writes) in enumerate(self.calls()):
-            over = self._over(k, launch, held)
+        for k, (launch, _, writes, _) in enumerate(self.calls):
+            over = self._over(k, held)
             new = [s for s in writes if s not in held]
             held |= {s: self.storages[s] for s in new}
             gone = [s for s in held if self._last[s] == k and s not in over.values()]
@@ -260,7 +236,6 @@ class Joint:
         The estimate assumes that recomputed launches are fused and write in place as they did the first time.
         """
         names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
-        launches = [launch for launch, _, _ in self.calls()]
         ledger = _Ledger()
         given: dict[str, int] = {}  # inputs that the next launch overwrites
         for item in items:
@@ -273,11 +248,11 @@ class Joint:
             else:
                 dead = gone if step.again else gone | given
                 given = given if step.again else {}  # recomputation may come in between
-                takes = self._takes(k, launches[k])
+                launch, _, _, takes = self.calls[k]
                 over = {blocks[to]: dead[of] for to, of in takes if blocks.get(to) in step.allocates and of in dead}
                 taken = sum(size[b] for b in step.allocates if b not in over)
                 freed = {*step.frees, *dead.values()} - {*over.values()}
-                ledger.run(launches[k], taken, sum(size[b] for b in freed))
+                ledger.run(launch, taken, sum(size[b] for b in freed))
             ledger.move(item.after, size)
         return ledger.peak
 
@@ -310,7 +285,7 @@ class _Ledger:
         self.now, self.late = self.now - self.late, 0
 
 
-def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:
+def donatable(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:
     """Returns names of saved values that are not inputs, outputs or gradients (AOTAutograd's donated buffers)."""
 
     def memory(nodes: Iterable[fx.Node]) -> dict[str, StorageWeakRef]:
@@ -323,13 +298,17 @@ def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int
     return {name for name, m in memory(filter(None, returned[outputs:])).items() if m not in taken}
 
 
-def _returned(forward: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in forward.graph.output_node().args[0] if isinstance(node, fx.Node)]
+def _returned(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.output_node().args[0] if isinstance(node, fx.Node)]
 
 
-def _named(names: Iterator[str | None]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name in names if name is not None))
+def _inputs(graph: fx.GraphModule) -> dict[str, None]:
+    return dict.fromkeys(node.name for node in graph.graph.find_nodes(op="placeholder"))
 
 
-def _kind(gradient: bool) -> TensorKind:
-    return "gradient" if gradient else "activation"
+def _written(graph: Launches) -> list[str]:
+    return [s for launch in graph.launches for s in launch.writes]
+
+
+def _renamed(storages: Iterable[str | None], names: dict[str, str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names[s] for s in storages if s in names))

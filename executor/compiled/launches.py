@@ -135,25 +135,25 @@ class _Reader:
     """Reads a scheduled graph."""
 
     def __init__(self, gm: fx.GraphModule, lowering: Any) -> None:
+        from torch._inductor import ir
+
+        self.ir: Any = ir
         self.gm, self.lowering, self.scheduler = gm, lowering, lowering.scheduler
         self.outputs = set(lowering.get_output_names())
         self.over = self._over()
 
     def read(self) -> Launches:
-        from torch._inductor import ir
-
         groups: list[list[Any]] = []
         group_of: dict[str, list[Any]] = {}
         for node in self.scheduler.nodes:
-            part_of = None
-            if isinstance(node.node, ir.MultiOutput):  # one result of a call that has several
-                part_of = group_of.get(node.node.inputs[0].get_name())
-            elif isinstance(node.node, ir.ConcatKernel):  # launches nothing if one launch writes all parts
+            group = None
+            if isinstance(node.node, self.ir.MultiOutput):  # one result of a call that has several
+                group = group_of.get(node.node.inputs[0].get_name())
+            elif isinstance(node.node, self.ir.ConcatKernel):  # launches nothing if one launch writes all parts
                 makers = {id(g): g for x in node.node.inputs if (g := group_of.get(x.get_name())) is not None}
-                part_of = next(iter(makers.values())) if len(makers) == 1 else None
-            group = part_of if part_of is not None else []
-            if part_of is None:
-                groups.append(group)
+                group = next(iter(makers.values())) if len(makers) == 1 else None
+            if group is None:
+                groups.append(group := [])
             group.append(node)
             for output in node.get_outputs():
                 group_of[output.get_name()] = group
@@ -178,7 +178,10 @@ class _Reader:
         launches = tuple(self._launch(group, self._whole(values[id(group)], stored)) for group in groups)
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
         outs = (None if (o := self._buffer(out)) is None else self._real(o) for out in self.lowering.graph_outputs)
-        strides = (_stride(out) for out in self.lowering.graph_outputs)
+        strides = (
+            tuple(map(int, out.get_stride())) if isinstance(out, self.ir.IRNode) and out.has_tensor_output() else None
+            for out in self.lowering.graph_outputs
+        )
         return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
 
     def _whole(self, values: list[str], stored: dict[str, str]) -> tuple[str, ...]:
@@ -189,9 +192,9 @@ class _Reader:
         return tuple(v for v in values if v not in parts or stored[v] != stored[next(iter(nodes[v].users)).name])
 
     def _launch(self, group: list[Any], values: tuple[str, ...]) -> Launch:
-        from torch._inductor import ir
         from torch._inductor.dependencies import WeakDep
 
+        ir = self.ir
         inside = {n.get_name() for node in group for n in node.get_nodes()}
         written = [o for node in group for o in node.get_outputs()]
         own = {o.get_name() for o in written}
@@ -235,10 +238,11 @@ class _Reader:
 
     def _over(self) -> dict[str, str]:
         """Returns result -> buffer whose memory it reuses, mirroring ``SchedulerNode.decide_inplace_update``."""
-        from torch._inductor import config, ir
+        from torch._inductor import config
         from torch._inductor.codegen.wrapper import can_match_buffer_size
         from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
 
+        odd = (self.ir.NoneLayout, self.ir.MultiOutputLayout, self.ir.MutationLayoutSHOULDREMOVE)
         over: dict[str, str] = {}
         done: set[str] = set()
         for group in self.scheduler.nodes:
@@ -251,18 +255,14 @@ class _Reader:
                     for dep in node.read_writes.reads:
                         known = self.scheduler.name_to_donated_buffer.get(dep.name)
                         source = known if known is not None else self.scheduler.name_to_buf.get(dep.name)
-                        if source is None or source.get_name() in over.values():
+                        if source is None or source.node is None or source.get_name() in over.values():
                             continue
                         users = [u for u in source.users if u.node.get_name() not in ignored]
-                        layout = (
-                            source.node.get_output_spec() if source.node is not None else ir.NoneLayout(device=None)
-                        )
-                        odd = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
                         if (
                             len(users) == 1
                             and users[0].can_inplace
                             and users[0].node is node
-                            and not isinstance(layout, odd)
+                            and not isinstance(source.node.get_output_spec(), odd)
                             and not self._returned(source)
                             and not isinstance(source.defining_op, NopKernelSchedulerNode)
                             and can_match_buffer_size(source.node, made)
@@ -275,10 +275,8 @@ class _Reader:
 
     def _returned(self, source: Any) -> bool:
         """Returns whether a buffer is an argument that a call returns (``wait_tensor``)."""
-        from torch._inductor import ir
-
         op = source.defining_op
-        made = isinstance(op.node, (ir.FallbackKernel, ir.MultiOutput)) if op else False
+        made = isinstance(op.node, (self.ir.FallbackKernel, self.ir.MultiOutput)) if op else False
         return made and bool(source.node.get_inputs_that_alias_output())
 
     def _one_index(self, source: Any, group: Any) -> bool:
@@ -299,28 +297,25 @@ class _Reader:
 
     def _buffer(self, value: Any) -> str | None:
         """Returns the name of the buffer that holds a lowered value, or None."""
-        from torch._inductor import ir
+        value = self._unwrapped(value)
+        is_buffer = isinstance(value, self.ir.Buffer) and not isinstance(value, self.ir.ConstantBuffer)
+        return value.get_name() if is_buffer else None
 
-        while isinstance(value, (ir.MutableBox, ir.BaseView)):
+    def _unwrapped(self, value: Any) -> Any:
+        while isinstance(value, (self.ir.MutableBox, self.ir.BaseView)):
             value = value.data
-        return value.get_name() if isinstance(value, ir.Buffer) and not isinstance(value, ir.ConstantBuffer) else None
+        return value
 
     def _real(self, name: str) -> str:
-        """Returns the buffer that owns the memory.
-
-        In-place writes, parts of a concatenation and returned arguments of a call live in another buffer.
-        """
-        from torch._inductor import ir
-
+        """Returns the buffer that owns the memory of an in-place write, part of a ``cat`` or returned argument."""
         while True:
-            buffer = self.scheduler.name_to_buf.get(name)
-            node = buffer.node if buffer is not None else None
+            node = getattr(self.scheduler.name_to_buf.get(name), "node", None)
             layout = node.layout if node is not None else None
-            call = node.inputs[0] if isinstance(node, ir.MultiOutput) else None
-            given = call.get_inputs_that_alias_output() if isinstance(call, ir.FallbackKernel) else ()
+            call = node.inputs[0] if isinstance(node, self.ir.MultiOutput) else None
+            given = call.get_inputs_that_alias_output() if isinstance(call, self.ir.FallbackKernel) else ()
             if name in self.scheduler.mutation_real_name:
                 name = self.scheduler.mutation_real_name[name]
-            elif isinstance(layout, ir.NonOwningLayout):
+            elif isinstance(layout, self.ir.NonOwningLayout):
                 name = layout.view.get_name()
             elif given:
                 name = given[0]
@@ -328,30 +323,16 @@ class _Reader:
                 return name
 
     def _nbytes(self, name: str) -> int:
-        from torch._inductor import ir
-
         buffer = self.scheduler.name_to_buf.get(name)
         node = buffer.node if buffer is not None else self.lowering.graph_inputs.get(name)
-        if isinstance(node, ir.MultiOutput) and str(getattr(node.inputs[0], "op_overload", "")) == "ao.offload.default":
+        call = node.inputs[0] if isinstance(node, self.ir.MultiOutput) else None
+        if str(getattr(call, "op_overload", "")) == "ao.offload.default":
             return 0
-        while isinstance(node, (ir.MutableBox, ir.BaseView)):
-            node = node.data
-        if (
-            node is None
-            or not isinstance(node, ir.Buffer)
-            or isinstance(node.layout, (ir.NoneLayout, ir.MultiOutputLayout))
-        ):
+        node, nothing = self._unwrapped(node), (self.ir.NoneLayout, self.ir.MultiOutputLayout)
+        if not isinstance(node, self.ir.Buffer) or isinstance(node.layout, nothing):
             return 0
         numel = self.lowering.sizevars.optimization_hint(self.lowering.get_allocation_storage_size(node), fallback=0)
         return int(numel) * int(node.get_dtype().itemsize)
-
-
-def _stride(output: Any) -> tuple[int, ...] | None:
-    from torch._inductor import ir
-
-    if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
-        return None
-    return tuple(int(s) for s in output.get_stride())
 
 
 def is_view(node: fx.Node) -> bool:

@@ -79,7 +79,8 @@ class _Writer:
 
     def step(self, step: Step) -> None:
         """Emits one launch, the marker between the two graphs, or the end marker."""
-        between, (k, finds, _) = self.joint.between, self.joint.kernels[step.kernel]
+        k, finds, _ = self.joint.kernels[step.kernel]
+        launch = self.joint.calls[k].launch
         if finds:
             for block in step.frees:
                 self.given |= self.held.pop(block, {})
@@ -88,20 +89,17 @@ class _Writer:
         for block in step.uses.values():
             env.update(self.held.get(block, {}))
         self.now += 1
-        if k == between:
+        if k == self.joint.between:
             self._once(self.forward.values())
             self.results = self._all(_results(self.joint.forward.graph)[: self.joint.outputs], env)
             self.in_second = True
-        elif k == between + 1 + len(self.joint.second.launches):
+        elif launch is None:
             self._once(self.backward.values())
             self.grads = self._all(_results(self.joint.backward.graph), env)
         else:
-            first = k < between
-            launches = self.joint.first.launches if first else self.joint.second.launches
-            launch = launches[k if first else k - between - 1]
-            nodes, graph, prefix = (
-                (self.forward, self.joint.first, FORWARD) if first else (self.backward, self.joint.second, BACKWARD)
-            )
+            nodes, graph, prefix = self.forward, self.joint.first, FORWARD  # possibly recomputed in the backward
+            if k > self.joint.between:
+                nodes, graph, prefix = self.backward, self.joint.second, BACKWARD
             roots = [nodes[v] for v in launch.values if v in nodes]
             blocks = {self.names[t]: block for t, block in step.uses.items()}
             for root in roots:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,38 +20,57 @@ class TransferError(RuntimeError):
     """Raised if a copy between device and host fails or its host memory cannot be allocated."""
 
 
-class Engines(Protocol):
+class _Copied:
+    """Event of host copies: holds the error of the last copy, or None."""
+
+    error: Exception | None = None
+
+
+class Engines:
     """Copy engines, one per direction; copies of one direction run in order, after the compute enqueued before them.
+
+    Those of this class serve tensors in host memory: copies run when issued and report failures when waited for.
 
     Attributes:
         streams: the CUDA streams of the copies; empty without a GPU.
     """
 
-    streams: tuple[Any, ...]
+    streams: tuple[Any, ...] = ()
 
     def pinned(self, nbytes: int) -> Bytes:
         """Returns pinned host memory uint8[nbytes], freed with the array; raises TransferError."""
+        return _take(HOST, nbytes)
 
     def borrow(self, tensor: Tensor) -> None:
         """Marks memory, possibly of another stream, as reusable only after the compute issued so far."""
 
     def event(self) -> Any:
         """Returns a reusable event for one tensor's copies in one direction; only one such copy is ever pending."""
+        return _Copied()
 
     def begin(self) -> bool:
         """Orders copies after the calling thread's current stream; returns True if that stream has changed.
 
         After a change, existing tensors may belong to the previous stream and must be passed to ``borrow``.
         """
+        return False
 
     def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
         """Starts a swap-out and records the event at its end."""
+        self.copy_in(host, device, event)
 
     def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
         """Starts a swap-in and records the event at its end."""
+        try:
+            move(device, host)
+            event.error = None
+        except Exception as error:
+            event.error = error.with_traceback(None)  # its frames would keep the tensors alive
 
     def wait(self, event: Any) -> None:
         """Makes later compute wait for the event; raises TransferError if the copy failed."""
+        if event.error:
+            raise TransferError(line(event.error)) from event.error
 
     def join(self, event: Any) -> None:
         """Blocks the calling thread until the event."""
@@ -63,45 +82,6 @@ class Engines(Protocol):
 def move(target: Tensor, source: Tensor) -> None:
     """Copies one host tensor to another."""
     target.copy_(source)
-
-
-class _Copied:
-    """Event of host copies: holds the error of the last copy, or None."""
-
-    error: Exception | None = None
-
-
-class HostEngines:
-    """Copy engines for tensors in host memory: copies run when issued and report failures when waited for."""
-
-    streams = ()
-    event = _Copied
-
-    def pinned(self, nbytes: int) -> Bytes:
-        return _take(HOST, nbytes)
-
-    def borrow(self, tensor: Tensor) -> None: ...
-
-    def begin(self) -> bool:
-        return False  # no streams: the calling thread computes
-
-    def copy_out(self, host: Tensor, device: Tensor, event: _Copied) -> None:
-        self.copy_in(host, device, event)
-
-    def copy_in(self, device: Tensor, host: Tensor, event: _Copied) -> None:
-        try:
-            move(device, host)
-            event.error = None
-        except Exception as error:
-            event.error = error.with_traceback(None)  # its frames would keep the tensors alive
-
-    def wait(self, event: _Copied) -> None:
-        if event.error:
-            raise TransferError(line(event.error)) from event.error
-
-    def join(self, event: _Copied) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 @cache
@@ -131,7 +111,7 @@ def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Str
     return pair
 
 
-class CudaEngines:
+class CudaEngines(Engines):
     """Copy engines for tensors on a GPU: one stream per direction (``copy_streams``)."""
 
     def __init__(self, device: torch.device):
@@ -214,7 +194,7 @@ def engines_for(device: torch.device) -> Engines:
     if device.type == "cuda":
         return CudaEngines(device)
     if device.type == "cpu":
-        return HostEngines()
+        return Engines()
     raise TransferError(f"no copy engines for {device.type} tensors: expected cpu or cuda")
 
 

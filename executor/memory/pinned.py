@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -165,32 +166,21 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _runtime() -> Any:
-    """Returns the CUDA runtime that PyTorch has loaded; all CUDA users of the process share its context."""
-    import torch
-
-    return torch.cuda.cudart()
-
-
 def _register(address: int, nbytes: int) -> None:
-    runtime = _runtime()
+    runtime: Any = torch.cuda.cudart()  # that of PyTorch: all CUDA users of the process share its context
     status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
     if int(status):
-        import torch
-
         with contextlib.suppress(RuntimeError):  # the driver reports the error to the next launch, too
             torch.zeros((), device="cuda")
         raise MemoryError(str(runtime.cudaGetErrorString(status)))
 
 
 def _unregister(address: int) -> None:
-    _runtime().cudaHostUnregister(address)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _synchronize() -> None:
     """Synchronizes every device in use without creating a context on any other."""
-    import torch
-
     current = torch.cuda.current_device()
     for device in range(torch.cuda.device_count()):
         if device == current or torch.cuda.memory_reserved(device):

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from executor.replay.backend import NEVER, Backend, Log, first_difference, pattern
+from executor.replay.backend import NEVER, Backend, Bytes, Log, first_difference, pattern
 from executor.replay.streams import Block, Circle, Job, ReplayError, circle
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -150,11 +150,10 @@ class Run:
         if check:
             backend.task = "filling the arena"
             for block in order.start:
-                backend.fill(block.offset, block.nbytes, _seed(block))
+                backend.fill(block.offset, block.nbytes, self._seed(block))
             for t in order.on_host & order.host.keys():
-                at = order.host[t]
-                block = Block(t, at, self.program.tensors[t].nbytes)
-                backend.host[at : at + block.nbytes] = pattern(block.nbytes, _seed(block))
+                block = self._on_host(t)
+                self._bytes(block)[:] = pattern(block.nbytes, self._seed(block))
             backend.synchronize()
 
     def log(self, trace: bool) -> Log:
@@ -228,11 +227,10 @@ class Run:
         for found in np.flatnonzero(wrong != NEVER)[:1].tolist():
             self._raise(*self.checks[found], int(wrong[found]))
         start = {b.owner for b in self.order.start}
-        for t, at in self.order.host.items():
-            tensor = self.program.tensors[t]
-            if tensor.persistent and t not in start:
-                block = Block(t, at, tensor.nbytes)
-                byte = first_difference(self.backend.host[at : at + block.nbytes], self._seed(block, self.rounds))
+        for t in self.order.host:
+            if self.program.tensors[t].persistent and t not in start:
+                block = self._on_host(t)
+                byte = first_difference(self._bytes(block), self._seed(block, self.rounds))
                 self.checks.append((block, "on the host at the end of the run"))
                 if byte is not None:
                     self._raise(*self.checks[-1], byte)
@@ -240,10 +238,16 @@ class Run:
     def _raise(self, block: Block, when: str, byte: int) -> None:
         raise ReplayError(f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong")
 
-    def _seed(self, block: Block, i: int) -> int:
-        """Returns the seed of a block's pattern in round i."""
-        owner = block.owner
-        return _seed(block, i * len(self.program.writes[owner]) if owner >= 0 else 0)
+    def _on_host(self, t: int) -> Block:
+        return Block(t, self.order.host[t], self.program.tensors[t].nbytes)
+
+    def _bytes(self, on_host: Block) -> Bytes:
+        return self.backend.host[on_host.offset : on_host.offset + on_host.nbytes]
+
+    def _seed(self, block: Block, i: int = 0) -> int:
+        """Returns a 32-bit seed for a block's owner and its version in round i."""
+        version = block.version + (i * len(self.program.writes[block.owner]) if block.owner >= 0 else 0)
+        return (block.owner * 0x9E3779B1 + version * 0x85EBCA77 + 0x27D4EB2F) % 2**32
 
     def _owner(self, block: Block) -> str:
         if block.owner < 0:
@@ -338,8 +342,3 @@ class Run:
                     end, at = max(ends)
                     events.append(((end, starts[at] == end, at, True), BlockEvent(end, owner, stay.index, -nbytes)))
         return sorted(events)
-
-
-def _seed(block: Block, written: int = 0) -> int:
-    """Returns a 32-bit seed for the owner and version of a block; ``written`` is added to the version."""
-    return (block.owner * 0x9E3779B1 + (block.version + written) * 0x85EBCA77 + 0x27D4EB2F) % 2**32

@@ -13,9 +13,9 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from executor.capture import hooks
 from executor.capture.capture import Captured
-from executor.capture.optimizers import capturable, takes_capturable, without_hooks
+from executor.capture.optimizers import step_without_hooks
+from executor.capture.reach import hooks_of
 from executor.training.memory_source import Block, Place, Shared, StepError, movable, shared
 
 
@@ -115,7 +115,7 @@ def check(captured: Captured, parameters: list[Binding]) -> None:
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
             raise StepError(f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture")
-    if hooks.count([module for module, _, _ in captured.modules]) != captured.hooks:
+    if sum(map(len, hooks_of([module for module, _, _ in captured.modules]))) != captured.hooks:
         raise StepError("hooks of the model were added or removed after the capture; capture the step again")
     for b in parameters:
         if b.user.grad is not None:
@@ -158,14 +158,13 @@ class Known:
     """
 
     def __init__(self, captured: Captured, bindings: list[Binding], parameters: list[Binding]):
-        self.moved = [b for b in bindings if b.block]
         stay = [b for b in bindings if not b.block]
         homes = [(b, b.home) for b in stay if b.home]
         of_optimizers = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and len(h.key) == 2]
         states = [(b, h) for b, h in of_optimizers if not isinstance(h.key[0], int)]
         tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list)) and h.part is None]
-        once = {id(b) for b, _ in (*states, *tables)}
-        self.single = [b for b in stay if b.home and id(b) not in once]
+        at_once = {id(b) for b, _ in (*states, *tables)}
+        self.single = [b for b in bindings if b.block or (b.home and id(b) not in at_once)]
         # Per optimizer: the state dictionary, its parameters, and the state of each parameter.
         self.optimizers = [
             (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))
@@ -183,7 +182,7 @@ class Known:
         self.frozen = list(map(_REQUIRES_GRAD, self.parameters))
         self.modules = [module for module, _, _ in captured.modules]
         self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
-        self.hooks, self.n_hooks = hooks.tables(self.modules), captured.hooks
+        self.hooks, self.n_hooks = hooks_of(self.modules), captured.hooks
         self.hooked = list(map(_HOOKS, self.parameters))
         self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
@@ -208,7 +207,6 @@ class Known:
             and all(map(is_, map(_HOOKS, self.parameters), self.hooked))
             and self._same_modules()
             and all(b.found() for b in self.single)
-            and all(b.found() for b in self.moved)
         )
 
     def _same_modules(self) -> bool:
@@ -259,8 +257,7 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     first: defaultdict[Any, _First] = defaultdict(_First)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
-        with capturable(takes_capturable(optimizer)), without_hooks(optimizer):
-            type(optimizer).step(optimizer)
+        step_without_hooks(optimizer)
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)

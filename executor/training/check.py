@@ -51,7 +51,7 @@ def check(captured: Captured) -> None:
     Raises:
         CaptureError: the effects differ; the message names the first difference.
     """
-    if captured.python.undone or any(d.type == "meta" for d in captured.devices) or captured.source is None:
+    if captured.python.undone or any(d.type == "meta" for d in captured.devices):
         return
     source, args = captured.source, captured.source.args
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
@@ -97,7 +97,6 @@ class _Twin:
     """The user's step and its captured counterpart, both on the user's objects."""
 
     def __init__(self, captured: Captured, args: Any) -> None:
-        assert captured.source is not None
         self.captured, self.args, self.step = captured, args, captured.source.step
         self.roots = (*captured.source.roots, (args, ""))
         self.device = device_of(captured)
@@ -127,7 +126,9 @@ class _Twin:
                 return equal(a, b)
             if tolerance is None:
                 with self.restored():
-                    spread = distance(eager, self.run(self.step, tracked=False))
+                    again = self.run(self.step, tracked=False)
+                pairs = [(x, again.state.get(name)) for name, x in eager.state.items()]
+                spread = max(difference(x, y) for x, y in (*pairs, *zip(eager.results, again.results, strict=True)))
                 tolerance = SPREAD * spread if spread <= NOISE * eager.largest() else -1.0
             return difference(a, b) <= tolerance
 
@@ -260,12 +261,6 @@ def difference(a: Any, b: Any) -> float:
     return float(gap.nan_to_num(math.inf).max())
 
 
-def distance(a: _Run, b: _Run) -> float:
-    """Returns the largest difference between the states and results of two runs."""
-    pairs = [(a.state[name], b.state.get(name)) for name in a.state] + list(zip(a.results, b.results, strict=True))
-    return max(difference(x, y) for x, y in pairs)
-
-
 def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -298,12 +293,9 @@ def memory_tracker() -> Any:
     """Returns PyTorch's MemTracker without its module hooks, which would count as the user's."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    class Tracker(MemTracker):
-        def __init__(self) -> None:
-            super().__init__()
-            self._mod_tracker = _NoModules()  # type: ignore[assignment]
-
-    return Tracker()
+    tracker = MemTracker()
+    tracker._mod_tracker = _NoModules()  # type: ignore[assignment]
+    return tracker
 
 
 @contextmanager

@@ -16,6 +16,7 @@ Each replay copies the batch into slots and copies its outputs; stream order sep
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,15 +27,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from executor.capture.captured import Captured
 from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
 from executor.memory.graph_memory import Event, GraphMemory, RecordError, Requests, libraries_bytes, requests_of
 from executor.memory.graph_memsets import replace_memsets
+from executor.training.bindings import device_of, inputs_of
 from executor.training.memory_source import Block, Place, StepError, as_tensor
-from executor.training.node_calls import Call
+from executor.training.node_calls import NUMBER, Call, Calls
 from executor.training.progress import Interrupt
-from executor.training.work import StepState
+from executor.training.work import StepState, before_the_update
 from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
@@ -42,10 +45,14 @@ from simulator.pool.packed import pack_within
 CAPTURES, SELDOM = 3, 100  # captures always allowed; replays that allow one more capture
 SEGMENT = 20 << 20  # bytes by which PyTorch may round up a request
 ADDRESSES = 1 << 32  # bytes of extra address space in a dry capture
+UNDONE = "a replay cannot be undone"
 
 
 class NoGraph(StepError):
     """Raised if the step cannot be captured; none of its work has been done."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; the model is as before the step")
 
 
 class OverLimit(NoGraph):
@@ -58,9 +65,61 @@ class OverLimit(NoGraph):
     def __init__(self, peak_bytes: int, limit: int) -> None:
         super().__init__(
             f"as a graph the step takes {peak_bytes:,} bytes, the limit is {limit:,}: plan it for "
-            f"{peak_bytes - limit:,} bytes less; the model is as before the step"
+            f"{peak_bytes - limit:,} bytes less"
         )
         self.excess = peak_bytes - limit
+
+
+def beside_bytes(captured: Captured) -> int:
+    """Returns a graph's memory beyond the program's, in bytes: slots of the batch and library workspaces."""
+    device = device_of(captured)
+    libraries = libraries_bytes(cuda_index(device)) if device.type == "cuda" else 0
+    return sum(captured.program.tensors[t].nbytes for t in inputs_of(captured)) + libraries
+
+
+def not_by_default(captured: Captured, undo: bool) -> str | None:
+    """Returns the reason against capturing a step as a graph by default, or None; ``refused`` is checked separately."""
+    if (device := device_of(captured)).type != "cuda":
+        return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
+    if captured.micro:
+        return "its micro-batches may arrive one by one, a graph needs all in one call (graph=True)"
+    return UNDONE if undo else None
+
+
+def refused(captured: Captured, calls: Calls, undo: bool) -> str | None:
+    """Returns why the step cannot be captured as a graph, or None if it can."""
+    schedule, device, inputs = calls.schedule, device_of(captured), inputs_of(captured)
+    program = schedule.program
+    if captured.returned.gradients:
+        return "a graph copies its outputs, and so would copy the kept gradients"
+    if calls.asks:
+        return "a GradScaler decides on the host whether to skip the update"
+    for node in captured.graph.graph.nodes:
+        if node.target is NUMBER:
+            name = program.tensors[captured.values[node.args[0]]].name if node.args[0] in captured.values else node.name
+            return f"the host reads the number {name}; a capturable optimizer reads none"
+    for i, node in enumerate(captured.placeholders):
+        if node in captured.values and not on_device(captured.devices[i], device):
+            return f"{captured.names[i]} is on the host, where a replay cannot read it: move it to the device"
+    for step in schedule.steps:
+        if step.again and calls.random(step.kernel):
+            return f"the plan recomputes {program.kernels[step.kernel].name}, which draws random numbers"
+    if captured.draws:
+        return "the model's checkpoints restore random states"
+    for t in inputs & before_the_update(schedule)[1]:
+        return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
+    if undo:
+        return UNDONE
+    if device.type != "cuda":
+        return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
+    if "no_split" not in inspect.signature(torch.cuda.MemPool).parameters:
+        return f"PyTorch {torch.__version__} has no memory pools with unsplit segments: use 2.11 or later"
+    return None
+
+
+def on_device(where: torch.device, device: torch.device) -> bool:
+    """Returns True if a tensor is on the step's type of device."""
+    return where.type == device.type
 
 
 @dataclass
@@ -86,6 +145,7 @@ class GraphStep:
     """Runs steps by graph replay.
 
     Args:
+        step: the compiled step.
         limit: memory limit in bytes.
         always: whether to capture again after every change, without a bound on captures.
 
@@ -97,7 +157,7 @@ class GraphStep:
     """
 
     def __init__(self, step: StepState, limit: int, always: bool = True) -> None:
-        self._limit, self.always, self._replays = limit, always, 0
+        self._step, self._limit, self.always, self._replays = step, limit, always, 0
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.warm = False
@@ -106,11 +166,10 @@ class GraphStep:
         # The user's tensors that are on the host at the iteration boundary.
         self._away = [step.blocks.blocks[t] for t in on_host(step) if t not in step.inputs]
 
-    def __call__(self, step: StepState, batch: dict[fx.Node, Tensor], wait: bool) -> list[Tensor]:
+    def __call__(self, batch: dict[fx.Node, Tensor], wait: bool) -> list[Tensor]:
         """Runs one step after the user's tensors have been checked.
 
         Args:
-            step: the compiled step.
             batch: tensors of the batch by placeholder.
             wait: whether to wait until tensors that the plan leaves on the host can be read.
 
@@ -121,12 +180,13 @@ class GraphStep:
             NoGraph: the step cannot be captured.
             StepError: the replay failed.
         """
+        step = self._step
         with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
             try:
                 if self._seen is None or any(a is not b for a, b in zip(self._seen, step.seen, strict=True)):
                     self._ask_for_another()
                     self.close()
-                    self._capture(step, batch)
+                    self._capture(batch)
                     self._seen = step.seen
                 assert self.graph is not None
                 self._replays += 1
@@ -144,8 +204,8 @@ class GraphStep:
                 torch.cuda.current_stream(step.device).synchronize()
             return [output.clone() for output in self.graph.outputs]
 
-    def _capture(self, step: StepState, batch: dict[fx.Node, Tensor]) -> None:
-        blocks, values = step.blocks.blocks, step.captured.values
+    def _capture(self, batch: dict[fx.Node, Tensor]) -> None:
+        step, blocks, values = self._step, self._step.blocks.blocks, self._step.captured.values
         self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
         swapped = {node: blocks[values[node]] for node in batch if values.get(node) in blocks}
         for node, block in swapped.items():
@@ -155,15 +215,15 @@ class GraphStep:
         put_away(step, persistent)
         step.blocks.settle()
         try:
-            dry = dry_capture(step, self._table(step))
-            beside = self._beside(step)
-            packing = dry.packing(self._limit - beside)
+            dry = dry_capture(step, self._table())
+            beside = self._beside()
+            packing = pack_within(dry.intervals, self._limit - beside, ALIGNMENT)
             self.peak_bytes = beside + packing.footprint
             if self.peak_bytes > self._limit:
                 raise OverLimit(self.peak_bytes, self._limit)
-            self.graph = capture(step, self._table(step), dry, packing)
+            self.graph = capture(step, self._table(), dry, packing)
         except (MemoryError, RecordError) as error:
-            raise NoGraph(f"the step cannot be captured: {error}; the model is as before the step") from error
+            raise NoGraph(f"the step cannot be captured: {error}") from error
         finally:  # kernel-by-kernel steps use the caller's batch
             for block in swapped.values():
                 step.blocks.used += block.nbytes * (block.place is Place.HOST)
@@ -174,10 +234,10 @@ class GraphStep:
                 self._slots[node] = as_tensor(swapped[node].host, self._slots[node])
         self.captures += 1
 
-    def _beside(self, step: StepState) -> int:
+    def _beside(self) -> int:
         """Returns the device bytes of a replay outside the graph's memory, including the caller's batch."""
-        blocks = step.blocks.blocks
-        swapped = sum(block.nbytes for t, block in blocks.items() if block.persistent and t not in step.inputs)
+        step = self._step
+        swapped = sum(b.nbytes for t, b in step.blocks.blocks.items() if b.persistent and t not in step.inputs)
         slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none for swapped batch tensors
         return step.blocks.total - swapped + slots + libraries_bytes(cuda_index(step.device))
 
@@ -187,12 +247,12 @@ class GraphStep:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
                 "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is "
-                "read by replays): ask for graph=True to capture every time; the model is as before the step"
+                "read by replays): ask for graph=True to capture every time"
             )
 
-    def _table(self, step: StepState) -> list[Any]:
+    def _table(self) -> list[Any]:
         """Returns the table of values before the first kernel."""
-        table = step.table.copy()
+        step, table = self._step, self._step.table.copy()
         for node, slot in self._slots.items():
             table[step.calls.slots[node]] = slot
         for out, function, get, options in step.whole.first:
@@ -214,10 +274,8 @@ def on_host(step: StepState) -> set[int]:
 def put_away(step: StepState, which: Iterable[Block]) -> None:
     """Moves tensors to the host and shows the host copies to the user; the copies may be in flight."""
     blocks, moved = step.blocks, [block for block in which if block.place is Place.DEVICE]
-    if not moved:
-        return
-    assert blocks.engines
-    blocks.engines.begin()
+    if moved:
+        blocks.engines.begin()
     for block in moved:
         blocks.out(block)
     for block in moved:
@@ -235,23 +293,15 @@ def address_of(block: Block) -> int:
 
 
 class _Pass:
-    """One capture of a step.
+    """One capture of a step; raises NoGraph, with the table emptied, if the step cannot be captured.
 
-    Args:
-        step: the compiled step.
-        table: values before the first kernel; filled in by the capture, and emptied if it fails.
-        requests: requests of the dry capture with their packed addresses; None for the dry capture itself.
-
-    Attributes:
-        home: blocks on the device at the iteration boundary.
-        places: addresses of each of them before the first and after the last kernel.
-
-    Raises:
-        NoGraph: the step cannot be captured.
+    ``requests`` are those of the dry capture at their packed addresses, or None for the dry capture itself. ``home``
+    are the blocks on the device at the iteration boundary, ``places`` their addresses before the first and after the
+    last kernel.
     """
 
     def __init__(self, step: StepState, table: list[Any], arena: Arena, requests: Ints | None) -> None:
-        blocks, engines = step.blocks, step.blocks.engines
+        blocks = step.blocks
         self.memory = GraphMemory(step.device, arena)
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # a dry graph is never instantiated
         self.outputs: list[Tensor] = []
@@ -275,8 +325,8 @@ class _Pass:
                         if requests is not None:
                             block.bytes.copy_(block.host)  # type: ignore[union-attr]
                 first = [address_of(block) for block in self.home]
-                with self.memory.capturing(self.graph, engines.streams if engines else ()):
-                    issue(step, table, run)
+                with self.memory.capturing(self.graph, blocks.engines.streams):
+                    _issue(step, table, run)
                     self.outputs += [table[slot] for slot in step.calls.outputs]
             if requests is not None:
                 replace_memsets(step.device, self.graph.raw_cuda_graph())
@@ -291,7 +341,7 @@ class _Pass:
                     reason = f"a dry capture needs addresses for more than {arena.nbytes:,} bytes"
             table.clear()
             self.abandon(step)
-            raise NoGraph(f"the step cannot be captured: {reason}; the model is as before the step") from error
+            raise NoGraph(f"the step cannot be captured: {reason}") from error
         blocks.take, blocks.values = Block.take, []
 
     def _take(self, block: Block) -> None:
@@ -301,38 +351,28 @@ class _Pass:
 
     def abandon(self, step: StepState) -> None:
         """Frees all memory and leaves swapped persistent tensors on the host."""
-        forget(step)
+        blocks = step.blocks
+        blocks.take, blocks.values, blocks.used = Block.take, [], blocks.total
+        for block in blocks.blocks.values():
+            block.place = Place.DEVICE
+            if not block.persistent:
+                block.storage = block.bytes = None
+                continue
+            if block.storage is not None and block.storage.nbytes():
+                block.storage.resize_(0)
+            block.place, block.valid = Place.HOST, True
+            blocks.used -= block.nbytes
+            block.show()
         self.outputs.clear()
         self.graph.reset()
         self.memory.close()
 
 
-def forget(step: StepState) -> None:
-    """Resets swapped persistent tensors to their host copies after an abandoned capture."""
-    blocks = step.blocks
-    blocks.take, blocks.values, blocks.used = Block.take, [], blocks.total
-    for block in blocks.blocks.values():
-        block.place = Place.DEVICE
-        if not block.persistent:
-            block.storage = block.bytes = None
-            continue
-        if block.storage is not None and block.storage.nbytes():
-            block.storage.resize_(0)
-        block.place, block.valid = Place.HOST, True
-        blocks.used -= block.nbytes
-        block.show()
-
-
-def issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], None]) -> None:
+def _issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], None]) -> None:
     """Issues one iteration, which ends with tensors in their initial locations and no copy in flight.
 
     A swap-out that the plan has in flight at the boundary starts at the beginning instead, because the user may write
     the tensor between steps.
-
-    Args:
-        step: the compiled step.
-        table: values before the first kernel; updated.
-        run: function that runs the calls of one item.
     """
     blocks = step.blocks
     leaving = [blocks.blocks[t] for t, place in step.order.start.items() if place == "out"]
@@ -383,14 +423,6 @@ class Dry:
                 lower[first], upper[first], nbytes[last] = lower[last], period + upper[first], 0
         return Intervals(lower, upper, nbytes, period)
 
-    def packing(self, limit: int) -> Packing:
-        """Packs the requests at addresses from 0; of two twins, only the first.
-
-        Args:
-            limit: memory limit in bytes.
-        """
-        return pack_within(self.intervals, limit, ALIGNMENT)
-
     def answers(self, packing: Packing, base: int) -> Ints:
         """Returns int64[n, 2]: requested bytes and assigned address of each request, with the arena at ``base``."""
         offsets = packing.offsets.copy()
@@ -433,10 +465,7 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
     ):
         table.clear()
         made.abandon(step)
-        raise NoGraph(
-            "the step cannot be captured: its operators have not asked for the memory of the dry capture; the model is "
-            "as before the step"
-        )
+        raise NoGraph("the step cannot be captured: its operators have not asked for the memory of the dry capture")
     blocks = step.blocks
     blocks.used = blocks.total
     for block in blocks.blocks.values():

@@ -51,34 +51,25 @@ class Watch:
     """
 
     def __init__(self, state: StepState) -> None:
-        order, calls = state.order, state.calls
-        self._work, self._blocks, self._device, self._out = state.work, state.blocks, state.device, calls.nothing
+        self._state, self.over = state, False
         self._differing: dict[str, tuple[int, int]] = {}
-        tensors, memory = order.program.tensors, order.schedule.blocks
-        self._bound = [(b, tensors[b.tensor].nbytes) for b in state.bindings if b.block is None]
-        self._born = [
-            tuple((s, tensors[memory[b].owner]) for b in item.step.allocates if memory[b].owner >= 0
-                  for s in calls.of.get(b, ()))
-            for item in order.items
-        ]  # fmt: skip
-        self._rounding = ALIGNMENT * len(tensors)
         self._before: dict[str, Any] | None = None
         self._others = self._most = self._ledger = 0
-        self.over = False
-        for i, item in enumerate(self._work):  # appends an observing call to each item
+        for i, item in enumerate(state.work):  # appends an observing call to each item
             if item.calls:
-                look = self._out, self._look, lambda table, i=i: (table, i), dict[str, Any]()
-                self._work[i] = item._replace(calls=(*item.calls, look))
+                look = state.calls.nothing, self._look, lambda table, i=i: (table, i), dict[str, Any]()
+                state.work[i] = item._replace(calls=(*item.calls, look))
 
     def begin(self) -> None:
         """Starts observing a step."""
-        self._differing.clear()
-        for b, nbytes in self._bound:
-            self._compare(b.name, b.own, nbytes)
-        self._before = allocator_stats(self._device)
+        state, self._differing = self._state, {}
+        for b in state.bindings:
+            if b.block is None:
+                self._compare(b.name, b.own, state.order.program.tensors[b.tensor].nbytes)
+        self._before = allocator_stats(state.device)
         if self._before is not None:
-            self._others = self._before["allocated_bytes.all.current"] - self._blocks.used
-        self._most, self._ledger = 0, self._blocks.used
+            self._others = self._before["allocated_bytes.all.current"] - state.blocks.used
+        self._most, self._ledger = 0, state.blocks.used
 
     def _compare(self, name: str, tensor: Tensor, nbytes: int) -> None:
         real = tensor.untyped_storage().nbytes()
@@ -86,13 +77,16 @@ class Watch:
             self._differing.setdefault(name, (real, nbytes))
 
     def _look(self, table: list[Any], i: int) -> Any:
-        for slot, tensor in self._born[i]:
-            if isinstance(table[slot], Tensor):
-                self._compare(tensor.name, table[slot], tensor.nbytes)
-        if self._before is not None and (now := allocator_stats(self._device)) is not None:
+        order, calls, used = self._state.order, self._state.calls, self._state.blocks.used
+        for b in order.items[i].step.allocates:
+            owner = order.schedule.blocks[b].owner
+            for value in (table[slot] for slot in calls.of.get(b, ()) if owner >= 0):
+                if isinstance(value, Tensor):
+                    self._compare(order.program.tensors[owner].name, value, order.program.tensors[owner].nbytes)
+        if self._before is not None and (now := allocator_stats(self._state.device)) is not None:
             self._most = max(self._most, now["allocated_bytes.all.current"])
-        self._ledger = max(self._ledger, self._blocks.used)
-        return table[self._out]
+        self._ledger = max(self._ledger, used)
+        return table[calls.nothing]
 
     def end(self, limit: int) -> tuple[Allocator | None, dict[str, tuple[int, int]]]:
         """Ends the observation, warns about differences and returns them.
@@ -104,9 +98,9 @@ class Watch:
             ``allocator`` and ``differing`` of PlannedStep.
         """
         self.over = True
-        for i, item in enumerate(self._work):
+        for i, item in enumerate(self._state.work):
             if item.calls:
-                self._work[i] = item._replace(calls=item.calls[:-1])
+                self._state.work[i] = item._replace(calls=item.calls[:-1])
         if self._differing:
             more = sum(real - nbytes for real, nbytes in self._differing.values())
             name, (real, nbytes) = max(self._differing.items(), key=lambda item: abs(item[1][0] - item[1][1]))
@@ -115,14 +109,15 @@ class Watch:
                 f"has {real:,} and not {nbytes:,} bytes; the limit holds only in bytes of the program",
                 stacklevel=3,
             )
-        now, before = allocator_stats(self._device), self._before
+        now, before = allocator_stats(self._state.device), self._before
         if before is None or now is None:
             return None, self._differing
         if now["allocated_bytes.all.peak"] > before["allocated_bytes.all.peak"]:  # includes peaks within kernels
             self._most = max(self._most, now["allocated_bytes.all.peak"])
         retries = now["num_alloc_retries"] - before["num_alloc_retries"]
+        rounding = ALIGNMENT * len(self._state.order.program.tensors)
         found = Allocator(self._others, self._most - self._others, self._ledger, retries)
-        if found.peak_bytes > found.ledger_bytes * (1 + TOLERANCE) + self._rounding:
+        if found.peak_bytes > found.ledger_bytes * (1 + TOLERANCE) + rounding:
             warnings.warn(
                 f"the first step had {found.peak_bytes:,} bytes in use on the device, and {found.ledger_bytes:,} in "
                 f"the program; the limit of {limit:,} holds only in bytes of the program",

@@ -120,10 +120,10 @@ class Blocks:
         tolerant: whether a failed copy is recorded in ``faults`` instead of stopping the step.
     """
 
-    def __init__(self, engines: Engines | None, blocks: dict[int, Block], total: int):
+    def __init__(self, engines: Engines, blocks: dict[int, Block], total: int):
         self.engines, self.blocks, self.total, self.used = engines, blocks, total, total
         for block in blocks.values():
-            block.went, block.came = engines.event(), engines.event()  # type: ignore[union-attr]
+            block.went, block.came = engines.event(), engines.event()
         self.values: list[Any] = []
         self.take: Callable[[Block], None] = Block.take
         self.tolerant = False
@@ -153,7 +153,7 @@ class Blocks:
         block.event, block.valid = block.went, False
         try:
             if not block.absent:
-                self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
+                self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[arg-type]
         except TransferError as error:
             self._fault(block, "out", error)
             return  # the tensor stays on the device
@@ -165,7 +165,7 @@ class Blocks:
             return
         try:
             if not block.absent:
-                self.engines.wait(block.went)  # type: ignore[union-attr]
+                self.engines.wait(block.went)
         except TransferError as error:
             self._fault(block, "out", error)
             self._arrive(block)  # its device memory is still intact
@@ -182,7 +182,7 @@ class Blocks:
 
     def _free(self, block: Block) -> None:
         if not block.absent:
-            self.engines.borrow(block.bytes)  # type: ignore[union-attr, arg-type]
+            self.engines.borrow(block.bytes)  # type: ignore[arg-type]
             block.storage.resize_(0)  # type: ignore[union-attr]  # the empty storage object stays
         block.place = Place.HOST
         self.used -= block.nbytes
@@ -199,7 +199,7 @@ class Blocks:
         self.used += block.nbytes
         block.place, block.event = Place.IN, block.came
         try:
-            self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[union-attr, arg-type]
+            self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[arg-type]
         except TransferError as error:
             self._again(block, error)
 
@@ -208,7 +208,7 @@ class Blocks:
         if block.place is not Place.IN:
             return
         try:
-            self.engines.wait(block.came)  # type: ignore[union-attr]
+            self.engines.wait(block.came)
         except TransferError as error:
             self._again(block, error)
             return
@@ -236,8 +236,7 @@ class Blocks:
 
     def start(self, places: dict[int, Literal["host", "out", "in"]]) -> None:
         """Moves tensors to their locations at the iteration boundary, before the first kernel."""
-        if self.engines:
-            self.engines.begin()
+        self.engines.begin()
         for t, place in places.items():
             block = self.blocks[t]
             if place != "in":
@@ -256,7 +255,7 @@ class Blocks:
         blocks = [self.blocks[t] for t in which]
         for block in blocks:
             if block.place is Place.OUT:
-                self.engines.join(block.went)  # type: ignore[union-attr]
+                self.engines.join(block.went)
                 block.place = Place.DEVICE
             self.swap_in(block)
         for block in blocks:
@@ -276,7 +275,7 @@ class Blocks:
             block.valid = block.place is Place.HOST
             if block.valid and not block.shown:
                 if wait:
-                    self.engines.join(block.event)  # type: ignore[union-attr]
+                    self.engines.join(block.event)
                 block.show()
 
     def show(self) -> list[Block]:
@@ -292,8 +291,7 @@ class Blocks:
         Args:
             away: persistent tensors that may stay on the host; all others are copied to the device synchronously.
         """
-        if self.engines:
-            self.engines.synchronize()
+        self.engines.synchronize()
         self.used = self.total
         for t, block in self.blocks.items():
             if not block.persistent:
@@ -353,19 +351,19 @@ class HostMemory:
 
     def take(self) -> None:
         """Allocates the memory; raises StepError, with nothing allocated, if the host has too little."""
-        engines, blocks, rest = self._blocks.engines, self._blocks.blocks, self.rest
-        what = "the plan cannot be run"
+        blocks, rest, what = self._blocks.blocks, self.rest, "the plan cannot be run"
         try:
-            places = slab(engines, {t: b.nbytes for t, b in blocks.items()}, self._places) if engines else {}
+            places = slab(self._blocks.engines, [b.nbytes for b in blocks.values()], [self._places[t] for t in blocks])
             what = "the host has no memory to undo a step"
-            sizes = {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)}
-            copies = slab(engines or engines_for(self._device), sizes) if rest else {}
+            sizes = [b.own.untyped_storage().nbytes() for b in rest]
+            ends = [0, *accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)]
+            copies = slab(engines_for(self._device), sizes, ends[:-1]) if rest else []
         except TransferError as error:
             raise StepError(f"{what}: {error}") from error
-        for t, place in places.items():
-            blocks[t].host = place
+        for block, place in zip(blocks.values(), places, strict=True):
+            block.host = place
         groups: dict[Any, list[tuple[Tensor, Shared]]] = {}
-        for copy, b in (*self.kept, *((as_tensor(copies[i], b.own), b) for i, b in enumerate(rest))):
+        for copy, b in (*self.kept, *((as_tensor(copy, b.own), b) for copy, b in zip(copies, rest, strict=True))):
             groups.setdefault((copy.device, copy.dtype), []).append((copy, b))
         self.undo = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
         self.taken = True
@@ -377,19 +375,12 @@ class HostMemory:
         self.undo, self.taken = [], False
 
 
-def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None = None) -> dict[int, Tensor]:
-    """Returns one slot of pinned memory per tensor, all cut from one allocation.
+def slab(engines: Engines, sizes: Sequence[int], offsets: Sequence[int]) -> list[Tensor]:
+    """Returns slots of these sizes and offsets, which may overlap, in one allocation of pinned memory.
 
     Each slot has its own storage, so that saving a tensor saves only its slot.
-
-    Args:
-        engines: engines that allocate the memory.
-        sizes: tensor -> bytes.
-        offsets: tensor -> offset in bytes, possibly overlapping; consecutive slots by default.
     """
-    if offsets is None:
-        ends = accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values())
-        offsets = dict(zip(sizes, (0, *ends), strict=False))
-    end = max(-(-(offsets[t] + sizes[t]) // ALIGNMENT) * ALIGNMENT for t in sizes)
-    memory = engines.pinned(end)  # tensors created from the array keep the memory alive
-    return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}
+    places = list(zip(offsets, sizes, strict=True))
+    end = max((-(-(at + nbytes) // ALIGNMENT) * ALIGNMENT for at, nbytes in places), default=0)
+    memory = engines.pinned(end) if end else None  # tensors created from the array keep the memory alive
+    return [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=at) for at, nbytes in places]

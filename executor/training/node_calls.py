@@ -6,7 +6,7 @@ step calls its kernel's operator and creates all views of the outputs at once, b
 swapped-out storage. Views of persistent tensors are created when these are bound.
 """
 
-# A detached tensor is the tensor itself (``same_values``). A node whose tensor is recomputed has a slot for each of the
+# A detached tensor is the tensor itself (_same_values). A node whose tensor is recomputed has a slot for each of the
 # tensor's blocks, and a step uses the slots of its own blocks (``Step.uses``). A recomputed batch norm writes its
 # statistics into a scratch block, which is allocated for it.
 
@@ -66,7 +66,7 @@ class Calls:
         self.bodies: list[list[fx.Node]] = [[] for _ in schedule.program.kernels]
         self.of: dict[int, list[int]] = {}
         self._places: dict[tuple[fx.Node, int], int] = {}
-        self._same = same_values(captured)
+        self._same = _same_values(captured)
         self.items: dict[fx.Node, dict[int, fx.Node]] = {}
         self._runs: dict[tuple[fx.Node, tuple[int | None, ...]], slice] = {}
         self._stand_ins: dict[fx.Node, Any] = {}
@@ -149,7 +149,7 @@ class Calls:
         """Assigns slots and the kernel after which each node is called; -1 if it needs only persistent tensors."""
         own = {node: k for k, nodes in enumerate(self.captured.nodes) for node in nodes}
         left_out = {node for k in self.captured.left_out for node in self.captured.nodes[k]}
-        leaves, parts, idle = self.captured.leaves, len(self.first), idle_nodes(self.captured, self._same)
+        leaves, parts, idle = self.captured.leaves, len(self.first), _idle_nodes(self.captured, self._same)
         batch = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
         # The last micro-batch whose tensors a node needs.
         part = {leaf: i * parts // len(leaves) for i, leaf in reversed([*enumerate(leaves)]) if leaf in batch}
@@ -273,7 +273,7 @@ class Calls:
 NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
-def same_values(captured: Captured) -> dict[fx.Node, fx.Node]:
+def _same_values(captured: Captured) -> dict[fx.Node, fx.Node]:
     """Maps nodes to earlier nodes with the same value: detached tensors and repeated views.
 
     Nothing requires gradients in a step, so both tensors have the same memory, form and version counter. They are
@@ -316,13 +316,8 @@ def _shape(node: fx.Node) -> Sequence[int]:
     return () if meta is None else meta.shape
 
 
-def idle_nodes(captured: Captured, same: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Returns operators that launch no kernel and whose result is unused (such as batch norm's empty reserve).
-
-    Args:
-        captured: the captured step.
-        same: nodes that are not called, because an earlier node has the same value.
-    """
+def _idle_nodes(captured: Captured, same: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Returns operators that launch no kernel and whose result is unused (such as batch norm's empty reserve)."""
     taken = {*captured.outputs, *captured.asked, *(same.get(micro.loss, micro.loss) for micro in captured.micro)}
     taken.update(node for nodes in captured.nodes for node in nodes)
     idle: set[fx.Node] = set()

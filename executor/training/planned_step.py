@@ -26,14 +26,13 @@ from executor.capture.captured import Captured
 from executor.capture.state import Home
 from executor.memory.engines import TransferError, line
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
-from executor.training.graph import GraphStep, NoGraph
-from executor.training.graph_rules import beside_bytes, not_by_default, refused
+from executor.training.graph import GraphStep, NoGraph, beside_bytes, not_by_default, refused
 from executor.training.issue_order import order
 from executor.training.memory_check import Allocator, Watch
 from executor.training.memory_source import Place
 from executor.training.node_calls import Calls
 from executor.training.progress import BEGIN, UNDO, Interrupt, Part
-from executor.training.work import compile_step
+from executor.training.work import StepState
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -53,17 +52,10 @@ def held(home: Home) -> tuple[int, int]:
     return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
 
 
-def timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machine: Machine, limit: int) -> Timeline:
+def _timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machine: Machine, limit: int) -> Timeline:
     """Simulates a plan at a limit reduced so far that its packing and a graph's other memory fit into ``limit``.
 
     If no packing fits, the simulation uses the fewest bytes that the plan needs, and the capture decides.
-
-    Args:
-        captured: the captured step.
-        plan: plan for ``captured.program``.
-        schedule: schedule of the plan.
-        machine: machine whose times the simulation uses (``Machine.in_graph``).
-        limit: memory limit in bytes.
     """
     machine = machine.in_graph()
     most = min(limit, plan.limit or limit)
@@ -124,11 +116,11 @@ class PlannedStep:
         if self.not_graph and graph:
             raise StepError(f"the step cannot be a graph: {self.not_graph}")
         if self.not_graph is None:
-            timeline = timeline_of_graph(captured, plan, schedule, machine, self.limit)
+            timeline = _timeline_of_graph(captured, plan, schedule, machine, self.limit)
         else:
             timeline = simulate(captured.program, plan, machine, self.limit, schedule=schedule)
         self.order = order(schedule, timeline, self.not_graph is None)
-        self.state = compile_step(captured, self.order, calls, graph=self.not_graph is None)
+        self.state = StepState(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
         self._watch = Watch(self.state)
@@ -138,8 +130,7 @@ class PlannedStep:
         self._open = False
         self.grad_norm: Tensor | None = None
         self.graph: GraphStep | None = None
-        self._numbers: list[Any] = []  # the optimizers' numbers as last read; their types are in _types
-        self._types: list[type] = []
+        self._numbers: list[Any] = []  # the optimizers' numbers as last read, each with its type
         self._known: Known | None = None
         self._with_grad: list[Binding] = []  # parameters whose gradients are kept
         self._bind()
@@ -156,14 +147,11 @@ class PlannedStep:
 
     def _make_undo(self, everything: bool) -> None:
         """Prepares undo copies of overwritten tensors, on the device or in the step's host memory."""
-        state, kernels = self.state, self.program.kernels
-        early, late = set[int](), set[int]()
-        for i, item in enumerate(self.order.items):
-            if not item.step.again:
-                (early if i < state.commit else late).update(kernels[item.step.kernel].outputs)
+        state = self.state
         state.undoes_all = everything
-        kept = [b for b in state.bindings if b.tensor in early]
-        rest = [b for b in state.bindings if b.tensor in late - early] if everything else []
+        late = {t for kernel in self.program.kernels for t in kernel.outputs} - state.early if everything else set()
+        kept = [b for b in state.bindings if b.tensor in state.early]
+        rest = [b for b in state.bindings if b.tensor in late]
         state.host.kept, state.host.rest = [(torch.empty_like(b.own), b) for b in kept], list(rest)
         self._undoes_away = any(b.block for b in (*kept, *rest))
 
@@ -201,15 +189,14 @@ class PlannedStep:
         changed = [b for b in state.bindings if not b.found()]
         if not changed and state.table:
             return
-        if engines := self.state.blocks.engines:
-            engines.synchronize()
+        state.blocks.engines.synchronize()
         try:
             self._take_state(changed)
         except StepError:
             for b in changed:
                 b.user = None  # type: ignore[assignment]  # the next step binds it again
             raise
-        state.table, self._types = self.calls.table.copy(), []
+        state.table, self._numbers = self.calls.table.copy(), []
         for b in state.bindings:
             state.table[self.calls.slots[b.node]] = b.own
         with torch.no_grad():
@@ -219,10 +206,11 @@ class PlannedStep:
     def _read_numbers(self) -> None:
         """Reads the current optimizer numbers, such as learning rates."""
         numbers, table = self.captured.numbers, self.state.table
-        present = [option() for option in numbers.options]
-        if list(map(type, present)) == self._types and present == self._numbers:
+        present = {option: option() for option in numbers.options}
+        typed = [(type(value), value) for value in present.values()]
+        if typed == self._numbers:
             return
-        if wrong := numbers.broken(dict(zip(numbers.options, present, strict=True))):
+        if wrong := numbers.broken(present):
             raise StepError(
                 f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, which changes the "
                 "operations of its step; capture the step again"
@@ -231,7 +219,7 @@ class PlannedStep:
             table[out] = function(*get(table), **options)
         for options, key, slot in self.calls.patches:
             options[key] = table[slot]
-        self._numbers, self._types = present, list(map(type, present))
+        self._numbers = typed
 
     def _take_state(self, changed: list[Binding]) -> None:
         blocks, bindings = self.state.blocks, self.state.bindings
@@ -291,7 +279,7 @@ class PlannedStep:
                 raise StepError("a graph needs all micro-batches of a step in one call")
             if self.graph and self.graph.warm:
                 try:
-                    outputs = self.graph(state, batch, wait=not self._open)
+                    outputs = self.graph(batch, wait=not self._open)
                     self.peak_bytes = max(self.peak_bytes, self.graph.peak_bytes)
                     return self._done(outputs)
                 except NoGraph as error:
@@ -403,7 +391,7 @@ class PlannedStep:
             table[self.calls.slots[node]] = tensor.detach()
             if t in part.reads_on:
                 progress.needed.append((tensor, tensor._version))
-            if t in state.written_inputs:
+            if t in state.early:
                 state.undo_batch.append((tensor, tensor.clone()))
         for out, function, get, options in part.first:
             table[out] = function(*get(table), **options)
@@ -474,8 +462,7 @@ class PlannedStep:
                 self._undo(began=True, restore=True)
         blocks = self.state.blocks
         blocks.tolerant = True
-        if blocks.engines:
-            blocks.engines.begin()
+        blocks.engines.begin()
         try:
             blocks.back(t for t, block in blocks.blocks.items() if block.users)
         finally:

@@ -80,14 +80,21 @@ def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) 
 
 
 class Random:
-    """Saved states of all random generators, each under the key of the kernel that follows.
+    """Saved states of all generators that a step may draw from, each under the key of the kernel that follows.
 
     A separate class, because methods of the step in its work list would create a reference cycle.
     """
 
-    def __init__(self, generators: list[torch.Generator], own: int):
-        self.own = own  # the first ``own`` generators are PyTorch's
-        self.generators, self.states = generators, dict[int, list[Tensor]]()
+    def __init__(self, captured: Captured, device: torch.device):
+        self.states = dict[int, list[Tensor]]()
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.empty(0, device=device).get_device()  # the first tensor initializes the generators
+            self.generators.append(torch.cuda.default_generators[index])
+        self._defaults = len(self.generators)
+        for node in captured.graph.graph.nodes:
+            own = [getattr(captured.graph, node.target)] if node.op == "get_attr" else node.kwargs.values()
+            self.generators += [v for v in own if isinstance(v, torch.Generator) and v not in self.generators]
 
     def save(self, kernel: int) -> None:
         """Saves the generators' states under the key ``kernel``."""
@@ -100,26 +107,13 @@ class Random:
 
     def put_back(self, kernel: int) -> None:
         """Restores the states of PyTorch's own generators only, as a checkpoint does."""
-        for generator, state in list(zip(self.generators, self.states[kernel], strict=True))[: self.own]:
+        for generator, state in zip(self.generators[: self._defaults], self.states[kernel], strict=False):
             generator.set_state(state)
 
     def replay(self, kernel: int) -> None:
         """Restores a kernel's random states for its recomputation, after saving the current states under NOW."""
         self.save(NOW)
         self.restore(kernel)
-
-
-def generators(captured: Captured, device: torch.device) -> tuple[list[torch.Generator], int]:
-    """Returns all generators that the step may draw from, PyTorch's own first, and the number of the latter."""
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.empty(0, device=device).get_device()  # the first tensor initializes the generators
-        found.append(torch.cuda.default_generators[index])
-    defaults = len(found)
-    for node in captured.graph.graph.nodes:
-        own = [getattr(captured.graph, node.target)] if node.op == "get_attr" else node.kwargs.values()
-        found += [v for v in own if isinstance(v, torch.Generator) and v not in found]
-    return found, defaults
 
 
 class Progress:
@@ -160,7 +154,8 @@ class Progress:
     def resume(self, part: Part) -> None:
         """Resumes the step with the next micro-batch and the current random state."""
         self._random.save(part.random)
-        if (engines := self._blocks.engines) and engines.begin():  # the caller's stream has changed
+        engines = self._blocks.engines
+        if engines.begin():  # the caller's stream has changed
             for value in self._blocks.values:  # their memory belongs to the previous stream
                 if isinstance(value, Tensor):
                     engines.borrow(value)

@@ -1,13 +1,12 @@
 """Compiles a step into a flat list of work items, which a loop runs without consulting the plan.
 
-``compile_step`` combines an issue order (issue_order.py) with calls (node_calls.py). PlannedStep runs the list at once
+StepState combines an issue order (issue_order.py) with calls (node_calls.py). PlannedStep runs the list at once
 or by micro-batch (progress.py), and graph.py captures it as a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ from executor.capture.batches import flatten
 from executor.capture.captured import Captured
 from executor.capture.state import over
 from executor.memory import ALIGNMENT
-from executor.memory.engines import TransferError, engines_for
+from executor.memory.engines import Engines, TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, inputs_of, meant
 from executor.training.issue_order import Move, Order
 from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable, shared
 from executor.training.node_calls import Call, Calls
-from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, generators, parts
+from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, parts
 from simulator.schedule import Schedule
 
 Action = tuple[Callable[[Any], None], Any]
@@ -75,48 +74,83 @@ class Skipping:
         self._normal.clear()
 
 
-@dataclass
 class StepState:
     """Compiled step and its progress.
+
+    Args:
+        captured: the captured step.
+        order: the plan's issue order.
+        calls: calls of each schedule step.
+        graph: whether the step is captured as a CUDA graph; then each swapped persistent tensor gets its own host slot.
 
     Attributes:
         blocks: tensors that the plan swaps.
         host: their pinned memory, of ``pinned_bytes``.
         bindings: the user's tensors.
         inputs: tensors of the batch.
-        written_inputs: tensors of the batch that are written before ``commit``.
         meant: expected device and storage offset of each placeholder.
         work: work items, one per schedule step.
         table: values that persist between steps: constants, the user's tensors and their views.
         commit: index of the first item whose writes cannot be undone.
+        early: tensors that earlier items write.
         whole, parts: the whole step as one part, and its micro-batches.
         seen: results of the last check of the user's tensors and numbers; replaced by new objects after a change.
         undoes_all: whether tensors overwritten after ``commit`` are copied, too, so that the whole step can be undone.
         undo_batch: tensors of the batch that the step overwrites, with their copies.
+
+    Raises:
+        StepError: the captured tensors cannot be trained under this plan.
     """
 
-    captured: Captured
-    order: Order
-    calls: Calls
-    device: torch.device
-    blocks: Blocks
-    host: HostMemory
-    bindings: list[Binding]
-    inputs: set[int]
-    random: Random
-    progress: Progress
-    skipping: Skipping
-    whole: Part
-    parts: list[Part]
-    work: list[WorkItem]
-    meant: dict[fx.Node, tuple[torch.device, int | None]]
-    commit: int
-    written_inputs: set[int]
-    pinned_bytes: int
-    table: list[Any] = field(default_factory=list)
-    seen: tuple[Any, Any] = (None, None)
-    undoes_all: bool = False
-    undo_batch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    def __init__(self, captured: Captured, order: Order, calls: Calls, graph: bool) -> None:
+        self.captured, self.order, self.calls = captured, order, calls
+        self.device, self.inputs, tensors = device_of(captured), inputs_of(captured), order.program.tensors
+        self.bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
+                         if node in captured.values and node not in captured.leaves]  # fmt: skip
+        self.meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
+        self.commit, self.early = before_the_update(order.schedule)
+        places, self.pinned_bytes = self._host_places(graph)
+        try:
+            engines = engines_for(self.device) if places else Engines()  # copies nothing
+        except TransferError as error:
+            raise StepError(f"the plan cannot be run: {error}") from error
+        swapped = {t: Block(tensors[t].name, tensors[t].nbytes, tensors[t].persistent) for t in places}
+        for b in self.bindings:
+            b.block = swapped.get(b.tensor)
+        self.blocks = Blocks(engines, swapped, sum(t.nbytes for t in tensors if t.persistent))
+        self.host = HostMemory(self.blocks, places, self.device)
+        self.random = Random(captured, self.device)
+        self.progress = Progress(self.blocks, self.random)
+        # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A
+        # graph takes all micro-batches in one call, and a capture cannot read random states.
+        between = () if graph else (m.drawn for m in captured.micro)
+        kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
+        self.whole, self.parts = parts(captured, order, calls, kept)
+        self.work: list[WorkItem] = []
+        self.skipping = Skipping(self.blocks, self.work)
+        self._fill(graph, kept)
+        self.table: list[Any] = []
+        self.seen: tuple[Any, Any] = (None, None)
+        self.undoes_all = False
+        self.undo_batch: list[tuple[Tensor, Tensor]] = []
+
+    def _host_places(self, graph: bool) -> tuple[dict[int, int], int]:
+        """Returns the offset in host memory of each swapped tensor, and the bytes in total."""
+        tensors, held = self.order.program.tensors, self.order.held(ALIGNMENT)
+        places, pinned = dict(held.offsets), held.footprint
+        for t in places if graph else ():
+            if tensors[t].persistent:
+                places[t] = pinned
+                pinned += -(-tensors[t].nbytes // ALIGNMENT) * ALIGNMENT
+        swapped = [t for t in places if tensors[t].persistent]
+        for t in map(self.captured.values.get, self.captured.outputs):
+            if t in swapped and t not in self.inputs:
+                raise StepError(f"the plan swaps {tensors[t].name}, which the step returns: return a clone of it")
+        known = {b.tensor for b in self.bindings} | self.inputs
+        for t in swapped:
+            if t not in known or t in self.calls.read_first:
+                raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
+        return places, pinned
 
     def swapped_inputs(self) -> list[Block]:
         """Returns the swapped blocks that belong to the batch."""
@@ -174,19 +208,64 @@ class StepState:
         return part, batch
 
     def _movable(self, leaf: Tensor, t: int, copies: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Returns a batch tensor that can be swapped, or a copy if its memory is shared with a data loader's process.
-
-        Args:
-            leaf: the tensor of the batch.
-            t: its program tensor.
-            copies: storage -> copy, filled in here.
-        """
+        """Returns a batch tensor, or a copy (of its storage in ``copies``) if a data loader's process shares it."""
         if not shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
             return leaf
         memory = leaf.untyped_storage()
         if memory._cdata not in copies:
             copies[memory._cdata] = memory.clone()
         return over(copies[memory._cdata], leaf, leaf.device)
+
+    def _fill(self, graph: bool, kept: dict[int, int]) -> None:
+        """Fills the work list; ``kept`` maps a kernel to the key of the random state after it."""
+        order, calls, random, kernels = self.order, self.calls, self.random, self.order.program.kernels
+        draws, n = self.captured.draws, len(kernels)
+        repeated = {item.step.kernel for item in order.items if item.step.again and calls.random(item.step.kernel)}
+        starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
+        end = kept.get(draws[n], BEGIN) if n in draws else None
+        last = max((k for k in range(n) if calls.random(k)), default=-1)
+        grad_mode = False
+        for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
+            kernel = item.step.kernel
+            before, first, after = self._actions(item.before), list[Action](), self._actions(item.after)
+            forward = kernels[kernel].phase == "forward"
+            if forward is not grad_mode:
+                grad_mode = forward
+                before.append((torch._C._set_grad_enabled, forward))
+            if item.step.again:
+                if kernel in repeated:
+                    before.append((random.replay, kernel))
+                    first.append((random.restore, NOW))
+            else:
+                if kernel in starts:
+                    before.append((random.put_back, starts[kernel]))
+                if kernel in repeated:
+                    before.append((random.save, kernel))
+                if (asked := calls.asks.get(kernel)) is not None:
+                    first.append((self.skipping.ask, asked))
+                if kernel in kept:
+                    first.append((random.save, kept[kernel]))
+                if kernel == last and end is not None:
+                    after.append((random.put_back, end))
+                if not graph and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
+                    own_calls = [*own_calls, (loss, self.progress.keep, itemgetter(slice(loss, loss + 1)), {})]
+                if kernel in calls.skipped:
+                    self.skipping.calls[len(self.work)] = calls.skipped[kernel]
+            work = tuple(before), item.charged, tuple(own_calls), clear, item.freed, (*first, *after)
+            self.work.append(WorkItem(*work))
+
+    def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
+        """Converts moves to actions."""
+        blocks, memory = self.blocks, self.order.schedule.blocks
+        acts = {"out": blocks.leave, "release": blocks.release, "in": blocks.swap_in, "reclaim": blocks.reclaim,
+                "wait": blocks.wait}  # fmt: skip
+        actions: list[Action] = []
+        for kind, b in moves:
+            if memory[b].nbytes:
+                block = blocks.blocks[memory[b].owner]
+                with_slots = block, self.calls.of.get(b, ())
+                actions.append((acts[kind], with_slots if kind in ("out", "release") else block))
+        return actions
 
 
 def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
@@ -199,111 +278,3 @@ def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
             return i, written
         written.update(outputs)
     return len(schedule.steps), written
-
-
-def compile_step(captured: Captured, order: Order, calls: Calls, graph: bool) -> StepState:
-    """Compiles a step into its work list.
-
-    Args:
-        captured: the captured step.
-        order: the plan's issue order.
-        calls: calls of each schedule step.
-        graph: whether the step is captured as a CUDA graph; then each swapped persistent tensor gets its own host slot.
-
-    Raises:
-        StepError: the captured tensors cannot be trained under this plan.
-    """
-    device, tensors = device_of(captured), order.program.tensors
-    bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
-                if node in captured.values and node not in captured.leaves]  # fmt: skip
-    inputs = inputs_of(captured)
-    held = order.held(ALIGNMENT)
-    places, pinned = dict(held.offsets), held.footprint
-    for t in places if graph else ():
-        if tensors[t].persistent:
-            places[t] = pinned
-            pinned += -(-tensors[t].nbytes // ALIGNMENT) * ALIGNMENT
-    for node in captured.outputs:
-        if (t := captured.values.get(node, -1)) in places and tensors[t].persistent and t not in inputs:
-            raise StepError(f"the plan swaps {tensors[t].name}, which the step returns: return a clone of it")
-    known = {b.tensor for b in bindings} | inputs
-    for t in places:
-        if tensors[t].persistent and (t not in known or t in calls.read_first):
-            raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
-    try:
-        engines = engines_for(device) if places else None
-    except TransferError as error:
-        raise StepError(f"the plan cannot be run: {error}") from error
-    swapped = {t: Block(tensors[t].name, tensors[t].nbytes, tensors[t].persistent) for t in places}
-    for b in bindings:
-        b.block = swapped.get(b.tensor)
-    blocks = Blocks(engines, swapped, sum(t.nbytes for t in tensors if t.persistent))
-
-    random = Random(*generators(captured, device))
-    # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A graph
-    # takes all micro-batches in one call, and a capture cannot read random states.
-    between = () if graph else (m.drawn for m in captured.micro)
-    kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
-    whole, found = parts(captured, order, calls, kept)
-    work: list[WorkItem] = []
-    commit, early = before_the_update(order.schedule)
-    state = StepState(
-        captured, order, calls, device, blocks, HostMemory(blocks, places, device), bindings, inputs, random,
-        Progress(blocks, random), Skipping(blocks, work), whole, found, work,
-        {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}, commit, inputs & early, pinned,
-    )  # fmt: skip
-    _fill(state, graph, kept)
-    return state
-
-
-def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
-    """Fills the work list; ``kept`` maps a kernel to the key of the random state after it."""
-    order, calls, random, kernels = state.order, state.calls, state.random, state.order.program.kernels
-    draws, n = state.captured.draws, len(kernels)
-    again_random = {item.step.kernel for item in order.items if item.step.again and calls.random(item.step.kernel)}
-    starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
-    end = kept.get(draws[n], BEGIN) if n in draws else None
-    last = max((k for k in range(n) if calls.random(k)), default=-1)
-    grad_mode = False
-    for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
-        kernel, again = item.step.kernel, item.step.again
-        before, after = _actions(state, item.before), _actions(state, item.after)
-        forward = kernels[kernel].phase == "forward"
-        if forward is not grad_mode:
-            grad_mode = forward
-            before.append((torch._C._set_grad_enabled, forward))
-        if not again:
-            if kernel in starts:
-                before.append((random.put_back, starts[kernel]))
-            if kernel in kept:
-                after.insert(0, (random.save, kept[kernel]))
-            if kernel == last and end is not None:
-                after.append((random.put_back, end))
-        if kernel in again_random:
-            before.append((random.replay if again else random.save, kernel))
-            if again:
-                after.insert(0, (random.restore, NOW))
-        if not again and (asked := calls.asks.get(kernel)) is not None:
-            after.insert(0, (state.skipping.ask, asked))
-        if not (again or graph) and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
-            own_calls = [*own_calls, (loss, state.progress.keep, itemgetter(slice(loss, loss + 1)), {})]
-        if not again and kernel in calls.skipped:
-            state.skipping.calls[len(state.work)] = calls.skipped[kernel]
-        state.work.append(WorkItem(tuple(before), item.charged, tuple(own_calls), clear, item.freed, tuple(after)))
-
-
-def _actions(state: StepState, moves: tuple[Move, ...]) -> list[Action]:
-    """Converts moves to actions."""
-    blocks, memory = state.blocks, state.order.schedule.blocks
-    of_values = {"out": blocks.leave, "release": blocks.release}
-    acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
-
-    actions: list[Action] = []
-    for kind, b in moves:
-        if memory[b].nbytes:
-            block = blocks.blocks[memory[b].owner]
-            if kind in of_values:
-                actions.append((of_values[kind], (block, state.calls.of.get(b, ()))))
-            else:
-                actions.append((acts[kind], block))
-    return actions

@@ -243,9 +243,8 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
     step(*batch)
     found = iter(results)
     exchange(lambda _: returning(next(found)))
-    if step.state.blocks.engines:
-        step.state.blocks.engines.synchronize()
-        step.state.blocks.engines = NoCopies()
+    step.state.blocks.engines.synchronize()
+    step.state.blocks.engines = NoCopies()
     step(*batch)
     return step
 

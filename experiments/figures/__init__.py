@@ -17,7 +17,7 @@ from experiments.common.report import Row
 from simulator import Plan, simulate
 from simulator.machine import Machine
 from simulator.pool import Intervals, Packing, run
-from simulator.pool.validate import overlap
+from simulator.pool.intervals import overlap
 from simulator.program import Program
 
 WORKLOADS = cli.CONFIGS / "workload"

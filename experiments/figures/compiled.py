@@ -290,7 +290,7 @@ def _checkpoint_blocks(model: nn.Module) -> nn.Module:
 def _step_seconds(step: Callable[[], object], device: str) -> float:
     """Returns the seconds of one step."""
     if device != "cpu":
-        return timed(step, 1, device)[1][0] / 1e9
+        return timed(step, 1, device)[0] / 1e9
     begin = time.process_time()
     step()
     return time.process_time() - begin

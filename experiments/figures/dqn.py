@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import agents
 from agents.floor import floor
-from agents.learned.dqn_config import PaperConfig, config_from
+from agents.learned.dqn_config import PaperConfig
 from agents.planner import LEAST
 from experiments import figures
 from experiments.common import cli
@@ -338,8 +338,8 @@ class Paper(Figure):
 def paper_config(task: Row) -> PaperConfig:
     """Returns the settings of ``agent=dqn_paper`` or ``agent=dqn_paper_tuned``, with the task's changes."""
     file = cli.CONFIGS / "agent" / ("dqn_paper_tuned.yaml" if task.get("tuned") else "dqn_paper.yaml")
-    defaults = cli.plain(OmegaConf.load(file))  # type: ignore[arg-type]
-    return config_from({**defaults, "mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}, PaperConfig)
+    changes = {"mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}
+    return cli.dataclass_of(PaperConfig, OmegaConf.merge(OmegaConf.load(file), changes), "agent")
 
 
 def train(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:

@@ -64,8 +64,7 @@ class Measured(Figure):
         if task["part"] == "peaks":
             from experiments.measured import peaks
 
-            (row,) = peaks.rows([peaks.points()[task["point"]]])
-            return row
+            return peaks.row(peaks.points()[task["point"]])
         from experiments.measured import fit, steps  # PyTorch
 
         if task["part"] == "fit":

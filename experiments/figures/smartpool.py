@@ -9,8 +9,7 @@ from omegaconf import DictConfig
 
 import agents
 from agents.floor import floor
-from agents.heuristics.autoswap import peak_gaps
-from agents.heuristics.autoswap_bo import BASIC
+from agents.heuristics.autoswap import BASIC, peak_gaps
 from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli

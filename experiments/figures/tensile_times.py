@@ -309,7 +309,7 @@ def build_schedule(program: Program, machine: Machine, across_boundary: bool = T
     Args:
         across_boundary: Whether tensors may be evicted over the iteration boundary.
     """
-    schedule = Schedule(program, machine, Engine(program, machine, 0), LEAST_BYTES, 1.0, program.start_ns)
+    schedule = Schedule(Engine(program, machine, 0), LEAST_BYTES, 1.0, program.start_ns)
     schedule.gaps = [gap for gap in schedule.gaps if across_boundary or gap.after < gap.before]
     while any(schedule.swap(gap) for gap in schedule.candidates()):
         pass

@@ -222,12 +222,7 @@ def _fitted(
 
 
 class _Step:
-    """A profiled step with each operator once.
-
-    Attributes:
-        ns: mean measured time per operator in ns, float64[n].
-        counts: number of kernels per operator, float64[n].
-    """
+    """A profiled step with each operator once: its mean measured ns and its number of kernels, float64[n]."""
 
     def __init__(self, measured: MeasuredStep, machine: Machine):
         found = calls(measured)

@@ -10,10 +10,7 @@ verdict.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +18,6 @@ from executor.capture.capture import capture
 from executor.card import Loop, ZeroGrad, card_peak
 from experiments import workloads
 from experiments.measured.steps import DATA, read_csv
-from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.pool.card import CardPeak
 
@@ -50,8 +46,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A measured training run.
 
     Attributes:
@@ -67,85 +62,56 @@ class Point:
     batch: int
     gpu: str
     memory_bytes: int
-    zero_grad: ZeroGrad
     measured_bytes: int
     fits: bool
+    zero_grad: ZeroGrad
     estimates: dict[str, int | None]
     verdicts: dict[str, bool | None]
 
 
-def points(path: Path = DATA / "xmem_points.csv") -> list[Point]:
-    """Reads the runs of a CSV file; raises FormatError as in ``read_csv``."""
-    return read_csv(path, _point)
+def points() -> list[Point]:
+    """Returns the published runs."""
+    return read_csv(DATA / "xmem_points.csv", _point)
 
 
 def _point(row: dict[str, str]) -> Point:
     def number(key: str) -> int | None:
-        if row[key] and not row[key].isdecimal():
-            raise ValueError(f"{key}: expected an integer of at least 0, got {row[key]!r}")
         return int(row[key]) if row[key] else None
 
-    def of_estimators(key: str) -> dict[str, int | None]:
-        return {name: number(f"{name}_{key}") for name in ESTIMATORS}
-
-    if row["gpu"] not in MACHINES:
-        raise ValueError(f"gpu: expected one of {', '.join(MACHINES)}, got {row['gpu']!r}")
-    if not isinstance(getattr(torch.optim, row["optimizer"], None), type):
-        raise ValueError(f"optimizer: torch.optim has no {row['optimizer']!r}")
-    batch, memory, peak, lost = (number(key) for key in ("batch", "gpu_bytes", "ground_bytes", "real_oom"))
-    fits = {name: None if oom is None else not oom for name, oom in of_estimators("oom").items()}
-    if not (row["model"] and batch and memory and peak):
-        raise ValueError("model, batch, gpu_bytes and ground_bytes are required and must not be 0")
+    lost = {name: number(f"{name}_oom") for name in ESTIMATORS}
     return Point(
-        row["model"], row["optimizer"], batch, row["gpu"], memory, ZERO_GRADS[number("zero_grad_mode") or 0], peak,
-        not lost, of_estimators("bytes"), fits,
+        row["model"], row["optimizer"], int(row["batch"]), row["gpu"], int(row["gpu_bytes"]), int(row["ground_bytes"]),
+        not number("real_oom"), ZERO_GRADS[number("zero_grad_mode") or 0],
+        {name: number(f"{name}_bytes") for name in ESTIMATORS},
+        {name: None if oom is None else not oom for name, oom in lost.items()},
     )  # fmt: skip
 
 
 def predicted(point: Point) -> CardPeak:
-    """Predicts a run's peak memory and whether it fits.
-
-    Raises:
-        FormatError: if NETWORKS lacks the run's network.
-    """
-    if point.network not in NETWORKS:
-        raise FormatError(f"model: unknown network {point.network!r}; expected one of {', '.join(NETWORKS)}")
+    """Predicts a run's peak memory and whether it fits."""
     workload = NETWORKS[point.network]
-    size = {
-        "batch_size": point.batch,
-        **({"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE}),
-    }
-    model, loss, _, batch = workloads.build({**workload, **size})
+    size = {"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE}
+    model, loss, _, batch = workloads.build({**workload, **size, "batch_size": point.batch})
     optimizer = getattr(torch.optim, point.optimizer)(model.parameters(), lr=1e-3)
     machine = Machine.load(MACHINES[point.gpu])
     captured = capture(model, loss, optimizer, batch, machine=machine, name=point.network, as_cuda=True)
     return card_peak(captured, machine, Loop(point.zero_grad, iterations=ITERATIONS), point.memory_bytes)
 
 
-def rows(wanted: Iterable[Point] | None = None, tell: Callable[[dict[str, Any]], object] = str) -> list[dict[str, Any]]:
-    """Returns a row per run with the measurement, our prediction by parts, and the estimators' predictions.
+def row(point: Point) -> dict[str, Any]:
+    """Returns a run's measurement, our prediction by parts and the estimators' predictions.
 
-    Runs that did not fit have no prediction error.
-
-    Args:
-        wanted: runs; default: all published points.
-        tell: called with each finished row, because a capture takes seconds.
+    A run that did not fit has no prediction errors.
     """
-    found = []
-    for point in points() if wanted is None else wanted:
-        ours = predicted(point)
-        row = {
-            "network": point.network, "optimizer": point.optimizer, "batch": point.batch, "gpu": point.gpu,
-            "memory_bytes": point.memory_bytes, "measured_bytes": point.measured_bytes, "fits": point.fits,
-            "ours_bytes": ours.reserved, "tensors": ours.tensors, "loop": ours.loop, "workspaces": ours.workspaces,
-            "allocator": ours.allocator, "context": ours.context, "ours_fits": ours.fits,
-            "error": _error(ours.reserved, point), **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
-            **{f"{e}_fits": point.verdicts[e] for e in ESTIMATORS},
-            **{f"{e}_error": _error(point.estimates[e], point) for e in ESTIMATORS},
-        }  # fmt: skip
-        tell(row)
-        found.append(row)
-    return found
+    ours = predicted(point)
+    return {
+        **dict(zip(Point._fields[:7], point[:7], strict=True)),
+        "ours_bytes": ours.reserved, "tensors": ours.tensors, "loop": ours.loop, "workspaces": ours.workspaces,
+        "allocator": ours.allocator, "context": ours.context, "ours_fits": ours.fits,
+        "error": _error(ours.reserved, point), **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
+        **{f"{e}_fits": point.verdicts[e] for e in ESTIMATORS},
+        **{f"{e}_error": _error(point.estimates[e], point) for e in ESTIMATORS},
+    }  # fmt: skip
 
 
 def _error(nbytes: int | None, point: Point) -> float | None:
@@ -170,7 +136,7 @@ def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _line(row: dict[str, Any]) -> None:
+def _print(row: dict[str, Any]) -> None:
     error = "    –" if row["error"] is None else f"{row['error']:+.1%}"
     others = " ".join("    –" if row[f"{e}_error"] is None else f"{row[f'{e}_error']:+.1%}" for e in ESTIMATORS)
     parts = " + ".join(f"{row[part] / 2**20:,.0f}" for part in ("tensors", "loop", "workspaces", "allocator"))
@@ -181,7 +147,11 @@ def _line(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    table = rows([p for p in points() if len(sys.argv) < 2 or p.network in sys.argv[1:]], _line)
+    table = []
+    for point in points():
+        if len(sys.argv) < 2 or point.network in sys.argv[1:]:  # a capture takes seconds
+            table.append(row(point))
+            _print(table[-1])
     for name, mean in means(table).items():
         shown = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} over {mean['of']} runs"
         print(f"{name}: {shown}; {mean['wrong']} of {mean['verdicts']} verdicts wrong")

@@ -37,20 +37,17 @@ BELIEFS = (MODEL, EXACT, ROOFLINE)
 Row = dict[str, Any]
 
 
-def rows(
-    limits: Sequence[float] = LIMITS, calls: int = CALLS, seed: int = 0, searches: Sequence[str] = SEARCHES
-) -> list[Row]:
+def rows(limits: Sequence[float] = LIMITS, calls: int = CALLS, searches: Sequence[str] = SEARCHES) -> list[Row]:
     """Returns the rows of ``compared`` for the trace of ResNet-50 on an H100."""
     trace = steps.Trace.load(steps.DATA / f"{steps.RESNET50}.csv")
     captured = trace.captured()
     measured = steps.with_trace_times(captured, trace.operators)
-    return compared(captured.program, measured, Machine.load(trace.machine), limits, calls, seed, searches)
+    return compared(captured.program, measured, Machine.load(trace.machine), limits, calls, searches)
 
 
 def compared(
-    modelled: Program, measured: Program, machine: Machine, limits: Sequence[float] = LIMITS, calls: int = CALLS,
-    seed: int = 0, searches: Sequence[str] = SEARCHES,
-) -> list[Row]:  # fmt: skip
+    modelled: Program, measured: Program, machine: Machine, limits: Sequence[float], calls: int, searches: Sequence[str]
+) -> list[Row]:
     """Compares predicted and measured overheads for each limit and each of BELIEFS.
 
     Args:
@@ -58,7 +55,6 @@ def compared(
         machine: machine with a kernel-time model.
         limits: fractions of the program's peak.
         calls: simulator calls of each search that counts them.
-        seed: seed of the searches.
         searches: names of planners; the search for faster kernels starts from their plans.
 
     Returns:
@@ -70,10 +66,8 @@ def compared(
     Raises:
         Infeasible: if no search finds a plan.
         PlanError: if the programs differ in more than durations.
-        ValueError: if the machine has no kernel-time model.
     """
-    if machine.kernel_times is None:
-        raise ValueError(f"machine: {machine.name} has no kernel-time model (kernel_times)")
+    assert machine.kernel_times is not None
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
     before = with_roofline(modelled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
@@ -82,10 +76,10 @@ def compared(
     found = []
     for limit in limits:
         task = (machine, int(limit * modelled.peak_bytes))
-        own, _ = planned(measured, *task, calls, seed, None, searches)
+        own, _ = planned(measured, *task, calls, None, searches)
         bound = floor(measured, *task, families=UNPROVEN)
         for name, (program, expected) in believed.items():
-            plan, spread = planned(program, *task, calls, seed, expected, searches)
+            plan, spread = planned(program, *task, calls, expected, searches)
             found.append({
                 "limit_fraction": limit, "limit_bytes": task[1], "times": name, "planner": plan.planner,
                 "said": simulate(program, plan, *task).overhead,
@@ -97,9 +91,8 @@ def compared(
 
 
 def planned(
-    program: Program, machine: Machine, limit: int, calls: int, seed: int, error: TimesError | None,
-    searches: Sequence[str] = SEARCHES,
-) -> tuple[Plan, Spread | None]:  # fmt: skip
+    program: Program, machine: Machine, limit: int, calls: int, error: TimesError | None, searches: Sequence[str]
+) -> tuple[Plan, Spread | None]:
     """Returns the recommended plan and, if ``error`` is given, its spread (agents/search/other_times.py).
 
     Args:
@@ -111,19 +104,17 @@ def planned(
         Infeasible: if no search finds a plan.
     """
     task = (program, machine, limit)
-    planners: list[agents.Planner] = [
-        report.made(name, mode="joint", calls=calls, seed=seed, min_bytes=small(program)) for name in searches
-    ]
-    found = [_best(planner, task, seed) for planner in planners]
+    options = {"calls": calls, "seed": 0, "min_bytes": small(program)}
+    found = [_best(report.made(name, mode="joint", **options), task) for name in searches]
     if error is not None:
         starts = [best.plan for best in found if best.plan is not None]
-        found.append(_best(ForFaster(starts, error, calls, min_bytes=small(program), seed=seed), task, seed))
-    others = None if error is None else OtherTimes(*task, error, seed=seed)
+        found.append(_best(ForFaster(starts, error, **options), task))
+    others = None if error is None else OtherTimes(*task, error, seed=0)
     best = times.recommended(found, others)
     if best is None or best.plan is None:
         raise agents.Infeasible(f"{program.name!r} has no plan within {limit:,} bytes")
     return best.plan, None if others is None else others.spread(best.plan)
 
 
-def _best(planner: agents.Planner, task: tuple[Program, Machine, int], seed: int) -> Best:
-    return Best(planner.name, *report.score_with(planner, *task, seed), 0.0)
+def _best(planner: agents.Planner, task: tuple[Program, Machine, int]) -> Best:
+    return Best(planner.name, *report.score_with(planner, *task, 0), 0.0)

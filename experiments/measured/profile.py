@@ -60,7 +60,7 @@ def profiled(
         torch.cuda.reset_peak_memory_stats()
     log(f"{WARM + steps} eager steps")
     timed(made.step, WARM, device)
-    _, times = timed(made.step, steps, device)
+    times = timed(made.step, steps, device)
     peaks = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if cuda else (None, None)
     log("every kernel")
     captured = made.captured(preset)

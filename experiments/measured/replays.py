@@ -56,22 +56,16 @@ def replays(folder: Path = FOLDER) -> list[Replay]:
     rows = load_json(folder / "results.json", lambda data: data["rows"])
     out, programs = [], {}
     for row in rows:
-        name = f"{row.get('workload')}-{row.get('fraction')}-{row.get('planner')}"
-        path = folder / "replays" / f"plan-{name}.json.gz"
         workload = row.get("workload")
+        path = folder / "replays" / f"plan-{workload}-{row.get('fraction')}-{row.get('planner')}.json.gz"
         if row["kind"] != "replay" or not path.exists():
             continue
         if workload not in programs:
             programs[workload] = Program.load(folder / "replays" / f"program-{workload}.json.gz")
-        program, plan = programs[workload], Plan.load(path)
-        limit, decisions = row["limit"], rows_of(plan.decisions)
+        program, limit, decisions = programs[workload], row["limit"], rows_of(Plan.load(path).decisions)
         then = Engine(program, replace(machine, issue_ns=0), limit).score(decisions).iteration_ns
-        kernels = [replace(k, duration_ns=k.duration_ns + KERNEL_NS * (k.duration_ns > 0)) for k in program.kernels]
-        slower = replace(program, kernels=tuple(kernels))
-        now = Engine(slower, costs, limit).score(decisions).iteration_ns
-        before = row["predicted_ns"]
-        out.append(
-            Replay(workload, row["fraction"], row["planner"], then != before, before, now + before - then,
-                   row["measured_ns"])
-        )  # fmt: skip
+        slower = program.with_durations([k.duration_ns + KERNEL_NS * (k.duration_ns > 0) for k in program.kernels])
+        now, before, measured = Engine(slower, costs, limit).score(decisions), row["predicted_ns"], row["measured_ns"]
+        predicted = now.iteration_ns + before - then
+        out.append(Replay(workload, row["fraction"], row["planner"], then != before, before, predicted, measured))
     return out

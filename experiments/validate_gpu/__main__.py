@@ -33,7 +33,7 @@ from executor import CaptureError
 from executor.fit import FitError
 from executor.replay.backend import BackendError
 from experiments.common import help
-from experiments.common.lock import Busy, held
+from experiments.common.lock import held
 from experiments.validate_gpu import results, stages
 from experiments.validate_gpu.record import DEATHS, Broken, Record
 from experiments.validate_gpu.settings import LEAST, STAGES, Settings, UsageError, parse
@@ -57,16 +57,12 @@ def main(words: Sequence[str] | None = None) -> int:
             raise UsageError("no CUDA GPU found; backend=host runs tiny networks without one")
         if settings.machine:
             Machine.load(settings.machine)
-    except (UsageError, FormatError) as error:
-        print(error, file=sys.stderr)
-        return FAILED
-    out = Path(settings.out or f"runs/validate_gpu-{time.strftime('%Y%m%d-%H%M%S')}")
-    out.mkdir(parents=True, exist_ok=True)
-    try:
+        out = Path(settings.out or f"runs/validate_gpu-{time.strftime('%Y%m%d-%H%M%S')}")
+        out.mkdir(parents=True, exist_ok=True)
         with held(out):
             if len(settings.stages) == 1:
                 return one(settings, out)
-    except Busy as error:
+    except (UsageError, FormatError) as error:
         print(error, file=sys.stderr)
         return FAILED
     status = in_turn(settings, words, out)

@@ -29,8 +29,7 @@ from executor.memory.engines import line
 from experiments.common.bisection import largest
 from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, host_bytes, made, own_batch
 from experiments.validate_gpu.pytorch_baselines import CACHE, OURS, Counter, Levels
-from experiments.validate_gpu.record import LATE, Record
-from experiments.validate_gpu.settings import Settings
+from experiments.validate_gpu.record import LATE
 from simulator import Machine, OutOfMemory
 from simulator.plan import PlanError
 
@@ -38,21 +37,6 @@ CAPS = (1.02, 1.1, 1.25)
 STEPS = 2
 MOST = 64  # largest batch of the search, in multiples of the network's own batch
 PART = 32  # relative resolution of the answer: 1 / PART
-
-
-def search(settings: Settings, machine: Machine, record: Record) -> None:
-    """Adds a row per workload and method with the largest batch.
-
-    A row has ``batch`` (the largest), ``own_batch`` (the network's), ``cap`` in bytes, ``too_large`` (smallest batch
-    that failed) and ``reason``; or ``failed``. Each search gets an equal share of the remaining time.
-    """
-    todo = [(name, method) for name in settings.workloads for method in settings.methods
-            if not record.has("largest", workload=name, method=method)]  # fmt: skip
-    caps: dict[str, int] = {}
-    for i, (name, method) in enumerate(todo):
-        tries, seconds = Tries(name, method, settings.device, machine), record.left() / (len(todo) - i)
-        key = {"workload": name, "method": method}
-        record.measure("largest", key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))
 
 
 class Tries:

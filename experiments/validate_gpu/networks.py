@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,15 +131,11 @@ def own_batch(name: str) -> int:
     return NETWORKS[name][0]
 
 
-def on_meta(name: str) -> Parts:
-    """Returns a network on the meta device with a batch of 1."""
-    with torch.device("meta"):
-        return NETWORKS[name][1](1)
-
-
 def block_count(name: str) -> int:
     """Returns the number of blocks (the units of checkpointing)."""
-    return sum(isinstance(module, BLOCKS) for module in on_meta(name)[0].modules())
+    with torch.device("meta"):
+        model, *_ = NETWORKS[name][1](1)
+    return sum(isinstance(module, BLOCKS) for module in model.modules())
 
 
 def build(name: str, device: str, seed: int = 0, batch: int | None = None) -> Network:
@@ -167,33 +164,32 @@ def build(name: str, device: str, seed: int = 0, batch: int | None = None) -> Ne
     return Network(name, model, loss_fn, optimizer, data, blocks)
 
 
-def timed(step: Callable[[], Any], count: int, device: str) -> tuple[list[Any], list[int]]:
-    """Runs ``count`` steps and returns their results and durations in ns.
+def timed(step: Callable[[], object], count: int, device: str) -> list[int]:
+    """Runs ``count`` steps and returns their durations in ns.
 
     On CUDA the steps follow each other without synchronization, as in training, and events measure each step.
     """
-    results: list[Any] = []
     times: list[int] = []
     if device != "cuda":
         for _ in range(count):
             begin = time.perf_counter_ns()
-            results.append(step())
+            step()
             times.append(time.perf_counter_ns() - begin)
-        return results, times
+        return times
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize()
     marks[0].record()
     for mark in marks[1:]:
-        results.append(step())
+        step()
         mark.record()
     torch.cuda.synchronize()
-    return results, [round(1e6 * a.elapsed_time(b)) for a, b in zip(marks, marks[1:], strict=False)]
+    return [round(1e6 * a.elapsed_time(b)) for a, b in pairwise(marks)]
 
 
 def in_turns(
-    step: Callable[[], Any], other: Callable[[], Any], count: int, device: str, held: int = 0,
+    step: Callable[[], object], other: Callable[[], object], count: int, device: str, held: int = 0,
     turn: Callable[[bool], object] = bool,
-) -> tuple[list[Any], list[int], list[int], int]:  # fmt: skip
+) -> tuple[list[int], list[int], int]:  # fmt: skip
     """Times two alternating steps, so that changes of the GPU's clock affect both.
 
     Args:
@@ -205,10 +201,8 @@ def in_turns(
         turn: called before each turn (before its WARM unmeasured steps) with True for ``step``, False for ``other``.
 
     Returns:
-        Results of the measured ``step`` calls, times of ``step`` in ns, times of ``other`` in ns, and the peak memory
-        of ``step`` in bytes (0 on the CPU).
+        Times of ``step`` in ns, times of ``other`` in ns, and the peak memory of ``step`` in bytes (0 on the CPU).
     """
-    results: list[Any] = []
     times: tuple[list[int], list[int]] = ([], [])
     turns, peak = min(TURNS, count), 0
     for i in range(turns):
@@ -220,10 +214,8 @@ def in_turns(
             turn(mine)
             for _ in range(WARM):
                 run()
-            found, took = timed(run, count * (i + 1) // turns - count * i // turns, device)
-            results += found if mine else []
-            times[not mine].extend(took)
-    return results, *times, peak
+            times[not mine].extend(timed(run, count * (i + 1) // turns - count * i // turns, device))
+    return *times, peak
 
 
 def limit_of(program: Program, fraction: float) -> int:
@@ -249,14 +241,9 @@ def cap_memory(nbytes: float | None, device: str) -> None:
 
 
 def made(planner: str, program: Program, **wanted: Any) -> agents.Planner:
-    """Returns a planner with those options of ``wanted`` that it accepts; it ignores tensors below smallest_block()."""
-    options = {**wanted, "min_bytes": smallest_block(program)}
+    """Returns a planner with those options of ``wanted`` that it accepts; small tensors stay on the device."""
+    options = {**wanted, "min_bytes": max(1, min(MIB, program.peak_bytes // 500))}
     return agents.make(planner, **{key: options[key] for key in options.keys() & agents.options(planner)})
-
-
-def smallest_block(program: Program) -> int:
-    """Returns the smallest tensor size in bytes that planners consider for eviction."""
-    return max(1, min(MIB, program.peak_bytes // 500))
 
 
 def host_bytes() -> int:

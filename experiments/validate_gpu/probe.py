@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ from executor import CaptureError, PlannedStep, StepError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import Cache, Profile, measure, with_profile
 from executor.memory.engines import line
+from executor.memory.pinned import CUDA
 from executor.replay.backend import Backend, Stream
 from experiments.validate_gpu.networks import MIB, build, limit_of, made
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
-from experiments.validate_gpu.traces import copy_speeds, traced
 from experiments.validate_gpu.training import Case, batch_stays, beside_eager
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
@@ -54,6 +55,7 @@ COSTS = {"launch_ns": 1400, "graph_launch_ns": 520, "event_ns": 0, "wait_ns": 10
          "d2h_latency_ns": 7600, "issue_ns": 12_000}  # fmt: skip
 ROUND_TRIP_NS = 10_000  # overhead of a copy between two kernels of a graph; traces showed gaps of 17 us with latency
 COUNT, LONG_NS = 200, 20_000
+SWAPS, SWAP_BYTES = 60, 32 * MIB
 REHEARSAL = 4  # factor on a section's seconds with backend=host, on a shared CPU
 AIMS = (1.0, 0.97, 0.94, 0.88)  # fractions of the limit to plan for, tried until the graph's memory fits the limit
 STEPS = {"cuda": 16, "cpu": 4}
@@ -96,23 +98,31 @@ class Probe:
 
     def row(self, what: str, predicted: object, measured: object, **more: Any) -> None:
         """Prints a measurement next to its prediction and appends the row to probe.jsonl."""
-        row = {"section": self.section, "what": what, "predicted": predicted, "measured": measured, **more}
-        keep(self.out, row)
+        keep(self.out, section=self.section, what=what, predicted=predicted, measured=measured, **more)
         rest = ", ".join(f"{key} {_short(value)}" for key, value in more.items() if not isinstance(value, (dict, list)))
         numbers = f"predicted {_short(predicted)}, measured {_short(measured)}"
         print(f"{self.section:10} {what}: {numbers}{'; ' if rest else ''}{rest}", flush=True)
 
     def failed(self, what: str, error: object) -> None:
         """Records a failed measurement with its reason."""
-        keep(self.out, {"section": self.section, "what": what, "failed": str(error)[:400]})
+        keep(self.out, section=self.section, what=what, failed=str(error)[:400])
         print(f"{self.section:10} {what}: failed: {error}", flush=True)
 
     def left(self) -> float:
         """Returns the seconds left for this section."""
         return self.until - time.monotonic()
 
+    def attempt(self, what: str, measurement: Callable[[], object]) -> None:
+        """Runs a measurement; records its failure, or that no time is left for it."""
+        if self.left() < 5:
+            return self.failed(what, "no time left")
+        try:
+            measurement()
+        except Exception as error:  # continue with the next one
+            self.failed(what, line(error))
 
-def keep(out: Path, row: dict[str, Any]) -> None:
+
+def keep(out: Path, **row: Any) -> None:
     """Appends a row to the folder's probe.jsonl."""
     with (out / "probe.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -190,21 +200,78 @@ def copies(probe: Probe) -> None:
             probe.row(f"bytes/s of swap-outs, {what}: {form}", machine.d2h_bytes_per_s, speed)
 
 
+Event = tuple[float, float, int | None, str, str, int | None]  # begin and duration in us, stream, category, name, bytes
+
+
+def traced(step: Callable[[], Any], count: int, folder: Path) -> list[Event]:
+    """Returns the kernels and copies of ``count`` steps by begin; PyTorch writes a temporary file into ``folder``."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    raw = folder / "chrome-trace.json"
+    profiler.export_chrome_trace(str(raw))
+    events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
+              for e in json.loads(raw.read_text())["traceEvents"]
+              if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
+    raw.unlink()
+    return sorted(events, key=lambda event: float(event[0]))
+
+
+def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
+    """Yields (form, label, bytes per second) of swap-outs beside kernels.
+
+    Each swap-out forks from the kernels and joins them ``lag`` kernels later, from streams or as a graph. Graphs are
+    replayed one at a time and three in a row.
+
+    Args:
+        out: folder for a temporary file.
+    """
+    x, device = torch.randn(2**26, device="cuda"), torch.empty(SWAP_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.from_numpy(CUDA.take(SWAPS * SWAP_BYTES)).view(SWAPS, SWAP_BYTES)
+
+    def work(lag: int, sides: Sequence[torch.cuda.Stream]) -> None:
+        compute, ends = torch.cuda.current_stream(), []
+        for i in range(SWAPS):
+            x.mul_(1.0)
+            side = sides[i % len(sides)]
+            side.wait_stream(compute)
+            with torch.cuda.stream(side):
+                host[i].copy_(device, non_blocking=True)
+                ends.append(side.record_event())
+            if i >= lag:
+                compute.wait_event(ends[i - lag])
+        for side in sides:
+            compute.wait_stream(side)
+
+    for lag, width in ((2, 1), (30, 1), (2, 8), (30, 8)):
+        sides, graph = [torch.cuda.Stream() for _ in range(width)], torch.cuda.CUDAGraph()
+        run = partial(work, lag, sides)
+        run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        for form, call, count in (("streams", run, 1), ("graph", graph.replay, 1), ("graph", graph.replay, 3)):
+            found = [event for event in traced(call, count, out) if event[3] == "gpu_memcpy"]
+            speed = 1e6 * sum(event[5] for event in found) / sum(event[1] for event in found)
+            yield form, f"joined {lag} kernels later, {width} copy streams, {count} in a row", speed
+
+
 def replays(probe: Probe) -> None:
     """Replays plans as graphs: the committed plans of the second run and plans from fast planners."""
     machine = probe.machine
     with open_backend(probe.backend, machine) as backend:
-        for i, (what, program, plan, limit) in enumerate(_plans(probe, machine)):
-            if probe.left() < 5:
-                probe.failed(what, "no time left")
-                continue
-            try:
-                found = replay(program, plan, machine, limit, backend)
-                checks = replay(program, plan, machine, limit, backend, 2, mode="check").checks if not i else 0
-                probe.row(what, found.predicted_ns, found.iteration_ns, error=found.error, checks=checks,
-                          footprint=found.footprint, limit=limit)  # fmt: skip
-            except Exception as error:  # continue with the next plan
-                probe.failed(what, line(error))
+
+        def measured(what: str, program: Program, plan: Plan, limit: int, first: bool) -> None:
+            found = replay(program, plan, machine, limit, backend)
+            checks = replay(program, plan, machine, limit, backend, 2, mode="check").checks if first else 0
+            probe.row(what, found.predicted_ns, found.iteration_ns, error=found.error, checks=checks,
+                      footprint=found.footprint, limit=limit)  # fmt: skip
+
+        for i, (what, *parts) in enumerate(_plans(probe, machine)):
+            probe.attempt(what, partial(measured, what, *parts, first=not i))
 
 
 def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan, int]]:
@@ -238,16 +305,9 @@ def steps(name: str) -> Callable[[Probe], None]:
     def section(probe: Probe) -> None:
         profiles: dict[str, Profile] = {}
         for fraction, graph in ((0.7, True), (0.7, False), (0.5, True)):
-            if probe.left() > 5:
-                planned(probe, probe.network(name), fraction, graph, profiles)
-            else:
-                probe.failed(_what(name, fraction, graph), "no time left")
+            planned(probe, probe.network(name), fraction, graph, profiles)
 
     return section
-
-
-def _what(name: str, fraction: float, graph: bool) -> str:
-    return f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
 
 
 def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[str, Profile]) -> None:
@@ -261,8 +321,11 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         graph: whether the step runs as a CUDA graph.
         profiles: measured profiles by network; a missing one is measured and added.
     """
-    what, device, machine = _what(name, fraction, graph), probe.device, probe.machine
-    try:
+    what = f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
+    device, machine = probe.device, probe.machine
+    costs = machine.in_graph() if graph else machine
+
+    def measured() -> None:
         eager = eager_beside(name, device)
         held = torch.cuda.memory_allocated() if device == "cuda" else 0
         network = build(name, device)
@@ -278,7 +341,6 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         captured, limit = replace(captured, program=program), limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
-            costs = machine.in_graph() if graph else machine
             plan = made("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
             case = Case(name, program, fraction, limit)
             if graph:
@@ -287,25 +349,28 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
                 with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
                     found = beside_eager(step, network.batch, eager, STEPS[device], device, held)
                     if device == "cuda":
-                        saved = probe.out / f"{name}-{fraction}{'' if graph else '-kernels'}"
-                        program.save(f"{saved}-program.json.gz")
-                        plan.save(f"{saved}-plan.json")
-                        try:
-                            write_json(f"{saved}-trace.json.gz", traced(lambda: step(*network.batch), 3, probe.out))
-                        except Exception as error:  # the measurement is complete without it
-                            probe.failed(f"trace of {what}", line(error))
+                        save(program, plan, lambda: step(*network.batch))
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
             predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, found["measured_ns"]
+            peaks = {"peak": found["ledger"], **({"allocated": found["device_peak"]} if device == "cuda" else {})}
             probe.row(what, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
                       kernels=len(program.kernels), eager_ns=found["eager_ns"], to_eager=ns / found["eager_ns"],
-                      host_ns=found["host_ns"], peak=found["ledger"],
-                      **({"allocated": found["device_peak"]} if device == "cuda" else {}))  # fmt: skip
+                      host_ns=found["host_ns"], **peaks)  # fmt: skip
             return
         probe.failed(what, "; ".join(reasons))
-    except Exception as error:  # continue with the next row
-        probe.failed(what, line(error))
+
+    def save(program: Program, plan: Plan, step: Callable[[], object]) -> None:
+        saved = probe.out / f"{name}-{fraction}{'' if graph else '-kernels'}"
+        program.save(f"{saved}-program.json.gz")
+        plan.save(f"{saved}-plan.json")
+        try:
+            write_json(f"{saved}-trace.json.gz", traced(step, 3, probe.out))
+        except Exception as error:  # the measurement is complete without it
+            probe.failed(f"trace of {what}", line(error))
+
+    probe.attempt(what, measured)
 
 
 def rivals(probe: Probe) -> None:
@@ -438,9 +503,9 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
                 failed = f"stopped after {seconds:.0f} s"
         if failed:
             status = 1
-            keep(out, {"section": name, "failed": failed})
+            keep(out, section=name, failed=failed)
             print(f"{name:10} failed: {failed}", flush=True)
-        keep(out, {"section": name, "seconds": round(time.monotonic() - begin, 1)})
+        keep(out, section=name, seconds=round(time.monotonic() - begin, 1))
         gather(out, backend)
     print(f"results are in {out / 'probe.json'}; {shutil.make_archive(str(out), 'gztar', out)} has all files")
     return status

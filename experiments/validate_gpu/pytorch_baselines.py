@@ -21,11 +21,11 @@ The limit for a fraction f is eager's memory between steps plus f times the rise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ from experiments.common.bisection import largest
 from experiments.validate_gpu.conditions import watched
 from experiments.validate_gpu.networks import Network, block_count, build, give_back, in_turns, made, timed
 from experiments.validate_gpu.offload import Offload
-from experiments.validate_gpu.record import Record
-from experiments.validate_gpu.settings import Settings
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
@@ -83,64 +81,32 @@ class Trial:
     eager_ns: float | None = None
 
 
-class Ready(NamedTuple):
-    """Earlier results of a network, so that ``compare`` need not measure or plan it again.
-
-    Attributes:
-        eager: eager steps.
-        program: program with measured durations.
-        plans: plans by limit (a fraction), in descending order of planned bytes.
-    """
-
-    eager: Trial
-    program: Program
-    plans: dict[float, list[Plan]]
-
-
 def limit_at(f: float, eager: Trial) -> int:
     """Returns the limit in bytes for the fraction ``f`` of eager's activation peak."""
     return eager.between + round(f * (eager.peak - eager.between))
 
 
-def compare(settings: Settings, machine: Machine, record: Record, ready: Mapping[str, Ready]) -> None:
-    """Measures every method at every limit and adds one row each.
-
-    A row has ``measured_ns``, ``measured_peak``, ``limit``, ``setting``, ``eager_ns`` of the alternating eager steps,
-    ``overhead`` relative to them and ``clocks``; or ``failed``. A workload without blocks gets one failed row.
-
-    Args:
-        ready: earlier results by workload, which are reused.
-    """
-    device = settings.device
-    for name in settings.workloads:
-        known = ready.get(name)
-        key = {"workload": name, "method": "eager"}
-        record.measure("compare", key, partial(_eager_row, name, device, known), fraction=1.0)
-        for row in record.of("compare", **key):
-            eager = Trial(row["measured_ns"], row["measured_peak"], row["between"])
-            for method in settings.methods:
-                if method == "eager":
-                    continue
-                search = _Ours(name, device, machine, known) if method == "ours" else Levels(name, device, method)
-                for f in settings.limits:
-                    key, limit = {"workload": name, "fraction": f, "method": method}, limit_at(f, eager)
-                    record.measure("compare", key, partial(_row, search, f, limit, settings.steps), limit=limit)
-
-
-def _eager_row(name: str, device: str, known: Ready | None) -> dict[str, Any]:
-    """Measures eager steps and returns their row; raises Unreachable if the network has no blocks."""
+def eager_row(name: str, device: str, eager: Trial | None) -> dict[str, Any]:
+    """Returns the row of eager steps, measured unless ``eager`` is given; raises Unreachable without blocks."""
     if not block_count(name):
         raise Unreachable("the network has no blocks to checkpoint")
     warm_up(name, device)
-    eager = known.eager if known else trial(name, device)
+    eager = eager or trial(name, device)
     return {"measured_ns": eager.ns, "limit": eager.peak, "measured_peak": eager.peak, "between": eager.between,
             "overhead": 0.0, "setting": ""}  # fmt: skip
 
 
-def _row(search: Levels | _Ours, f: float, limit: int, steps: int) -> dict[str, Any]:
-    """Measures a method's mildest setting within a limit and returns the row; raises Unreachable."""
+def row(search: Levels | Ours, limit: int, plans: Sequence[Plan], steps: int) -> dict[str, Any]:
+    """Measures a method's mildest setting within a limit and returns the row; raises Unreachable.
+
+    Args:
+        search: the method, or the planned step.
+        limit: limit of the measured peak in bytes.
+        plans: known plans for this limit, in descending order of planned bytes.
+        steps: measured steps, which alternate with as many eager ones.
+    """
     warm_up(search.name, search.device)
-    chosen = search.within(limit, f)
+    chosen = search.within(limit, plans)
     with watched(search.device) as clocks:
         found = search.timed(chosen, steps)
     assert found.eager_ns is not None
@@ -182,7 +148,7 @@ def _measured(
     cuda, counter = device == "cuda", Counter()
     step()  # compiles the model and creates the optimizer state
     if beside:
-        _, times, eager, peak = in_turns(step, beside, steps, device, before)
+        times, eager, peak = in_turns(step, beside, steps, device, before)
         return Trial(median(times), peak, eager_ns=median(eager))
     if cuda:
         step()
@@ -192,7 +158,7 @@ def _measured(
         with counter:
             step()
     between = torch.cuda.memory_allocated() - before if cuda else counter.count()
-    _, times = timed(step, STEPS, device)
+    times = timed(step, STEPS, device)
     peak = torch.cuda.max_memory_allocated() - before if cuda else counter.peak
     return Trial(median(times), peak, between)
 
@@ -243,7 +209,7 @@ class Levels:
         self.count = len(BUDGETS) if method == "compile" else block_count(name) + 1
         self.known: dict[int, Trial] = {}
 
-    def within(self, limit: int, f: float = 0.0) -> Trial:
+    def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns the mildest setting whose peak is within ``limit`` bytes; raises Unreachable."""
         most = self.count - 1
         if self.at(most).peak > limit:
@@ -296,18 +262,16 @@ def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------- ours
 
 
-class _Ours:
-    """Runs planned steps on the measured profile: tries the saved plans first, then plans for lower limits."""
+class Ours:
+    """Runs planned steps on the measured profile: tries known plans first, then plans for lower limits."""
 
-    def __init__(self, name: str, device: str, machine: Machine, ready: Ready | None = None):
-        self.name, self.device, self.machine, self.ready = name, device, machine, ready
-        self.program = ready.program if ready else None
+    def __init__(self, name: str, device: str, machine: Machine, program: Program | None):
+        self.name, self.device, self.machine, self.program = name, device, machine, program
         self.aim = 0  # planned bytes of the last call of ``at``
         self.plans: dict[int, Plan] = {}  # by planned bytes
 
-    def within(self, limit: int, f: float = 0.0) -> Trial:
+    def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns a planned step whose measured peak is within ``limit`` bytes; raises Unreachable."""
-        plans = self.ready.plans.get(f, []) if self.ready else []
         self.plans |= {plan.limit: plan for plan in plans}
         aim, aims = limit, [plan.limit for plan in plans]
         for _ in range(len(plans) + TRIES):

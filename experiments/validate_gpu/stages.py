@@ -32,20 +32,14 @@ from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.measured_step import measured_step
 from experiments.common.workers import Pool
-from experiments.validate_gpu import largest_batch, pytorch_baselines
+from experiments.validate_gpu import pytorch_baselines as baselines, training
 from experiments.validate_gpu.conditions import deterministic, watched
-from experiments.validate_gpu.networks import build, give_back, host_bytes, limit_of, made
-from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial, warm_up
+from experiments.validate_gpu.largest_batch import Tries
+from experiments.validate_gpu.networks import build, give_back, host_bytes, limit_of, made, own_batch
+from experiments.validate_gpu.pytorch_baselines import Trial, Unreachable, best_plan, trial
 from experiments.validate_gpu.record import LATE, Record
 from experiments.validate_gpu.settings import Settings, UsageError
-from experiments.validate_gpu.training import (
-    Case,
-    batch_stays,
-    eager_bits,
-    losses_only,
-    timed_beside,
-    train_capped,
-)
+from experiments.validate_gpu.training import Case, train_capped
 from simulator import Machine, OutOfMemory, Plan, Program, simulate
 from simulator.files import write_text
 from simulator.plan import PlanError
@@ -90,11 +84,10 @@ class Run:
         """Returns the path of a network's program with measured durations."""
         return self.profile(name).with_suffix(".program.json.gz")
 
-    def plan(self, case: Case, planner: str, aim: int = 0) -> Path:
+    def plan(self, workload: str, fraction: float, planner: str, aim: int = 0) -> Path:
         """Returns the path of a plan; ``aim`` is the index into AIMS for planner OURS."""
         folder = Path(self.settings.plans or self.record.out / "plans")
-        last = f"-{aim}" if planner == OURS else ""
-        return folder / f"{case.workload}-{case.fraction}-{planner}{last}.json"
+        return folder / f"{workload}-{fraction}-{planner}{f'-{aim}' if planner == OURS else ''}.json"
 
     def cases(self) -> list[Case]:
         """Returns every profiled workload at every limit, in the order of the settings."""
@@ -147,7 +140,7 @@ def profile(run: Run) -> None:
 def profiled(run: Run, name: str) -> dict[str, Any]:
     """Profiles one network, writes its files and returns the row."""
     settings, machine = run.settings, run.machine
-    warm_up(name, settings.device)
+    baselines.warm_up(name, settings.device)
     eager = trial(name, settings.device)
     captured = build(name, settings.device).captured(machine)
     seconds = run.record.left()
@@ -182,7 +175,7 @@ def plan_one(planner: str, file: Path, machine: Machine, limit: int, less: dict[
             if planner == OURS
             else made(planner, program, **less).plan(program, machine, limit)
         )
-    except (agents.Infeasible, pytorch_baselines.Unreachable) as error:
+    except (agents.Infeasible, Unreachable) as error:
         found = str(error)
     except ImportError as error:
         found = f"{planner} {MISSING}: {error}"
@@ -217,7 +210,7 @@ def plan(run: Run) -> None:
     eager = eager_steps(run) if OURS in settings.methods else {}
     for case in run.cases():
         if case.workload in eager:
-            limit = pytorch_baselines.limit_at(case.fraction, eager[case.workload])
+            limit = baselines.limit_at(case.fraction, eager[case.workload])
             jobs += [(OURS, replace(case, limit=int(part * limit)), i) for i, part in enumerate(AIMS)]
     with planning(settings.workers or os.cpu_count() or 1) as pool:
         make_plans(run, jobs, machine, pool)
@@ -229,7 +222,7 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
     asked = []
     for planner, case, aim in jobs:
         row = {"workload": case.workload, "fraction": case.fraction, "planner": planner, "aim": aim}
-        if not record.has("plan", **row) and not run.plan(case, planner, aim).exists():
+        if not record.has("plan", **row) and not run.plan(case.workload, case.fraction, planner, aim).exists():
             task = planner, run.program(case.workload), machine, case.limit, less
             asked.append((row, planner, case, aim, pool.submit(plan_one, *task)))
     for row, planner, case, aim, answer in asked:
@@ -246,7 +239,7 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
             again = {"again": True} if MISSING in found else {}
             record.add("plan", **row, failed=found, seconds=seconds, **again)
             continue
-        found.save(run.plan(case, planner, aim))
+        found.save(run.plan(case.workload, case.fraction, planner, aim))
         predicted = simulate(case.program, found, machine, case.limit)
         record.add("plan", **row, seconds=seconds, predicted_ns=predicted.iteration_ns,
                    ideal_ns=case.program.ideal_ns, decisions=len(found.decisions))  # fmt: skip
@@ -254,8 +247,8 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
 
 def planned(run: Run, planners: Sequence[str]) -> list[tuple[Case, Plan]]:
     """Returns every saved plan with its case, grouped by network."""
-    found = [(case, planner, run.plan(case, planner)) for case in run.cases() for planner in planners]
-    return [(case, Plan.load(file)) for case, _, file in found if file.exists()]
+    found = [(case, run.plan(case.workload, case.fraction, planner)) for case in run.cases() for planner in planners]
+    return [(case, Plan.load(file)) for case, file in found if file.exists()]
 
 
 def eager_steps(run: Run) -> dict[str, Trial]:
@@ -323,17 +316,17 @@ def train(run: Run) -> None:
     operators to compare losses with eager ones bit by bit.
     """
     settings, machine, device = run.settings, run.machine, run.settings.device
-    bits_of = cache(eager_bits)
+    bits_of = cache(training.eager_bits)
     plans = planned(run, settings.train)
     pin_the_most(run, plans)
 
     def measured(case: Case, plan: Plan, graph: bool) -> dict[str, Any]:
         same = bits_of(case.workload, device)
-        got = train_capped(device, case, plan, machine, timed_beside, count=settings.steps, graph=graph)
+        got = train_capped(device, case, plan, machine, training.timed_beside, count=settings.steps, graph=graph)
         if "failed" in got:
             return got
         with deterministic():
-            bits = train_capped(device, case, plan, machine, losses_only, graph=graph)
+            bits = train_capped(device, case, plan, machine, training.losses_only, graph=graph)
         timeline = simulate(case.program, plan, machine.in_graph() if graph else machine, case.limit)
         got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
                 "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
@@ -349,23 +342,52 @@ def train(run: Run) -> None:
         key = key_of(case, plan)
         run.record.measure("train", key, partial(measured, case, plan, False), limit=case.limit)
         if plan.planner in settings.graph:
-            graph, plan = batch_stays(case, plan)
+            graph, plan = training.batch_stays(case, plan)
             run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
 
 
 def compare(run: Run) -> None:
-    """Measures PyTorch's methods and planned steps at equal peak, with the saved plans."""
-    settings, ready = run.settings, {}
-    for name, eager in eager_steps(run).items():
-        if (file := run.program(name)).exists():
-            program = Program.load(file)
-            cases = [Case(name, program, f, 0) for f in settings.limits]
-            files = {c.fraction: [run.plan(c, OURS, i) for i in range(len(AIMS))] for c in cases}
-            plans = {f: [Plan.load(file) for file in each if file.exists()] for f, each in files.items()}
-            ready[name] = Ready(eager, program, plans)
-    pytorch_baselines.compare(settings, run.machine, run.record, ready)
+    """Measures every method at every limit, with the saved plans; a network without blocks gets one failed row.
+
+    A row has ``measured_ns``, ``measured_peak``, ``limit``, ``setting``, ``eager_ns`` of the alternating eager steps,
+    ``overhead`` relative to them and ``clocks``; or ``failed``.
+    """
+    settings, record, machine, device = run.settings, run.record, run.machine, run.settings.device
+    known = {name: eager for name, eager in eager_steps(run).items() if run.program(name).exists()}
+    for name in settings.workloads:
+        key = {"workload": name, "method": "eager"}
+        eager_row = partial(baselines.eager_row, name, device, known.get(name))
+        record.measure("compare", key, eager_row, fraction=1.0)
+        for row in record.of("compare", **key):
+            eager = Trial(row["measured_ns"], row["measured_peak"], row["between"])
+            program = Program.load(run.program(name)) if name in known else None
+            for method in settings.methods:
+                if method == "eager":
+                    continue
+                search = (
+                    baselines.Ours(name, device, machine, program)
+                    if method == OURS
+                    else baselines.Levels(name, device, method)
+                )
+                for f in settings.limits:
+                    files = [run.plan(name, f, OURS, i) for i in range(len(AIMS))] if program else []
+                    plans, limit = [Plan.load(file) for file in files if file.exists()], baselines.limit_at(f, eager)
+                    key = {"workload": name, "fraction": f, "method": method}
+                    measured = partial(baselines.row, search, limit, plans, settings.steps)
+                    record.measure("compare", key, measured, limit=limit)
 
 
 def largest(run: Run) -> None:
-    """Finds the largest batch of each method."""
-    largest_batch.search(run.settings, run.machine, run.record)
+    """Finds the largest batch of each method; each search gets an equal share of the remaining time.
+
+    A row has ``batch`` (the largest), ``own_batch`` (the network's), ``cap`` in bytes, ``too_large`` (smallest batch
+    that failed) and ``reason``; or ``failed``.
+    """
+    settings, record = run.settings, run.record
+    todo = [(name, method) for name in settings.workloads for method in settings.methods
+            if not record.has("largest", workload=name, method=method)]  # fmt: skip
+    caps: dict[str, int] = {}
+    for i, (name, method) in enumerate(todo):
+        tries, seconds = Tries(name, method, settings.device, run.machine), record.left() / (len(todo) - i)
+        key = {"workload": name, "method": method}
+        record.measure("largest", key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from executor import Captured, CaptureError, PlannedStep
+from executor import CaptureError, PlannedStep
 from executor.capture.profile import shape_of
 from experiments.validate_gpu.conditions import deterministic, watched
 from experiments.validate_gpu.largest_batch import CAPS
@@ -66,40 +66,47 @@ def train_capped(
 
 
 @contextmanager
-def capped(nbytes: float, device: str, graph: bool) -> Iterator[Callable[[bool], None]]:
-    """Yields a function that sets (True) or lifts (False) a cap on PyTorch's memory.
+def capped_step(
+    device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool
+) -> Iterator[tuple[PlannedStep, Network, Callable[[bool], None]]]:
+    """Caps PyTorch's memory at ``cap`` times the limit, in addition to what is reserved, and builds a planned step.
 
-    The cap is ``nbytes`` above the memory reserved on entry. A graph gets no cap, because its memory is one driver
-    allocation of which PyTorch counts whole segments per tensor.
+    A graph gets no cap, because its memory is one driver allocation of which PyTorch counts whole segments per tensor.
+    On the CPU the step runs kernel by kernel.
+
+    Yields:
+        The step, its network, and a function that sets (True) or lifts (False) the cap.
+
+    Raises:
+        CaptureError: if the captured step differs from the profiled one.
     """
-    held = torch.cuda.memory_reserved() if device == "cuda" else 0
+    give_back()
+    graph = graph and device == "cuda"
+    most = cap * case.limit + (torch.cuda.memory_reserved() if device == "cuda" else 0)
+
+    def limit(on: bool) -> None:
+        cap_memory(most if on and not graph else None, device)
 
     try:
-        yield lambda on: cap_memory(nbytes + held if on and not graph else None, device)
+        network = build(case.workload, device)
+        captured = network.captured(machine)
+        if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
+            raise CaptureError(
+                f"{case.workload}: the captured step differs from the profiled one; profile it on this host"
+            )
+        limit(True)
+        with PlannedStep(replace(captured, program=case.program), plan, machine, case.limit, graph=graph) as step:
+            yield step, network, limit
     finally:
-        cap_memory(None, device)
-
-
-def profiled_as(case: Case, network: Network, machine: Machine) -> Captured:
-    """Captures the network's step and returns it with the profiled program; raises CaptureError if they differ."""
-    captured = network.captured(machine)
-    if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
-        raise CaptureError(f"{case.workload}: the captured step differs from the profiled one; profile it on this host")
-    return replace(captured, program=case.program)
+        limit(False)
 
 
 def losses_only(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
 ) -> dict[str, Any]:
     """Returns the losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
-    give_back()
-    as_graph = graph and device == "cuda"
-    with capped(cap * case.limit, device, as_graph) as limit:
-        network = build(case.workload, device)
-        captured = profiled_as(case, network, machine)
-        limit(True)
-        with PlannedStep(captured, plan, machine, case.limit, graph=as_graph) as step:
-            return {"losses": losses(lambda: step(*network.batch))}
+    with capped_step(device, case, plan, machine, cap, graph) as (step, network, _):
+        return {"losses": losses(lambda: step(*network.batch))}
 
 
 def timed_beside(
@@ -112,16 +119,11 @@ def timed_beside(
         count: measured steps of each kind.
         graph: replay the planned step as a CUDA graph and report its memory; on the CPU it runs kernel by kernel.
     """
-    cuda = device == "cuda"
     eager = eager_beside(case.workload, device)
     give_back()
-    held = torch.cuda.memory_allocated() if cuda else 0
-    with capped(cap * case.limit, device, graph and cuda) as limit:
-        network = build(case.workload, device)
-        captured = profiled_as(case, network, machine)
-        limit(True)
-        with PlannedStep(captured, plan, machine, case.limit, graph=graph and cuda) as step:
-            found = beside_eager(step, network.batch, eager, count, device, held, limit)
+    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    with capped_step(device, case, plan, machine, cap, graph) as (step, network, limit):
+        found = beside_eager(step, network.batch, eager, count, device, held, limit)
     found |= {"held": held, "pinned_bytes": step.pinned_bytes}
     if step.graph and (made := step.graph.graph):
         found |= {"footprint": made.footprint, "captures": step.graph.captures}
@@ -151,7 +153,7 @@ def beside_eager(
 
     losses(planned)  # creates the optimizer state and captures the graph
     with watched(device) as clocks:
-        _, times, others, peak = in_turns(planned, eager, count, device, held, turn)
+        times, others, peak = in_turns(planned, eager, count, device, held, turn)
     ledger = step.graph.peak_bytes if step.graph and step.graph.graph else step.peak_bytes
     found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts), "ledger": ledger,
              "clocks": clocks}  # fmt: skip

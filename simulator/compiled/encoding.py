@@ -82,7 +82,7 @@ STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
     WAIT_NS, EVENT_NS, CONTENDS, SETTINGS,
 ) = range(13)  # fmt: skip
 
-# Last columns of a state (steady.py): the host's lead, in steps and in ns; 1 at a start with host copies that no
+# Last columns of a state (rule 10): the host's lead, in steps and in ns; 1 at a start with host copies that no
 # iteration has made; duration of the iteration.
 LEAD, LEAD_NS, AT_START, LASTED, STATE_COLUMNS = range(5)
 

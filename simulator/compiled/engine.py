@@ -71,12 +71,10 @@ class _Work:
 
     def __init__(self, kernels: int, tensors: int, iterations: int):
         self._sizes = kernels, tensors, iterations
-        by_kernel, by_segment, by_tensor, by_row, states = work_shapes(kernels, tensors, 0, iterations)
-        self.arrays = Work(
-            np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64), np.zeros(by_tensor, np.int64),
-            np.empty(by_row, np.int64), np.empty(0, GAP), np.empty((256, STEP_COLUMNS), np.int64),
-            np.empty(states, np.int64),
-        )  # fmt: skip
+        by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
+        later, steps = np.empty(0, np.int64), np.empty((256, STEP_COLUMNS), np.int64)  # ``make_room`` allocates
+        self.arrays = Work(np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64),
+                           np.zeros(by_tensor, np.int64), later, later, steps, later)  # fmt: skip
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
         self.make_room(64)
@@ -211,13 +209,7 @@ class Engine:
         return Score(False, NEVER, required, peak if status == DONE else 0, 0)
 
     def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> Ints:
-        """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, kernel or row (encoding.py).
-
-        Args:
-            rows: Encoded plan.
-            limit_until: As in ``score``.
-            iterations: Least number of simulated iterations.
-        """
+        """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, index (encoding.py)."""
         log = np.empty((4096, 4), np.int64)
         while (entries := self._simulate(self._work, rows, limit_until, iterations, log)) >= len(log):
             log = np.empty((entries + 1, 4), np.int64)  # one spare entry: see event_loop._log
@@ -306,16 +298,13 @@ class Engine:
         work = self._work
         if self._lower(work, rows)[1] is None:
             work.arrays.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
+        return self._host_load(work, rows)
+
+    def _host_load(self, work: _Work, rows: Ints) -> int:
         return int(host_load(self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)))
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
-        """Returns the kernels under the plan and the number of recomputed kernels (None for swap-only plans).
-
-        Stores further results in ``work``.
-
-        Raises:
-            PlanError: A recomputed kernel would not find an input with its original content.
-        """
+        """Lowers a plan in ``work``; returns its kernels and the number of recomputed ones (None: only swaps)."""
         work.make_room(len(rows))
         kinds = rows[:, KIND]
         arrays = self._kernels, self._tensors, self._graph, rows
@@ -356,10 +345,7 @@ class Engine:
             status = result[0, STATUS]
             if status == HOST_FULL and settings[HOST_BYTES] < NEVER:
                 # The quick check sums all swapped tensors; they need not be on the host at the same time.
-                load = host_load(
-                    self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)
-                )
-                if load > settings[HOST_BYTES]:
+                if self._host_load(work, rows) > settings[HOST_BYTES]:
                     return 0
                 settings = settings.copy()
                 settings[HOST_BYTES] = NEVER
@@ -371,47 +357,25 @@ class Engine:
                 work.make_steps(4 * len(work.arrays.steps))
             elif (rows[:, KIND] == RERUN).any():
                 kernels, n_steps = self._lower(work, rows)
-            else:
-                n_steps = self._expect_recomputation()
-
-    def _expect_recomputation(self) -> int:
-        """Switches this process to the code for plans that recompute, which takes long to compile."""
-        global _recompute
-        _recompute, self._n_steps = True, -1
-        return -1
+            else:  # this process switches to the code for plans that recompute, which takes long to compile
+                global _recompute
+                _recompute, n_steps, self._n_steps = True, -1, -1
 
     def timeline(self, plan: Plan, limit_until: int | None = None, schedule: Schedule | None = None) -> Timeline:
-        """Simulates a plan with its variants and returns the timeline.
-
-        Args:
-            plan: Plan for the engine's program.
-            limit_until: Enforce the limit only for kernels before this one; None: everywhere.
-            schedule: Result of ``lower`` for this plan; None: computed here.
-
-        Raises:
-            PlanError: The plan does not fit the program or the host.
-            OutOfMemory: The plan is infeasible at the limit.
-        """
+        """Simulates a plan with its variants; parameters and errors are those of ``simulate``."""
         plan.check(self.program)
-        if plan.variants != self.variants:
-            engine = self.with_variants(plan.variants)
-            try:
-                return engine.timeline(plan, limit_until, schedule)
-            finally:
-                self.calls += engine.calls
+        engine = self if plan.variants == self.variants else self.with_variants(plan.variants)
         with no_collections():
-            return self._timeline(plan, limit_until, schedule or lower(self.program, plan))
-
-    def _timeline(self, plan: Plan, limit_until: int | None, schedule: Schedule) -> Timeline:
-        """Returns the ``timeline`` of a checked plan, with this engine's variants."""
-        check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
-        self.calls += 1
-        log, work = self.log(rows_of(plan.decisions), limit_until, self.iterations), self._work
-        status, _, required, _, period = work.result[0].tolist()
-        if status != DONE:
-            raise AssertionError(f"compiled code refuses a schedule that fits (status {status})")
-        read = read_log(log, plan.decisions, schedule)
-        return Timeline.assemble(self.program, self.limit, required, *read, period)
+            schedule = schedule or lower(self.program, plan)
+            until = len(schedule.residency) if limit_until is None else limit_until
+            check_room(schedule, self.machine, self.limit, until)
+            self.calls += 1
+            log = engine.log(rows_of(plan.decisions), limit_until, self.iterations)
+            status, _, required, _, period = engine._work.result[0].tolist()
+            if status != DONE:
+                raise AssertionError(f"compiled code refuses a schedule that fits (status {status})")
+            read = read_log(log, plan.decisions, schedule)
+            return Timeline.assemble(self.program, self.limit, required, *read, period)
 
 
 def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:

@@ -6,10 +6,9 @@ The functions above it are its stages. README.md shows the state and the optimiz
 
 from __future__ import annotations
 
-from simulator.compiled.heap import pop, push
+from simulator.compiled.heap import OUTSIDE, pop, push
 from simulator.compiled.host import complete, issue, note_lead, start_host, start_step
 from simulator.compiled.jit import stage
-from simulator.compiled.steady import alike, note_state, period_of
 from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan
 from simulator.compiled.segments import next_segments, obstacle_of, segments, weigh
 from simulator.compiled.encoding import (
@@ -73,11 +72,8 @@ def _release(by_row, held, waiting, position, blocked):
 
 @stage
 def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, plain_until):
-    """Executes plain kernels up to ``horizon`` (completion of a copy) or until the first swap-in may fit.
-
-    That swap-in, of ``head_bytes``, cannot fit before the end of kernel ``plain_until``. Returns now, k, used, peak,
-    and whether the swap-in may fit.
-    """
+    """Executes plain kernels up to ``horizon`` (completion of a copy) or until a swap-in of ``head_bytes`` may fit."""
+    # The swap-in cannot fit before the end of kernel ``plain_until``.
     begins, live, level = kernels[BEGINS], kernels[LIVE], kernels[LEVEL]
     apart, more = now - begins[k], used - level[k]  # differences from the unplanned program
     most, room, latest = limit - more, limit - more - head_bytes, horizon - apart
@@ -127,6 +123,41 @@ def _open_gaps(
                 used -= gap.nbytes
                 n_log = _log(log, n_log, now, now, LOG_LEFT, r)
     return used, held, queue_tail, n_log
+
+
+@stage
+def _note_state(state, m, lasts, child, queue, head, tail):
+    """Writes the status of each row into ``state``: 1 on the host, 2 and more in the queue, 0 neither.
+
+    The event loop adds the remaining time of copies in flight as negative values, and the last columns (encoding.LEAD).
+    """
+    for r in range(m):
+        state[r] = child[r] != OUTSIDE
+    state[m + LEAD], state[m + LEAD_NS], state[m + AT_START], state[m + LASTED] = 0, 0, 0, lasts
+    for j in range(head, tail):
+        state[queue[j]] = 2 + j - head
+
+
+@stage
+def _alike(one, two, columns):
+    """Returns whether the first ``columns`` of two states are equal."""
+    c = 0
+    while c < columns and one[c] == two[c]:
+        c += 1
+    return c == columns
+
+
+@stage
+def _period_of(states, i, m):
+    """Returns rules._period after iteration i. The last column of ``states`` is the duration of the iteration."""
+    slowest, period, j = 0, 0, i - 1
+    while j >= 0:
+        slowest = max(slowest, states[j + 1, m + LASTED])
+        if _alike(states[i], states[j], m + LASTED):
+            period = i - j if states[i, m + LASTED] == slowest else 0
+            j = 0
+        j -= 1
+    return period
 
 
 @stage
@@ -195,7 +226,7 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
     carries |= hosted
     lead, lead_ns, held_up = host.issued, min(-host.next_ns, 0), False
     if carries:
-        note_state(states[0], m, 0, child, queue, 0, 0)
+        _note_state(states[0], m, 0, child, queue, 0, 0)
         states[0, m + LEAD], states[0, m + LEAD_NS], states[0, m + AT_START] = lead, lead_ns, settled
         while first_check > 0 and (n - settled) >> first_check == 0:
             first_check -= 1
@@ -389,7 +420,7 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             turn = iteration % 2
             state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
             before = states[boundaries + 2 * check + 1 - turn]
-            note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
+            _note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
             if hosted:
                 changes = 0 if iteration >= settings[MAX_ITERATIONS] else 2 if held_up else 1
                 host, lead, lead_ns = note_lead(state, m, to_issue, host, now, changes, lead, lead_ns)
@@ -407,11 +438,11 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             if not at_end:
                 check -= 1
                 next_check = settled + ((n - settled) >> check) if check else n
-                if iteration and alike(state, before, m):  # the rest repeats the last iteration
+                if iteration and _alike(state, before, m):  # the rest repeats the last iteration
                     lasted += now - begin - before[m + LASTED]
                     period, status, running = 1, DONE, False
                 continue
-            period = period_of(states, iteration, m)
+            period = _period_of(states, iteration, m)
         if iteration >= iterations and (period or iteration >= settings[MAX_ITERATIONS]):
             status = DONE
             break

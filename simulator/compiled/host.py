@@ -14,38 +14,24 @@ from simulator.compiled.lowering import is_swap
 
 
 class Queue(NamedTuple):
-    """Work of the host in one iteration, and the bound on its lead.
+    """Work of the host in one iteration, and the bound on its lead."""
 
-    Attributes:
-        durations: Kernel durations in ns.
-        steps, n_steps: Recomputed kernels.
-        issues: by_kernel[ISSUES].
-        issue_ns, depth: Fields of the machine.
-    """
-
-    durations: Ints
-    steps: NDArray[Any]
+    durations: Ints  # of the kernels in ns
+    steps: NDArray[Any]  # recomputed kernels
     n_steps: int
-    issues: Ints
+    issues: Ints  # by_kernel[ISSUES]
     issue_ns: int
     depth: int
 
 
 class Host(NamedTuple):
-    """State of the host.
+    """State of the host."""
 
-    Attributes:
-        kernel, step: Next item to issue: the kernel, or before it a kernel recomputed for it, by ``step``.
-        issued: Number of steps that are issued and have not started.
-        queued: Number of timed steps that are issued and unfinished.
-        next_ns: Time of the next issue, assuming that the queue has room.
-    """
-
-    kernel: int
-    step: int
-    issued: int
-    queued: int
-    next_ns: int
+    kernel: int  # next to issue
+    step: int  # of the kernels that are recomputed, the next to issue, if it is for ``kernel``
+    issued: int  # number of steps that are issued and have not started
+    queued: int  # number of timed steps that are issued and unfinished
+    next_ns: int  # time of the next issue, assuming that the queue has room
 
 
 @stage
@@ -78,10 +64,7 @@ def issue(queue, host, now):
 
 @stage
 def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
-    """Fills by_kernel[ISSUES] (Schedule.issues).
-
-    Returns whether the host takes time, its work, and its state before the first iteration.
-    """
+    """Fills by_kernel[ISSUES] (Schedule.issues); returns if the host takes time, its work, and its first state."""
     issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
     queue, host = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH]), Host(0, 0, 0, 0, 0)
     busy = kernels[BEGINS, n] + lasts
@@ -122,14 +105,9 @@ def complete(queue, host, timed, now):
 
 @stage
 def note_lead(state, m, queue, host, now, changes, lead, lead_ns):
-    """Writes the host's lead at a boundary into ``state`` (Host.lead).
+    """Writes the host's lead at a boundary into ``state`` (Host.lead); returns the host, and its lead.
 
-    Args:
-        changes: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
-        lead, lead_ns: Lead at the last boundary.
-
-    Returns:
-        The host, and its lead.
+    changes: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
     """
     host = issue(queue, host, now)
     late = min(now - host.next_ns, 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import gc
 import hashlib
 import os
 import sys
@@ -28,6 +27,8 @@ from numba.core import cgutils
 from numba.core.compiler import Flags
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, is_jitted
+
+from simulator.files import no_collections
 
 try:
     import fcntl
@@ -112,13 +113,8 @@ def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
     def run(signature: Any) -> Any:
         # Numba's own lock first, so that a thread that waits for another process does not block other threads.
         with global_compiler_lock, _alone(dispatcher._cache, signature):
-            collects = gc.isenabled()
-            gc.disable()
-            try:
+            with no_collections():
                 return call(signature)  # checks the cache first
-            finally:
-                if collects:
-                    gc.enable()
 
     return run
 

@@ -34,10 +34,7 @@ def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
 
 @stage
 def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):
-    """Makes the writers of tensors that are recomputed for kernel k pending (rows from ``ending`` on).
-
-    Returns the number of writers, and whether any row has ``keep``.
-    """
+    """Makes the writers of tensors that kernel k ends the drop of pending; returns their number, and if any is kept."""
     away, stays, next_end = by_tensor[AWAY], by_tensor[STAYS], by_row[NEXT_END]
     n_pending, keep, r = 0, False, ending
     while r >= 0:
@@ -52,13 +49,7 @@ def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark,
 
 @stage
 def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order):
-    """Collects all kernels recomputed for kernel k in ``order``: pending ones, and writers of their missing inputs.
-
-    Records the last user of each tensor among them. Inputs on the host are swapped in.
-
-    Returns:
-        The number of kernels, in order, and the bytes swapped in.
-    """
+    """Fills ``order`` with the pending kernels and writers of missing inputs; returns count and bytes swapped in."""
     n = order.size - 1
     results_at = graph[n + 1 :]
     away, used, used_last, returns, by_remat = (
@@ -112,11 +103,7 @@ def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, ma
 
 @stage
 def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):
-    """Writes the steps of a chain; its kept tensors become resident.
-
-    Returns:
-        The most bytes that the chain adds at any time, the bytes that it adds at its end, and its duration in ns.
-    """
+    """Writes the steps of a chain; returns the most bytes that it adds, those that it adds at its end, and its ns."""
     away, holds, stays, used_last = by_tensor[AWAY], by_tensor[HOLDS], by_tensor[STAYS], by_tensor[USED_LAST]
     most = stay = lasts = 0
     for j in range(n_order):
@@ -218,14 +205,9 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
 
 @stage(entry=True)
 def rerun_times(durations, graph, tensor, before, marked, pending, out):
-    """Fills ``out`` with the duration of recomputing each ``tensor`` for kernel ``before``, with nothing else evicted.
+    """Fills ``out`` with residency.recompute_ns of each ``tensor`` and kernel ``before``, of at most CHAIN kernels.
 
-    Equals residency.recompute_ns, limited to the first CHAIN kernels.
-
-    Args:
-        durations: int64 (kernels,), ns.
-        graph: As in ``score_plans``.
-        marked, pending: int64 (kernels,), work arrays; ``marked`` is zero.
+    marked, pending: int64 (kernels,), work arrays; ``marked`` is zero.
     """
     n = durations.shape[0]
     writes_at = graph[2 * n + 2 :]
@@ -246,15 +228,10 @@ def rerun_times(durations, graph, tensor, before, marked, pending, out):
 
 @stage(entry=True)
 def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """Lowers a plan of swaps and recomputations.
+    """Lowers a plan of swaps and recomputations; parameters as in ``score_plans``.
 
-    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START].
-
-    Args:
-        kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps: As in ``score_plans``.
-
-    Returns:
-        The number of recomputed kernels, and their ns. ``steps`` was too short if it has no more rows than that.
+    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START]. Returns the number of recomputed
+    kernels, and their ns. ``steps`` was too short if it has no more rows than that.
     """
     m = rows.shape[0]
     away, away_at_start = by_tensor[AWAY], by_row[AWAY_AT_START]

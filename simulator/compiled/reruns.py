@@ -47,18 +47,9 @@ def _slot_before(graph, writes_at, x, w):
 
 @jit
 def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
-    """Sums the bytes that each step allocates and frees (``schedule._Walk``).
-
-    Reads by_row[AWAY_AT_START] and by_row[RETURNS]. Records in by_row[RETURNS, BY_REMAT] if a pass swaps a tensor in
-    before its gap ends.
-
-    Args:
-        away: int64 (tensors,), initially -1. Filled with the row that leaves the tensor on the host at the end.
-        allocated, freed: int64 (n + n_steps,), initially zero. Filled with bytes.
-
-    Returns:
-        Whether every recomputed step finds its inputs.
-    """
+    """Sums the bytes that each step allocates and frees; returns whether every step finds its inputs."""
+    # ``schedule._Walk`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
+    # BY_REMAT] changes. away, (tensors,): the row that leaves the tensor on the host at the end, initially -1.
     m, n_tensors, size = rows.shape[0], tensors.shape[1], tensors[SIZE]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
     room = n_tensors + results_at[n] - results_at[0]
@@ -161,17 +152,10 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
 
 @jit
 def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
-    """Lowers a plan of swaps and reruns.
+    """Lowers a plan of swaps and reruns; parameters as in ``score_plans``, with more ``steps`` than ``rows``.
 
-    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START].
-
-    Args:
-        kernels, tensors, graph, rows, by_kernel, by_row: As in ``score_plans``.
-        steps: As in ``score_plans``, with at least one more row than ``rows``.
-
-    Returns:
-        ``kernels`` with the bytes that they free under the plan, and the number of recomputed kernels; -1: an input of
-        one of them is missing.
+    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START]. Returns ``kernels`` with the
+    bytes that they free under the plan, and the number of recomputed kernels; -1: an input of one of them is missing.
     """
     n, m, size = kernels.shape[1] - 1, rows.shape[0], tensors[SIZE]
     at = _passes(rows, n, steps)

@@ -100,13 +100,9 @@ def score_one(
     where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
     states, results, log, plan, rows, cutoff,
 ):  # fmt: skip
-    """Scores the first ``rows`` of ``plan`` like ``Engine.score``, from compiled code.
+    """Scores the first ``rows`` of ``plan`` like ``Engine.score``, from compiled code, given ``Engine.direct``.
 
-    Args:
-        where, …, log: Elements of ``Engine.direct``; ``where`` is the address of ``score_plans``.
-
-    Returns:
-        Iteration time in ns, NEVER if infeasible; -1 if only ``Engine.score`` can tell.
+    Returns the iteration time in ns, NEVER if infeasible; -1 if only ``Engine.score`` can tell.
     """
     n = by_kernel.shape[1] - 1
     ends[1] = rows

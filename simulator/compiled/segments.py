@@ -20,11 +20,7 @@ def _bits(values):
 
 @stage
 def _group(values, tops, added, count):
-    """Groups the first ``count`` values.
-
-    tops: Largest value of each group.
-    added: Pending increment of all values of a group, included in its top: initially 0.
-    """
+    """Groups the first ``count`` values: ``tops`` are maxima, ``added`` increments of all values, included in tops."""
     bits = _bits(values)
     for g in range((count + (1 << bits) - 1) >> bits):
         part, top = values[g << bits : min((g + 1) << bits, count)], -NEVER

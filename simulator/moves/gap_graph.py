@@ -15,6 +15,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.compiled.encoding import columns_of
 from simulator.compiled.engine import rerun_ns
 from simulator.compiled.jit import stage
 from simulator.machine import Machine
@@ -38,20 +39,11 @@ class GapGraph:
 
     Args:
         moves: Moves of the program at the limit, in the mode that is planned.
-
-    Attributes:
-        static: (G, F) columns of the gaps that do not depend on decisions.
-        ways: (G, 4) bool, choices that each gap has (STAYS included).
-        cover: (G, BINS) share of each bin in which the gap is open.
-        next, chain: (2, E) edges from gap to gap.
-        excess: Largest excess of the program over the limit, in bytes.
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, moves: Moves, mode: str) -> None:
         self.gaps, n = moves.gaps, len(program.kernels)
-        gaps = self.gaps
-        columns = np.array(gaps, np.int64).reshape(-1, 3)
-        tensor, self.after, self.before = (np.ascontiguousarray(c) for c in columns.T)
+        tensor, self.after, self.before = columns_of(self.gaps).T.copy()
         self.limit, self.count = limit, n
         self.nbytes = np.array([t.nbytes for t in program.tensors], np.int64)[tensor]
         self.live = np.array(program.live_bytes, np.int64)
@@ -59,9 +51,9 @@ class GapGraph:
         self.duration = np.diff(start)
         self.ideal = max(start[-1], 1.0)
         over = np.maximum(self.live - limit, 0)
-        self.excess = max(int(over.max(initial=0)), 1)
+        self.excess = max(int(over.max(initial=0)), 1)  # largest excess of the program over the limit, in bytes
         self.total = max(float(over @ self.duration), 1.0)
-        self.ways = moves.weights > 0
+        self.ways = moves.weights > 0  # (G, 4) choices that each gap has
         self.ways[:, STAYS] = True
         self.out_ns, self.back_ns = _copies(machine, self.nbytes)
         edges = np.linspace(0, self.ideal, BINS + 1)
@@ -71,11 +63,11 @@ class GapGraph:
         inside = np.minimum(start[1:, None], edges[1:]) - np.maximum(start[:-1, None], edges[:-1])
         self._share = np.maximum(inside, 0) / (self.ideal / BINS)  # (K, BINS) share of the bin's time
         self._hit = self._share > 0
-        self.cover = self._covered(start, edges)
-        self._producer = _producers(program, gaps)
-        self.next = _next(gaps)
+        self.cover = self._covered(start, edges)  # (G, BINS) share of each bin in which the gap is open
+        self._producer = _producers(program, self.gaps)
+        self.next = _next(self.gaps)  # (2, E) edges from gap to gap, as ``chain``
         self.chain, dead = self._chain(program)
-        self.static = self._static(program, machine, mode, tensor, start, over, dead)
+        self.static = self._static(program, machine, mode, tensor, start, over, dead)  # (G, F)
         self.bins = self._bins(over)
 
     def __len__(self) -> int:
@@ -97,11 +89,7 @@ class GapGraph:
         self, program: Program, machine: Machine, mode: str, tensor: Choices, start: NDArray[np.float64],
         over: NDArray[np.int64], dead: NDArray[np.float64],
     ) -> Floats:  # fmt: skip
-        """Returns the static columns of the gaps, (G, F).
-
-        Args:
-            dead: Inputs of each gap's producers that are freed when the gap ends.
-        """
+        """Returns the columns of the gaps that do not depend on decisions; ``dead`` as in ``_chain``."""
         ideal, total, excess = self.ideal, self.total, self.excess
         size = self.nbytes.astype(np.float64)
         out, back = self.out_ns, self.back_ns

@@ -198,12 +198,7 @@ def _way(rng, weights, i):
 
 @stage
 def _shifted(rng, row, opens, since, n, out):
-    """Writes a swap with other optional kernels, or a recomputation with another ``at``, into ``out``.
-
-    Args:
-        opens: Kernel after which the gap opens.
-        since: Kernels from the last write to ``opens``.
-    """
+    """Writes a swap with other optional kernels, or a recomputation with another ``at``, into ``out`` (see Gaps)."""
     for c in range(row.shape[0]):
         out[c] = row[c]
     shift = int(-SHIFT * math.log(1.0 - uniform(rng)))

@@ -21,37 +21,20 @@ from typing import Any
 from simulator.compiled.encoding import NEVER
 from simulator.pool.intervals import Intervals, Lifetimes, Packing, program_lifetimes, timeline_lifetimes
 
-__all__ = [
-    "ALLOCATORS",
-    "ITERATIONS",
-    "Allocator",
-    "Intervals",
-    "Lifetimes",
-    "Packing",
-    "allocator",
-    "program_lifetimes",
-    "run",
-    "timeline_lifetimes",
-]
+__all__ = ["ALLOCATORS", "ITERATIONS", "Allocator", "allocator", "run"]
+__all__ += ["Intervals", "Lifetimes", "Packing", "program_lifetimes", "timeline_lifetimes"]
 
 ITERATIONS = 3  # of a circle for online allocators: one to grow, two in the steady state
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """Registry entry of an allocator.
+    """Registry entry of an allocator."""
 
-    Attributes:
-        module: module in this package.
-        online: processes mallocs and frees one by one, on a line.
-        timed: accepts ``seconds`` and returns the best packing found within them.
-        options: keyword options of its ``pack``.
-    """
-
-    module: str
-    online: bool = False
-    timed: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    module: str  # in this package
+    online: bool = False  # processes mallocs and frees one by one, on a line
+    timed: bool = False  # accepts ``seconds`` and returns the best packing found within them
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword options of its ``pack``
 
 
 # In table order.

@@ -13,25 +13,15 @@ from simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class CardPeak:
-    """Breakdown of the peak device memory, in bytes; ``nbytes`` is the sum that NVML shows.
+    """Breakdown of the peak device memory, in bytes; ``nbytes`` is the sum that NVML shows."""
 
-    Attributes:
-        tensors: the program's peak.
-        loop: peak of data held by the training loop and extra optimizer state; negative if the GPU needs less.
-        workspaces: peak of library workspaces.
-        allocator: memory that PyTorch reserves beyond the peak in use.
-        context: CUDA context, kernels and library handles.
-        memory_bytes: device memory to check against; None: not given.
-        fits: whether the step can run in ``memory_bytes``; cached free blocks are released when a malloc fails, as
-            PyTorch does.
-    """
-
-    tensors: int
-    loop: int
-    workspaces: int
-    allocator: int
-    context: int
-    memory_bytes: int | None = None
+    tensors: int  # the program's peak
+    loop: int  # peak of data held by the training loop and extra optimizer state; negative if the GPU needs less
+    workspaces: int  # peak of library workspaces
+    allocator: int  # memory that PyTorch reserves beyond the peak in use
+    context: int  # CUDA context, kernels and library handles
+    memory_bytes: int | None = None  # device memory to check against
+    # Whether the step can run in ``memory_bytes``; PyTorch releases cached free blocks when a malloc fails.
     fits: bool | None = None
 
     @property

@@ -25,39 +25,24 @@ from simulator.program import Program
 
 @dataclass(eq=False)
 class Block:
-    """Memory of one variable.
-
-    Attributes:
-        request: index of its malloc in the record.
-        pool: the pool that holds it; None: it has a cudaMalloc of its own.
-        offset: bytes, its address in the pool.
-        resident: whether it is on the device; False: swapped out.
-    """
+    """Memory of one variable."""
 
     nbytes: int
-    request: int = -1
-    pool: SmartPool | None = None
-    offset: int = 0
-    resident: bool = True
+    request: int = -1  # index of its malloc in the record
+    pool: SmartPool | None = None  # the pool that holds it; None: it has a cudaMalloc of its own
+    offset: int = 0  # bytes, its address in the pool
+    resident: bool = True  # False: swapped out
 
 
 @dataclass(eq=False)
 class SmartPool:
-    """One cudaMalloc that serves the requests of an iteration.
+    """One cudaMalloc that serves the requests of an iteration."""
 
-    Attributes:
-        begin: index of a request at which an iteration begins.
-        steps: each request of the iteration: ("malloc", bytes), or ("free", requests since its malloc).
-        offsets: address by index of a malloc in ``steps``.
-        footprint: bytes.
-        held: number of its blocks in use.
-    """
-
-    begin: int
-    steps: list[tuple[str, int]]
-    offsets: dict[int, int]
-    footprint: int
-    held: int = 0
+    begin: int  # index of a request at which an iteration begins
+    steps: list[tuple[str, int]]  # requests: ("malloc", bytes), or ("free", requests since its malloc)
+    offsets: dict[int, int]  # address by index of a malloc in ``steps``
+    footprint: int  # bytes
+    held: int = 0  # number of its blocks in use
 
     def index(self, request: int) -> int:
         """Returns the index in the iteration of a request."""
@@ -72,25 +57,19 @@ class Device:
         limit: bytes; early iterations swap on demand to stay within it.
         first_test: number of requests before the first repeatability test; each further test takes twice as many.
         shortest: least number of requests of an iteration.
-
-    Attributes:
-        pool: the pool that serves requests; None in early iterations and after a mismatch.
-        iteration: the mallocs, frees, reads and writes of the detected iteration: the input of AutoSwap.
-        native_bytes: bytes on the device outside pools.
-        peak_bytes: highest ``reserved_bytes``; callers may reset it.
-        swapped_out, swapped_in: bytes of every swap on demand.
-        mismatches: number of requests that differed from the detected iteration.
     """
 
     def __init__(
         self, alignment: int = 1, limit: int | None = None, first_test: int = 300, shortest: int = 100
     ) -> None:
         self.alignment, self.limit, self.first_test, self.shortest = alignment, limit, first_test, shortest
-        self.pool: SmartPool | None = None
-        self.iteration: Iteration | None = None
+        self.pool: SmartPool | None = None  # serves requests; None in early iterations and after a mismatch
+        self.iteration: Iteration | None = None  # detected mallocs, frees, reads and writes: AutoSwap's input
         self._next_pool: SmartPool | None = None
-        self.native_bytes = self.peak_bytes = self.mismatches = 0
-        self.swapped_out: list[int] = []
+        self.native_bytes = 0  # on the device outside pools
+        self.peak_bytes = 0  # highest ``reserved_bytes``; callers may reset it
+        self.mismatches = 0  # requests that differed from the detected iteration
+        self.swapped_out: list[int] = []  # bytes of every swap on demand
         self.swapped_in: list[int] = []
         self._live: dict[Block, None] = {}  # least recently used first
         self._pools: list[SmartPool] = []  # that hold memory

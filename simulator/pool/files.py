@@ -204,22 +204,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _unpickled(raw: bytes) -> Any:
-    """Loads a pickle that names no class or function.
-
-    Rejects memo indices above their byte position, because the memo table grows to twice the highest index; extension
-    codes, because they may name a cached class; and nested tuples, whose hashing as dict keys can take exponential
-    time. Picklers of snapshots write none of these.
-    """
+    """Loads a pickle that names no class or function."""
     try:
-        _check_tuples(raw)
-        for opcode, argument, position in pickletools.genops(raw):
-            # Every entry takes at least one byte.
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > (position or 0):
-                raise FormatError(
-                    f"refused to unpickle byte {position}: {argument} shared objects do not come before it"
-                )
-            if opcode.name.startswith("EXT"):
-                raise FormatError(f"refused to unpickle byte {position}: extension code {argument}")
+        if reason := _refused(raw):
+            raise FormatError(f"refused to unpickle byte {reason}")
         return _PlainUnpickler(io.BytesIO(raw)).load()
     except FormatError:
         raise
@@ -227,33 +215,35 @@ def _unpickled(raw: bytes) -> Any:
         raise FormatError(f"not a pickle ({type(error).__name__}: {error})") from None
 
 
-def _check_tuples(raw: bytes) -> None:
-    """Raises FormatError if a pickle nests tuples, by interpreting its opcodes with a stack of object kinds."""
-    stack: list[bool | None] = []  # None: a MARK opcode
+def _refused(raw: bytes) -> str:
+    """Returns the position of the first opcode that snapshots do not have and that is dangerous, and what it is.
+
+    Memo indices above their byte position: the memo table grows to twice the highest index. Extension codes: they may
+    name a cached class. Nested tuples: their hashing as dict keys can take exponential time.
+    """
+    stack: list[bool | None] = []  # whether each object is a tuple; None: a MARK opcode
     memo: dict[int, bool] = {}
     for opcode, argument, position in pickletools.genops(raw):
         name, before = opcode.name, opcode.stack_before
+        if name == "DUP" or name.startswith("EXT"):
+            return f"{position}: {'DUP' if name == 'DUP' else f'extension code {argument}'}"
         if name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(memo.get(argument or 0, False))
             continue
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            if (argument or 0) > (position or 0):
+                return f"{position}: {argument} shared objects do not come before it"
             memo[len(memo) if argument is None else argument] = bool(stack and stack[-1])
             continue
-        taken = stack[len(stack) - len(before) :] if before else []
+        taken = len(before)
         if pickletools.markobject in before:
-            mark = len(stack) - 1 - stack[::-1].index(None)
-            taken = stack[mark + 1 :]
-            del stack[mark:]
-            for _ in range(before.index(pickletools.markobject)):
-                stack.pop()
-        elif before:
-            del stack[len(stack) - len(before) :]
+            taken = stack[::-1].index(None) + 1 + before.index(pickletools.markobject)
         made = pickletools.pytuple in opcode.stack_after
-        if name == "DUP" or (made and any(taken)):
-            raise FormatError(
-                f"refused to unpickle byte {position}: {'DUP' if name == 'DUP' else 'a tuple in a tuple'}"
-            )
+        if made and any(stack[len(stack) - taken :]):
+            return f"{position}: a tuple in a tuple"
+        del stack[len(stack) - taken :]
         stack += [None if one is pickletools.markobject else made for one in opcode.stack_after]
+    return ""
 
 
 def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:

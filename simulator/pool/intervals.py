@@ -13,6 +13,7 @@ is a circle of ``period`` events. Blocks are
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,19 +26,12 @@ from simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class Intervals:
-    """n blocks, each holding its bytes over the half-open interval [lower, upper).
+    """n blocks, each holding its bytes over the half-open interval [lower, upper)."""
 
-    Attributes:
-        lower: int64[n], 0 <= lower < period.
-        upper: int64[n], lower < upper <= lower + period; beyond ``period`` if the block stays into the next iteration.
-        nbytes: int64[n].
-        period: length of the circle; NEVER if time does not repeat.
-    """
-
-    lower: Ints
-    upper: Ints
-    nbytes: Ints
-    period: int = NEVER
+    lower: Ints  # [n], 0 <= lower < period
+    upper: Ints  # [n], lower < upper <= lower + period; beyond ``period`` if it stays into the next iteration
+    nbytes: Ints  # [n]
+    period: int = NEVER  # length of the circle; NEVER if time does not repeat
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -103,21 +97,13 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Packing:
-    """Offsets of the blocks of an ``Intervals``, with the cost of computing them.
+    """Offsets of the blocks of an ``Intervals``, with the cost of computing them."""
 
-    Attributes:
-        offsets: int64[n], first byte of each block.
-        footprint: bytes from 0 to the highest end of a block.
-        proven: whether the footprint is proven minimal.
-        steps: list or table entries that all mallocs and frees visit.
-        driver_mallocs, driver_frees: numbers of cudaMalloc and cudaFree calls.
-    """
-
-    offsets: Ints
-    footprint: int
-    proven: bool = False
-    steps: int = 0
-    driver_mallocs: int = 0
+    offsets: Ints  # [n], first byte of each block
+    footprint: int  # bytes from 0 to the highest end of a block
+    proven: bool = False  # whether the footprint is proven minimal
+    steps: int = 0  # list or table entries that all mallocs and frees visit
+    driver_mallocs: int = 0  # cudaMalloc calls
     driver_frees: int = 0
 
     def ratio(self, intervals: Intervals) -> float:
@@ -125,21 +111,41 @@ class Packing:
         return self.footprint / intervals.peak_bytes if self.footprint else 1.0
 
 
+def overlap(intervals: Intervals, offsets: Ints) -> tuple[int, int] | None:
+    """Returns a pair of blocks (i < j) that share a byte while both are live, or None; O(n log n) comparisons.
+
+    Sweeps over time with live blocks sorted by address. As long as no two of them overlap, a new block that overlaps
+    any of them overlaps one of its two neighbors.
+    """
+    lower, upper, offset = intervals.lower.tolist(), intervals.upper.tolist(), offsets.tolist()
+    ends = (offsets + intervals.nbytes).tolist()
+    events: list[tuple[int, int, int]] = []  # time, 0 for a free or 1 for a malloc, block
+    for i in (i for i in range(len(intervals)) if offset[i] < ends[i]):  # empty blocks cannot overlap
+        events += [(lower[i], 1, i), (min(upper[i], intervals.period), 0, i)]
+        if upper[i] > intervals.period:  # the part beyond the period wraps to the start of the circle
+            events += [(0, 1, i), (upper[i] - intervals.period, 0, i)]
+    held: list[tuple[int, int]] = []  # (offset, block), ascending
+    for _, malloc, i in sorted(events):
+        block = (offset[i], i)
+        if not malloc:
+            del held[bisect(held, block) - 1]
+            continue
+        at = bisect(held, block)
+        for _, j in held[max(at - 1, 0) : at + 1]:
+            if max(offset[i], offset[j]) < min(ends[i], ends[j]):
+                return min(i, j), max(i, j)
+        insort(held, block)
+    return None
+
+
 @dataclass(frozen=True)
 class Lifetimes:
-    """Blocks of one iteration in malloc order, with their owners.
+    """Blocks of one iteration in malloc order, with their owners."""
 
-    Attributes:
-        intervals: n blocks; blocks of zero bytes are omitted.
-        owner: int64[n], the tensor, or -1 - k for the workspace of kernel k.
-        block: int64[n], the schedule's block (simulator.schedule) that each belongs to; for a program, its own index.
-        time_ns: int64[period], time of each event since the start of the iteration.
-    """
-
-    intervals: Intervals
-    owner: Ints
-    block: Ints
-    time_ns: Ints
+    intervals: Intervals  # n blocks; blocks of zero bytes are omitted
+    owner: Ints  # [n], the tensor, or -1 - k for the workspace of kernel k
+    block: Ints  # [n], the schedule's block (simulator.schedule); for a program, an index of its own
+    time_ns: Ints  # [period], time of each event since the start of the iteration
 
     def addresses(self, packing: Packing) -> dict[int, dict[int, int]]:
         """Returns an executor's address table (SmartPool, section V): event -> owner -> offset, for every malloc."""

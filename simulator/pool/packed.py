@@ -16,11 +16,7 @@ Found = TypeVar("Found")
 
 
 class DoesNotPack(RuntimeError):
-    """Raised if the packed blocks exceed the limit.
-
-    Attributes:
-        packed_bytes: the smallest footprint found.
-    """
+    """Raised if the packed blocks exceed the limit; ``packed_bytes`` is the smallest footprint found."""
 
     def __init__(self, packed_bytes: int, limit: int) -> None:
         super().__init__(f"the packed blocks take at least {packed_bytes:,} bytes; the limit is {limit:,}")

@@ -19,11 +19,6 @@ class Held:
         copies: tensor -> start times of its swap-outs, 0 <= time < period.
         returns: tensor -> end times of its swap-ins, 0 <= time < period, distinct from all start times.
         nbytes: size of each tensor in bytes.
-
-    Attributes:
-        tensors: tensors with a slot, by ascending ``intervals.lower``.
-        offsets: tensor -> offset, for tensors of nonzero size.
-        footprint: total size of the slots in bytes.
     """
 
     def __init__(
@@ -41,12 +36,12 @@ class Held:
             _, lower, upper = max(free, default=(0, 0, period))
             rows.append((lower, upper if upper > lower else upper + period, t))
         table = np.array(sorted(rows), np.int64).reshape(-1, 3)
-        self.tensors: list[int] = table[:, 2].tolist()
+        self.tensors: list[int] = table[:, 2].tolist()  # with a slot, by ascending ``intervals.lower``
         sizes = np.array([nbytes[t] for t in self.tensors], np.int64)
         self.intervals = Intervals(table[:, 0].copy(), table[:, 1].copy(), sizes, period)
         packing = run("smartpool", self.intervals, alignment)[1]
         self.offsets = {t: int(at) for t, at in zip(self.tensors, packing.offsets, strict=True) if nbytes[t]}
-        self.footprint = packing.footprint
+        self.footprint = packing.footprint  # bytes of all slots
 
     def neighbours(self, t: int) -> list[int]:
         """Returns the other nonempty tensors whose slots overlap."""

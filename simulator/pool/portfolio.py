@@ -22,6 +22,7 @@ import numpy as np
 
 from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
+from simulator.compiled.lowering import sort
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals, Packing
 
@@ -211,11 +212,8 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
 
 @jit
 def _skyline(x, priority, limit, offsets):
-    """Fills basins until no block waits; returns the footprint and the work.
-
-    If the footprint would exceed ``limit``, it is NOTHING_WAITS, and the blocks of the failing section gain
-    ``priority``.
-    """
+    """Fills basins until no block waits; returns the footprint and the work."""
+    # If the footprint would exceed ``limit``, it is NOTHING_WAITS, and the blocks of the failing section gain priority.
     m = len(x.load)
     left = x.load.copy()  # bytes that wait
     height = np.where(left > 0, np.int64(0), NOTHING_WAITS)
@@ -278,21 +276,13 @@ def _sort(keys, n):
     """Sorts the first n entries."""
     if n > 40:
         keys[:n].sort()
-        return
-    for i in range(1, n):
-        key, k = keys[i], i
-        while k and keys[k - 1] > key:
-            keys[k] = keys[k - 1]
-            k -= 1
-        keys[k] = key
+    else:
+        sort(keys, 0, n)
 
 
 @jit
 def _neighbours(x, offsets, block, bits, begins):
-    """Writes offset << bits | block of the placed blocks that meet a block, ascending.
-
-    Returns the number of neighbors and the number of blocks visited.
-    """
+    """Writes offset << bits | index of the placed neighbors of a block, ascending; returns number and work."""
     m, first, covers = len(x.load), x.first[block], x.covers[block]
     d, looked = 0, 0
     for k in range(len(x.kin_at)):
@@ -353,16 +343,8 @@ def _cheapest(begins, ends, bits, size, target, weight, rng):
 
 @jit
 def _eject(x, offsets, weight, target, rng, state):
-    """Executes a burst of guided ejection; returns its work.
-
-    Args:
-        x: the blocks.
-        offsets: int64[n], negative for ejected blocks.
-        weight: float64[n] of each block.
-        target: footprint in bytes to reach.
-        rng: random generator.
-        state: int64[2], the fewest ejected blocks so far, and steps since.
-    """
+    """Executes a burst of guided ejection toward a footprint of ``target`` bytes; returns its work."""
+    # offsets: negative for ejected blocks. state, int64[2]: the fewest ejected blocks so far, and steps since.
     n = len(offsets)
     bits = 0
     while n >> bits:

@@ -118,10 +118,8 @@ def _lift(x, section, height):
 
 @jit(nogil=True)
 def _settle(x, capacity, n_raised):
-    """Lifts the skyline to the lowest height at which a waiting block can be placed.
-
-    Starts from the sections ``x.raised[:n_raised]`` whose skyline rose; returns False if a load does not fit above it.
-    """
+    """Lifts the skyline to the lowest heights of waiting blocks; returns False if a load does not fit above it."""
+    # Starts from the sections x.raised[:n_raised], whose skyline rose.
     m = len(x.skyline)
     if x.counters[CHANGED] + 2 * len(x.members) > x.changes.shape[1]:
         x.counters[BUDGET] = 0  # no room on the trail: give up
@@ -231,10 +229,7 @@ def _resting(x, section):
 
 @jit(nogil=True)
 def _branch(x, capacity, begin, length, closed, by_weight):
-    """Returns the section of a basin with the fewest branches for its weight, and the height to leave empty.
-
-    The height is the maximum up to which the section may stay empty; NOWHERE if it must not.
-    """
+    """Returns the section with the fewest branches for its weight, and up to where it may stay empty, or NOWHERE."""
     m = len(x.skyline)
     if closed:  # start at an edge of a basin
         for i in range(m):

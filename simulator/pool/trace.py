@@ -23,11 +23,7 @@ MALLOC, WRITE, READ, FREE = range(4)
 
 
 class StreamError(ValueError):
-    """Raised for an operation on a block that is not live, or a malloc of a live block.
-
-    Attributes:
-        operation: index of the operation.
-    """
+    """Raised for an operation (index ``operation``) on a block that is not live, or a malloc of a live block."""
 
     def __init__(self, operation: int, reason: str):
         super().__init__(f"operation {operation}: {reason}")
@@ -42,18 +38,13 @@ class NoIteration(ValueError):
 class Stream:
     """n operations in execution order.
 
-    Attributes:
-        kind: int8[n], MALLOC, WRITE, READ or FREE.
-        block: int64[n], identifier of the block: its address, or a number. It may be reused after the free.
-        nbytes: int64[n], size of each malloc; ignored elsewhere.
-
     Raises:
         StreamError: a live block is malloc'ed, or a block that is not live is used or freed.
     """
 
-    kind: NDArray[np.int8]
-    block: Ints
-    nbytes: Ints
+    kind: NDArray[np.int8]  # [n], MALLOC, WRITE, READ or FREE
+    block: Ints  # [n], identifier of the block: its address, or a number. It may be reused after the free.
+    nbytes: Ints  # [n], size of each malloc; ignored elsewhere
 
     def __post_init__(self) -> None:
         _ = self.mallocs  # checks
@@ -106,22 +97,14 @@ class Iteration:
     """Repeating part of a stream. Operation k, 0 <= k < length, is first operation begin + k of the stream.
 
     An executor finds the address of malloc k as ``packing.offsets[iteration.block[k]]``.
-
-    Attributes:
-        begin: index of the first repetition in the stream.
-        length: number of operations.
-        repetitions: number of complete repetitions from ``begin`` on.
-        intervals: m blocks, those that persist across iterations first; a circle of ``length`` operations.
-        source: int64[m], the malloc of each block in the stream, ascending.
-        block: int64[length], the block of each operation.
     """
 
-    begin: int
-    length: int
-    repetitions: int
-    intervals: Intervals
-    source: Ints
-    block: Ints
+    begin: int  # index of the first repetition in the stream
+    length: int  # number of operations
+    repetitions: int  # number of complete repetitions from ``begin`` on
+    intervals: Intervals  # m blocks, those that persist across iterations first; a circle of ``length`` operations
+    source: Ints  # [m], the malloc of each block in the stream, ascending
+    block: Ints  # [length], the block of each operation
 
 
 def detect(stream: Stream) -> Iteration:

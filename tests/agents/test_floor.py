@@ -18,7 +18,6 @@ from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, 
 from simulator.modes import MODES
 from simulator.plan import PlanError
 from simulator.schedule import lower
-from tests import tiny
 from tests.agents.search.test_search import pyramid
 from tests.oracle import enumeration
 from tests.programs import BYTE_PER_NS as MACHINE
@@ -121,17 +120,6 @@ def test_the_floor_equals_the_best_plan_by_hand(
     assert found.overhead == pytest.approx(extra / program.ideal_ns)
 
 
-def test_one_copy_engine_does_not_do_both_at_once() -> None:
-    # Two tensors of 100, the first away during kernels 2, 3 and the second during 5, 6: at kernel 4 both move, in 60 ns
-    # of which two engines need 40 more and one needs 140 more.
-    program = steps([100, 100], ((), (0,), 0), ((), (1,), 100), ((), (), 1, 100), ((1,), (), 60), ((), (), 1, 100),
-                    ((0, 1), (), 100))  # fmt: skip
-    two, one = (floor(program, replace(MACHINE, copy_engines=n), 200).iteration_ns for n in (2, 1))
-    assert program.ideal_ns < two <= one
-    for engines, least in ((2, two), (1, one)):
-        assert enumeration.shortest_ns(program, replace(MACHINE, copy_engines=engines), 200) >= least
-
-
 def test_the_smallest_gaps_are_empty_for_nothing() -> None:
     # The workspace takes 100 of 110 bytes: with t (100 bytes) as the only variable, 90 of its bytes leave.
     first, work, last = sandwich(recomputable=False).kernels
@@ -185,20 +173,6 @@ def test_every_family_of_rows_raises_the_floor(
     assert without.feasible and (not found.feasible or without.iteration_ns < found.iteration_ns)
     with pytest.raises(ValueError, match="families"):
         floor(program, machine, limit, mode, families=["cut"])
-
-
-def test_the_program_planned_by_hand() -> None:
-    best = tiny.PROGRAM.ideal_ns + 10  # tests/tiny.py proves it
-    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).iteration_ns <= best
-    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "swap").iteration_ns <= best + 40
-    # 30 bytes too many at the peak: a2 at 10 ns, whole.
-    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "recompute").iteration_ns == best
-
-
-def test_small_gaps_are_free_beyond_the_largest() -> None:
-    program = pyramid(6, 0)
-    floors = [floor(program, MACHINE, program.peak_bytes // 2, max_gaps=m).iteration_ns for m in (2, 6, 1000)]
-    assert floors == sorted(floors) and floors[0] < floors[-1]
 
 
 def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,16 +262,6 @@ SMALL = {"GROUPS": {"swap": 10, "joint": 10}, "CELLS": {"recompute": 30, "joint"
          "LARGEST": dict.fromkeys(MODES, 100)}  # fmt: skip
 
 
-def test_a_rough_floor_is_below_the_optimum() -> None:
-    for seed in range(4):
-        program = pyramid(4, seed)
-        limit = int(0.8 * program.peak_bytes)
-        best = enumeration.shortest_ns(program, MACHINE, limit, "recompute")
-        for detail in (1.0, 0.5, 0.2):
-            with patch.multiple(bound_module, **SMALL):
-                assert floor(program, MACHINE, limit, "recompute", detail=detail).iteration_ns <= best
-
-
 def test_merged_kernels_lose_little() -> None:
     program = pyramid(40, 0)
     limit = int(0.5 * program.peak_bytes)
@@ -349,16 +313,3 @@ def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
     planner.plan(sandwich(), MACHINE, 100)
     assert planner.floor.iteration_ns == 60
     assert planner.simulator_calls == 2  # the rounded plan, and the final check
-
-
-def test_with_few_seconds_or_calls_there_is_a_plan() -> None:
-    program = pyramid(60, 1)
-    limit = int(0.6 * program.peak_bytes)
-    for seconds in (0.1, 1.0):
-        planner = agents.make("lp_round", min_bytes=1, seconds=seconds)
-        plan = planner.plan(program, MACHINE, limit)
-        found = simulate(program, plan, MACHINE, limit).overhead
-        assert planner.floor.overhead <= found < float("inf")
-    few = agents.make("lp_round", min_bytes=1, seconds=60.0, calls=100)
-    few.plan(program, MACHINE, limit)
-    assert few.simulator_calls <= 100

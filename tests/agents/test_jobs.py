@@ -9,7 +9,7 @@ import agents
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control, measured_times
 from agents.heuristics.tensile.times import KernelTimes, Sample, corrected, drift, features, r_squared, sequence
-from agents.jobs import Split, jobs_of, shares_of_work
+from agents.jobs import Split, jobs_of
 from envs.memory_env import small_task
 from simulator import Job, Plan, simulate_jobs
 
@@ -19,11 +19,10 @@ SLOWER = PROGRAM.with_durations([3 * kernel.duration_ns for kernel in PROGRAM.ke
 
 
 def test_every_job_gets_as_much_work() -> None:
-    assert shares_of_work([PROGRAM, SLOWER], rounds=2) == (6, 2)
-    a, b = jobs_of([PROGRAM, SLOWER], [None, None], rounds=2)
-    assert (a.iterations, b.iterations) == (6, 2)
+    a, b = jobs_of([PROGRAM, SLOWER], [None, None])
+    assert (a.iterations, b.iterations) == (18, 6)
     done = simulate_jobs([a, b], MACHINE, PROGRAM.peak_bytes + SLOWER.peak_bytes)
-    assert done.end_ns == 6 * PROGRAM.ideal_ns + 2 * SLOWER.ideal_ns
+    assert done.end_ns == 18 * PROGRAM.ideal_ns + 6 * SLOWER.ideal_ns
 
 
 def test_memory_is_split_by_peaks() -> None:
@@ -33,17 +32,6 @@ def test_memory_is_split_by_peaks() -> None:
     assert (first.limit, second.limit) == (limit // 3, limit * 2 // 3)
     with pytest.raises(agents.Infeasible):
         Split("autoswap_doa").plan_jobs([PROGRAM, double], MACHINE, limit // 3)
-
-
-def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
-    # Without prefetch triggers, tensors are swapped into free memory that other jobs need.
-    programs = [PROGRAM] * 3
-    limit = int(0.55 * sum(program.peak_bytes for program in programs))
-    within = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
-    free = [replace(job, within=False) for job in within]
-    kept, taken = (simulate_jobs(jobs, MACHINE, limit) for jobs in (within, free))
-    assert not kept.evictions and taken.evictions
-    assert kept.end_ns < taken.end_ns
 
 
 def test_kernel_times_are_learned_and_corrected() -> None:
@@ -95,3 +83,14 @@ def test_the_controller_replans_for_active_jobs(planner: agents.jobs.JobsPlanner
     assert len(stays.spans) >= len(stays.boundaries) * len(PROGRAM.kernels)  # no iteration is lost
     with pytest.raises(ValueError, match="check_ns"):
         control(jobs, MACHINE, limit, planner, until_ns=ideal, check_ns=0)
+
+
+def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
+    # Without prefetch triggers, tensors are swapped into free memory that other jobs need.
+    programs = [PROGRAM] * 3
+    limit = int(0.55 * sum(program.peak_bytes for program in programs))
+    within = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
+    free = [replace(job, within=False) for job in within]
+    kept, taken = (simulate_jobs(jobs, MACHINE, limit) for jobs in (within, free))
+    assert not kept.evictions and taken.evictions
+    assert kept.end_ns < taken.end_ns

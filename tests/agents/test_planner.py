@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,14 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.floor import floor
-from agents.heuristics.autoswap import AutoSwap
-from agents.heuristics.pytorch import Checkpoint
-from agents.heuristics.vdnn import VDNN
 from agents.planner import Candidates, held_back
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.modes import MODES, least_residency
 from tests import tiny
-from tests.agents.heuristics.test_superneurons import MACHINE as LINK, network
 from tests.strategies import machines, networks, programs, reachable_limits
 
 # Search methods with few simulator calls, for tiny programs.
@@ -86,22 +81,6 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
         assert found.feasible and found.iteration_ns <= timeline.iteration_ns
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), PLANNERS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
-)
-def test_every_planner_finds_something_to_move_and_repeats_it(name: str, options: dict[str, object]) -> None:
-    """Every planner except ``none`` evicts a tensor, deterministically, at 90 % of a feature-rich network's peak."""
-    program = network([("conv", 10), ("norm", 10), ("activation", 10)] * 3 + [("matmul", 10)])
-    limit = int(0.9 * program.peak_bytes)
-    planner = agents.make(name, min_bytes=1, **{**FAST.get(name, {}), **options})
-    if name == "none":
-        with pytest.raises(agents.Infeasible):
-            planner.plan(program, LINK, limit)
-    else:
-        plan = planner.plan(program, LINK, limit)
-        assert plan.decisions and plan == planner.plan(program, LINK, limit)
-
-
 @pytest.mark.parametrize("name", agents.PLANNERS)
 def test_every_planner_takes_the_common_options(name: str) -> None:
     assert agents.make(name, seed=3, min_bytes=1).name == name
@@ -144,12 +123,6 @@ def test_unknown_names_name_the_nearest() -> None:
         agents.make("autoswap_wdao")
     with pytest.raises(ValueError, match="'calls'"):
         agents.make("annealing", call=3)
-
-
-@pytest.mark.parametrize(("kind", "option"), [(VDNN, "policy"), (Checkpoint, "segments"), (AutoSwap, "score")])
-def test_planner_classes_refuse_unknown_options(kind: Callable[[str], object], option: str) -> None:
-    with pytest.raises(ValueError, match=option):
-        kind("best")
 
 
 def test_slow_imports_are_deferred() -> None:

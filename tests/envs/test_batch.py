@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import envs
-from envs.batch import Batch
+from envs.batch import STEPS, Batch
 from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
@@ -49,7 +49,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
     batch = Batch(tasks, walks, reward, "end", actions)
     if little_room:
         for work in batch._works:
-            work.steps = np.empty((1, STEP_COLUMNS), np.int64)
+            work[STEPS] = np.empty((1, STEP_COLUMNS), np.int64)
     for i in range(walks):
         batch.seed(i, int(rng.integers(2**62)))
     over, episodes, ours = np.ones(walks, np.bool_), 0, [Walk(tasks[0])] * walks

@@ -1,4 +1,4 @@
-"""Shared fixtures of the executor tests: three tiny networks, each captured, planned and simulated once."""
+"""Shared fixtures of the executor tests: two tiny networks, each captured, planned and simulated once."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from executor import Captured, capture
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
 from simulator import Machine, Plan, Program, Timeline, simulate
-from tests.executor.networks import CLASSES, GPT2, adamw, images, sgd, small, words
+from tests.executor.networks import CLASSES, images, sgd, small
 from tests.fake_device.graphs import GraphDouble
 
 # Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
@@ -79,12 +79,6 @@ def tiny_mlp() -> Tiny:
 def tiny_conv() -> Tiny:
     """Returns a residual block (convolution, batch normalization, dropout), SGD with momentum and 16 x 16 images."""
     return make_tiny(small, sgd, images(16))
-
-
-@pytest.fixture(scope="session")
-def tiny_gpt() -> Tiny:
-    """Returns a one-layer GPT-2 (attention, layer norm, tied weights, dropout), AdamW and 12 words."""
-    return make_tiny(GPT2, adamw, words)
 
 
 def gpu_backend(machine: Machine) -> Backend:

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from executor import capture
-from executor.report import report
+from executor import capture, report
 from simulator import Machine, Program, Swap, simulate
 from simulator.plan import Plan
 from simulator.report import Moved, Place, Rerun

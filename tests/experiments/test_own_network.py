@@ -88,7 +88,7 @@ def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
     assert set(np.unique(trainer.actions // n)) == {0, 1, 2}
     while len(trainer.history) < config.episodes:
         trainer.step()
-    taken = trainer.buffer.arrays["action"][: trainer.buffer.size]
+    taken = trainer.buffer.ring["action"][: trainer.buffer.size]
     assert set(np.unique(trainer.actions[taken] // n)) == {0, 1, 2}
     assert isinstance(trainer.best, Plan) and trainer.best_overhead < 0.05
     assert trainer.task.engine.calls < trainer.buffer.size  # with the causal reward one per episode

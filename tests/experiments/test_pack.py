@@ -15,7 +15,7 @@ from experiments.plotting import packing as pack_plot, palette
 from simulator import Machine, Program
 from simulator.compiled.encoding import NEVER
 from simulator.pool import ALLOCATORS, Intervals, Packing, smartpool
-from simulator.pool.validate import overlap
+from simulator.pool.intervals import overlap
 from tests.experiments.conftest import Run
 from tests.oracle.packing import overlaps
 

@@ -11,7 +11,7 @@ from agents.learned.expert_iteration import Training
 from agents.learned.policy_net import trained
 from experiments import workloads
 from experiments.common.cli import CONFIGS, dataclass_of
-from experiments.pretrain import Lines, check_set
+from experiments.pretrain import append, check_set
 from tests.experiments.conftest import Run
 
 MLP, ALEXNET = "{family: mlp, batch_size: 8192, layers: [3, 4]}", "{family: alexnet, batch_size: 100}"
@@ -69,7 +69,5 @@ def test_on_ray_the_lessons_and_weights_are_the_same(start: Run, tmp_path: Path)
 def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a":1}\n{"a":2}\n{"a"')
-    with Lines(path) as lines:
-        assert lines.count == 2
-        lines.add({"a": 3})
-    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    append(path, lambda job: {"a": job}, [1, 2, 3], ("processes", 1), "counting")
+    assert path.read_text() == '{"a":1}\n{"a":2}\n{"a":3}\n'

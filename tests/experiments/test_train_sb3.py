@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from agents.learned import sb3
 from agents.learned.optimisation import MASKED
 from agents.learned.training import Episode
-from envs import MemoryEnv, Task
+from envs import Task
 from envs.memory_env import small_task
 from experiments.common import curves
 from experiments.examples import dqn_single_file, ppo_single_file
@@ -34,10 +35,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def made(algorithm: str, seed: int = 0, **options: Any) -> tuple[Any, sb3.Record]:
-    record = sb3.Record(algorithm)
-    settings = {"num_envs": 4, "reward_scale": 10.0, "network": {}, **options}
-    return sb3.make(algorithm, ENVIRONMENT, record, seed, **settings), record
+def made(algorithm: str, seed: int = 0, **options: Any) -> Any:
+    return sb3.make(algorithm, ENVIRONMENT, seed, **{"num_envs": 4, "reward_scale": 10.0, "network": {}, **options})
 
 
 def overhead(plan: Plan | None) -> float:
@@ -59,7 +58,7 @@ class Invalid(BaseCallback):
 
 
 def test_maskable_ppo_learns_the_small_task() -> None:
-    model, _ = made("maskable_ppo", seed=3, num_envs=8, **PPO)
+    model = made("maskable_ppo", seed=3, num_envs=8, **PPO)
     assert overhead(sb3.greedy(model, ENVIRONMENT, "")) > 0.05
     invalid = Invalid()
     model.learn(2500, invalid)
@@ -68,30 +67,37 @@ def test_maskable_ppo_learns_the_small_task() -> None:
 
 
 @pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
-def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(algorithm: str) -> None:
+def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers that the library's logger leaves no folder behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     histories = []
     for seed in (5, 5, 6):
         told: list[Episode] = []
-        model, record = made(algorithm, seed, **SMALL[algorithm])
-        record.on_episode = told.append
-        model.learn(512)
-        assert record.steps == 512 and told == record.history and len(told) > 20
+        record = sb3.Record(algorithm, on_episode=told.append)
+        made(algorithm, seed, **SMALL[algorithm]).learn(512, record)
+        assert record.num_timesteps == 512 and told == record.history and len(told) > 20
         assert [e.episode for e in told] == list(range(1, len(told) + 1))
         found = [e.overhead for e in told if e.feasible]
         assert told[-1].best_overhead == min(found) == pytest.approx(overhead(record.best))
         assert record.best is not None and record.best.planner == algorithm
         histories.append([(e.steps, e.overhead) for e in record.history if e.feasible])
     assert histories[0] == histories[1] != histories[2]
+    assert not list(tmp_path.iterdir())
 
 
 def test_rewards_are_scaled_for_learning_only() -> None:
-    env, random = sb3.Recorded(MemoryEnv(limit=0.7), record := sb3.Record(""), 10.0), np.random.default_rng(0)
-    env.reset(seed=0)
-    total, terminated, info = 0.0, False, {}
-    while not terminated:
-        _, reward, terminated, _, info = env.step(random.choice(np.flatnonzero(env.get_wrapper_attr("action_masks")())))
+    """The sum of an episode's rewards is −10 times its overhead; Monitor, inside the wrapper, reports the plain sum."""
+    env, rng = made("maskable_ppo", num_envs=1, **SMALL["maskable_ppo"]).get_env(), np.random.default_rng(0)
+    env.reset()
+    total, done = 0.0, False
+    while not done:
+        (mask,) = env.env_method("action_masks")
+        _, (reward,), (done,), (info,) = env.step(np.array([rng.choice(np.flatnonzero(mask))]))
         total += reward
-    assert total == pytest.approx(-10 * info["overhead"]) and record.history[0].overhead == info["overhead"] > 0
+    assert total == pytest.approx(-10 * info["overhead"], rel=1e-5) and info["overhead"] > 0
+    assert info["episode"]["r"] == pytest.approx(-info["overhead"], abs=1e-5)
 
 
 def test_what_the_network_cannot_be_is_refused() -> None:
@@ -112,7 +118,7 @@ def test_what_the_network_cannot_be_is_refused() -> None:
     {"learning_starts": 0, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0},  # greedy
 ])  # fmt: skip
 def test_the_dqn_takes_no_invalid_action(settings: dict[str, Any]) -> None:
-    model, _ = made("dqn", **{**SMALL["dqn"], **settings})
+    model = made("dqn", **{**SMALL["dqn"], **settings})
     invalid = Invalid()
     model.learn(400, invalid)
     assert not invalid.count
@@ -128,7 +134,7 @@ def test_the_maximum_of_the_target_is_masked(monkeypatch: pytest.MonkeyPatch) ->
         return out
 
     monkeypatch.setattr(sb3.GraphFeatures, "forward", tempting)
-    model, _ = made("dqn", **{**SMALL["dqn"], "learning_starts": 10_000})
+    model = made("dqn", **{**SMALL["dqn"], "learning_starts": 10_000})
     model.learn(400)
     model.train(1, 64)
     assert model.logger.name_to_value["train/loss"] < 100

@@ -185,10 +185,10 @@ class CudaDouble(TorchDispatchMode):
         monkeypatch.setattr(engines, "capture_stream", cache(self.new_stream))
         slabs = pinned.Slabs(pinned._register, pinned._unregister, lambda: self.left_out() or pinned._synchronize())
         monkeypatch.setattr(engines, "CUDA", slabs)
-        generators = work.generators
+        states = work.Random
         monkeypatch.setattr(work, "device_of", lambda captured: self.gpu)
         monkeypatch.setattr(planned_step, "not_by_default", lambda captured, undo: "a double")
-        monkeypatch.setattr(work, "generators", lambda captured, device: generators(captured, torch.device("cpu")))
+        monkeypatch.setattr(work, "Random", lambda captured, device: states(captured, torch.device("cpu")))
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         if priority not in self.pools:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from executor.memory import addresses, engines, graph_memory
 from executor.memory.addresses import functions
-from executor.training import graph, graph_rules
+from executor.training import graph
 from tests.fake_device.cuda import UNWRITTEN, CudaDouble, Event, Stream, is_real
 from tests.fake_device.memory import BASE, SEGMENT, Block
 from tests.fake_device.order import HOST, Clocks
@@ -245,12 +245,11 @@ class GraphDouble(CudaDouble):
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
         monkeypatch.setattr(graph_memory, "capture_stream", engines.capture_stream)
         monkeypatch.setattr(graph_memory, "libraries_bytes", graph_memory.libraries_bytes.__wrapped__)
-        for module in (graph, graph_rules):
-            monkeypatch.setattr(module, "libraries_bytes", graph_memory.libraries_bytes)
+        monkeypatch.setattr(graph, "libraries_bytes", graph_memory.libraries_bytes)
         monkeypatch.setattr(graph, "replace_memsets", lambda device, handle: 0)
         monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
-        monkeypatch.setattr(graph_rules, "device_of", lambda captured: self.gpu)
-        monkeypatch.setattr(graph_rules, "on_device", lambda captured, device: True)  # tensors are on the CPU
+        monkeypatch.setattr(graph, "device_of", lambda captured: self.gpu)
+        monkeypatch.setattr(graph, "on_device", lambda captured, device: True)  # tensors are on the CPU
         monkeypatch.setattr(addresses, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
     def synchronize(self, device: Any = None) -> None:

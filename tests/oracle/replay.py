@@ -54,14 +54,7 @@ class Work:
 
 
 class Replay:
-    """Replays a timeline with well-formed spans up to its last boundary; ``found`` has at most one violation.
-
-    Attributes:
-        residency: Planned residency per kernel.
-        ledger, changes: All changes, and their number at the start and at the end of each iteration.
-        stalls: (start, end, cause).
-        states: State of rule 10 at the start and at the end of each iteration.
-    """
+    """Replays a timeline with well-formed spans up to its last boundary; ``found`` has at most one violation."""
 
     def __init__(self, timeline: Timeline, steps: Steps, machine: Machine, limit: int):
         self.steps, self.machine, self.limit = steps, machine, limit
@@ -85,9 +78,9 @@ class Replay:
         self.queue: list[Copy] = []
         self.copies: dict[str, tuple[Work, Copy]] = {}
         self.ledger: list[Change] = []
-        self.changes: list[int] = []
-        self.stalls: list[tuple[int, int, str]] = []
-        self.states: list[object] = []
+        self.changes: list[int] = []  # length of the ledger at the start and at the end of each iteration
+        self.stalls: list[tuple[int, int, str]] = []  # start, end, cause
+        self.states: list[object] = []  # of rule 10, at the start and at the end of each iteration
         self.found: list[Violation] = []
         try:
             self._begin()

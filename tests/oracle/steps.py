@@ -46,14 +46,7 @@ class Step:
 
 
 class Steps:
-    """All steps of iterations whose kernels are in order.
-
-    Attributes:
-        found: Broken rules: resident, content, recompute.
-        steps: Steps as recorded.
-        needs: Per position, the tensors used in place, whose gaps it ends.
-        leaves: (position, tensor) -> block that a gap opened there evicts.
-    """
+    """All steps of iterations whose kernels are in order."""
 
     def __init__(self, spans: Iterable[Span], program: Program, plan: Plan):
         self.program, self.n = program, len(program.kernels)
@@ -65,11 +58,11 @@ class Steps:
         self.swaps = sorted(plan.of_kind(Swap), key=lambda d: d.tensor)
         self.drops = plan.of_kind(Recompute)
         self.reruns = bool(plan.of_kind(Rerun))
-        self.passes = passes(program, plan)
-        self.found: list[Violation] = []
-        self.steps: list[Step] = []
-        self.needs: list[set[int]] = []
-        self.leaves: dict[tuple[int, int], Block] = {}
+        self.passes = self._passes(plan)
+        self.found: list[Violation] = []  # resident, content, recompute
+        self.steps: list[Step] = []  # as recorded
+        self.needs: list[set[int]] = []  # per position, the tensors used in place, whose gaps it ends
+        self.leaves: dict[tuple[int, int], Block] = {}  # (position, tensor) -> block that a gap opened there evicts
         self.right: list[Version] = [()] * len(self.size)  # content by program order
         self.read: dict[tuple[int, int], Version] = {}  # (position, tensor) -> content that the kernel read
         persistent = [t for t, tensor in enumerate(program.tensors) if tensor.persistent]
@@ -90,6 +83,32 @@ class Steps:
         for block in every:
             self.steps[block.last].gives.append(block)
         self.used_at = [[k for k in range(self.n) if t in self.needs[k]] for t in range(len(self.size))]
+
+    def _passes(self, plan: Plan) -> list[list[int]]:
+        """Returns the kernels recomputed for each kernel (7), by Rerun decisions or by Recompute decisions."""
+        program, kernels, writers, uses = self.program, self.program.kernels, self.writers, self.uses
+        dropped: dict[int, Recompute] = {}
+
+        def there(t: int, w: int, k: int) -> bool:
+            """Returns whether kernel k finds tensor t with the content that kernel w read."""
+            alive = program.tensors[t].persistent or uses[t][0] < k <= uses[t][-1]
+            return alive and t not in dropped and not any(w <= u < k for u in writers[t])
+
+        out = []
+        for k in range(self.n):
+            again = {d.kernel for d in plan.of_kind(Rerun) if d.before == k}
+            due = recovered(dropped, k, set(), writers)
+            pending = [w for t in due for w in writers[t] if w < k]
+            while pending:
+                w = pending.pop()
+                if w not in again:
+                    again.add(w)
+                    pending += [u for t in kernels[w].inputs if not there(t, w, k) for u in writers[t] if u < w]
+            out.append(sorted(again))
+            for t in recovered(dropped, k, again, writers):
+                del dropped[t]
+            dropped |= {d.tensor: d for d in self.drops if d.after == k}
+        return out
 
     def _fail(self, step: Step, rule: str, detail: str) -> None:
         self.found.append(Violation(rule, step.span.start_ns, detail))
@@ -278,32 +297,3 @@ def recovered(dropped: Mapping[int, Recompute], k: int, ran: Set[int], writers: 
     due = {t for t, d in dropped.items() if k == (d.before if d.at is None else d.at)}
     whole = {t for t in dropped if {w for w in writers[t] if w < k} <= ran}
     return due | whole if any(dropped[t].keep for t in due) else due
-
-
-def passes(program: Program, plan: Plan) -> list[list[int]]:
-    """Returns the kernels recomputed for each kernel (7), by Rerun decisions or by Recompute decisions."""
-    kernels, tensors = program.kernels, range(len(program.tensors))
-    writers = [[k for k, kernel in enumerate(kernels) if t in kernel.outputs] for t in tensors]
-    uses = [[k for k, kernel in enumerate(kernels) if t in kernel.inputs + kernel.outputs] for t in tensors]
-    dropped: dict[int, Recompute] = {}
-
-    def there(t: int, w: int, k: int) -> bool:
-        """Returns whether kernel k finds tensor t with the content that kernel w read."""
-        alive = program.tensors[t].persistent or uses[t][0] < k <= uses[t][-1]
-        return alive and t not in dropped and not any(w <= u < k for u in writers[t])
-
-    out = []
-    for k in range(len(kernels)):
-        again = {d.kernel for d in plan.of_kind(Rerun) if d.before == k}
-        due = recovered(dropped, k, set(), writers)
-        pending = [w for t in due for w in writers[t] if w < k]
-        while pending:
-            w = pending.pop()
-            if w not in again:
-                again.add(w)
-                pending += [u for t in kernels[w].inputs if not there(t, w, k) for u in writers[t] if u < w]
-        out.append(sorted(again))
-        for t in recovered(dropped, k, again, writers):
-            del dropped[t]
-        dropped |= {d.tensor: d for d in plan.of_kind(Recompute) if d.after == k}
-    return out

@@ -34,14 +34,15 @@ def test_what_can_run_again(program: Program) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS[:10], ids=range(10))
 def test_selection_by_areas(program: Program) -> None:
-    candidates, durations = Candidates(program, program.gaps()), np.diff(program.start_ns)
-    load, left, order = candidates.live_bytes.copy(), np.ones(len(candidates), bool), []
+    candidates = Candidates(program, program.gaps())
+    now, left, order = copy.copy(candidates), np.ones(len(candidates), bool), []
     while left.any():  # recomputes the load and all scores after each selection
-        scores = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
+        scores = np.where(left, weighted_duration(now, program), -np.inf)
         order.append((best := int(scores.argmax()), float(scores[best])))
         left[best] = False
-        load -= candidates.nbytes[best] * candidates.absent[best]
-    assert list(submodular_weighted_duration(candidates, program)) == order
+        now.live_bytes = now.live_bytes - candidates.nbytes[best] * candidates.absent[best]
+    selected, values = submodular_weighted_duration(candidates, program)
+    assert list(zip(selected.tolist(), values.tolist(), strict=True)) == order
     for limit in range(int(candidates.least), program.peak_bytes + 1, 50):
         load, few = candidates.live_bytes.copy(), []
         for i, _ in order:
@@ -49,7 +50,7 @@ def test_selection_by_areas(program: Program) -> None:
                 break
             load -= candidates.nbytes[i] * candidates.absent[i]
             few.append(i)
-        assert candidates.first((i for i, _ in order), limit).tolist() == few
+        assert candidates.first(selected, limit).tolist() == few
         assert (candidates.residency(np.array(few, np.int64)) == load).all()
 
 

@@ -1,20 +1,19 @@
 """Tests several jobs: hand-computed cases, one job alone, properties, and the formats of JobsTimeline."""
 
-import json
-import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Job, JobsDeadlock, Machine, OutOfMemory, Plan, PlanError, Program, Swap, simulate, simulate_jobs
+from simulator import Job, JobsDeadlock, Machine, OutOfMemory, Plan, PlanError, Program, simulate, simulate_jobs
 from simulator.job import Eviction, Stall
+from simulator.job_state import ALONE_ONLY
 from simulator.schedule import lower
 from simulator.timeline import Span
 from tests import tiny
 from tests.oracle.steps import Steps
-from tests.programs import activations, parameter, straight
+from tests.programs import activations, straight
 from tests.random_cases import jobs_case
 from tests.strategies import jobs_machines, networks, plans, programs, with_algorithms
 
@@ -50,15 +49,6 @@ def test_a_deadlock_and_its_eviction():
     assert timeline.copies_ns("d2h") == timeline.copies_ns("h2d") == 40
 
 
-def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
-    """The job has 40 bytes and requests 30, above its limit of 60; 30 others are free and nothing can be evicted."""
-    program = straight([parameter(40), parameter(30)], ((0,), (), 10), ((0, 1), (), 10))
-    job = Job("a", program, Plan((Swap(1, 1, 1),), limit=60), iterations=1, within=True)
-    timeline = simulate_jobs([job], MACHINE, 100)
-    assert timeline.jobs[0].boundaries == (50,) and timeline.evictions == ()
-    assert [s for s in timeline.jobs[0].spans if s.kind == "swap_in"] == [Span(10, 40, "h2d", "swap_in", 1)]
-
-
 def test_a_full_host_is_reported_as_a_deadlock():
     jobs = once(GROWS, GROWS)
     with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' asks for 30 bytes for kernel 1; 'b' asks for 30 bytes for"):
@@ -73,16 +63,6 @@ def test_a_step_that_never_fits_is_refused_by_name():
 
 
 # ------------------------------------------------------------------------------------ coming and leaving
-
-
-def test_tensors_resident_in_the_new_plan_are_swapped_in():
-    """The first plan has w on the host at 10; the second never evicts it, so it is swapped in at once (10 to 40)."""
-    program = straight([parameter(30), *activations(80)], ((0,), (), 10), ((), (1,), 40))
-    job = Job("a", program, Plan((Swap(0, 0, 0, 1),)), iterations=2, switches=((1, Plan()),))
-    job = simulate_jobs([job], MACHINE, 110).jobs[0]
-    assert job.switches == ((80, 1),)  # 30 to come in, 10, 40
-    assert job.boundaries == (80, 160)
-    assert [s.start_ns for s in job.spans if s.kind == "swap_in"] == [0, 80]
 
 
 def test_what_is_not_a_simulation():
@@ -101,6 +81,9 @@ def test_what_is_not_a_simulation():
     for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
         with pytest.raises(ValueError, match="job 'a'"):
             Job("a", tiny.PROGRAM, Plan(), **wrong)
+    for cost in ALONE_ONLY:
+        with pytest.raises(ValueError, match=rf"^machine\.{cost} is "):
+            simulate_jobs(once(GROWS), replace(MACHINE, **{cost: 0.25 if cost == "copy_contention" else 7}), 100)
     none = simulate_jobs([], MACHINE, 100)
     assert (none.end_ns, none.peak_bytes, none.jobs) == (0, 0, ())
 
@@ -176,13 +159,6 @@ JOBS = (
 TIMELINE = simulate_jobs(JOBS, tiny.MACHINE, 200)
 
 
-def test_json():
-    out = json.loads(json.dumps(TIMELINE.to_dict()))
-    assert len(out["order"]) == sum(len(job["events"]) for job in out["jobs"])
-    assert out["jobs"][0]["spans"] == [list(s) for s in TIMELINE.jobs[0].spans]
-    assert out["evictions"][0].keys() == {"time_ns", "job", "tensor", "block", "nbytes", "wanted_by"}
-
-
 def test_perfetto_has_a_process_a_job():
     trace = TIMELINE.perfetto(JOBS)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
@@ -195,9 +171,3 @@ def test_perfetto_has_a_process_a_job():
     assert marks == [(2, "plan 1", TIMELINE.jobs[1].boundaries[0] / 1000)]
     memory = [e["args"]["bytes"] for e in trace if e["ph"] == "C" and e["pid"] == 4]
     assert max(memory) == TIMELINE.peak_bytes <= 200 and memory[-1] == 0
-
-
-def test_what_each_holds_adds_up():
-    for time, used in dict(TIMELINE.memory).items():  # after all changes of this instant
-        assert sum([0, *(b for t, b in job.held if t <= time)][-1] for job in TIMELINE.jobs) == used
-    assert math.isnan(TIMELINE.jobs[2].mean_ns) and TIMELINE.jobs[2].iterations_ns == ()  # it never ran

@@ -65,27 +65,6 @@ def test_copies_round_up(nbytes, rate, latency):
     assert Machine("m", 1, 1, rate, d2h_latency_ns=latency).d2h_ns(nbytes) == machine.h2d_ns(nbytes)
 
 
-def test_copies_of_a_graph():
-    machine = replace(Machine.from_dict(GOOD), graph_copies=0.5)
-    assert machine.in_graph() == replace(
-        machine, h2d_bytes_per_s=5 * 10**8, d2h_bytes_per_s=5 * 10**8, graph_copies=1.0
-    )
-    assert machine.in_graph().in_graph() == machine.in_graph()
-
-
-def test_each_direction_beside_the_other():
-    """Shares are in units of 2**-20, rounded down, at least 1; 0, or more than alone, means full speed."""
-
-    def shares(h2d, d2h, engines=2):
-        rates = {"duplex_h2d_bytes_per_s": h2d, "duplex_d2h_bytes_per_s": d2h}
-        machine = Machine("m", 1, 4 * 10**9, 3 * 10**9, copy_engines=engines, **rates)
-        return machine.h2d_share, machine.d2h_share
-
-    assert shares(10**9, 0) == (2**18, 2**20) and shares(0, 10**9) == (2**20, 349_525)
-    assert shares(4 * 10**9, 3 * 10**9) == shares(9 * 10**9, 9 * 10**9) == (2**20, 2**20)
-    assert shares(1, 1) == (1, 1) and shares(1, 1, engines=1) == (2**20, 2**20)
-
-
 @given(*[st.integers(2**20, 10**12)] * 2, st.integers(0, 2 * 10**12))
 def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
     """Files with a single figure keep their shares exactly, for links of at least 1 MiB/s."""
@@ -94,22 +73,6 @@ def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
     share = max(1, (together << 20) // (h2d + d2h)) if 0 < together < h2d + d2h else 2**20
     assert machine.h2d_share == machine.d2h_share == share
     assert Machine.from_dict(machine.to_dict()) == machine == Machine("m", 100, h2d, d2h).with_shared_link(together)
-
-
-def test_kernels_at_once_share_the_speed():
-    """Shares are in units of 2**-20, rounded down, at least 1 and at most full speed."""
-    assert [Machine("m", 1, 1, 1).compute_share(k) for k in (0, 1, 2, 3)] == [2**20, 2**20, 2**19, 2**20 // 3]
-    assert [Machine("m", 1, 1, 1, concurrency=1.5).compute_share(k) for k in (1, 2)] == [2**20, 3 * 2**18]
-    assert Machine("m", 1, 1, 1, concurrency=8).compute_share(2) == 2**20
-    assert Machine("m", 1, 1, 1, concurrency=1e-9).compute_share(2) == 1
-
-
-def test_the_driver():
-    machine = Machine("m", 1, 1, 1, malloc_ns=100, free_ns=10, malloc_bytes_per_s=3 * 10**9)
-    assert machine.driver_ns(2, 1, 3000) == 2 * 100 + 10 + 1000
-    assert machine.driver_ns(1, 0, 1) == 100 + 1  # rounded up
-    assert machine.driver_ns(0, 0, 9 * 10**18) == 3 * 10**18
-    assert Machine("m", 1, 1, 1, malloc_ns=100).driver_ns(2, 5, 10**12) == 200  # size and frees cost nothing
 
 
 def test_the_roofline():

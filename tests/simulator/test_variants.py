@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Engine, OutOfMemory, Plan, PlanError, Program, Recompute, rules, simulate
+from simulator import Engine, Plan, PlanError, Program, Recompute, rules, simulate
 from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
 from simulator.schedule import lower
 from tests import tiny
-from tests.oracle import violations
 from tests.oracle.packing import overlaps
 from tests.strategies import machines, plans, programs, with_algorithms
 from tests.tiny import A1, MACHINE
@@ -25,18 +24,6 @@ PROGRAM = Program("tiny", tiny.PROGRAM.tensors, tuple(
     for k, kernel in enumerate(tiny.PROGRAM.kernels)
 ))  # fmt: skip
 RECOMPUTE = Recompute(A1, 1, 6)
-
-
-# ------------------------------------------------------------------------------------------ by hand
-
-
-def test_the_checker_knows_the_variants() -> None:
-    plan = Plan((RECOMPUTE,), variants=((F1, 0),))
-    timeline = simulate(PROGRAM, plan, MACHINE, tiny.LIMIT)
-    without = replace(plan, variants=())
-    assert {v.rule for v in violations(timeline, PROGRAM, without, MACHINE, tiny.LIMIT)} == {"duration"}
-    found = violations(replace(timeline, ideal_ns=114), PROGRAM, plan, MACHINE, tiny.LIMIT)
-    assert [v.detail for v in found] == ["ideal_ns is 114, the spans give 120"]
 
 
 def test_an_engine_of_variants() -> None:
@@ -53,9 +40,6 @@ def test_an_engine_of_variants() -> None:
     assert fast.residency(rows).tolist() == [70, *engine.residency(rows)[1:6].tolist(), 120, engine.residency(rows)[7]]
 
 
-# ------------------------------------------------------------------------------------------ at random
-
-
 @given(st.data())
 def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
@@ -65,18 +49,10 @@ def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) ->
     timeline = simulate(program, plan, machine, limit)
     assert timeline == rules.simulate(program, plan, machine, limit)
     assert timeline == replace(simulate(runs, Plan(plan.decisions), machine, limit), ideal_ns=program.ideal_ns)
-    assert violations(timeline, program, plan, machine, limit) == []
     if timeline.period == 1:
         blocks = timeline_lifetimes(timeline).intervals
         assert overlaps(blocks, smartpool.pack(blocks).offsets) == []
         assert blocks.peak_bytes <= limit
-    if timeline.required_bytes:
-        for run in (simulate, rules.simulate):
-            with pytest.raises(OutOfMemory):
-                run(program, plan, machine, timeline.required_bytes - 1)
-
-
-# ---------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -95,18 +71,6 @@ def test_variants_that_do_not_fit(variants: tuple[tuple[int, int], ...], message
     plan = Plan((RECOMPUTE,), PROGRAM.fingerprint, variants=variants)
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         plan.check(PROGRAM)
-    for run in (simulate, rules.simulate):
-        with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
-            run(PROGRAM, plan, MACHINE, 1000)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        PROGRAM.with_variants(variants)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Engine(PROGRAM, MACHINE, 1000).with_variants(variants)
-
-
-def test_the_program_as_it_runs() -> None:
-    runs = PROGRAM.with_variants(((F1, 1), (B4, 0)))
-    assert (runs.kernels[F1].duration_ns, runs.kernels[F1].workspace) == (3, 60)
-    assert runs.ideal_ns == 120 - 7 + 30 and runs.live_bytes[F1] == 50 + 60
-    assert runs.with_variants(((F1, 0),)).kernels[F1].workspace == 20  # its variants stay
-    assert PROGRAM.with_variants(()) is PROGRAM
+    for refuses in (PROGRAM, Engine(PROGRAM, MACHINE, 1000)):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            refuses.with_variants(variants)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agents.heuristics.tensile.schedule import Channel, Schedule, array
+from agents.heuristics.tensile.schedule import Schedule, array
 from agents.planner import PlannerInfo, RowsPlanner, infeasible, one_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -23,7 +23,12 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
-__all__ = ["TENSILE", "Channel"]
+__all__ = ["TENSILE"]
+
+PAPER = (
+    '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
+    'system", 2021'
+)
 
 
 @dataclass(eq=False)
@@ -36,12 +41,7 @@ class TENSILE(RowsPlanner):
             all. The lower a job's ratio, the higher its priority (section 4.1).
     """
 
-    facts = PlannerInfo(
-        "tensile", "TENSILE",
-        '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
-        'system", 2021',
-        family="swap and recompute", slot=2, place=170, moves="joint",
-    )  # fmt: skip
+    facts = PlannerInfo("tensile", "TENSILE", PAPER, family="swap and recompute", slot=2, place=170)
 
     mode: str = one_of(MODES, "joint")
     max_swap_ratio: float | Sequence[float] = 1.0
@@ -76,7 +76,7 @@ class TENSILE(RowsPlanner):
             raise ValueError(f"max_swap_ratio: expected one for each of {len(programs)} jobs, got {len(ratios)}")
         sequences = sequences or [[t * len(programs) for t in program.start_ns] for program in programs]
         jobs = [
-            Schedule(program, machine, Engine(program, machine, limit), self.min_bytes, ratio, starts)
+            Schedule(Engine(program, machine, limit), self.min_bytes, ratio, starts)
             for program, ratio, starts in zip(programs, ratios, sequences, strict=True)
         ]
         steps = [_swap] if self.mode != "recompute" else []

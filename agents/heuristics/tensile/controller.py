@@ -21,9 +21,12 @@ from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.times import KernelTimes, Times, corrected, drift, sequence
 from agents.jobs import JobsPlanner
 from simulator import simulate_jobs
-from simulator.job import Job, JobsTimeline, JobTimeline, Sharing
+from simulator.job import Job, JobsTimeline, JobTimeline
 from simulator.machine import Machine
 from simulator.schedule import NEVER
+
+BETA = 0.5  # weight of the old estimate in the exponential moving average of kernel times
+DRIFT = 0.1  # drift above which plans are remade
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Controlled:
 
 def control(
     jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
-    sharing: Sharing = "fifo", times: KernelTimes | None = None, beta: float = 0.5, threshold: float = 0.1,
+    times: KernelTimes | None = None,
 ) -> Controlled:  # fmt: skip
     """Simulates jobs whose plans ``planner`` makes and replans.
 
@@ -55,49 +58,44 @@ def control(
         until_ns: all jobs leave at their first iteration boundary after this time.
         check_ns: interval between checks of measured times.
         times: predicts unmeasured times; None: a kernel's own time multiplied by the number of running jobs.
-        beta: weight of the old estimate in the exponential moving average.
-        threshold: drift above which plans are remade.
 
     Raises:
         Infeasible: the running jobs have no plans that fit together.
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
-    run, now = _Run(jobs, machine, limit, planner, sharing, times, beta), 0
+    run, now = _Run(jobs, machine, limit, planner, times), 0
     while now < until_ns:
         ahead = run.simulate(now + check_ns)
-        there = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left(ahead, j) > now}
-        if there != run.there:
-            run.plan(there, now, "arrival" if there - run.there else "departure", 0.0)
+        active = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left(ahead, j) > now}
+        if active != run.active:
+            run.plan(active, now, "arrival" if active - run.active else "departure", 0.0)
             ahead = run.simulate(now + check_ns)
-        elif (far := run.measure(ahead, now)) > threshold:
-            run.plan(there, now, "drift", far)
+        elif (far := run.measure(ahead, now)) > DRIFT:
+            run.plan(active, now, "drift", far)
             ahead = run.simulate(now + check_ns)
-        soon = [job.arrives_ns for job in jobs] + [run.left(ahead, j) for j in there]
-        if not there and max(soon) <= now:
+        soon = [job.arrives_ns for job in jobs] + [run.left(ahead, j) for j in active]
+        if not active and max(soon) <= now:
             break
         now = min([now + check_ns, *(at for at in soon if at > now)])
-    order = sorted(run.planned)
-    final = [run.planned[j] for j in order]
-    return Controlled(tuple(final), simulate_jobs(final, machine, limit, until_ns, sharing), tuple(run.replanned))
+    final = tuple(job for _, job in sorted(run.planned.items()))
+    return Controlled(final, simulate_jobs(final, machine, limit, until_ns), tuple(run.replanned))
 
 
 class _Run:
     """Jobs that have arrived, by index, with the plans they have received.
 
     Attributes:
-        there: jobs for which the current plans were made.
+        active: jobs for which the current plans were made.
         times: latest estimate of each job's kernel times.
         used: kernel times used by each job's plan.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, sharing: Sharing,
-        predictor: KernelTimes | None, beta: float,
-    ) -> None:  # fmt: skip
-        self.jobs, self.machine, self.limit, self.planner = jobs, machine, limit, planner
-        self.sharing, self.predictor, self.beta = sharing, predictor, beta
-        self.there: set[int] = set()
+        self, jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, predictor: KernelTimes | None
+    ) -> None:
+        self.jobs, self.machine, self.limit, self.planner, self.predictor = jobs, machine, limit, planner, predictor
+        self.active: set[int] = set()
         self.planned: dict[int, Job] = {}
         self.times: dict[int, Times] = {}
         self.used: dict[int, Times] = {}
@@ -108,14 +106,12 @@ class _Run:
         order = sorted(self.planned)
         if not order:
             return {}
-        jobs = [self.planned[j] for j in order]
-        ran = simulate_jobs(jobs, self.machine, self.limit, until_ns + 1, self.sharing)
+        ran = simulate_jobs([self.planned[j] for j in order], self.machine, self.limit, until_ns + 1)
         return dict(zip(order, ran.jobs, strict=True))
 
     def left(self, ran: dict[int, JobTimeline], j: int) -> int:
         """Returns when a job left; NEVER: it did not leave before the end of the simulation."""
-        job = ran.get(j)
-        mine = self.jobs[j]
+        job, mine = ran.get(j), self.jobs[j]
         if job is None or job.left_ns is None:
             return NEVER
         asked = len(job.boundaries) == mine.iterations or (mine.leaves_ns is not None and job.left_ns >= mine.leaves_ns)
@@ -126,25 +122,23 @@ class _Run:
 
         Scales its last estimate by the ratio of the predictions.
         """
-        program = self.jobs[j].program
-        known = self.times.get(j)
-        if known is not None and self.predictor is None:
-            return known * jobs // len(self.there)
+        program, known = self.jobs[j].program, self.times.get(j)
         if self.predictor is None:
-            return np.array([k.duration_ns for k in program.kernels], np.int64) * jobs
+            own = np.array([k.duration_ns for k in program.kernels], np.int64)
+            return own * jobs if known is None else known * jobs // len(self.active)
         now = self.predictor.predict(program, jobs)
         if known is None:
             return now
-        before = np.maximum(self.predictor.predict(program, len(self.there)), 1)
+        before = np.maximum(self.predictor.predict(program, len(self.active)), 1)
         longer: Times = np.rint(known * (now / before)).astype(np.int64)
         return longer
 
-    def plan(self, there: set[int], now: int, why: str, far: float) -> None:
-        """Plans all current jobs."""
-        order = sorted(there)
+    def plan(self, active: set[int], now: int, why: str, far: float) -> None:
+        """Plans all active jobs."""
+        order = sorted(active)
         if why != "drift":
             self.times |= {j: self.expected(j, len(order)) for j in order}
-        self.there = there
+        self.active = active
         if not order:
             return
         programs = [self.jobs[j].program for j in order]
@@ -152,17 +146,14 @@ class _Run:
             sequences = [sequence(self.times[j]) for j in order]
             plans = self.planner.plan_jobs(programs, self.machine, self.limit, sequences)
         else:
-            own = [
-                p.with_durations((self.times[j] // len(order)).tolist()) for j, p in zip(order, programs, strict=True)
-            ]
+            own = [self.jobs[j].program.with_durations((self.times[j] // len(order)).tolist()) for j in order]
             made = self.planner.plan_jobs(own, self.machine, self.limit)
             plans = tuple(replace(plan, fingerprint=p.fingerprint) for plan, p in zip(made, programs, strict=True))
         for j, plan in zip(order, plans, strict=True):
             self.used[j] = self.times[j]
-            job = self.planned.get(j)
-            if job is None:
+            if j not in self.planned:
                 self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within=True)
-            elif plan.decisions != job.plans[-1].decisions:
+            elif plan.decisions != (job := self.planned[j]).plans[-1].decisions:
                 before = tuple(one for one in job.switches if one[0] < now)
                 self.planned[j] = replace(job, switches=(*before, (now, plan)))
         self.replanned.append(Replanned(now, why, far))
@@ -170,10 +161,10 @@ class _Run:
     def measure(self, ran: dict[int, JobTimeline], now: int) -> float:
         """Updates the times from each job's last complete iteration; returns the largest drift."""
         far = 0.0
-        for j in self.there:
+        for j in self.active:
             measured = measured_times(ran[j], len(self.jobs[j].program.kernels), now)
             if measured is not None:
-                self.times[j] = corrected(self.times[j], measured, self.beta)
+                self.times[j] = corrected(self.times[j], measured, BETA)
                 far = max(far, drift(self.used[j], self.times[j]))
         return far
 

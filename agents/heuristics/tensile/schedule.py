@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from agents.planner import Rows, is_open
 from simulator.compiled.encoding import SWAP, Row, row_of
 from simulator.compiled.engine import Engine
-from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, ways_to_empty
-from simulator.program import Gap, Program
+from simulator.program import Gap
 from simulator.residency import recompute_ns
 
 
@@ -36,43 +35,29 @@ class Channel:
         self.period = period
         self.busy: list[tuple[int, int]] = []
 
-    def regions(self, earliest: int, latest: int) -> list[tuple[int, int]]:
-        """Returns the feasible regions: free intervals from ``earliest`` to ``latest``."""
+    def regions(self, duration: int, earliest: int, latest: int) -> list[tuple[int, int]]:
+        """Returns the feasible regions of a transfer: free intervals between two times that are long enough."""
         found, at = [], earliest
         for start, end in sorted(self._busy(earliest, latest)):
-            if start > at:
-                found.append((at, start))
+            found.append((at, start))
             at = max(at, end)
-        return found + [(at, latest)] if at < latest else found
+        found.append((at, latest))
+        return [(a, b) for a, b in found if b - a >= max(duration, 1)] if duration <= self.period else []
 
     @property
     def load(self) -> float:
-        """Returns the fraction of time in which the channel is busy."""
-        return self.share(sum(end - start for start, end in self.busy))
-
-    def share(self, duration: int) -> float:
-        """Returns a transfer's fraction of the period."""
-        return duration / self.period if self.period else 0.0
+        """Fraction of time in which the channel is busy."""
+        return sum(end - start for start, end in self.busy) / self.period if self.period else 0.0
 
     def has(self, duration: int, free: float) -> bool:
         """Returns whether the load stays at or below ``free`` with another transfer."""
-        return self.load + self.share(duration) <= free
+        return self.load + (duration / self.period if self.period else 0.0) <= free
 
     def _busy(self, earliest: int, latest: int) -> Iterator[tuple[int, int]]:
         for start, end in self.busy:
             first = -((end - earliest) // self.period)  # iterations to shift by: the first that ends after `earliest`
             for i in range(first, (latest - start) // self.period + 1):
                 yield start + i * self.period, end + i * self.period
-
-    def early(self, duration: int, earliest: int, latest: int) -> int | None:
-        """Returns the earliest start of a transfer within the regions, or None."""
-        fits = (start for start, end in self.regions(earliest, latest) if end - start >= duration)
-        return next(fits, None) if duration <= self.period else None
-
-    def late(self, duration: int, earliest: int, latest: int) -> int | None:
-        """Returns the latest start of a transfer within the regions, or None."""
-        fits = (end - duration for start, end in reversed(self.regions(earliest, latest)) if end - start >= duration)
-        return next(fits, None) if duration <= self.period else None
 
 
 class Schedule:
@@ -89,12 +74,10 @@ class Schedule:
         scheduled: the gaps of ``rows``, in order, each with the start of its swap-in in ns; None: recomputed.
     """
 
-    def __init__(
-        self, program: Program, machine: Machine, engine: Engine, min_bytes: int, ratio: float, starts: Sequence[int]
-    ) -> None:
-        self.program, self.machine, self.engine = program, machine, engine
-        self.n = len(program.kernels)
-        self.gaps = program.gaps(min_bytes)
+    def __init__(self, engine: Engine, min_bytes: int, ratio: float, starts: Sequence[int]) -> None:
+        self.program, self.machine, self.engine = engine.program, engine.machine, engine
+        self.n = len(self.program.kernels)
+        self.gaps = self.program.gaps(min_bytes)
         self.allowed = ratio * len({g.tensor for g in self.gaps})  # tensors that may be swapped
         self.channel = Channel(starts[-1])
         both = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]
@@ -149,9 +132,10 @@ class Schedule:
         if not self.channel.has(out_ns + self.machine.h2d_ns(nbytes), free):
             return False
         peak = self._position(self._peak_kernel, gap)
-        out = self.channel.early(out_ns, self._written(gap), self.starts[peak])
-        if out is None:
+        regions = self.channel.regions(out_ns, self._written(gap), self.starts[peak])
+        if not regions:
             return False
+        out = regions[0][0]
         self.channel.busy.append((out, out + out_ns))
         issued = bisect_right(self.ends, out + self.channel.period) - 1 - self.n
         if not self._swap_in(gap, issued, out + out_ns, self.ends[peak]):
@@ -186,9 +170,10 @@ class Schedule:
         after = max(gap.after, issued)
         nbytes, before = self.nbytes(gap), self._position(gap.before, gap)
         in_ns = self.machine.h2d_ns(nbytes)
-        start = self.channel.late(in_ns, earliest, self.starts[before])
-        if start is None:
+        regions = self.channel.regions(in_ns, earliest, self.starts[before])
+        if not regions:
             return False
+        start = regions[-1][1] - in_ns
         self.channel.busy.append((start, start + in_ns))
         prefetch = bisect_right(self.ends, start) - 1
         copy = issued % self.n if issued < after else -1

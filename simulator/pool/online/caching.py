@@ -146,11 +146,8 @@ def _released(blocks, pools, counts):
 
 @jit
 def _serve(order, size, limit, expandable):
-    """Serves all mallocs and frees. The two pools of expandable segments lie _ENDLESS bytes apart.
-
-    Returns:
-        Offsets, peak reserved bytes, tree entries visited, number of segments, and whether all requests were served.
-    """
+    """Returns offsets, peak reserved bytes, tree entries visited, number of segments, and whether all were served."""
+    # The two pools of expandable segments lie _ENDLESS bytes apart.
     n = len(size)
     offsets, holds = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
     blocks, n_blocks = np.empty((5, 2 * n + 1), np.int64), 0

@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 
 import agents
-from agents.heuristics import capuchin_layers
+from agents.heuristics import capuchin
 from agents.heuristics.capuchin import Policy
-from agents.heuristics.home import Cost, Evaluator, Placements
 from simulator import Gap, Plan, Recompute, Swap, simulate
 from simulator.compiled.engine import Engine
 from tests.agents.heuristics.test_autoswap import straight
-from tests.agents.search.test_search import pyramid
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
 def policy(mode: str = "joint") -> Policy:
-    return Policy(PROGRAM, MACHINE, Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
+    return Policy(Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
 
 
 def overhead_ns(plan: Plan) -> int:
@@ -75,34 +73,6 @@ def test_hybrid_swaps_what_is_hidden_and_recomputes_what_is_cheaper() -> None:
     assert overhead_ns(plan) == 10  # the optimum of tests.tiny
 
 
-def test_modes() -> None:
-    swaps = agents.make("capuchin", mode="swap", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    assert [(type(d), d.tensor) for d in swaps.decisions] == [(Swap, W), (Swap, A1)]
-    assert overhead_ns(swaps) == 50
-    again = agents.make("capuchin", mode="recompute", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    assert again.decisions == (Recompute(A1, 1, 6),)
-
-
-def test_a_dear_recomputation_is_swapped() -> None:
-    # f1 and f2 take 60 ns each, and so does recomputing a1 or a2.
-    dear = tuple(replace(k, duration_ns=60) if i < 2 else k for i, k in enumerate(PROGRAM.kernels))
-    slow = replace(PROGRAM, kernels=dear)
-    made = Policy(slow, MACHINE, Engine(slow, MACHINE, LIMIT), "joint", 1)
-    # a1 leaves 120-160, f4 would start at 130: 30 ns. It has to start back at 140, b4 ends at 160: 20 ns.
-    assert (made.overhead([a1]), made.recompute_ns(a1)) == (50, 60)
-    plan = agents.make("capuchin", min_bytes=1).plan(slow, MACHINE, LIMIT)
-    assert [(type(d), d.tensor) for d in plan.decisions] == [(Swap, W), (Swap, A1)]
-
-
-def test_candidates_are_open_at_the_peak_window_where_autoswap_asks_for_the_peak() -> None:
-    # Loads 4 10 4 0 4 11 4: two tensors, a workspace between the uses of each; 8 is below both peaks.
-    program = straight([(0, 2), (4, 6)], [4, 4], [9] * 7, [0, 6, 0, 0, 0, 7, 0])
-    plan = agents.make("capuchin", mode="swap", min_bytes=1).plan(program, MACHINE, 8)
-    assert {d.tensor for d in plan.decisions} == {0, 1}
-    with pytest.raises(agents.Infeasible):
-        agents.make("autoswap_doa", min_bytes=1).plan(program, MACHINE, 8)
-
-
 def test_feedback_moves_a_late_trigger_earlier() -> None:
     # Kernels of 10 ns; tensor 0 (20 bytes) is needed gone at kernel 3, tensor 1 (20 bytes) at kernel 10.
     gaps = [(0, 8), (5, 13)]
@@ -120,10 +90,10 @@ def test_feedback_moves_a_late_trigger_earlier() -> None:
     assert planner.simulator_calls == 1 + 2 + 1  # before, two rounds of feedback, the last check
 
 
-def test_layer_by_layer_ignores_later_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    a2 = capuchin_layers.feature_maps(PROGRAM, 1)[1]
+def test_layer_by_layer_ignores_later_tensors() -> None:
+    a2 = capuchin.feature_maps(PROGRAM, 1)[1]
     # After f2 and before b3, a3, a4 and g4 are first accessed.
-    known = capuchin_layers.up_to(PROGRAM, a2)
+    known = capuchin.up_to(PROGRAM, a2)
     assert [t.name for t in known.tensors if not t.nbytes] == ["a3", "a4", "g4"]
     # Up to a2's layer everything fits; in the whole step, 30 bytes are missing. Dropping a1 costs f1, 10 ns.
     plan = agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
@@ -132,18 +102,3 @@ def test_layer_by_layer_ignores_later_tensors(monkeypatch: pytest.MonkeyPatch) -
     assert swaps.decisions == (Swap(A1, 1, 6),) and overhead_ns(swaps) == 50
     with pytest.raises(agents.Infeasible):
         agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, 80)  # f2 needs w, a1 and a2
-
-    program, seen, evict = pyramid(8, 1), [], capuchin_layers.evict
-
-    def spy(evaluator: Evaluator, allowed: list[list[int]], x: Placements) -> tuple[Placements, Cost]:
-        after, cost = evict(evaluator, allowed, x)
-        seen.append((len(allowed), (after != x).nonzero()[0].tolist()))
-        return after, cost
-
-    monkeypatch.setattr(capuchin_layers, "evict", spy)
-    limit = int(0.6 * program.peak_bytes)
-    plan = agents.make("capuchin", policy="layers", min_bytes=1).plan(program, MACHINE, limit)
-    assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
-    counts = [count for count, _ in seen]
-    assert counts == sorted(counts) and counts[0] < counts[-1] == len(capuchin_layers.feature_maps(program, 1))
-    assert all(max(changed, default=0) < count for count, changed in seen)

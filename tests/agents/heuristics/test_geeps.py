@@ -6,7 +6,7 @@ import pytest
 
 import agents
 from agents.heuristics.geeps import trigger, unpinned
-from simulator import Gap, Kernel, Program, Swap, Tensor
+from simulator import Gap, Program, Swap
 from tests.agents.heuristics.test_autoswap import MACHINE, straight
 
 # Six tensors, each written on the way in and read on the way out; tensor 2 has 20 bytes, the others 10.
@@ -52,23 +52,3 @@ def test_plan() -> None:
     # Pinned 0, 2 and 5; pool 20. Tensor 1 is fetched beside tensor 3 (kernel 8) but not tensor 4 (kernel 7).
     plan = agents.make("geeps", min_bytes=1).plan(STACK, MACHINE, 60)
     assert plan.decisions == (Swap(1, 1, 10, prefetch=7), Swap(3, 3, 8, prefetch=3), Swap(4, 4, 7, prefetch=4))
-
-
-def test_parameters_and_optimizer_state_are_swapped_in_every_gap() -> None:
-    state = Tensor("momentum", 4, "optimizer_state", persistent=True)
-    weight = Tensor("weight", 4, "parameter", persistent=True)
-    kernels = (
-        Kernel("forward", "conv", "forward", (1,), (), 10),
-        Kernel("idle", "other", "forward", (), (), 10),
-        Kernel("backward", "conv", "backward", (1,), (), 10, workspace=6),
-        Kernel("idle", "other", "optimizer", (), (), 10),
-        Kernel("step", "optimizer", "optimizer", (0, 1), (0, 1), 10),
-    )
-    program = Program("persistent", (state, weight), kernels)
-    # The step accesses 8 bytes, and the workspace is 6: no pool of 16 beside it, the pool is the 4 that 10 leaves. The
-    # momentum (4, 4) goes over the boundary; the weight is out from 0 to 2 and from 2 to 4. The fetches for the step
-    # are issued before it, as 8 is more than 4; the one for the backward pass right after the swap-out.
-    plan = agents.make("geeps", min_bytes=1).plan(program, MACHINE, 10)
-    assert plan.decisions == (Swap(0, 4, 4, prefetch=3), Swap(1, 0, 2, prefetch=0), Swap(1, 2, 4, prefetch=3))
-    with pytest.raises(agents.Infeasible):  # feature maps alone, as TFLMS swaps them: there are none
-        agents.make("tflms", min_bytes=1).plan(program, MACHINE, 10)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import agents
 from agents.heuristics import home
-from agents.heuristics.home import Evaluator
-from agents.heuristics.home_stages import StageModel
-from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from agents.heuristics.home import Evaluator, StageModel
+from simulator import Gap, simulate
 from simulator.compiled import engine
 from simulator.compiled.engine import NEVER, Engine, rows_of
+from tests.agents.heuristics.test_tensor_cache import PROGRAM as CONVOLUTIONS
 from tests.agents.search.test_search import pyramid
+from tests.programs import BYTE_PER_NS
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 
@@ -63,51 +63,6 @@ def test_update_by_hand(before: tuple, leader: tuple, own: tuple, after: tuple, 
     assert one.engine.calls == calls
 
 
-def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
-    rng = np.random.default_rng(0)
-    program = pyramid(8, 1)
-    gaps = [f.gap for f in home.feature_maps(program, 1)]
-    one, together = (Evaluator(Engine(program, MACHINE, int(0.6 * program.peak_bytes)), gaps) for _ in range(2))
-    x, leader, own = rng.integers(0, 3, (3, 40, len(gaps))).astype(np.int8)
-    cost = one.evaluate(x)
-    alone = [one.update(x[i : i + 1], cost[i : i + 1], leader[i : i + 1], own[i : i + 1]) for i in range(len(x))]
-    new, new_cost = together.update(x, together.evaluate(x), leader, own)
-    assert new.tolist() == [a[0][0].tolist() for a in alone]
-    assert new_cost.tolist() == [a[1][0].tolist() for a in alone] == one.evaluate(new).tolist()
-    assert together.engine.calls == one.engine.calls - len(x)
-
-
-def test_ties_and_particles_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The peak, b4, takes 180 bytes; 140 with a1 evicted. Over the limit fewer bytes win.
-    cost = evaluator(100).evaluate(particles((0, 0), (1, 0)))
-    assert cost.tolist() == [[80, NEVER], [40, NEVER]]
-    x, _ = evaluator(100).update(particles((0, 0)), cost[:1], particles((1, 0)), particles((0, 0)))
-    assert x.tolist() == [[1, 0]]
-    monkeypatch.setattr(Evaluator, "evaluate", lambda self, x: np.array([[0, 7]] * len(x)))
-    x, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
-    assert x.tolist() == [[2, 1]]  # the particle's own
-
-
-def test_plan_of_the_tiny_program() -> None:
-    planner = agents.make("home", min_bytes=1, particles=20, iterations=10)
-    plan = planner.plan(PROGRAM, MACHINE, LIMIT)
-    assert simulate(PROGRAM, plan, MACHINE, LIMIT).iteration_ns == 130  # the optimum
-    assert planner.plan(PROGRAM, MACHINE, 180).decisions == ()
-    swaps = agents.make("home", min_bytes=1, mode="swap").plan(PROGRAM, MACHINE, LIMIT)
-    assert swaps.decisions == (Swap(A1, 1, 6),)
-
-
-def test_home_recomputes_cheap_convolutions() -> None:
-    """SuperNeurons always swaps convolution outputs; here recomputation is five times cheaper, and HOME finds it."""
-    kernels = tuple(replace(k, kind="conv" if k.name == "f1" else "matmul") for k in PROGRAM.kernels)
-    program = Program("conv", PROGRAM.tensors, kernels)
-    fixed = agents.make("superneurons", min_bytes=1).plan(program, MACHINE, LIMIT)
-    assert simulate(program, fixed, MACHINE, LIMIT).iteration_ns >= 170
-    plan = agents.make("home", min_bytes=1, particles=20, seed=1).plan(program, MACHINE, LIMIT)
-    assert simulate(program, plan, MACHINE, LIMIT).iteration_ns == 130
-    assert isinstance(plan.decisions[0], Recompute)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_all_placements(seed: int) -> None:
     program = pyramid(6, seed)
@@ -153,26 +108,13 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
         assert calls - 2 * 12 - 1 <= one.simulator_calls
 
 
-def test_stages_wait_for_swap_outs_as_in_algorithm_2():
+def test_stages_wait_for_swap_outs_as_in_algorithm_2() -> None:
     """Swapping a (40 ns each way) is hidden, or delays the loss until a is out; recomputing a takes one kernel."""
-    program = Program(
-        "two convolutions",
-        (Tensor("x", 10, persistent=True), Tensor("a", 40), Tensor("b", 30), Tensor("c", 50)),
-        tuple(
-            Kernel(name, "conv", phase, inputs, outputs, 100)
-            for name, phase, inputs, outputs in (
-                ("forward a", "forward", (0,), (1,)), ("forward b", "forward", (1,), (2,)),
-                ("loss", "forward", (2,), (3,)), ("backward b", "backward", (2, 3), (3,)),
-                ("backward a", "backward", (1, 3), (3,)),
-            )
-        ),
-    )  # fmt: skip
-    link = Machine("link", 10**9, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)
     kept_swapped_recomputed = particles((0,), (1,), (2,))
     for limit, expected in (
         (130, [(0, 500), (0, 500), (0, 600)]),
         (129, [(1, 500), (0, 540), (0, 600)]),
         (89, [(41, 500), (11, 540), (11, 600)]),
     ):
-        model = StageModel(program, link, limit, [Gap(1, 1, 4)])
+        model = StageModel(CONVOLUTIONS, BYTE_PER_NS, limit, [Gap(1, 1, 4)])
         assert list(map(tuple, model.evaluate(kept_swapped_recomputed).tolist())) == expected

@@ -9,12 +9,11 @@ a_1 … a_(n-1) are retained for the backward pass; each is a candidate. Tensor 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 import agents
-from agents.heuristics.memonger import Stages, splits
+from agents.heuristics.memonger import Stages
 from simulator import Kernel, Program, Recompute, Tensor, simulate
 from tests.programs import BYTE_PER_NS as MACHINE
 
@@ -63,22 +62,3 @@ def test_memory_grows_with_the_square_root(n: int) -> None:
     kept = n - 1 - len(plan.decisions)
     assert root - 2 <= kept <= 2 * root
     assert simulate(program, plan, MACHINE, 2 * root * 10).overhead <= 1 / 3  # one forward pass at most
-
-
-@pytest.mark.parametrize(
-    ("kernel", "change", "cuts", "budget", "dropped"),
-    [
-        ("m1", {}, [0, 1, 2, 3, 4, 5], 0, []),  # nothing crosses after the last
-        ("m3", {"recomputable": False}, [0, 1, 2, 3, 4, 5], 1000, [1, 2, 4, 5]),  # a3 is kept whatever the budget
-        ("t4", {"inputs": (7,)}, [0, 1, 3, 4, 5], 0, []),  # a3 is not read and dies in the forward pass
-        ("m4", {"outputs": (4, 3)}, [0, 1, 3, 4, 5], 0, [3]),  # a3 is overwritten: what m4 read is no longer there
-        ("m4", {"inputs": (3, 1)}, [0, 3, 4, 5], 0, [2, 3]),  # a skip connection from m1 crosses at m2 and m3
-    ],
-)
-def test_where_stages_end(kernel: str, change: dict, cuts: list[int], budget: int, dropped: list[int]) -> None:
-    program = chain(6)
-    kernels = tuple(replace(k, **change) if k.name == kernel else k for k in program.kernels)
-    program = replace(program, kernels=kernels)
-    assert [s.kernel for s in splits(program, 1)] == cuts
-    assert [m.tensor for m in Stages(program, 1).divide(budget)[2]] == dropped
-    assert not change or len(splits(program, 11)) >= len(cuts)  # small ones stay and do not count

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
@@ -12,12 +10,11 @@ import agents
 from agents.heuristics.autoswap import peak_gaps
 from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap, just_in_time
 from agents.planner import Candidates
-from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+from simulator import Machine, Plan, Program, Swap, simulate
 from simulator.compiled.encoding import SWAP
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
-from tests import random_cases, tiny
-from tests.agents.heuristics.test_autoswap import MACHINE, straight
-from tests.agents.heuristics.test_autoswap_bo import PAIR
+from tests import random_cases
+from tests.agents.heuristics.test_autoswap import MACHINE, PAIR, straight
 from tests.oracle.packing import overlaps
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -52,24 +49,6 @@ def test_fragments_make_it_swap_more() -> None:
     assert simulate(FRAGMENTED, plan, MACHINE, 7).overhead == 0
 
 
-def test_equals_autoswap_without_fragmentation() -> None:
-    assert make().plan(FRAGMENTED, MACHINE, 9).decisions == ()
-    for limit in (180, 170, 150):  # lives of tiny.py are nested
-        plain = agents.make("autoswap_swdoa", min_bytes=1).plan(tiny.PROGRAM, tiny.MACHINE, limit)
-        plan = make().plan(tiny.PROGRAM, tiny.MACHINE, limit)
-        gaps = [(d.tensor, d.after, d.before) for d in plan.decisions]
-        assert gaps == [(d.tensor, d.after, d.before) for d in plain.decisions]
-        assert plan.limit == limit
-
-
-def test_a_lower_load_limit_keeps_blocks_apart() -> None:
-    # Only with 156 of 160 bytes in use at most do the addresses stay below 160; the same swaps under a load limit
-    # of 160 do not.
-    plan = make().plan(tiny.PROGRAM, tiny.MACHINE, 160)
-    assert plan.limit == 156 and pack(tiny.PROGRAM, plan, tiny.MACHINE).footprint <= 160
-    assert pack(tiny.PROGRAM, replace(plan, limit=160), tiny.MACHINE).footprint > 160
-
-
 TWO = straight([(0, 1), (1, 2)], [10, 10], [1] * 3, [0] * 3)
 # By size: 7 at 0; the workspace of kernel 0, 4, at 7; 4 at 11; 2 at 7, between 7 and 4; the other 2 comes when 7 has
 # gone: first-fit puts it at 0, best-fit at 9, where 1, which still meets 7, would have had its place.
@@ -98,14 +77,6 @@ def test_swap_ins_are_just_in_time_and_one_at_a_time(nbytes: int, pinned: list[i
     assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == pinned
 
 
-@pytest.mark.parametrize(("nbytes", "pinned"), [(5, 3), (15, 2), (25, 1)])
-def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
-    # Used by kernel 1 only: out from 20 to 10 of the next iteration, i.e. 50. To be back it starts at 45, 35, 25.
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10) for i in range(4))
-    program = Program("state", (Tensor("state", nbytes, "optimizer_state", True),), kernels)
-    assert just_in_time(program, MACHINE, np.array([(SWAP, 0, 1, 1, -1, -1)]))[0, 4] == pinned
-
-
 @given(st.data())
 def test_the_footprint_fits_or_the_limit_is_infeasible(data: st.DataObject) -> None:
     program = data.draw(programs() | networks())
@@ -125,16 +96,9 @@ def test_the_footprint_fits_or_the_limit_is_infeasible(data: st.DataObject) -> N
     assert planner.plan(program, machine, limit) == plan and planner.simulator_calls >= 2
 
 
-def test_the_smallest_footprint_at_an_overhead() -> None:
-    # What the limit of 7 finds above takes no time; SmartPool's order of sizes makes nothing of more.
-    plans = SmartPoolAutoSwap(align=False, min_bytes=1).smallest(FRAGMENTED, MACHINE, [0.0, 10.0])
-    assert plans[0].decisions == (Swap(0, 0, 5, prefetch=3),)
-    assert [pack(FRAGMENTED, plan, MACHINE).footprint for plan in plans] == [7, 7]
-
-
 @pytest.mark.parametrize("score", ["all", "bo", "random"])
 def test_other_weights_find_what_no_score_does(score: str) -> None:
-    # Tensors 0 and 1 of test_autoswap_bo.py reach a footprint of 10 at an overhead of 3 of 23 ns; the scores take 5.
+    # Tensors 0 and 1 of PAIR reach a footprint of 10 at an overhead of 3 of 23 ns; the scores take 5.
     planner = SmartPoolAutoSwap(score, align=False, min_bytes=1, steps=3, evaluations=30)
     (plan,) = planner.smallest(PAIR, MACHINE, [0.2])
     assert pack(PAIR, plan, MACHINE).footprint == (11 if score == "all" else 10)
@@ -158,5 +122,5 @@ def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine)
         timeline = simulate(program, plan, machine, plan.limit)
         assert timeline.iteration_ns <= program.ideal_ns * (1 + overhead)
         within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
-        least = min(planner._footprint(run, program, machine) for run in within)
+        least = min(planner._footprint(run) for run in within)
         assert max(pack(program, plan, machine).footprint, timeline.peak_bytes) == least

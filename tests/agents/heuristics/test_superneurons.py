@@ -57,19 +57,6 @@ def test_least_recently_used_first_and_only_under_pressure() -> None:
     assert tensor_cache(NET, ways, 52, first=[three]) == [three]
 
 
-def test_recency_is_that_of_the_last_use() -> None:
-    # 0 is born before 1 and used after it, so that 1 leaves.
-    kernels = (
-        Kernel("a", "conv", "forward", (), (0,), 1),
-        Kernel("b", "conv", "forward", (), (1,), 1),
-        Kernel("c", "pool", "forward", (0,), (), 1),
-        Kernel("peak", "other", "forward", (), (), 1, workspace=5),
-        Kernel("use", "other", "backward", (0, 1), (), 1),
-    )
-    program = Program("reuse", (Tensor("0", 10), Tensor("1", 10)), kernels)
-    assert agents.make("superneurons", min_bytes=1).plan(program, MACHINE, 20).decisions == (Swap(1, 1, 4),)
-
-
 def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert segments(NET)[1:7] == [1, 1, 1, 2, 2, 3]
     assert max(layer_bytes(NET, k) for k in range(12)) == 22  # l_peak
@@ -123,11 +110,6 @@ def test_table_1_alexnet() -> None:
     assert round(4 * layers[0][1] / 2**20, 2) == 886.23
     extra = {strategy: recomputed(alexnet, strategy)[0] for strategy in ("speed", "memory", "cost")}
     assert extra == {"speed": 14, "memory": 23, "cost": 17}  # the first segment alone is too large to keep
-
-
-def test_every_cheap_output_is_dropped_on_request() -> None:
-    plan = agents.make("superneurons", min_bytes=1, always=True).plan(NET, MACHINE, NET.peak_bytes)
-    assert {(type(d), d.tensor) for d in plan.decisions} == {(Recompute, 2), (Recompute, 3)}
 
 
 def test_the_default_is_the_fastest_of_all_settings() -> None:

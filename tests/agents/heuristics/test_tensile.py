@@ -49,17 +49,6 @@ def test_swaps_lie_in_the_free_intervals_of_the_channel() -> None:
     assert planner.plan(TWO, BYTE_PER_NS, 100).decisions == ()
 
 
-def test_a_tensor_is_refused_where_the_channel_is_taken() -> None:
-    # With k2 of 30 ns the peak begins at 50: once a has the channel until 40, 10 ns are left for b's 20.
-    durations = [10, 10, 30, 10, 30, 30, 10, 10]
-    program = straight(list(TWO.tensors), [("", "a"), ("", "b"), *[("", "")] * 4, ("b", ""), ("a", "")], durations, 3)
-    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 70 bytes"):
-        agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50)
-    swaps = agents.make("autoswap_doa", min_bytes=1).plan(program, BYTE_PER_NS, 50)
-    assert {d.tensor for d in swaps.decisions} == {0, 1}
-    assert simulate(program, swaps, BYTE_PER_NS, 50).iteration_ns > program.ideal_ns
-
-
 def test_a_tensor_leaves_while_it_is_read() -> None:
     # Written by w until 10, read by r1 until 110, when the peak begins: the copy is made while r1 runs.
     plan = agents.make("tensile", min_bytes=1, mode="swap").plan(READ_MEANWHILE, BYTE_PER_NS, 100)
@@ -78,22 +67,6 @@ def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
     slower = PROGRAM.with_durations([40, *(k.duration_ns for k in PROGRAM.kernels[1:])])
     plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(slower, MACHINE, LIMIT)
     assert plan.decisions == (Recompute(A2, 2, 5),)
-
-
-def test_across_iterations() -> None:
-    # The momentum m is used by the last kernel only. It leaves when that has ended, at 100, i.e. at 0 of the next
-    # iteration; the peak k1 begins at 30, its copy ends at 20. It is back at 90, [70, 90), after k1 [30, 60).
-    program = straight(
-        [Tensor("m", 20, "optimizer_state", True), Tensor("x", 5)],
-        [("", "x"), ("", ""), ("x", ""), ("m", "m")],
-        [30, 30, 30, 10],
-        peak=1,
-    )
-    assert program.peak_bytes == 75
-    plan = agents.make("tensile", min_bytes=6).plan(program, BYTE_PER_NS, 55)
-    assert plan.decisions == (Swap(0, 3, 3, prefetch=1),)
-    timeline = simulate(program, plan, BYTE_PER_NS, 55)
-    assert timeline.iteration_ns == 100
 
 
 def test_the_copy_on_the_host_serves_the_rest_of_the_accesses() -> None:
@@ -134,9 +107,6 @@ def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
     assert {d.tensor for d in small.decisions} == {d.tensor for d in large.decisions} == {0, 1}
     with pytest.raises(agents.Infeasible, match="100 bytes"):
         planner.plan_jobs([TWO, other], BYTE_PER_NS, 99)
-
-
-def test_a_job_of_low_ratio_swaps_less() -> None:
     first, second = TENSILE(min_bytes=1, max_swap_ratio=[0.5, 1.0]).plan_jobs([TWO, TWO], BYTE_PER_NS, 120)
     assert {d.tensor for d in first.decisions} == {0} and {d.tensor for d in second.decisions} == {0, 1}
     with pytest.raises(ValueError, match="one for each of 2 jobs, got 3"):
@@ -150,8 +120,3 @@ def test_the_jobs_share_the_channel() -> None:
     with pytest.raises(agents.Infeasible):
         planner.plan_jobs([TWO, TWO], BYTE_PER_NS, 100, tight)
     assert all(len(plan.decisions) == 2 for plan in planner.plan_jobs([TWO, TWO], BYTE_PER_NS, 100))
-
-
-def test_all_jobs_share_the_host() -> None:
-    first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], replace(BYTE_PER_NS, host_bytes=59), 150)
-    assert sorted(d.tensor for d in (*first.decisions, *second.decisions)) == [0, 1]  # 30 and 20 bytes

@@ -3,10 +3,9 @@
 import pytest
 
 import agents
-from agents.heuristics.tensor_cache import CacheRun, TensorCache, run
-from simulator import Kernel, Machine, Program, Tensor
-
-LINK = Machine("link", 10**9, 10**9, 10**9, d2h_latency_ns=0, h2d_latency_ns=0)  # a byte a nanosecond
+from agents.heuristics.tensor_cache import CacheRun, run
+from simulator import Kernel, Program, Tensor
+from tests.programs import BYTE_PER_NS
 
 
 def conv(name, inputs, outputs, phase="forward", kind="conv"):
@@ -27,22 +26,8 @@ PROGRAM = Program(
 )
 
 
-def test_the_least_recently_used_tensor_without_a_lock_is_evicted():
-    cache = TensorCache()
-    for tensor in (1, 2, 3):
-        cache.insert(tensor)
-    assert cache.check(1) and not cache.check(4)
-    cache.locked = {2}
-    assert [cache.evict() for _ in range(3)] == [3, 1, None]
-    assert (cache.hits, cache.misses) == (1, 1)
-
-
-def test_what_fits_causes_no_transfers():
-    assert run(PROGRAM, LINK, 130, 1) == CacheRun(500, 4, 0, 0, 0, 130)
-
-
 def test_a_kernel_waits_for_the_eviction_and_for_the_miss():
     """Tensor c does not fit beside a and b: a is offloaded, and fetched when b is dead (40 ns each)."""
-    assert run(PROGRAM, LINK, 129, 1) == CacheRun(500 + 40 + 40, 3, 1, 40, 40, 100)
+    assert run(PROGRAM, BYTE_PER_NS, 129, 1) == CacheRun(500 + 40 + 40, 3, 1, 40, 40, 100)
     with pytest.raises(agents.Infeasible, match="kernel 2 needs 90 bytes"):
-        run(PROGRAM, LINK, 89, 1)
+        run(PROGRAM, BYTE_PER_NS, 89, 1)

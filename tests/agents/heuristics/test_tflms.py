@@ -37,10 +37,3 @@ def test_lower_bound_is_tuned() -> None:
     assert tuned.decisions == (Swap(A1, 1, 6, prefetch=4),)
     assert simulate(PROGRAM, tuned, MACHINE, LIMIT).iteration_ns == 170
     assert planner.simulator_calls == 3 + 1  # bounds 1, 2, 4, and the last check
-
-
-def test_given_numbers_are_kept() -> None:
-    plan = agents.make("tflms", n_tensors=2, lower_bound=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    assert plan.decisions == (Swap(A1, 1, 6, prefetch=5), Swap(A2, 2, 5, prefetch=4))
-    with pytest.raises(agents.Infeasible):
-        agents.make("tflms", n_tensors=0, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import agents
@@ -70,31 +68,11 @@ def test_all_offloads_every_input_and_waits() -> None:
     assert timeline.breakdown == Breakdown(80, 0, 30, 30, 40)
 
 
-def test_compute_does_not_wait_without_sync() -> None:
-    loose = plan("all", PLENTY, sync=False)
-    assert loose.decisions == tuple(replace(d, sync=False) for d in ALL)
-    # a1 leaves [10, 50), a2 [50, 60), beside k1 … k4; a2 returns [60, 70) for k5 and then a1 [70, 110) for k6.
-    assert simulate(NETWORK, loose, MACHINE, PLENTY, iterations=1).iteration_ns == 130
-
-
 def test_the_search_for_a_prefetch_ends_at_a_conv_layer() -> None:
     """X2 is too small to offload. k4's search for pool passes conv2 (k5) and stops there only if it is a CONV layer."""
     assert prefetches(NETWORK, [X1]) == {X1: 4}
     assert prefetches(network("norm"), [X1]) == {X1: 3}
     assert prefetches(network("norm"), [X1, X2]) == {X1: 4, X2: 3}  # one search, one layer
-
-
-def test_a_tensor_without_prefetch_is_fetched_on_demand() -> None:
-    """The first backward kernel needs x itself, but no search has run before it starts, at the end of k3."""
-    kernels = (
-        Kernel("k0", "conv", "forward", (), (0,), 10),
-        Kernel("k1", "pool", "forward", (0,), (), 10),
-        Kernel("k2", "other", "forward", (), (), 10),
-        Kernel("k3", "other", "forward", (), (), 10),
-        Kernel("k4", "pool", "backward", (0,), (), 10),
-    )
-    program = Program("first", (Tensor("x", 20),), kernels)
-    assert plan("all", PLENTY, program).decisions == (Swap(0, 1, 4, prefetch=3, sync=True, copy=0),)
 
 
 def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:

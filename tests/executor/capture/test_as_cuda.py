@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from executor.capture.as_cuda import Attention, backend
 from executor.capture.capture import capture
@@ -189,72 +189,54 @@ def test_every_kernel_of_attention_can_be_captured(machine: str, width: int, mas
     assert nbytes[:2] == [rows * wide * 2, (2 * 4 * 32 if "efficient" in forward.name else rows) * 4]
 
 
-def test_a_gpu_without_fused_attention_forms_the_products() -> None:
+def test_attention_depends_on_the_capability_of_the_gpu() -> None:
     found = names(captured(Attends(64).half(), torch.empty(2, 4, 30, 64).half(), Machine.load("k40c")))
     assert {"bmm", "_safe_softmax"} <= found and not any("attention" in name for name in found)
-
-
-def test_attention_needs_the_capability_of_the_gpu() -> None:
     with pytest.raises(CaptureError, match=r"machine\.capability"):
         captured(Attends(64), torch.empty(2, 4, 30, 64), replace(H200, capability=""))
     captured(nn.Linear(8, 8), torch.empty(2, 8), replace(H200, capability=""))  # nothing else depends on it
 
 
+IMAGES, ROWS = torch.empty(2, 8, 4, 4, device="meta"), torch.empty(2, 8, device="meta")
+
+
 @pytest.mark.parametrize(
-    ("model", "x", "has", "context"),
+    ("model", "x", "has", "cudnn"),
     [
-        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4), "cudnn_batch_norm", nullcontext()),
-        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4).half(), "cudnn_batch_norm", nullcontext()),
-        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4).bfloat16(), "native_batch_norm", nullcontext()),
-        (lambda: nn.BatchNorm1d(8), torch.empty(2, 8), "native_batch_norm", nullcontext()),
-        (lambda: nn.BatchNorm2d(8), torch.empty(2, 8, 4, 4), "native_batch_norm",
-         torch.backends.cudnn.flags(enabled=False)),
-        (lambda: nn.RMSNorm(8), torch.empty(2, 8), "_fused_rms_norm", nullcontext()),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Dropout(0.5).eval()), torch.empty(2, 8), "addmm",
-         nullcontext()),
-        (lambda: nn.RMSNorm(8).bfloat16(), torch.empty(2, 8), "rsqrt", nullcontext()),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), torch.empty(2, 8), "native_dropout", nullcontext()),
+        (nn.BatchNorm2d(8), IMAGES, "cudnn_batch_norm", True),
+        (nn.BatchNorm2d(8), IMAGES.half(), "cudnn_batch_norm", True),
+        (nn.BatchNorm2d(8), IMAGES.bfloat16(), "native_batch_norm", True),
+        (nn.BatchNorm1d(8), ROWS, "native_batch_norm", True),
+        (nn.BatchNorm2d(8), IMAGES, "native_batch_norm", False),
+        (nn.RMSNorm(8), ROWS, "_fused_rms_norm", True),
+        (nn.RMSNorm(8).bfloat16(), ROWS, "rsqrt", True),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Dropout(0.5).eval()), ROWS, "addmm", True),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), ROWS, "native_dropout", True),
     ],
-)  # fmt: skip
-def test_operators_have_the_choice_of_cuda(
-    model: Callable[[], nn.Module], x: Tensor, has: str, context: AbstractContextManager[object]
-) -> None:
-    with context:
-        found = names(captured(model(), x.to("meta")))
+)
+def test_operators_have_the_choice_of_cuda(model: nn.Module, x: Tensor, has: str, cudnn: bool) -> None:
+    with torch.backends.cudnn.flags(enabled=cudnn):
+        found = names(captured(model, x))
     assert has in found
     assert not found & {"bernoulli_", "_scaled_dot_product_flash_attention_for_cpu"}
     assert ("native_dropout" in found) == (has == "native_dropout") and not (has == "addmm" and "clone" in found)
     assert (has == "cudnn_batch_norm") == ("cudnn_batch_norm_backward" in found)
 
 
-class Encoder(nn.Module):
-    """PyTorch's own layer, which calls dropout and attention inside ``torch.nn.functional``."""
+@pytest.mark.parametrize(("reentrant", "runs"), [(None, 1), (False, 2), (True, 2)])
+def test_layers_of_pytorch_have_cudas_operators_too_and_when_recomputed(reentrant: bool | None, runs: int) -> None:
+    """PyTorch's own layer calls dropout and attention inside ``torch.nn.functional``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
-
-
-def test_layers_of_pytorch_have_cudas_operators_too() -> None:
-    found = names(captured(Encoder(), torch.empty(2, 8, 16, device="meta")))
-    assert {"_scaled_dot_product_efficient_attention", "native_dropout"} <= found and "bernoulli_" not in found
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_the_backward_pass_recomputes_has_them_too(reentrant: bool) -> None:
-    class Checkpointed(Encoder):
+    class Encoder(nn.TransformerEncoderLayer):
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=reentrant)
-            return out
+            forward = super().forward
+            return forward(x) if reentrant is None else checkpoint(forward, x, use_reentrant=reentrant)
 
-    model = nn.Sequential(nn.Linear(16, 16), Checkpointed())
+    model = nn.Sequential(nn.Linear(16, 16), Encoder(16, 2, 32, 0.1, batch_first=True))
     kernels = captured(model, torch.empty(2, 8, 16, device="meta")).program.kernels
-    again = [k.name for k in kernels if k.name == "aten.native_dropout.default"]
-    assert len(again) == 2 * 3 and not any("bernoulli" in k.name for k in kernels)
+    found = [k.name.split(".")[1] for k in kernels if k.name != "marker"]
+    assert found.count("native_dropout") == runs * 3 and "bernoulli_" not in found
+    assert "_scaled_dot_product_efficient_attention" in found
 
 
 def test_statistics_of_layer_norm_are_float32() -> None:

@@ -321,16 +321,6 @@ def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):
     assert captured.program.kernels[-1].phase == "optimizer"
 
 
-@pytest.mark.parametrize(("as_cuda", "updates"), [(False, {"add_"}), (True, {"_foreach_add_"})], ids=["cpu", "cuda"])
-def test_updates_have_the_form_of_the_device_that_the_step_runs_on(as_cuda: bool, updates: set[str]) -> None:
-    model = nn.Linear(4, 2)
-    program = capture(
-        model, nn.MSELoss(), sgd(model), (torch.ones(3, 4), torch.ones(3, 2)), machine=GPU, as_cuda=as_cuda
-    ).program
-    found = {k.name.split(".")[1] for k in program.kernels if k.phase == "optimizer" and k.name != "marker"}
-    assert found & {"add_", "_foreach_add_"} == updates
-
-
 def test_updates_of_many_parameters_are_in_buckets_of_64_mib() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(9)))  # of 16 MiB each

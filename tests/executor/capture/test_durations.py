@@ -1,6 +1,7 @@
 """Tests of the model of kernel times: its rules by hand on a machine with round numbers, and published traces."""
 
 from dataclasses import replace
+from functools import partial
 from math import exp
 
 import numpy as np
@@ -64,8 +65,9 @@ def durations(make, x, machine=GPU, backward=False, foreach=None, **options):
     return found
 
 
-def conv(size=3, stride=1, channels=64, filters=128):
-    return nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False)
+def conv(size=3, stride=1, channels=64, filters=128, dtype=None, layout=FIRST):
+    made = nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False, dtype=dtype)
+    return made.to(memory_format=layout)
 
 
 def moved(channels, filters, size, image=32, out=32, batch=16):
@@ -82,133 +84,101 @@ def attend():
     return lambda x: nn.functional.scaled_dot_product_attention(x, x, x)
 
 
+def calls(function, dim):
+    return lambda: lambda x: function(x, dim)
+
+
+def two(first, second):
+    return nn.Sequential(first(), second())
+
+
 def rows_of(length):
     norm = nn.LayerNorm(length)
     return lambda x: norm(x).log_softmax(-1)
 
 
+def case(name, make, x, expected, **options):
+    """Returns a test case.
+
+    Args:
+        make: As in ``durations``.
+        expected: Seconds by operator.
+    """
+    return pytest.param(make, x, options, expected, id=name)
+
+
 def cases():
-    """Yields name, model, input, options, and expected seconds by operator."""
     images, everything, flops = moved(64, 128, 3)
-    x = meta(16, 64, 32, 32)
+    x, last = meta(16, 64, 32, 32), meta(16, 64, 32, 32, layout=LAST)
     # In TF32 convolutions are converted to NHWC and back, but for 1x1 of stride 1; Winograd's in float32 is not.
     for size, stride, share, converted in ((3, 1, 0.5, 1), (1, 1, 0.2, 0), (1, 2, 0.5, 1)):
         a, b, c = moved(64, 128, size, out=32 // stride)
         expected = max(c / (share * 1e14), b / BW) + converted * 2 * a / BW
-        yield f"conv_{size}x{size}_{stride}", lambda s=size, u=stride: conv(s, u), x, {}, {"convolution": expected}
-    nhwc = max(flops / 5e13, everything / BW)
-    yield "channels_last", lambda: conv().to(memory_format=LAST), x.to(memory_format=LAST), {}, {"convolution": nhwc}
+        yield case(f"conv_{size}x{size}_{stride}", partial(conv, size, stride), x, {"convolution": expected})
+    expected = max(flops / 5e13, everything / BW)
+    yield case("channels_last", partial(conv, layout=LAST), last, {"convolution": expected})
     expected = max(flops / 1e14, everything / 2 / BW) + images / BW
-    yield "conv_autocast", conv, x, {"autocast": HALF}, {"convolution": expected}
+    yield case("conv_autocast", conv, x, {"convolution": expected}, autocast=HALF)
     for channels, filters, converted in ((64, 128, 0), (128, 64, 1)):  # more channels in than out
         a, b, c = moved(channels, filters, 1)
         _, e, f = moved(8, channels, 1)  # the first one has no gradient of images
         expected = 2 * max(c / 1e13, b / BW) + converted * 2 * a / BW + max(f / 1e13, e / BW)
-        yield (
-            f"gradients_of_1x1_{channels}",
-            lambda c=channels, f=filters: nn.Sequential(conv(1, 1, 8, c), conv(1, 1, c, f)),
-            meta(16, 8, 32, 32),
-            {"backward": True},
-            {"convolution_backward": expected},
-        )
+        make = partial(two, partial(conv, 1, 1, 8, channels), partial(conv, 1, 1, channels, filters))
+        found = {"convolution_backward": expected}
+        yield case(f"gradients_of_1x1_{channels}", make, meta(16, 8, 32, 32), found, backward=True)
     # Channels that are no multiple of 16 bytes, unless a conversion pads them.
     for channels, layout, share in ((8, LAST, 0.5), (3, LAST, 0.125), (3, FIRST, 0.5)):
         inputs, outputs = meta(16, channels, 32, 32, dtype=HALF, layout=layout), 16 * 512 * 32**2
         expected = 2 * outputs * channels * 49 / (share * 2e14)
         expected += 4 * (inputs.numel() + outputs) / BW if layout == FIRST else 0
-        yield (
-            f"conv_of_{channels}_{share}",
-            lambda c=channels, m=layout: nn.Conv2d(c, 512, 7, padding=3, bias=False, dtype=HALF).to(memory_format=m),
-            inputs,
-            {"machine": MEASURED},
-            {"convolution": expected},
-        )
+        make, expected = partial(conv, 7, 1, channels, 512, HALF, layout), {"convolution": expected}
+        yield case(f"conv_of_{channels}_{share}", make, inputs, expected, machine=MEASURED)
     # Products: float32, autocast, few tiles, a type without a rate (as float32), rows of 1,001 bfloat16.
     square, cube = meta(4096, 4096), 2 * 4096**3
-    yield "product", linear(4096, 4096), square, {}, {"mm": cube / 0.25e13}
-    yield "product_autocast", linear(4096, 4096), square, {"autocast": HALF}, {"mm": cube / 1e14}
-    yield "few_tiles", linear(4096, 640), meta(64, 4096), {}, {"mm": 2 * 64 * 640 * 4096 / (0.25 * 0.1 * 1e13)}
-    half = linear(4096, 4096, dtype=torch.float16)
-    yield "emulated", half, meta(4096, 4096, dtype=torch.float16), {}, {"mm": cube / 0.25e13}
+    yield case("product", linear(4096, 4096), square, {"mm": cube / 0.25e13})
+    yield case("product_autocast", linear(4096, 4096), square, {"mm": cube / 1e14}, autocast=HALF)
+    yield case("few_tiles", linear(4096, 640), meta(64, 4096), {"mm": 2 * 64 * 640 * 4096 / (0.25 * 0.1 * 1e13)})
+    yield case("emulated", linear(4096, 4096, dtype=torch.float16), square.half(), {"mm": cube / 0.25e13})
     for columns, share in ((1000, 0.5), (1001, 0.125)):
-        expected = {"mm": 2 * 4096 * 4096 * columns / (share * 2e14)}
-        yield (
-            f"rows_of_{columns}",
-            linear(4096, columns, dtype=HALF),
-            meta(4096, 4096, dtype=HALF),
-            {"machine": MEASURED},
-            expected,
-        )
+        make, expected = linear(4096, columns, dtype=HALF), {"mm": 2 * 4096 * 4096 * columns / (share * 2e14)}
+        yield case(f"rows_of_{columns}", make, square.to(HALF), expected, machine=MEASURED)
     tokens, forward = meta(2, 8, 1024, 64, dtype=HALF), 4 * 16 * 1024**2 * 64
     name = "_scaled_dot_product_flash_attention_for_cpu"
     for machine, share in ((MEASURED, 0.1), (GPU, 0.2)):
-        yield (
-            f"attention_{share}",
-            attend,
-            tokens,
-            {"machine": machine, "backward": True},
-            {name: forward / 0.4e14, f"{name}_backward": 2.5 * forward / (share * 2e14)},
-        )
+        expected = {name: forward / 0.4e14, f"{name}_backward": 2.5 * forward / (share * 2e14)}
+        yield case(f"attention_{share}", attend, tokens, expected, machine=machine, backward=True)
     # Batch norm passes three and five times; in bfloat16 and channels-last it sums columns, Welford's three values.
-    norm, cudnn = 16 * 100 * 32**2, 0.5 * (1 - exp(-1))
+    norm, cudnn = meta(16, 100, 32, 32), 0.5 * (1 - exp(-1))
     for dtype, passes in ((torch.float32, (3 / cudnn, 5 / cudnn)), (HALF, (3 / 0.125 + 2, 2 / 0.125 + 3))):
-        nbytes = norm * dtype.itemsize
-        both = dict(zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True))
-        yield (
-            f"batch_norm_{dtype}",
-            lambda: nn.BatchNorm2d(100),
-            meta(16, 100, 32, 32, dtype=dtype, layout=LAST),
-            {"machine": MEASURED, "backward": True},
-            {name: p * nbytes / BW for name, p in both.items()},
-        )
-    yield (
-        "batch_norm_relu",
-        lambda: nn.Sequential(nn.BatchNorm2d(100), nn.ReLU()),
-        meta(16, 100, 32, 32),
-        {},
-        {"native_batch_norm": 3 * 4 * norm / (cudnn * BW), "relu": 8 * norm / BW},
-    )
+        x = norm.to(dtype).to(memory_format=LAST)
+        both = zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True)
+        expected = {name: p * x.nbytes / BW for name, p in both}
+        make = partial(nn.BatchNorm2d, 100)
+        yield case(f"batch_norm_{dtype}", make, x, expected, machine=MEASURED, backward=True)
+    expected = {"native_batch_norm": 3 * norm.nbytes / (cudnn * BW), "relu": 2 * norm.nbytes / BW}
+    yield case("batch_norm_relu", partial(two, partial(nn.BatchNorm2d, 100), nn.ReLU), norm, expected)
     # Rows take 1 us a pass (100 us on each of 100 multiprocessors) or the bytes of a pass; not short ones, or columns.
     for length in (2048, 200_000):
         each = max(1000 * 1e-6, 4 * 1000 * length / (0.5 * BW))
         passes = {"native_layer_norm": 2, "native_layer_norm_backward": 5, "_log_softmax": 3,
                   "_log_softmax_backward_data": 4}  # fmt: skip
-        yield (
-            f"rows_{length}",
-            lambda n=length: rows_of(n),
-            meta(1000, length),
-            {"machine": MEASURED, "backward": True},
-            {name: n * each for name, n in passes.items()},
-        )
+        expected = {name: n * each for name, n in passes.items()}
+        x = meta(1000, length)
+        yield case(f"rows_{length}", partial(rows_of, length), x, expected, machine=MEASURED, backward=True)
     for dim, shape in ((-1, (1000, 1024)), (0, (4096, 1000))):
-        yield (
-            f"softmax_{dim}",
-            lambda d=dim: lambda x: x.softmax(d),
-            meta(*shape),
-            {"machine": MEASURED},
-            {"_softmax": 8 * shape[0] * shape[1] / BW},
-        )
+        x = meta(*shape)
+        yield case(f"softmax_{dim}", calls(torch.softmax, dim), x, {"_softmax": 2 * x.nbytes / BW}, machine=MEASURED)
     for dim, share in ((0, 0.125), (1, 1.0), ((0, 1), 1.0)):  # a sum that keeps the contiguous dimension is slower
-        yield (
-            f"mean_{dim}",
-            lambda d=dim: lambda x: x.mean(d),
-            meta(1000, 1000),
-            {"machine": MEASURED},
-            {"mean": 4e6 / (share * BW)},
-        )
+        x, expected = meta(1000, 1000), {"mean": 4e6 / (share * BW)}
+        yield case(f"mean_{dim}", calls(torch.mean, dim), x, expected, machine=MEASURED)
     ids = torch.zeros(8, dtype=torch.int64, device="meta")
-    yield "lookup", lambda: nn.Embedding(100_000, 64), ids, {}, {"embedding": 4e-9}  # 2 * 8 * 64 * 4 bytes
+    yield case("lookup", partial(nn.Embedding, 100_000, 64), ids, {"embedding": 4e-9})  # 2 * 8 * 64 * 4 bytes
     for foreach, launch, share in ((None, 0, 0.5), (False, 1000, 1.0)):  # an update is a part of a multi-tensor kernel
-        yield (
-            f"update_{foreach}",
-            linear(1000, 1000),
-            meta(2, 1000),
-            {"machine": LAUNCHING, "backward": True, "foreach": foreach},
-            {"add_": launch / 1e9 + 3 * 4e6 / (share * BW)},
-        )
+        options, expected = {"backward": True, "foreach": foreach}, {"add_": launch / 1e9 + 3 * 4e6 / (share * BW)}
+        yield case(f"update_{foreach}", linear(1000, 1000), meta(2, 1000), expected, machine=LAUNCHING, **options)
 
 
-@pytest.mark.parametrize(("make", "x", "options", "expected"), [pytest.param(*row, id=name) for name, *row in cases()])
+@pytest.mark.parametrize(("make", "x", "options", "expected"), cases())
 def test_a_kernel_takes_what_the_rules_say(make, x, options, expected):
     found = durations(make, x, **options)
     assert {name: sum(found[name]) for name in expected} == pytest.approx(expected, rel=2e-3)

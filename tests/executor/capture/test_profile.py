@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from executor import capture
-from executor.capture import step_profiler
+from executor.capture import profile as profiler
 from executor.capture.profile import (
     PROFILES,
     WARMUP,
     Profile,
     ProfileError,
-    _fresh,
+    StepRunner,
     _Runner,
     cache_bytes,
     measure,
@@ -26,7 +26,6 @@ from executor.capture.profile import (
     together,
     with_profile,
 )
-from executor.capture.step_profiler import StepRunner
 from simulator import Kernel, Machine, Program, Tensor
 from tests.executor.networks import NETWORKS, adamw, images, small
 
@@ -46,6 +45,11 @@ def captured(network="resnet", device="cpu"):
 
 
 shared = functools.cache(captured)  # for tests that do not modify it
+CPU = torch.device("cpu")
+
+
+def runner_of(step):
+    return StepRunner(step, CPU, _Runner(step, CPU, 1).devices, False)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +73,12 @@ def test_every_kernel_of_a_step_is_measured(network, cache):
 @pytest.mark.parametrize("cache", ["cold", "hot"])
 def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
     """Reading twice the cache size evicts dirty lines, which would be written back while the kernel runs."""
-    run = _Runner(shared(), torch.device("cpu"), 4, cache=cache)
+    run = _Runner(shared(), CPU, 4, cache=cache)
     assert (run.other is None) == (cache == "hot")
     if run.other is not None:
         version = run.other._version
         run._flush()
-        assert run.other.nbytes == 2 * cache_bytes(torch.device("cpu")) and run.other._version == version
+        assert run.other.nbytes == 2 * cache_bytes(CPU) and run.other._version == version
     calls = []
     monkeypatch.setattr(_Runner, "_flush", lambda self: calls.append("flush"))
     run._measure(lambda: calls.append("run"))
@@ -87,8 +91,7 @@ def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = capture(model, nn.CrossEntropyLoss(), optimizer, (x, y))
-    run = _Runner(step, torch.device("cpu"), 1)
-    runner = StepRunner(step, torch.device("cpu"), run.devices, _fresh, False)
+    runner = runner_of(step)
     for node, value in runner.start.items():
         if value.dtype == torch.float32 and "optimizer" in step.names[step.placeholders.index(node)]:
             value.zero_()
@@ -110,7 +113,7 @@ def test_tied_tensors_stay_tied():
     model.twin = nn.Parameter(model.weight.data.T)  # a view of the same memory
     model.forward = lambda x: x @ model.twin @ model.weight
     step = capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), (torch.ones(2, 4), torch.ones(2, 4)))
-    runner = StepRunner(step, torch.device("cpu"), _Runner(step, torch.device("cpu"), 1).devices, _fresh, False)
+    runner = runner_of(step)
     places = {runner.start[n].untyped_storage().data_ptr() for n, s in zip(step.placeholders, step.sources, strict=True)
               if s is model.weight or s is model.twin}  # fmt: skip
     assert len(places) == 1 and model.weight.untyped_storage().data_ptr() not in places
@@ -118,7 +121,7 @@ def test_tied_tensors_stay_tied():
 
 def test_indices_are_in_range_and_not_all_the_same():
     step = shared("lstm")
-    run = _Runner(step, torch.device("cpu"), 1)
+    run = _Runner(step, CPU, 1)
     (embedding,) = [n[0] for n in step.nodes if n and "embedding.default" in str(n[0].target)]
     drawn = torch.cat([run._inputs(embedding)[0][1].flatten() for _ in range(20)])
     assert drawn.min() >= 0 and drawn.max() < 40 and len(drawn.unique()) > 5
@@ -182,7 +185,7 @@ def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
                          for w in (".default", "_backward.default"))  # fmt: skip
     drawn = torch.tensor(7), torch.tensor(11)
     forward.target = lambda q, *args, **options: (q, q, *drawn)
-    args, _ = _Runner(step, torch.device("cpu"), 1)._inputs(backward)
+    args, _ = _Runner(step, CPU, 1)._inputs(backward)
     found = dict(zip((a.name for a in backward.target._schema.arguments), args, strict=False))
     assert found["philox_seed"] is drawn[0] and found["philox_offset"] is drawn[1]
 
@@ -220,9 +223,9 @@ def test_steps_in_a_row_count_if_the_device_is_behind_the_host(ahead, found, mon
 
     for name, double in {"Event": Event, "synchronize": synchronize, "device": lambda device: nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, double)
-    monkeypatch.setattr(step_profiler.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: clock.now)
     runner = StepRunner.__new__(StepRunner)
-    runner.device = torch.device("cpu")
+    runner.device = CPU
     runner._run = lambda around: setattr(clock, "now", clock.now + 0.1)
     assert runner.sustained_ns() == found and len(steps) == 7
 

@@ -1,7 +1,8 @@
-"""Tests of swaps in compiled models with PyTorch's ``ao`` operators, on the CPU with a second memory pool."""
+"""Tests of swaps in compiled models with PyTorch's ``ao`` operators, on the CPU with a second memory pool; on a GPU."""
 
 import gc
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 from torch import nn
 
 from executor import compiled
-from executor.compiled import Partitioner, backend
+from executor.compiled import Partitioner
 from executor.compiled.host_copies import POOL, on_the_cpu
 from executor.compiled.joint import Joint
 from executor.fit import FitError
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
-from tests.executor.compiled.test_compiled import Net, blocks, graphs, peak, step
+from tests.executor.compiled.test_compiled import Block, Net, blocks, graphs, peak, step
 
 SWAPS = "autoswap_swdoa"
 
@@ -167,7 +168,32 @@ def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch:
     if schema is None:
         monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
     else:
-        monkeypatch.setattr(backend, "reload_schema", lambda: schema)
+        reload = SimpleNamespace(default=SimpleNamespace(_schema=schema))
+        monkeypatch.setattr(torch.ops.ao, "reload", reload, raising=False)
     with pytest.raises(compiled.CompileError, match="'swap' needs the ao operators of PyTorch 2\\.13, and this is"):
         Partitioner(0.8, mode="swap")
     Partitioner(0.8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_on_a_gpu(mode: str) -> None:
+    """Results equal torch.compile's bit by bit; the allocator's peak is the predicted one and within the limit."""
+    torch.manual_seed(0)
+    net: nn.Module = Net(*(Block(512) for _ in range(4))).cuda()
+    x = torch.randn(16, 256, 512, device="cuda")
+    expected = step(torch.compile(net, dynamic=False), net, x)
+    torch._dynamo.reset()
+    try:
+        model = compiled.compile(net, memory=0.7, planner="annealing", seconds=None, mode=mode)
+    except compiled.CompileError as error:  # an older PyTorch
+        pytest.skip(str(error))
+    for _ in range(2):
+        assert all(map(torch.equal, step(model, net, x), expected))
+    (graph,) = compiled.report(model).graphs
+    real, page = peak(model, net, x), str(compiled.report(model))
+    print(page, f"real peak {real:,}, limit {graph.limit:,}, without {graph.without_bytes:,}")
+    assert graph.plan is not None and graph.plan.decisions
+    assert graph.peak_bytes == pytest.approx(real, rel=0.02) and real <= graph.limit
+    assert (" swaps, " in page) == (mode == "swap")

@@ -2,7 +2,6 @@
 
 import ctypes
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +9,6 @@ import torch
 
 from executor.memory import ALIGNMENT, addresses
 from executor.memory.addresses import Arena, functions, served
-from executor.memory.graph_memory import GraphMemory, Requests, requests_of
-from simulator.pool import smartpool
-from simulator.pool.intervals import Intervals
 
 MIB = 2**20
 # Signatures of torch.cuda.memory.CUDAPluggableAllocator; ctypes releases the GIL during a call.
@@ -123,45 +119,3 @@ def test_memory_is_freed_once_after_the_last_segment(native):
 def test_a_missing_driver_is_reported(make):
     with pytest.raises(MemoryError, match="the CUDA driver is missing: libcuda"):
         make(torch.device("cuda", 0), 1)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-def test_a_capture_whose_operators_have_pools_of_their_own_on_a_gpu():
-    """A dry capture at aliased addresses and a second one at packed addresses replay correctly and free all memory."""
-    device = torch.device("cuda", 0)
-    x = torch.randn(3 * 2**20, device=device)
-    free = torch.cuda.mem_get_info()[0]
-
-    def passes(arena: Arena, packed: np.ndarray | None) -> tuple[Any, GraphMemory, list[torch.Tensor], Requests]:
-        memory, graph, keep = GraphMemory(device, arena), torch.cuda.CUDAGraph(), []
-        with arena.serving(packed), memory.recorded() as events, memory.capturing(graph, ()):
-            for i in range(20):
-                with memory.pool():
-                    y = x * (i + 2)
-                with memory.pool():
-                    keep.append(y[: 2**10] + 1)
-                del y
-        return graph, memory, keep, requests_of(events, memory)
-
-    graph, memory, keep, dry = passes(Arena.aliased(device, 2**32), None)
-    assert dry.nbytes.tolist() == [x.nbytes, 4096] * 20 and not memory.arena.refused_bytes
-    assert (dry.end[::2] < dry.length).all() and (dry.end[1::2] == dry.length).all()
-    keep.clear()
-    graph.reset()
-    memory.close()
-    packing = smartpool.pack(Intervals(dry.begin, dry.end, dry.nbytes, dry.length), ALIGNMENT)
-    assert packing.footprint == x.nbytes + 20 * 4096
-    arena = Arena.resident(device, packing.footprint)
-    packed = np.stack((dry.served[:, 0], arena.base + packing.offsets), axis=1)
-    graph, memory, keep, again = passes(arena, packed)
-    assert [t.data_ptr() for t in keep] == packed[1::2, 1].tolist() and (again.nbytes == dry.nbytes).all()
-    for _ in range(2):
-        x.normal_()
-        graph.replay()
-        assert all(torch.equal(t, x[: 2**10] * (i + 2) + 1) for i, t in enumerate(keep))
-    keep.clear()
-    graph.reset()
-    memory.close()
-    torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] >= free - 2**25

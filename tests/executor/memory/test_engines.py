@@ -23,17 +23,3 @@ def test_a_step_on_a_copy_stream_gets_other_copy_streams(double, taken):
         assert made.streams == (made.d2h, made.h2d) == engines.CudaEngines(DEVICE).streams
     handles = {s.cuda_stream for s in (*made.streams, users, engines.capture_stream(0))}
     assert len(handles) == 4
-
-
-def test_host_tensors_are_copied_immediately(double, monkeypatch):
-    """Host tensors, such as an optimizer's scalar or attention's seed, are copied synchronously."""
-    made = engines.CudaEngines(DEVICE)
-    number, place = torch.tensor([3.0]), torch.frombuffer(made.pinned(4), dtype=torch.float32)
-    monkeypatch.setattr(engines, "on_host", lambda tensor: True)
-    made.begin()
-    made.borrow(number)
-    made.copy_out(place, number, made.event())
-    assert place.item() == 3.0
-    place.fill_(5.0)
-    made.copy_in(number, place, made.event())
-    assert number.item() == 5.0

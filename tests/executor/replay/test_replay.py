@@ -102,7 +102,7 @@ ALTERNATING_PLAN = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
 
 
 def test_alternating_iterations_form_one_circle():
-    """Iterations alternate between 60 and 80 ns, 70 ns on average (as in tests/simulator/test_steady.py)."""
+    """Iterations alternate between 60 and 80 ns, 70 ns on average."""
     measured = replay(ALTERNATING, ALTERNATING_PLAN, BYTES, 1000, HostBackend(BYTES), iterations=5)
     assert measured.period == 2 and len(measured.iterations_ns) == 6
     assert set(measured.iterations_ns) == {60, 80}
@@ -122,7 +122,7 @@ def test_unrolling_by_hand():
 
 
 def test_a_plan_that_never_becomes_steady_is_refused(monkeypatch):
-    monkeypatch.setattr(streams, "LONGEST", 64)  # as in tests/simulator/test_steady.py, which needs 400
+    monkeypatch.setattr(streams, "LONGEST", 64)  # as in tests/simulator/test_reference.py, which needs 400
     tensors = tuple(Tensor(f"p{i}", 1001, "parameter", True) for i in range(3))
     program = Program("p", tensors, tuple(Kernel(f"k{i}", "other", "forward", (i,), (i,), 1000) for i in range(3)))
     with pytest.raises(ReplayError, match="do not repeat"):

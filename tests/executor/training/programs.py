@@ -149,8 +149,10 @@ class Twins:
             torch.manual_seed(100 + self.seed + ahead)
             return self.ours.batch(self.seed + ahead)
 
-    def captured(self, **options: Any) -> Captured:
-        (first, *rest), batch, options = self.ours.given, self.next_batch(), self.ours.options | options
+    def captured(self, check: bool = False, **options: Any) -> Captured:
+        """Captures our loop; ``check`` runs the differential check, too, which repeats what these tests compare."""
+        (first, *rest), batch = self.ours.given, self.next_batch()
+        options = self.ours.options | {"check": check} | options
         if not isinstance(first, nn.Module):
             return capture_step(first, *batch, machine=GPU, **options)
         return capture(first, *rest, batch if len(batch) > 1 else batch[0], machine=GPU, **options)
@@ -324,15 +326,6 @@ def moving(program: Program, *_: Any) -> Plan:
     return random_plan(program, 0, nothing=0.1)
 
 
-def over_the_boundary(program: Program) -> Plan:
-    """Swaps parameters and optimizer state across the step boundary.
-
-    At 1.02 times the required bytes, some are on the host at the boundary, and some have copies in flight.
-    """
-    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
-    return Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
-
-
 def swapping_the_batch(program: Program) -> Plan:
     """Swaps the batch's first tensor within the step and across its boundary."""
     x = next(i for i, t in enumerate(program.tensors) if t.name == "input0")
@@ -358,7 +351,21 @@ def required(program: Program, plan: Plan) -> int:
 
 def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:
     """Creates a step at the smallest limit at which the plan is feasible."""
-    return PlannedStep(captured, plan, GPU, required(captured.program, plan), **options)
+    return PlannedStep(captured, replace(plan, limit=required(captured.program, plan)), GPU, **options)
+
+
+def over_the_boundary(captured: Captured, factor: float = 1.0, room: int = 0, **options: Any) -> PlannedStep:
+    """Creates a step that swaps parameters and optimizer state across its boundary, some of them in flight there.
+
+    Its limit is ``factor`` times what the plan needs, plus ``room`` bytes.
+    """
+    program = captured.program
+    moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
+    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
+    aim = int(1.02 * required(program, plan))
+    step = PlannedStep(captured, replace(plan, limit=aim), GPU, int(factor * aim + room), **options)
+    assert set(step.order.start.values()) == {"host", "out", "in"}
+    return step
 
 
 def planned(name: str = "small", make_optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:
@@ -394,9 +401,8 @@ class Bytes(TorchDispatchMode):
         return out
 
 
-def under_every_plan(twins: Twins, seed: int, more: tuple[str, ...] = ()) -> None:
+def under_every_plan(twins: Twins, captured: Captured, seed: int, more: tuple[str, ...] = ()) -> None:
     """Trains twins under plans of every kind, each at its smallest feasible limit."""
-    captured = twins.captured()
     before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
     for kind in (*KINDS, *more):
         plan = plan_of(captured.program, kind, seed, nothing=0.1)

@@ -139,6 +139,7 @@ def twice(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     return {"x": x, "again": x}, y
 
 
+@pytest.mark.nightly
 def test_batches_of_a_loaders_processes_are_copied() -> None:
     """Loader batches are in shared memory, which plans cannot swap; one tensor occurs twice."""
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 8, 8), torch.randint(5, (12,)))

@@ -17,7 +17,7 @@ from executor.training import memory_source
 from simulator import Plan
 from tests.executor.networks import adamw
 from tests.executor.training import programs
-from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_plan, required, same, tight
+from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_plan, required
 
 
 def break_kernel(step: PlannedStep, phase: str, action: Callable[[], object], which: float = 0.5) -> int:
@@ -51,6 +51,9 @@ def ctrl_c() -> Callable[[], object]:
     return lambda: fired or (fired.append(1), signal.raise_signal(signal.SIGINT))
 
 
+UNDONE = r"kernel \d+ \(aten.* failed: RuntimeError: bad; the model is as before the step"
+
+
 def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: str) -> None:
     """Asserts that a step fails and is undone without holding additional memory."""
     before = copy.deepcopy(twins.ours.state())
@@ -70,12 +73,18 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
     assert seen.bytes() <= whole
 
 
-@pytest.mark.parametrize(("phase", "steps"), [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 2)])
-def test_a_failed_kernel_undoes_the_step(phase, steps):
+@pytest.mark.parametrize(("phase", "steps", "make_action", "error", "message"), [
+    ("forward", 0, lambda: once(RuntimeError("bad\nluck")), StepError, UNDONE),
+    ("backward", 2, lambda: once(RuntimeError("bad\nluck")), StepError, UNDONE),
+    ("backward", 1, ctrl_c, KeyboardInterrupt, "^$"),
+    ("backward", 1, lambda: once(SystemExit(3)), SystemExit, "^3$"),
+], ids=["forward", "backward", "Ctrl-C", "SystemExit"])  # fmt: skip
+def test_a_failed_kernel_undoes_the_step(phase, steps, make_action, error, message):
     twins, step = planned()
     twins.train(step, steps)
-    break_kernel(step, phase, once(RuntimeError("bad\nluck")))
-    fails(twins, step, StepError, r"kernel \d+ \(aten.* failed: RuntimeError: bad; the model is as before the step")
+    break_kernel(step, phase, make_action())
+    fails(twins, step, error, message)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     twins.train(step, 2)
 
 
@@ -130,28 +139,6 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, moves):
     twins.train(step, 2)
 
 
-def test_ctrl_c_before_the_optimizer_undoes_the_step():
-    twins, step = planned()
-    twins.train(step, 1)
-    break_kernel(step, "backward", ctrl_c())
-    fails(twins, step, KeyboardInterrupt, "^$")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    twins.train(step, 2)
-
-
-@pytest.mark.parametrize("phase", ["backward", "optimizer"])
-def test_system_exit_is_not_converted(phase):
-    twins, step = planned()
-    twins.train(step, 1)
-    break_kernel(step, phase, once(SystemExit(3)))
-    if phase == "backward":
-        fails(twins, step, SystemExit, "^3$")
-        return twins.train(step, 2)
-    with pytest.raises(SystemExit) as caught:
-        step(*twins.next_batch())
-    assert re.match(r"kernel \d+ .*the optimizer had begun", caught.value.__notes__[0])
-
-
 def test_ctrl_c_while_the_optimizer_runs_waits_for_its_end():
     twins, step = planned()
     break_kernel(step, "optimizer", ctrl_c())
@@ -187,6 +174,10 @@ def test_a_kernel_of_the_optimizer_that_fails():
     with pytest.raises(StepError, match="the optimizer had begun"):
         step(*twins.next_batch())
     assert step.state.blocks.used <= sum(t.nbytes for t in step.program.tensors if t.persistent)
+    break_kernel(step, "optimizer", once(SystemExit(3)))
+    with pytest.raises(SystemExit) as caught:
+        step(*twins.next_batch())
+    assert re.match(r"kernel \d+ .*the optimizer had begun", caught.value.__notes__[0])
 
 
 def test_host_memory_that_cannot_be_had(monkeypatch):
@@ -196,7 +187,7 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
     def none(self, nbytes: int) -> engines.Bytes:
         raise engines.TransferError(f"{nbytes:,} bytes of host memory cannot be pinned")
 
-    monkeypatch.setattr(engines.HostEngines, "pinned", none)
+    monkeypatch.setattr(engines.Engines, "pinned", none)
     with pytest.raises(StepError, match=r"[\d,]+ bytes of host memory cannot be pinned$"):
         PlannedStep(captured, plan, GPU, required(captured.program, plan))
     with pytest.raises(StepError, match="no memory to undo a step"):
@@ -226,26 +217,3 @@ def test_an_unreferenced_step_frees_its_memory_at_once(failed):
         twins.compare()
     finally:
         gc.enable()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-def test_a_swapped_batch_of_another_stream(monkeypatch):
-    """The other stream keeps allocating before compute reaches the batch."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    twins = Twins("small", device="cuda")
-    captured = twins.captured()
-    step = tight(captured, random_plan(captured.program, 0, nothing=0.1))
-    assert step.state.swapped_inputs()
-    side = torch.cuda.Stream()
-    for _ in range(3):
-        with torch.cuda.stream(side):
-            x, y = twins.next_batch()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda._sleep(100_000_000)
-        torch.manual_seed(twins.seed)
-        loss = step(x, y)
-        with torch.cuda.stream(side):
-            torch.full_like(x, torch.nan)
-        assert same(loss, twins.eager_step())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import agents
 from executor import Captured, PlannedStep, StepError, fit
 from executor.capture.optimizers import capturable
-from executor.training import graph, graph_rules, planned_step
+from executor.training import graph, planned_step
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from simulator.pool.intervals import Intervals
@@ -97,14 +97,6 @@ def test_equal_to_eager_with_other_batches_and_learning_rates(name, optimizer, d
     assert step.graph.captures == (1 if optimizer is by_tensor else 4)
 
 
-def test_a_graph_is_replayed_and_not_issued(double):
-    twins, step = graphed("mlp", swaps=False)
-    twins.train(step, 2)
-    step.state.work = None
-    twins.train(step, 2)
-    assert step.graph.captures == 1
-
-
 @pytest.mark.nightly
 def test_changes_between_replays_take_effect(double):
     """Replays read changes in place; a replaced tensor causes a new capture."""
@@ -130,23 +122,10 @@ def test_changes_between_replays_take_effect(double):
     assert step.graph.captures == 2
 
 
-def test_results_belong_to_the_caller(double):
-    twins, step = graphed("mlp", swaps=False)
-    losses = [step(*twins.next_batch()) for _ in range(4)]
-    kept = [loss.clone() for loss in losses]
-    step(*twins.next_batch())
-    assert all(map(torch.equal, losses, kept)) and len({loss.data_ptr() for loss in losses}) == 4
-
-
-def over_the_boundary(share: float = 1.0, room: float = 1.0) -> tuple[Twins, PlannedStep]:
-    """Returns a step with parameters and optimizer state on the host or in flight at the boundary."""
+def over_the_boundary(factor: float, room: int = 0) -> tuple[Twins, PlannedStep]:
+    """Returns twins and a graph with parameters and optimizer state on the host or in flight at the boundary."""
     twins = Twins("mlp", sgd)
-    captured = twins.captured()
-    plan = programs.over_the_boundary(captured.program)
-    aim = int(1.02 * required(captured.program, plan))
-    step = PlannedStep(captured, replace(plan, limit=aim), GPU, int(aim * share + room), graph=True)
-    assert set(step.order.start.values()) == {"host", "out", "in"}
-    return twins, step
+    return twins, programs.over_the_boundary(twins.captured(), factor, room, graph=True)
 
 
 def test_nothing_moves_at_the_boundary(double):
@@ -217,6 +196,7 @@ def test_the_batch_is_swapped(over, double):
     assert step.graph.captures == 2
 
 
+@pytest.mark.nightly
 def test_the_peak_is_known_before_the_first_replay(double):
     """The peak is the sum of resident tensors, batch slots and packed requests; a limit one byte lower is refused."""
     twins, step = over_the_boundary(2)
@@ -272,45 +252,43 @@ def test_wrong_addresses_are_found(wrong, double, monkeypatch):
 @pytest.fixture
 def by_default(double, monkeypatch):
     """Returns the double with graphs enabled by default."""
-    monkeypatch.setattr(planned_step, "not_by_default", graph_rules.not_by_default)
+    monkeypatch.setattr(planned_step, "not_by_default", graph.not_by_default)
     return double
 
 
-NOT_GRAPHS = {
-    "numbers": (lambda: Twins("mlp", adamw), {}, "the host reads the number"),
-    "micro-batches": (lambda: Twins("mlp", sgd), {"accumulate": 2}, "micro-batches may arrive one by one"),
-}
-
-
-@pytest.mark.parametrize("why", NOT_GRAPHS)
-def test_a_step_that_cannot_be_a_graph_runs_kernel_by_kernel_and_says_why(why, by_default):
-    make, options, reason = NOT_GRAPHS[why]
-    twins = make()
+@pytest.mark.parametrize(("optimizer", "options", "reason"), [
+    (adamw, {}, "the host reads the number"), (sgd, {"accumulate": 2}, "micro-batches may arrive one by one"),
+], ids=["numbers", "micro-batches"])  # fmt: skip
+def test_a_step_that_cannot_be_a_graph_runs_kernel_by_kernel_and_says_why(optimizer, options, reason, by_default):
+    twins = Twins("mlp", optimizer)
     captured = twins.captured(**options)
     step = PlannedStep(captured, random_plan(captured.program, 0), GPU, 2 * captured.program.peak_bytes)
-    assert (
-        step.graph is None
-        and reason in step.not_graph
-        and step.issued.startswith(f"kernel by kernel: {step.not_graph}")
-    )
+    assert step.graph is None and reason in step.not_graph and step.issued == f"kernel by kernel: {step.not_graph}"
     if not options:
         twins.train(step, 2)
 
 
-def test_a_step_is_a_graph_by_default(by_default):
+def default_step(peaks: float, plan: Any = lambda captured: Plan()) -> tuple[Twins, PlannedStep]:
+    """Returns twins and a step that may be a graph, at this multiple of the program's peak."""
     twins = Twins("mlp", sgd)
     captured = twins.captured()
-    step = PlannedStep(captured, Plan(), GPU, 2 * captured.program.peak_bytes)
+    return twins, PlannedStep(captured, plan(captured), GPU, int(peaks * captured.program.peak_bytes))
+
+
+def test_a_step_is_a_graph_by_default(by_default):
+    """A graph is replayed and not issued, and its results belong to the caller."""
+    twins, step = default_step(2)
     assert step.not_graph is None and step.issued == "kernel by kernel the first time, then as one CUDA graph"
-    twins.train(step, 3)
+    twins.train(step, 2)
+    step.state.work = None
+    twins.train(step, 2)
     assert step.graph.captures == 1
     assert step.issued == f"as one CUDA graph, which takes {step.graph.peak_bytes:,} bytes"
+    assert len({loss.data_ptr() for loss, _ in twins.returned}) == 4
 
 
 def test_a_step_whose_graph_is_over_the_limit_goes_on_kernel_by_kernel(by_default):
-    twins = Twins("mlp", sgd)
-    captured = twins.captured()
-    step = PlannedStep(captured, Plan(), GPU, captured.program.peak_bytes)
+    twins, step = default_step(1)
     twins.train(step)
     with pytest.warns(UserWarning, match="kernel by kernel: as a graph the step takes"):
         twins.train(step)
@@ -319,9 +297,7 @@ def test_a_step_whose_graph_is_over_the_limit_goes_on_kernel_by_kernel(by_defaul
 
 
 def test_repeated_captures_disable_the_graph(by_default):
-    twins = Twins("mlp", sgd)
-    captured = twins.captured()
-    step = PlannedStep(captured, plan_for(captured), GPU, 2 * captured.program.peak_bytes)
+    twins, step = default_step(2, plan_for)
     twins.train(step)
     for i in range(graph.CAPTURES):
         set_rate(twins, 0.01 * (i + 2))
@@ -373,12 +349,12 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
 def test_room_is_left_for_what_a_graph_takes_beside_the_program(by_default, monkeypatch):
     captured = Twins("mlp", sgd).captured()
     slots = sum(t.nbytes for t in captured.program.tensors if t.kind == "input")
-    assert graph_rules.beside_bytes(captured) == slots > 0
-    monkeypatch.setattr(graph_rules, "libraries_bytes", lambda index: 1000)
-    assert graph_rules.beside_bytes(captured) == slots + 1000
+    assert graph.beside_bytes(captured) == slots > 0
+    monkeypatch.setattr(graph, "libraries_bytes", lambda index: 1000)
+    assert graph.beside_bytes(captured) == slots + 1000
     limit = captured.program.peak_bytes + 10_000
-    found = planned_step.timeline_of_graph(captured, Plan(), lower(captured.program, Plan()), GPU, limit)
-    assert captured.program.peak_bytes <= found.limit <= limit - slots - 1000
+    step = PlannedStep(captured, Plan(), GPU, limit)
+    assert captured.program.peak_bytes <= step.order.limit <= limit - slots - 1000
 
 
 def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):

@@ -27,18 +27,14 @@ def ordered(program: Program, plan: Plan, machine: Machine, limit: int, graph: b
 @pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 200), marks=pytest.mark.nightly)])
 def test_an_order_is_sound(seeds, graph):
     """Follows an order move by move: tensors are in place, the limit holds, and the iteration ends as it began."""
+    kinds = set()
     for seed in seeds:
         program, plan, machine, limit, *_ = case(seed)
         limit = max(limit, lower(program, plan).required_bytes)
         follow(ordered(program, plan, replace(machine, host_bytes=10**6), limit, graph))
-
-
-def test_random_cases_have_every_decision():
-    """The plans of the test above contain every kind of decision."""
-    found = {(type(d), getattr(d, "copy", None) is not None, getattr(d, "at", None) is not None)
-             for seed in range(100) for d in case(seed).plan.decisions}  # fmt: skip
-    assert found == {(Swap, False, False), (Swap, True, False), (Recompute, False, False), (Recompute, False, True),
-                     (Rerun, False, False)}  # fmt: skip
+        kinds |= {(type(d), getattr(d, "copy", None) is None, getattr(d, "at", None) is None) for d in plan.decisions}
+    assert kinds == {(Swap, True, True), (Swap, False, True), (Recompute, True, True), (Recompute, True, False),
+                     (Rerun, True, True)}  # fmt: skip
 
 
 def test_a_graph_ends_with_no_copy_in_flight_that_is_over_in_the_simulation():
@@ -108,14 +104,9 @@ def follow(out: Order) -> None:
             used += move(kind, b)
     assert place == begin and used == out.used
     assert peak == out.peak <= out.limit
-    for k, least in enumerate(
-        schedule.residency
-    ):  # blocks not swapped in by a pass are, if they fit, swapped in after it
-        assert (
-            most[k] == least
-            if not schedule.moved
-            else most[k] >= least or schedule.first[k + 1] - schedule.first[k] > 1
-        )
+    for k, least in enumerate(schedule.residency):  # after one of several steps of a kernel, swap-ins that fit are made
+        several = schedule.first[k + 1] - schedule.first[k] > 1
+        assert most[k] == least or (schedule.moved and (most[k] > least or several))
     outs = [b for item in out.items for kind, b in item.before + item.after if kind == "out"]
     if len(outs) == len({blocks[b].owner for b in outs}):  # else a place is kept in between
         assert out.held(1).intervals.peak_bytes <= max(schedule.on_host)

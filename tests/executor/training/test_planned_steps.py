@@ -64,7 +64,7 @@ def test_short_batches_and_lengths(name, make_optimizer, counts):
     twins.train(steps, 2)
 
 
-@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("undo", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_all_shapes_have_one_slab(undo):
     """The slab has the size that the largest shape needs, and is free between steps."""
     twins = several("small", counts=(3, 4, 1, 4))
@@ -79,9 +79,9 @@ def test_all_shapes_have_one_slab(undo):
     most = max(step.pinned_bytes for step in steps.steps.values())
     assert undo or HOST.nbytes - before == -(-most // PAGE) * PAGE
     taken = HOST.take(most)
-    twins.train(steps, 2)
+    twins.train(steps)
     del taken
-    twins.train(steps, 2)
+    twins.train(steps)
 
 
 def test_the_last_shapes_are_kept():

@@ -9,14 +9,15 @@ import torch
 import agents
 from executor import StepError
 from experiments.validate_gpu import largest_batch
-from experiments.validate_gpu.largest_batch import Tries, lacks_memory, search
+from experiments.validate_gpu.largest_batch import Tries, lacks_memory
 from experiments.validate_gpu.record import Record
 from experiments.validate_gpu.settings import ON_HOST, Settings
+from experiments.validate_gpu.stages import Run, largest
 from simulator import Machine
 from simulator.plan import PlanError
 
 H200 = Machine.load("h200")
-RESNET = replace(ON_HOST, workloads=("tiny_resnet",))
+RESNET = replace(ON_HOST, workloads=("tiny_resnet",), machine="h200")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_batches_in_small(tmp_path, monkeypatch):
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
     record = Record(tmp_path / "out", 600.0)
-    search(replace(RESNET, methods=("eager", "checkpoint", "ours")), H200, record)
+    largest(Run(replace(RESNET, methods=("eager", "checkpoint", "ours")), record))
     eager, checkpoint, ours = record.rows
     assert eager["batch"] == eager["own_batch"] == 8  # the cap equals its need at this batch
     assert 8 < checkpoint["batch"] < checkpoint["too_large"] and "its peak is" in checkpoint["reason"]
@@ -70,7 +71,7 @@ def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tries, "fits", fits)
     record = Record(tmp_path / "out", 600.0)
-    search(replace(RESNET, methods=("eager",)), H200, record)
+    largest(Run(replace(RESNET, methods=("eager",)), record))
     assert record.rows[0]["time_over"] and record.rows[0]["batch"] == 32
 
 
@@ -84,7 +85,7 @@ def test_a_batch_for_which_there_is_no_plan_does_not_fit(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_batches_on_a_gpu(tmp_path):
     record = Record(tmp_path / "out", 60.0)
-    search(Settings(workloads=("resnet50",), methods=("eager", "checkpoint", "ours")), H200, record)
+    largest(Run(Settings(workloads=("resnet50",), methods=("eager", "checkpoint", "ours"), machine="h200"), record))
     eager, checkpoint, ours = record.rows
     assert checkpoint["batch"] > eager["batch"] and ours["batch"] > eager["batch"]
     assert torch.cuda.get_per_process_memory_fraction() == 1.0

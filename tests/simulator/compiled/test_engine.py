@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from agents.floor import floor
 from simulator import Engine, Kernel, Plan, Program, Recompute, Rerun, Swap, Tensor, rules, simulate
 from simulator.compiled import engine as compiled
 from simulator.compiled.encoding import RECOMPUTE, RERUN, SWAP, SYNC_SWAP, decisions_of, rows_of
@@ -27,9 +28,12 @@ def test_rows_and_decisions_are_inverse():
 def test_a_plan_is_simulated_up_to_the_cutoff():
     slower = 0
     for seed in range(60):
-        case = random_cases.case(seed)
-        engine, rows = Engine(case.program, case.machine, case.limit), rows_of(case.plan.decisions)
+        case = random_cases.any_case(seed)
+        engine = Engine(case.program, case.machine, case.limit).with_variants(case.plan.variants)
+        rows = rows_of(case.plan.decisions)
         score = engine.score(rows, case.limit_until)
+        if case.limit_until is None and not case.plan.variants:
+            assert floor(case.program, case.machine, case.limit).iteration_ns <= score.iteration_ns, f"seed {seed}"
         for cutoff in (score.iteration_ns, score.iteration_ns + 1) if score.feasible else (100,):
             found = engine.score(rows, case.limit_until, cutoff)
             if score.iteration_ns < cutoff:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from simulator.compiled.jit import address, call, jit, stage
+from simulator.compiled.jit import call, jit
 from simulator.compiled.lowering import copied_at
 from tests.test_imports import ROOT
 
@@ -108,31 +108,6 @@ def test_values_without_a_stamp_are_refused(name):
     exec(f"def scaled(x):\n    return {name}", names)
     with pytest.raises(TypeError, match=rf"shop\.scaled: {name} "):
         jit(names["scaled"])
-
-
-@stage(entry=True)
-def total(values, more, sign):
-    out = 0
-    for i in range(values.size):
-        out += values[i]
-    if more is not None:
-        out += more
-    return sign * out, values.size
-
-
-@stage(entry=True)
-def by_address(where, alone, values):
-    if alone:
-        return call(where, (0, 0), (values, None, -1))
-    return call(where, (0, 0), (values, 10, 1))
-
-
-def test_a_call_by_address():
-    values = np.arange(5)
-    for more, sign, out in ((None, -1, -10), (10, 1, 20)):
-        where = address(total, values, more, sign)
-        assert by_address(where, more is None, values) == total(values, more, sign) == (out, 5)
-    assert len(by_address.signatures) == 1
 
 
 def test_nothing_is_compiled_without_a_stamp():

@@ -45,10 +45,9 @@ EXAMPLE = [("b1", 0, 3, 4), ("b2", 3, 9, 4), ("b3", 0, 9, 4), ("b4", 9, 21, 4), 
 @pytest.mark.parametrize(
     "text",
     [
-        "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n",
+        "buffer,start,end,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n",
         "\ufeffid,lower,upper,size\r\nb1,0,3,4\r\nb2,3,9,4\r\nb3,0,9,4\r\nb4,9,21,4\r\nb5,0,21,4",
         "\n size , id, upper, lower \n 4 , b1, 3, 0\n\n4,b2,9,3\n4,b3,9,0\n , , , \n4,b4,21,9\n4,b5,21,0\n\n",
-        "buffer,start,end,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n",
         "id,lower,upper,size,alignment,gaps,hint,offset\n"
         "b1,0,3,4,1,,-1,8\nb2,3,9,4,1,4-5@0:2 6-7,-1,8\nb3,0,9,4,8,,-1,4\nb4,9,21,4,1,,-1,4\nb5,0,21,4,1,,-1,0\n",
     ],
@@ -109,14 +108,6 @@ def test_log(write: Write) -> None:
     whole = load(path, iteration=False)
     assert rows(whole) == [("65280", 0, 9, 9), ("1", 1, 4, 4), ("7", 5, 8, 4)]
     assert whole.intervals.period == NEVER
-
-
-def test_log_in_which_nothing_repeats(write: Write) -> None:
-    path = write("trace.txt", "malloc 5 8\r\nmalloc 6 3\r\nfree 5\r\nmalloc 5 0x10\r\nfree 6\r\n")
-    # 5 names two blocks.
-    assert rows(load(path)) == [("5@0", 0, 2, 8), ("6", 1, 4, 3), ("5@3", 3, 5, 16)]
-    with pytest.raises(FormatError, match=r"trace.txt: no iteration: after the set-up, no two consecutive"):
-        load(path, iteration=True)
 
 
 def event(action: str, addr: int, size: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from hypothesis import given, strategies as st
 from simulator import Plan, simulate
 from simulator.pool import packed, smartpool, timeline_lifetimes
 from simulator.pool.card import CardPeak, of_program, under_plan
-from simulator.pool.intervals import Intervals
+from simulator.pool.intervals import Intervals, overlap
 from simulator.pool.packed import SHARES, DoesNotPack, first_that_packs, pack_within, packed_bytes
 from simulator.pool.pinned_places import Held
-from simulator.pool.validate import overlap
 from simulator.program import Program
 from simulator.schedule import OutOfMemory, lower
 from simulator.timeline import Timeline
@@ -71,11 +70,6 @@ def test_smaller_parts_of_a_limit_are_tried_until_the_packing_fits(monkeypatch: 
     assert caught.value.packed_bytes == 10 * (least + 1) and asked[3] == least + 1 and asked[4] < least
     with pytest.raises(OutOfMemory):  # not even a plan for all of it
         first_that_packs(least - 1, attempt)
-
-
-def test_a_step_without_a_plan_packs_its_persistent_tensors_once() -> None:
-    timeline = simulate(PROGRAM, Plan(), MACHINE, PROGRAM.peak_bytes)
-    assert packed_bytes(timeline, PROGRAM.peak_bytes) >= PROGRAM.peak_bytes
 
 
 def test_what_is_left_for_tensors() -> None:

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from experiments.benchmark.packing import perfect, scattered
-from simulator.compiled.encoding import NEVER
 from simulator.pool import Intervals, Packing, optimal, portfolio, smartpool
 from simulator.pool.files import load
 from simulator.pool.skyline import FITS
@@ -31,9 +30,6 @@ PACKERS: dict[str, Callable[..., Packing]] = {
 }
 arcs = st.tuples(st.integers(0, CIRCLE - 1), st.integers(1, CIRCLE), st.integers(0, 50))
 EVERY = pytest.mark.parametrize("name", PACKERS)
-# SmartPool: 3 and 3 lie at 0, the first 2 on the one, the second 2 meets it and the other 3, so that nothing is left
-# below 5. The load is 5: with the second 2 at 0 and the other 3 at 2 there is room.
-FRAGMENT = table([(0, 2, 3), (1, 4, 2), (3, 6, 2), (4, 6, 3)])
 
 
 def right(blocks: Intervals, packing: Packing, alignment: int = 1) -> None:
@@ -53,23 +49,6 @@ def test_packings_are_right_and_the_portfolios_no_worse(name: str, found: list, 
     if name == "portfolio":
         assert packing.proven == (packing.footprint == blocks.rounded(alignment).peak_bytes)
         assert all(packing.footprint <= smartpool.pack(blocks, alignment, fit).footprint for fit in smartpool.FITS)
-
-
-@EVERY
-def test_a_fragment(name: str) -> None:
-    packing = PACKERS[name](FRAGMENT)
-    right(FRAGMENT, packing)
-    assert packing.footprint == (7 if name in ("smartpool", "first-fit") else FRAGMENT.peak_bytes)
-
-
-@pytest.mark.parametrize("name", ["portfolio", "optimal"])
-def test_what_is_always_held_lies_at_the_bottom(name: str) -> None:
-    # [8, 12) of a period of 10 meets [1, 3), but not [3, 8).
-    blocks = table([(8, 12, 4), (2, 12, 5), (1, 3, 2), (3, 8, 6), (0, 10, 1)], period=10)
-    packing = PACKERS[name](blocks)
-    right(blocks, packing)
-    assert packing.footprint == blocks.peak_bytes == 12 and packing.proven  # 5 + 1, then 4 + 2, or 6
-    assert sorted(packing.offsets.tolist()[1::3]) in ([0, 5], [0, 1])
 
 
 @pytest.mark.parametrize(("name", "n", "seed"), [("portfolio", 24, 0), ("portfolio", 24, 1), ("optimal", 30, 30)])
@@ -94,27 +73,6 @@ def test_bad_options_and_nothing(name: str) -> None:
 def test_twenty_thousand_blocks(name: str, ratio: float) -> None:
     blocks = scattered(20_000, seed=0)
     assert 1 <= (portfolio.pack(blocks, work=0) if name == "portfolio" else PACKERS[name](blocks)).ratio(blocks) < ratio
-
-
-# By size: 10 lies at 0; 8 meets it and lies on it, at 10; 4 meets both: 18; 3 meets all three: 22. When 2 comes, 10 and
-# 4 have gone: the holes are [0, 10) and [18, 22).
-LADDER = [(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)]
-
-
-@pytest.mark.parametrize(("rows", "period", "alignment", "fit", "offsets"), [
-    (LADDER, NEVER, 1, "best", [0, 10, 18, 22, 18]), (LADDER, NEVER, 1, "first", [0, 10, 18, 22, 0]),
-    # In the order of mallocs the small one would lie at 0 and both large ones on it; so it lies on them.
-    ([(0, 3, 1), (0, 1, 6), (2, 3, 5)], NEVER, 1, "best", [6, 0, 0]),
-    # Of a period of 10, [8, 12) meets [1, 3) and [9, 10), but not [2, 8). By malloc: [1, 3), [2, 8), [8, 12), [9, 10).
-    ([(8, 12, 4), (1, 3, 4), (9, 10, 4), (2, 8, 4)], 10, 1, "best", [4, 0, 0, 4]),
-    ([(8, 12, 4), (1, 3, 4)], NEVER, 1, "best", [0, 0]),
-    ([(0, 2, 5), (1, 3, 9), (1, 2, 8)], NEVER, 8, "best", [16, 0, 24]),
-])  # fmt: skip
-def test_smartpool_by_hand(rows: list, period: int, alignment: int, fit: str, offsets: list[int]) -> None:
-    blocks = table(rows, period=period)
-    packing = smartpool.pack(blocks, alignment, fit)
-    right(blocks, packing, alignment)
-    assert packing.offsets.tolist() == offsets
 
 
 @pytest.mark.parametrize(("name", "limit"), [("A", 1.06), pytest.param("K", 1.12, marks=pytest.mark.nightly)])
@@ -177,13 +135,6 @@ def test_no_smaller_footprint_exists(found: list, circle: bool) -> None:
     packing = optimal.pack(blocks, seconds=20, workers=1)
     right(blocks, packing)
     assert packing.proven and packing.footprint == least_footprint(blocks)
-
-
-def test_a_load_that_no_packing_reaches() -> None:
-    # On a circle of 3, each of three blocks of 1 meets the two others, but only two are held at once.
-    blocks = table([(0, 2, 1), (1, 3, 1), (2, 4, 1)], period=3)
-    packing = optimal.pack(blocks, seconds=20)
-    assert (blocks.peak_bytes, packing.footprint, packing.proven) == (2, 3, True)
 
 
 @pytest.mark.parametrize(

@@ -38,19 +38,6 @@ def test_lifetimes_of_a_program() -> None:
     assert lives.intervals.peak_bytes == tiny.PROGRAM.peak_bytes
 
 
-def test_lifetimes_under_a_plan() -> None:
-    lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT))
-    # a1 leaves from 20 to 60 and returns from 90 on; f4 starts at 60. The drawing is in tiny.py.
-    assert in_ns(lives, 170) == [
-        (W, 0, 170), (A1, 0, 60), (A1, 90, 170), (A2, 10, 150), (A3, 20, 110), (A4, 60, 90),
-        (G4, 70, 110), (G3, 90, 150), (G2, 130, 170),
-    ]  # fmt: skip
-    lives = timeline_lifetimes(simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT))
-    # f2 ends at 20 and drops a1; f1 is recomputed from 80 to 90, then b2 to 110 and b1 to 130.
-    assert [b for b in in_ns(lives, 130) if b[0] == A1] == [(A1, 0, 20), (A1, 80, 130)]
-    assert lives.intervals.peak_bytes == 140  # a2 a3 a4 w g4 in b4
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> None:
     program = straight([parameter(40)], ((0,), (), 100), ((), (), 100, 5), ((), (), 100), ((0,), (0,) * written, 100))
